@@ -1,0 +1,106 @@
+"""The only reader of ``os.environ``.
+
+The gate is read by every vLLM process, patched or not, so the module imports
+nothing but ``os`` until a setting is really asked for.
+"""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvpatch._errors import SettingsError
+
+ENABLE = "ENABLE_KVPATCH"
+DISABLE = "KVPATCH_DISABLE"
+EXPERIMENTAL = "KVPATCH_EXPERIMENTAL"
+GENERATION = "KVPATCH_GENERATION"
+LOG_LEVEL = "KVPATCH_LOG_LEVEL"
+
+#: Read outside the engines: by the experiments and by the test suite.
+TOOLING = ("KVPATCH_PYTHON", "KVPATCH_TORCH_INDEX", "KVPATCH_TEST_CACHE", "KVPATCH_TEST_RELEASES")
+
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def is_enabled() -> bool:
+    """Whether ``ENABLE_KVPATCH`` asks for kvpatch; unset and empty do not."""
+    value = os.environ.get(ENABLE, "")
+    if not value:
+        return False
+    try:
+        return _BOOLEANS[value.strip().lower()]
+    except KeyError:
+        raise _settings_error(
+            f"{ENABLE}={value!r} is neither true, 1, false nor 0: set one of them, or unset it"
+        ) from None
+
+
+def is_kvcached_enabled() -> bool:
+    """Whether kvcached allocates the KV cache in this process.
+
+    kvcached reads the variable the same way and takes every other value for no.
+    """
+    return os.environ.get("ENABLE_KVCACHED", "").lower() in ("true", "1")
+
+
+def disabled_slugs() -> tuple[str, ...]:
+    """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
+    return _slugs(DISABLE)
+
+
+def experimental_slugs() -> tuple[str, ...]:
+    """The unfinished patches that ``KVPATCH_EXPERIMENTAL`` turns on, as written there."""
+    return _slugs(EXPERIMENTAL)
+
+
+def _slugs(variable: str) -> tuple[str, ...]:
+    names = os.environ.get(variable, "").replace(",", " ").split()
+    return tuple(dict.fromkeys(names))
+
+
+def generation_override() -> str | None:
+    """The generation to assume for a vLLM build that the release table lacks."""
+    return os.environ.get(GENERATION) or None
+
+
+def log_level() -> str | None:
+    """The level for kvpatch's own loggers, or None to leave them alone."""
+    value = os.environ.get(LOG_LEVEL, "").upper()
+    if not value:
+        return None
+    if value not in _LOG_LEVELS:
+        raise _settings_error(f"{LOG_LEVEL}={value!r} is not one of {', '.join(_LOG_LEVELS)}")
+    return value
+
+
+def complaints(slugs: Iterable[str]) -> list[str]:
+    """One sentence for every variable or slug that nobody reads, with the nearest real one."""
+    real = (DISABLE, EXPERIMENTAL, GENERATION, LOG_LEVEL)
+    found = []
+    for name in sorted(os.environ):
+        if name.startswith("KVPATCH_") and name not in real + TOOLING:
+            found.append(f"{name} is no variable of kvpatch{_nearest(name, real)}")
+    known = tuple(slugs)
+    for variable in (DISABLE, EXPERIMENTAL):
+        for slug in _slugs(variable):
+            if slug not in known:
+                found.append(f"{variable} names {slug!r}, which is no patch{_nearest(slug, known)}")
+    return found
+
+
+def _settings_error(message: str) -> SettingsError:
+    from kvpatch._errors import SettingsError
+
+    return SettingsError(message)
+
+
+def _nearest(name: str, real: tuple[str, ...]) -> str:
+    import difflib
+
+    matches = difflib.get_close_matches(name, real, n=1)
+    return f"; did you mean {matches[0]}?" if matches else f"; there are {', '.join(real)}"

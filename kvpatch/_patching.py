@@ -1,0 +1,203 @@
+"""Patches that cannot half-apply: the only ``setattr`` on vLLM.
+
+A patch names its sites; all of them are found and checked before the first is
+set, and every change is written to a ledger that undoes it exactly. Checks
+compare what is there with what the patch was written for (module, defining
+class, kind of descriptor, parameters): a copy that goes to the wrong place is
+a wrong answer, so anything else than what we know is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Literal
+
+import wrapt
+
+from kvpatch._errors import SiteDrifted
+
+#: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
+Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+Kind = Literal["function", "classmethod", "staticmethod"]
+
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One method that a patch wraps, on the class that defines it.
+
+    Attributes:
+        module: the module that defines the class.
+        owner: the class's name.
+        name: the method's name.
+        kind: what stands in the class's own dictionary.
+        parameters: names in order, ``self`` or ``cls`` included. Annotations and
+            defaults are not compared: they change without changing a call.
+    """
+
+    module: str
+    owner: str
+    name: str
+    kind: Kind
+    parameters: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.owner}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One problem, solved.
+
+    Attributes:
+        slug: its name in ``KVPATCH_DISABLE``, logs and docs.
+        wire_affecting: whether a peer sees the difference at the handshake.
+        sites: per generation that needs the patch, what it wraps and with what.
+        not_needed: per other generation, why not.
+        document: the patch module's docstring, from which PATCHES.md is made.
+    """
+
+    slug: str
+    wire_affecting: bool
+    sites: Mapping[str, Mapping[Site, Wrapper]]
+    not_needed: Mapping[str, str]
+    document: str
+
+
+@dataclass(eq=False)
+class _Change:
+    slug: str
+    owner: type
+    name: str
+    before: Any
+    site: Site | None
+    ours: Any = None
+    active: bool = True
+
+    def is_active(self) -> bool:
+        """Asked at every call: a wrapper that could not be taken out does nothing."""
+        return self.active
+
+
+@dataclass
+class Ledger:
+    """What has been set, so that it can be undone, and never set twice."""
+
+    _changes: list[_Change] = field(default_factory=list)
+
+    def apply(self, slug: str, sites: Mapping[Site, Wrapper]) -> None:
+        """Wraps all of `sites`, or none; what it has wrapped before is not wrapped again.
+
+        Raises:
+            SiteDrifted: a site is not what the patch was written for. Nothing is set.
+        """
+        # One that undo() had to leave in place is checked no more: what stands
+        # there now is somebody else's wrapper, with ours below it.
+        left = {change.site for change in self._of(slug)}
+        new = [(resolve(s), s, wrapper) for s, wrapper in sites.items() if s not in left]
+        for change in self._of(slug):
+            change.active = True
+        for owner, site, wrapper in new:
+            self._wrap(slug, owner, site.name, vars(owner)[site.name], wrapper, site)
+
+    def guard(self, slug: str, owner: type, wrapper: Wrapper) -> None:
+        """Wraps the construction of `owner`: how a tripwire is installed."""
+        standing = [change for change in self._of(slug) if change.owner is owner]
+        for change in standing:
+            change.active = True
+        if not standing:
+            self._wrap(slug, owner, "__init__", owner.__init__, wrapper)  # type: ignore[misc]
+
+    def undo(self) -> list[str]:
+        """Restores what was there before, last change first.
+
+        Returns the places that it left alone because somebody else has wrapped
+        them since. Our wrapper stays below theirs there, and does nothing.
+        """
+        left: list[_Change] = []
+        for change in reversed(self._changes):
+            change.active = False
+            if vars(change.owner).get(change.name, _MISSING) is not change.ours:
+                left.append(change)
+            elif change.before is _MISSING:
+                delattr(change.owner, change.name)
+            else:
+                setattr(change.owner, change.name, change.before)
+        self._changes = left[::-1]
+        return [f"{c.owner.__module__}.{c.owner.__qualname__}.{c.name}" for c in left]
+
+    def _of(self, slug: str) -> list[_Change]:
+        return [change for change in self._changes if change.slug == slug]
+
+    def _wrap(
+        self,
+        slug: str,
+        owner: type,
+        name: str,
+        target: Any,
+        wrapper: Wrapper,
+        site: Site | None = None,
+    ) -> None:
+        change = _Change(slug, owner, name, vars(owner).get(name, _MISSING), site)
+        change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=change.is_active)
+        setattr(owner, name, change.ours)
+        self._changes.append(change)
+
+
+def resolve(site: Site) -> type:
+    """The class that defines `site`, checked.
+
+    Raises:
+        SiteDrifted: the module, the class, the method or its shape is another.
+    """
+    module = _module(site)
+    owner = vars(module).get(site.owner)
+    if not isinstance(owner, type):
+        raise SiteDrifted(str(site), f"a class {site.owner} in {site.module}", repr(owner))
+    attribute = vars(owner).get(site.name, _MISSING)
+    if attribute is _MISSING:
+        holder = next((c for c in owner.__mro__ if site.name in vars(c)), None)
+        found = "no such method" if holder is None else f"one inherited from {holder.__qualname__}"
+        raise SiteDrifted(str(site), f"a method that {site.owner} itself defines", found)
+    kind = kind_of(attribute)
+    if kind != site.kind:
+        raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
+    parameters = parameters_of(attribute)
+    if parameters != site.parameters:
+        raise SiteDrifted(
+            str(site), f"parameters ({', '.join(site.parameters)})", f"({', '.join(parameters)})"
+        )
+    return owner
+
+
+def _module(site: Site) -> ModuleType:
+    try:
+        return importlib.import_module(site.module)
+    except ModuleNotFoundError as error:
+        raise SiteDrifted(str(site), f"a module {site.module}", f"none ({error})") from error
+
+
+def kind_of(attribute: object) -> str:
+    """What an entry of a class's own dictionary is, by :data:`Kind`'s names."""
+    if isinstance(attribute, classmethod):
+        return "classmethod"
+    if isinstance(attribute, staticmethod):
+        return "staticmethod"
+    return "function" if inspect.isroutine(attribute) else type(attribute).__name__
+
+
+def parameters_of(attribute: Any) -> tuple[str, ...]:
+    """Parameter names of a raw class attribute, ``*`` and ``**`` written out."""
+    function = getattr(attribute, "__func__", attribute)
+    marks: dict[object, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    found = inspect.signature(function).parameters.values()
+    return tuple(marks.get(p.kind, "") + p.name for p in found)

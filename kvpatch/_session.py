@@ -1,0 +1,176 @@
+"""Enabling and disabling kvpatch in one process.
+
+The connector is patched right after it is imported, by a hook that must not
+raise: Python would fail that import and let the next one succeed unpatched.
+Whatever goes wrong becomes a refusal, and a refusal becomes a tripwire on the
+connector's constructor.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+import kvpatch
+from kvpatch import _env, _logging, _versions
+from kvpatch._errors import PatchRefused, ReleaseNotKnown, SiteDrifted
+from kvpatch._patching import Ledger, Patch
+from kvpatch._status import PatchStatus, Status
+from kvpatch.patches import EXPERIMENTAL, SLUGS, load
+
+_LOG = logging.getLogger("kvpatch")
+
+_TRIPWIRE = "tripwire"
+
+
+class Session:
+    """The state of kvpatch in this process; there is one, :data:`SESSION`."""
+
+    def __init__(self) -> None:
+        self._ledger = Ledger()
+        self._enabled = False
+        self._hooked: set[str] = set()
+        self._vllm: _versions.InstalledVllm | None = None
+        self._generation: _versions.Generation | None = None
+        self._problem = ""
+        self._rows: dict[str, PatchStatus] = {}
+
+    def enable(self) -> None:
+        """See :func:`kvpatch.enable`."""
+        if self._enabled:
+            return
+        _logging.set_up(_LOG)
+        for complaint in _env.complaints(SLUGS):
+            _LOG.warning("kvpatch: %s", complaint)
+        self._enabled = True
+        self._find_release()
+        self._rows = {slug: self._before_import(slug) for slug in SLUGS}
+        if self._problem:
+            _LOG.error("%s", self.status().summary())
+        modules = (
+            (self._generation.connector_module,)
+            if self._generation
+            else _versions.CONNECTOR_MODULES
+        )
+        for module in modules:
+            self._hook(module)
+
+    def disable(self) -> None:
+        """See :func:`kvpatch.disable`."""
+        for place in self._ledger.undo():
+            _LOG.warning("kvpatch: %s is wrapped by something else now and was left alone", place)
+        self._enabled = False
+        self._rows = {}
+
+    def status(self) -> Status:
+        """See :func:`kvpatch.status`."""
+        vllm = self._vllm
+        return Status(
+            kvpatch=kvpatch.__version__,
+            enabled=self._enabled,
+            vllm=f"{vllm.distribution} {vllm.version}" if vllm else None,
+            generation=self._generation.slug if self._generation else None,
+            problem=self._problem,
+            patches=tuple(self._rows.values()),
+        )
+
+    def _find_release(self) -> None:
+        self._vllm, self._generation, self._problem = None, None, ""
+        try:
+            self._vllm = _versions.installed_vllm()
+            override = _env.generation_override()
+            self._generation = (
+                _versions.generation_named(override)
+                if override
+                else _versions.generation_of(self._vllm.version)
+            )
+        except ReleaseNotKnown as error:
+            self._problem = str(error)
+
+    def _before_import(self, slug: str) -> PatchStatus:
+        if self._generation is None:
+            return PatchStatus(slug, "refused", "vLLM's generation is not known")
+        if slug in _env.disabled_slugs():
+            return PatchStatus(slug, "off", _env.DISABLE)
+        if slug in EXPERIMENTAL and slug not in _env.experimental_slugs():
+            return PatchStatus(slug, "off", f"experimental: {_env.EXPERIMENTAL}={slug}")
+        return PatchStatus(slug, "waiting", "the connector has not been imported")
+
+    def _hook(self, module: str) -> None:
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            self._on_import(loaded)
+        elif module not in self._hooked:
+            # A hook cannot be taken back; one left over from an earlier enable()
+            # serves this one too.
+            self._hooked.add(module)
+            wrapt.register_post_import_hook(self._on_import, module)
+
+    def _on_import(self, module: ModuleType) -> None:
+        if not self._enabled:
+            return
+        try:
+            self._apply()
+        # Nothing may leave an import hook, and no failure may pass for success:
+        # whatever this is, the tripwire below turns it into a refusal to serve.
+        except Exception as error:  # noqa: BLE001
+            _LOG.exception("kvpatch: applying patches failed")
+            self._problem = f"applying patches failed: {error!r}"
+        status = self.status()
+        if not status.refused:
+            _LOG.info("%s", status.summary())
+            return
+        self._trip(module, status)
+
+    def _apply(self) -> None:
+        if self._generation is None:
+            return
+        for patch in load():
+            if self._rows[patch.slug].outcome == "waiting":
+                self._rows[patch.slug] = self._apply_one(patch, self._generation.slug)
+
+    def _apply_one(self, patch: Patch, generation: str) -> PatchStatus:
+        reason = patch.not_needed.get(generation)
+        if reason is not None:
+            return PatchStatus(patch.slug, "not needed", reason)
+        try:
+            self._ledger.apply(patch.slug, patch.sites[generation])
+        except SiteDrifted as error:
+            return PatchStatus(patch.slug, "refused", str(error))
+        return PatchStatus(patch.slug, "applied")
+
+    def _trip(self, module: ModuleType, status: Status) -> None:
+        """Makes constructing the connector raise, and says so now."""
+        classes = [vars(module).get(name) for name in _versions.CONNECTOR_CLASSES]
+        found = [c for c in classes if isinstance(c, type)]
+        _LOG.error("%s", status.summary())
+        if not found:
+            _LOG.error(
+                "kvpatch: %s defines none of %s, so that nothing stops the connector: "
+                "do not serve with it",
+                module.__name__,
+                ", ".join(_versions.CONNECTOR_CLASSES),
+            )
+        for connector in found:
+            self._ledger.guard(_TRIPWIRE, connector, self._refuse_construction)
+
+    def _refuse_construction(
+        self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        status = self.status()
+        refused = [p for p in status.patches if p.outcome == "refused"]
+        reasons = status.problem or "; ".join(map(str, refused))
+        slugs = ",".join(p.slug for p in refused)
+        raise PatchRefused(
+            f"kvpatch cannot patch {type(instance).__name__} of {status.vllm}: {reasons}. "
+            f"Use a release that kvpatch supports, or set {_env.DISABLE}={slugs} to serve "
+            f"without these patches, or unset {_env.ENABLE}"
+        )
+
+
+#: This process's session.
+SESSION = Session()

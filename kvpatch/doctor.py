@@ -1,0 +1,97 @@
+"""What kvpatch finds in this environment and can do with it."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import kvpatch
+from kvpatch import _env, _versions
+from kvpatch._errors import ReleaseNotKnown
+from kvpatch._status import Status
+
+#: Distributions that provide NIXL's Python module, the plain name first.
+_NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that ``kvpatch doctor`` shows.
+
+    Attributes:
+        versions: of what kvpatch touches; "not installed" where it is missing.
+        gate: the value of ``ENABLE_KVPATCH``, as kvpatch takes it.
+        status: the outcome of enabling kvpatch here, now.
+        connector: why the connector cannot be imported, or empty.
+    """
+
+    versions: dict[str, str]
+    gate: bool
+    status: Status
+    connector: str
+
+    @property
+    def healthy(self) -> bool:
+        """Whether everything that is enabled can be applied."""
+        return not self.status.refused and not self.connector
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "status": self.status.as_dict(), "healthy": self.healthy}
+
+
+def diagnose() -> Diagnosis:
+    """Enables kvpatch in this process, imports the connector and reports what came of it."""
+    kvpatch.enable()
+    connector = _import_connector()
+    return Diagnosis(_installed(), _env.is_enabled(), kvpatch.status(), connector)
+
+
+def _import_connector() -> str:
+    slug = kvpatch.status().generation
+    if slug is None:
+        return ""  # the status says why
+    module = _versions.generation_named(slug).connector_module
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        # Importing vLLM runs the user's whole stack: what fails there is a finding.
+        return f"{module} cannot be imported: {error!r}"
+    return ""
+
+
+def _installed() -> dict[str, str]:
+    try:
+        vllm = _versions.installed_vllm()
+        vllm_version = f"{vllm.version} ({vllm.distribution})"
+    except ReleaseNotKnown:
+        vllm_version = "not installed"
+    return {
+        "kvpatch": kvpatch.__version__,
+        "vllm": vllm_version,
+        "nixl": next((v for v in map(_version, _NIXL) if v), "not installed"),
+        "kvcached": _version("kvcached") or "not installed",
+        "torch": _version("torch") or "not installed",
+        "wrapt": _version("wrapt") or "not installed",
+        "python": platform.python_version(),
+        "platform": _platform(),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _platform() -> str:
+    machine = f"{platform.system()} {platform.machine()}"
+    try:
+        from vllm.platforms import current_platform
+    except ImportError:
+        return machine
+    return f"{machine}, device {current_platform.device_type}"

@@ -1,0 +1,147 @@
+"""One kind of content of one layer, as a base address and byte strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.tensor import axes_nest, extent_bytes
+
+_END_OF_ADDRESSES = 2**63 - 1
+"""Plans count bytes in signed 64-bit integers."""
+
+
+class Content(Enum):
+    """What the elements of a plane are; only like contents are ever copied."""
+
+    KEY = "key"
+    VALUE = "value"
+    LATENT = "latent"
+    """One vector that stands for both: MLA, its indexers, hidden states."""
+    STATE = "state"
+    """Opaque bytes of a whole block, without tokens in it: Mamba."""
+
+
+class Strides(NamedTuple):
+    """Bytes from one element to the next along each axis."""
+
+    block: int
+    head: int
+    token: int
+    channel: int
+
+
+class Counts(NamedTuple):
+    """Sizes of the axes. ``block_tokens`` is the tensor's own, so the kernel's block size."""
+
+    blocks: int
+    heads: int
+    block_tokens: int
+    channels: int
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A strided array (block, head, token, channel) of items in some memory.
+
+    Two layers that share a tensor give two planes with one address.
+
+    Attributes:
+        address: of item (0, 0, 0, 0).
+        item_bytes: bytes of one item.
+        first_head: the global number of the plane's head 0, so that planes of unlike
+            tensor-parallel ranks can be matched; 0 where the content has no heads.
+    """
+
+    layer: str
+    content: Content
+    address: int
+    strides_bytes: Strides
+    counts: Counts
+    item_bytes: int
+    first_head: int
+    memory: Memory
+
+    def __post_init__(self) -> None:
+        axes = self.axes
+        if (
+            min(self.counts) < 1
+            or min(self.strides_bytes) < 0
+            or self.item_bytes < 1
+            or self.address < 0
+            or self.first_head < 0
+        ):
+            raise UnreadableGeometry(
+                f"{self}: expected counts and item size of 1 or more, and no negative number"
+            )
+        if not axes_nest(axes, self.item_bytes):
+            raise UnreadableGeometry(
+                f"{self}: expected strides that step over one another, found overlapping ones"
+            )
+        if self.span()[1] > _END_OF_ADDRESSES:
+            raise UnreadableGeometry(f"{self}: expected it to end below 2**63")
+
+    def __str__(self) -> str:
+        shape, strides = tuple(self.counts), tuple(self.strides_bytes)
+        return (
+            f"{self.content.value} plane of layer {self.layer!r} (block, head, token, channel): "
+            f"shape {shape}, strides {strides} bytes, items of {self.item_bytes} bytes at "
+            f"{self.address:#x} in {self.memory.kind}:{self.memory.device_id}, "
+            f"heads from {self.first_head}"
+        )
+
+    @property
+    def axes(self) -> tuple[tuple[int, int], ...]:
+        """(size, stride in bytes) of block, head, token and channel."""
+        return tuple(zip(self.counts, self.strides_bytes, strict=True))
+
+    @property
+    def end_head(self) -> int:
+        """The global number past the plane's last head."""
+        return self.first_head + self.counts.heads
+
+    def byte_offset(self, block: int, head: int, token: int, channel: int) -> int:
+        """Bytes from ``address`` to an item; ``head`` counts from the plane's own first.
+
+        Does not validate.
+        """
+        strides = self.strides_bytes
+        return (
+            block * strides.block
+            + head * strides.head
+            + token * strides.token
+            + channel * strides.channel
+        )
+
+    def span(self) -> tuple[int, int]:
+        """The lowest address that the plane touches, and the one past its highest."""
+        return self.address, self.address + extent_bytes(self.axes, self.item_bytes)
+
+    def as_array(self, buffer: Any, buffer_address: int) -> npt.NDArray[np.uint8]:
+        """The plane's bytes as a view [block, head, token, channel, byte of the item].
+
+        Args:
+            buffer: anything with the buffer protocol; the view is writable when it is.
+            buffer_address: the address that the buffer's first byte stands for.
+
+        Raises:
+            UnreadableGeometry: the plane reaches outside the buffer.
+        """
+        raw = np.frombuffer(buffer, dtype=np.uint8)
+        start, end = self.span()
+        if start < buffer_address or end > buffer_address + raw.size:
+            raise UnreadableGeometry(
+                f"{self}: expected it inside {raw.size} bytes at {buffer_address:#x}, "
+                f"found it at {start:#x} to {end:#x}"
+            )
+        return np.lib.stride_tricks.as_strided(
+            raw[start - buffer_address :],
+            shape=(*self.counts, self.item_bytes),
+            strides=(*self.strides_bytes, 1),
+        )

@@ -1,0 +1,66 @@
+"""What geometry needs to know of a registered tensor, without knowing torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvpatch.geometry.memory import Memory
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor's place and shape, as its framework states them.
+
+    Nothing is checked here: :func:`~kvpatch.geometry.read_planes` does that, and
+    knows the layer's name to put into its refusal.
+
+    Attributes:
+        address: of the first element.
+        shape: sizes, in elements.
+        strides: in elements, one per dimension.
+        item_bytes: bytes of one element.
+        storage_address: where the allocation behind the tensor starts.
+        storage_bytes: how long that allocation is.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    memory: Memory
+    storage_address: int
+    storage_bytes: int
+
+    @property
+    def elements(self) -> int:
+        """How many elements the shape counts, whatever the strides say."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+def extent_bytes(axes: Iterable[tuple[int, int]], item_bytes: int) -> int:
+    """Bytes from the first to past the last element of ``(size, stride_bytes)`` axes.
+
+    Does not validate: sizes are at least 1, strides at least 0.
+    """
+    return sum((size - 1) * stride for size, stride in axes) + item_bytes
+
+
+def axes_nest(axes: Iterable[tuple[int, int]], item_bytes: int) -> bool:
+    """Whether no two elements can share a byte, by strides that step over one another.
+
+    Each axis, from the smallest stride up, must step past everything that the smaller
+    ones reach. Every layout that an engine makes does; a set of strides that does not
+    either overlaps or is one that nobody has read yet.
+    """
+    reach = item_bytes
+    for size, stride in sorted(axes, key=lambda axis: axis[1]):
+        if size == 1:
+            continue
+        if stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return True

@@ -1,0 +1,29 @@
+"""One problem per file, named by its slug; this is the order in which they are applied.
+
+The last one wraps outermost: block counts are set and checked first, then
+split tensors are shown as what they are, then shared ones are thinned out.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from kvpatch._patching import Patch
+
+SLUGS = (
+    "kvcached_layout",
+    "shared_tensors",
+    "kvcached_regions",
+    "block_count",
+    "unlike_engines",
+)
+
+#: Not finished: off unless ``KVPATCH_EXPERIMENTAL`` names them.
+EXPERIMENTAL = ("unlike_engines",)
+
+
+def load() -> tuple[Patch, ...]:
+    """All patches. They are imported when the connector is, so that others pay nothing."""
+    return tuple(import_module(f"{__name__}.{slug}").PATCH for slug in SLUGS)

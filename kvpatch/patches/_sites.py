@@ -1,0 +1,62 @@
+"""The connector's seams as sites, per generation."""
+
+from __future__ import annotations
+
+from kvpatch._patching import Site
+from kvpatch._versions import Generation
+
+
+def register_kv_caches(generation: Generation) -> Site:
+    """Where a worker is handed the tensors of its KV cache."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="register_kv_caches",
+        kind="function",
+        parameters=("self", "kv_caches"),
+    )
+
+
+def get_required_kvcache_layout(generation: Generation) -> Site:
+    """Where vLLM asks the connector which layout the cache must have; from 0.10.1."""
+    return Site(
+        module=generation.connector_module,
+        owner=generation.connector_class,
+        name="get_required_kvcache_layout",
+        kind="classmethod",
+        parameters=("cls", "vllm_config"),
+    )
+
+
+def add_remote_agent(generation: Generation) -> Site:
+    """Where a worker is told of one rank of a peer, at the handshake."""
+    contexts = ("remote_dcp_size",) if generation.slug == "g0290" else ()
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="add_remote_agent",
+        kind="function",
+        parameters=("self", "nixl_agent_meta", "remote_tp_rank", "remote_tp_size", *contexts),
+    )
+
+
+def read_blocks_for_req(generation: Generation) -> Site:
+    """Where a worker posts the reads of one request."""
+    return Site(
+        module=generation.reader_module,
+        owner=generation.reader_class,
+        name="_read_blocks_for_req",
+        kind="function",
+        parameters=("self", "req_id", "meta"),
+    )
+
+
+def build_connector_meta(generation: Generation) -> Site:
+    """Where the scheduler writes what the workers will read."""
+    return Site(
+        module=generation.scheduler_module,
+        owner=generation.scheduler_class,
+        name="build_connector_meta",
+        kind="function",
+        parameters=("self", "scheduler_output"),
+    )

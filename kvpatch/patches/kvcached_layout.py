@@ -1,0 +1,50 @@
+"""kvcached's tensors stay as kvcached laid them out.
+
+Why:
+    The connector asks vLLM for the HND layout, and vLLM then re-strides every
+    layer's tensor. kvcached hands out tensors over virtual memory whose strides
+    cannot be changed: ``[2, 4096, 16, 8, 128]`` fails in ``set_stride`` while
+    the engine starts.
+Where:
+    The engine core and every worker, on P and on D.
+How:
+    With kvcached active the connector asks for no layout, which leaves NHD.
+    Everywhere else it answers as before.
+Upstream:
+    kvcached #311, patched there for some releases in #312.
+Remove when:
+    kvcached's tensors can be re-strided, or no supported release has the hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch import _env
+from kvpatch._patching import Patch
+from kvpatch._versions import GENERATIONS
+from kvpatch.patches import _sites
+
+
+def _get_required_kvcache_layout(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if _env.is_kvcached_enabled():
+        return None
+    return wrapped(*args, **kwargs)
+
+
+_BEFORE_THE_HOOK = {"g0100": "this release asks for no layout; the hook came with 0.10.1"}
+
+PATCH = Patch(
+    slug="kvcached_layout",
+    wire_affecting=True,
+    sites={
+        g.slug: {_sites.get_required_kvcache_layout(g): _get_required_kvcache_layout}
+        for g in GENERATIONS
+        if g.slug not in _BEFORE_THE_HOOK
+    },
+    not_needed=_BEFORE_THE_HOOK,
+    document=__doc__,
+)

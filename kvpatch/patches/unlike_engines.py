@@ -1,0 +1,378 @@
+"""A decode engine reads from a prefill engine of another block size or layout.
+
+Why:
+    The connector copies blocks as opaque runs of bytes. A prefill engine with
+    larger blocks is refused at the first request (``Local block size 32 is not
+    divisible by remote block size 128``), one with an NHD cache at the
+    handshake; smaller prefill blocks are read wrongly, without an error, where
+    the last block is partial and there is a prefix hit, where K and V are packed
+    in HND (0.26 to 0.31), and wherever the CPU backend stores keys by column.
+Where:
+    D's scheduler and worker. P needs nothing.
+How:
+    At the handshake D works out where each of P's layers, heads and tokens lies,
+    and shows the release a peer like itself, within the memory that P registered.
+    The release goes on to keep its books, notify and complete as ever; the one
+    transfer that it prepares for a request is replaced by the byte runs between
+    the two geometries, paired by token position. Like pairs are left to it.
+Upstream:
+    vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
+Not finished:
+    Off unless ``KVPATCH_EXPERIMENTAL=unlike_engines``. Reads have one descriptor per
+    run of bytes, without staging. Known to be open: sliding-window groups while P
+    speculates (to 0.24), a P that returns under its engine id with other ranks,
+    multi-module MTP on D, a request refused while it is posted on 0.10.0 to 0.11.0
+    stops D's engine, 0.10.0 states no layout, and a D with a host buffer, Mamba
+    state or shared KV layers leaves unlike peers to the release. LHBNC, BHLNC and
+    BLNHC are refused.
+Remove when:
+    The connector reads any block size and layout, prefix hits included.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from kvpatch._patching import Patch
+from kvpatch._versions import GENERATIONS
+from kvpatch.geometry import KeyOrder
+from kvpatch.patches import _sites
+from kvpatch.vllm import orders
+from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.our_side import our_side
+from kvpatch.vllm.peers import OurSide, heads_of, peer_planes, refusal
+from kvpatch.vllm.reader import Peer, Reader, ReadingAgent, ReadRefused, attach, reader_of
+from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+def _register_kv_caches(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    registration: Registration,
+) -> Any:
+    def register(kv_caches: Mapping[str, Any]) -> Any:
+        # Read first: what registering makes of split tensors is not what they are.
+        cache = read_cache(registration, instance, kv_caches)
+        result = wrapped(kv_caches)
+        if (
+            cache is not None
+            and is_plain(instance)
+            and has_blocks_of(instance.block_size, cache[0])
+        ):
+            layers, groups, key_order = cache
+            reader = Reader(our_side(instance, layers, key_order), groups, kv_caches)
+            attach(instance, reader)
+            instance.nixl_wrapper = ReadingAgent(
+                instance.nixl_wrapper, reader, partial(_rank_of, instance)
+            )
+            registration.admit_peers(instance)
+        return result
+
+    return register(*args, **kwargs)
+
+
+def is_plain(worker: Any) -> bool:
+    """Whether reads go straight to the registered cache, all tokens of it.
+
+    Not through a host buffer, to memory of two kinds, or to a share of the tokens
+    (context parallelism): there the release's own rules hold.
+    """
+    parallel = worker.vllm_config.parallel_config
+    return not (
+        getattr(worker, "use_host_buffer", False)  # from 0.10.1
+        or getattr(worker, "_mixed_mem_types", False)  # from 0.30
+        or getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    )
+
+
+def has_blocks_of(block_tokens: int, layers: Mapping[str, LayerCache]) -> bool:
+    """Whether every tensor's blocks are the ones that the worker will name.
+
+    The hybrid allocator may hand out logical blocks where kernel blocks are meant.
+    """
+    found = {plane.counts.block_tokens for cache in layers.values() for plane in cache.planes}
+    return found == {block_tokens}
+
+
+def read_cache(
+    registration: Registration, worker: Any, kv_caches: Mapping[str, Any]
+) -> tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder] | None:
+    """All layers, where copies need every byte named; None where one cannot be.
+
+    Peers are then left to the release, which refuses the ones it cannot read.
+    """
+    key_order = registration.key_order(worker)
+    if key_order is None:
+        return None
+    total_heads = worker.model_config.get_total_num_kv_heads()
+    first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
+    layers = read_layers(registration, worker, kv_caches, key_order, first_head)
+    if len(layers) < len(kv_caches):
+        return None
+    return layers, registration.groups(worker, layers), key_order
+
+
+def _rank_of(worker: Any, engine_id: str, handle: Any) -> int:
+    """The peer's rank whose descriptors a handle stands for."""
+    handles = worker.dst_xfer_side_handles[engine_id]
+    if not isinstance(handles, Mapping):  # one rank only, to 0.13
+        (rank,) = reader_ranks(worker, engine_id)
+        return rank
+    return int(next(rank for rank, found in handles.items() if found == handle))
+
+
+def reader_ranks(worker: Any, engine_id: str) -> tuple[int, ...]:
+    """The ranks of a peer that this worker has shaken hands with."""
+    reader = reader_of(worker)
+    peer = reader.peer(engine_id) if reader else None
+    return tuple(peer.statements) if peer else ()
+
+
+def _add_remote_agent(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    registration: Registration,
+) -> Any:
+    def add(
+        nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *more: Any
+    ) -> Any:
+        # More is the peer's context-parallel size, by place, from 0.29.
+        if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
+            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        reader = reader_of(instance)
+        if reader is None and registration.key_order(instance) is not None:
+            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
+        if reader is None:
+            refuse_unreadable(instance, peer)
+            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        if is_alike(reader.ours, peer):
+            # An engine may come back alike under the id of an unlike one.
+            reader.peers.pop(peer.engine_id, None)
+            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, more)
+
+    return add(*args, **kwargs)
+
+
+def refuse_unreadable(worker: Any, peer: Statement) -> None:
+    """Refuses an unlike peer where nobody knows how our own keys lie in a block.
+
+    Raises:
+        PeerRefused: the release would copy such blocks as if they were rows.
+    """
+    alike = peer.block_tokens in (None, worker.block_size) and peer.layout in (
+        None,
+        worker.kv_cache_layout,
+    )
+    if not alike:
+        raise PeerRefused(
+            f"engine {peer.engine_id} cannot be read: it has {peer}; we have blocks of "
+            f"{worker.block_size} tokens, layout {worker.kv_cache_layout}, in which the backend "
+            f"{worker.backend_name} packs keys by rules of its own: use one block size and layout "
+            "on both sides"
+        )
+
+
+def _add_unlike(
+    wrapped: Callable[..., Any],
+    worker: Any,
+    reader: Reader,
+    metadata: Any,
+    statement: Statement,
+    more: tuple[Any, ...],
+) -> Any:
+    ours = reader.ours
+    if any(size != 1 for size in more):
+        raise refusal(ours, statement, "use --decode-context-parallel-size 1 on the prefill side")
+    planes = peer_planes(ours, statement)
+    layout = hnd_like(ours.layout)
+    alike = as_alike(
+        metadata,
+        statement,
+        block_tokens=ours.block_tokens,
+        kernel_blocks_per_block=ours.kernel_blocks_per_block,
+        layout=layout,
+        block_bytes=alike_block_bytes(ours, statement),
+    )
+    with layout_called(worker, layout):
+        agent = wrapped(alike, statement.tp_rank, statement.tp_size, *more)
+    peer = reader.peers.setdefault(statement.engine_id, Peer())
+    peer.statements[statement.tp_rank] = statement
+    peer.planes[statement.tp_rank] = planes
+    peer.agents[statement.tp_rank] = agent
+    _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
+    return agent
+
+
+@contextmanager
+def layout_called(worker: Any, layout: str) -> Iterator[None]:
+    """While inside, the worker compares its peer's layout with this one.
+
+    The release splits heads over ranks in HND only; ours are split by the plan.
+    """
+    if not hasattr(worker, "kv_cache_layout"):  # 0.10.0
+        yield
+        return
+    own = worker.kv_cache_layout
+    worker.kv_cache_layout = layout
+    try:
+        yield
+    finally:
+        worker.kv_cache_layout = own
+
+
+#: Backends that take blocks of any size whole.
+_WHOLE_BLOCK_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN")
+
+
+def is_alike(ours: OurSide, peer: Statement) -> bool:
+    """Whether the release reads this peer rightly: the same blocks, the same order in them.
+
+    Raises:
+        PeerRefused: it cannot be read by anybody here.
+    """
+    if peer.block_tokens is None:
+        # Bytes alone do not tell 16 tokens of bf16 from 32 of fp8.
+        same_blocks = peer.block_bytes == alike_block_bytes(ours, peer)
+        if not same_blocks:
+            raise refusal(
+                ours,
+                peer,
+                "this release's handshake does not state the block size: use one --block-size, "
+                "--kv-cache-dtype and model on both sides, or vLLM 0.11.1 or later",
+            )
+    else:
+        same_blocks = peer.block_tokens == ours.block_tokens and (
+            peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+        )
+    same_layout = peer.layout in (None, ours.layout)
+    # Heads of unlike ranks are pieces of a block in HND only.
+    same_heads = peer.tp_size == ours.tp_size or ours.inner_layout == "HND"
+    if same_blocks and same_layout and same_heads:
+        return True
+    if ours.key_order is KeyOrder.COLUMN_MAJOR and ours.item_bytes != 4:
+        raise refusal(
+            ours,
+            peer,
+            "a CPU with AMX tiles keys of 2 bytes where the block size allows, and the handshake "
+            "does not say so: use --dtype float32, or one block size on both sides",
+        )
+    # Releases that state no block size know no kernel blocks either.
+    may_cut = peer.block_tokens is not None and peer.kernel_blocks_per_block is None
+    if may_cut and ours.backend not in _WHOLE_BLOCK_BACKENDS:
+        raise refusal(
+            ours,
+            peer,
+            f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
+            "not say so: use one --block-size on both sides, or vLLM 0.21 or later",
+        )
+    if peer.backend not in (None, ours.backend):
+        raise refusal(
+            ours,
+            peer,
+            f"its attention backend is {peer.backend}, ours {ours.backend}: use one on both sides "
+            "(VLLM_ATTENTION_BACKEND)",
+        )
+    return False
+
+
+def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
+    """What a block would have on the peer if its blocks were ours: its heads, our tokens."""
+    has_heads = any(p.content.value != "latent" for c in ours.layers.values() for p in c.planes)
+    if not has_heads:
+        return ours.block_bytes
+    _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
+    _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    return tuple(length * their_heads // our_heads for length in ours.block_bytes)
+
+
+def _read_blocks_for_req(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    expanded: bool,
+) -> Any:
+    def read(req_id: str, meta: Any) -> Any:
+        reader = reader_of(instance)
+        engine_id = orders.engine_of(meta)
+        peer = reader.peer(engine_id) if reader else None
+        order = orders.order_of(meta)
+        if reader is None or peer is None:
+            return wrapped(req_id, meta)
+        if order is None:
+            raise ReadRefused(
+                f"request {req_id} reads from engine {engine_id} of another geometry and carries "
+                "no token count: set ENABLE_KVPATCH and KVPATCH_EXPERIMENTAL for the scheduler's "
+                "process too"
+            )
+        if not any(order.local_blocks):
+            # A full prefix hit, or an abort: the release only tells P.
+            return wrapped(req_id, meta)
+        orders.pretend_alike(meta, expanded=expanded)
+        with reader.reading(engine_id, peer, order):
+            return wrapped(req_id, meta)
+
+    return read(*args, **kwargs)
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    full_blocks_only: bool,
+) -> Any:
+    waiting = dict(instance._reqs_need_recv)
+    metadata = wrapped(*args, **kwargs)
+    orders.attach_orders(instance, waiting, metadata, full_blocks_only=full_blocks_only)
+    return metadata
+
+
+# 0.10.0 asks for whole blocks only.
+_WHOLE_BLOCKS = ("g0100",)
+# Up to 0.19 both lists are expanded to kernel blocks before the request is read.
+_EXPANDED = ("g0111", "g0130", "g0140", "g0160", "g0180")
+
+PATCH = Patch(
+    slug="unlike_engines",
+    wire_affecting=False,
+    sites={
+        g.slug: {
+            _sites.register_kv_caches(g): partial(
+                _register_kv_caches, registration=REGISTRATIONS[g.slug]
+            ),
+            _sites.add_remote_agent(g): partial(
+                _add_remote_agent,
+                registration=REGISTRATIONS[g.slug],
+            ),
+            _sites.read_blocks_for_req(g): partial(
+                _read_blocks_for_req, expanded=g.slug in _EXPANDED
+            ),
+            _sites.build_connector_meta(g): partial(
+                _build_connector_meta, full_blocks_only=g.slug in _WHOLE_BLOCKS
+            ),
+        }
+        for g in GENERATIONS
+    },
+    not_needed={},
+    document=__doc__,
+)

@@ -1,0 +1,17 @@
+"""Prove that a prefill/decode pair gives a single engine's tokens, and its cache bytes.
+
+The parts, in the order in which a run uses them:
+
+``model``        a tiny random model, so that nothing has to be downloaded
+``prompts``      which prompts are sent
+``engine``       one server process, started, awaited and stopped
+``handoff``      what a proxy does between a prefill and a decode engine
+``probe``        runs inside the engine's worker: reads the cache of each request
+``fingerprint``  a cache's content as digests that do not depend on its layout
+``compare``      what differs from the reference
+``report``       table and JSON lines
+``run``          all of the above
+
+Nothing here patches vLLM: the probe is brought in by vLLM's own ``--worker-extension-cls``, so a
+stock engine is observed in the same way as one with kvpatch.
+"""

@@ -1,0 +1,153 @@
+"""Print the geometry of a running engine's cache: ``python -m kvpatch.verify.layout URL``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvpatch.verify.caches import LayerCache
+
+
+def describe(layer: LayerCache) -> dict[str, Any]:
+    """One layer's tensor and planes as plain data. Addresses and strides in bytes."""
+    tensor = layer.tensor
+    storage = tensor.untyped_storage()
+    item_bytes = tensor.element_size()
+    return {
+        "layer": layer.name,
+        "group": layer.group,
+        "shape": list(tensor.shape),
+        "strides_bytes": [stride * item_bytes for stride in tensor.stride()],
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": str(tensor.device),
+        "address": tensor.data_ptr(),
+        "storage_address": storage.data_ptr(),
+        "storage_bytes": storage.nbytes(),
+        "block_tokens": layer.block_tokens,
+        "window_tokens": layer.window_tokens,
+        "planes": [
+            {
+                "content": plane.content.value,
+                "address": plane.address,
+                "counts": [
+                    plane.counts.blocks,
+                    plane.counts.heads,
+                    plane.counts.block_tokens,
+                    plane.counts.channels,
+                ],
+                "strides_bytes": [
+                    plane.strides_bytes.block,
+                    plane.strides_bytes.head,
+                    plane.strides_bytes.token,
+                    plane.strides_bytes.channel,
+                ],
+                "item_bytes": plane.item_bytes,
+                "first_head": plane.first_head,
+            }
+            for plane in layer.planes
+        ],
+    }
+
+
+async def fetch(url: str) -> list[list[dict[str, Any]]]:
+    """Per rank, the description of every layer of the engine at ``url``."""
+    import httpx
+
+    from kvpatch.verify.engine import call_rpc
+
+    async with httpx.AsyncClient() as client:
+        return await call_rpc(client, url.rstrip("/"), "kvpatch_layout")
+
+
+def print_layout(console: Console, ranks: list[list[dict[str, Any]]]) -> None:
+    """Per rank, a table for each kind of layer, and where each layer of that kind lies."""
+    for rank, layers in enumerate(ranks):
+        for kind in _alike(layers):
+            console.print(_planes_table(rank, kind))
+            console.print(_places_table(kind))
+
+
+def _alike(layers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Layers grouped by everything but their name and place."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for layer in layers:
+        planes = [
+            {**plane, "address": plane["address"] - layer["address"]} for plane in layer["planes"]
+        ]
+        place = {"layer": "", "address": 0, "storage_address": 0, "planes": planes}
+        kinds.setdefault(json.dumps({**layer, **place}), []).append(layer)
+    return list(kinds.values())
+
+
+def _planes_table(rank: int, kind: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    first = kind[0]
+    title = (
+        f"rank {rank}, {len(kind)} alike layers: {first['dtype']} {first['device']}, "
+        f"shape {first['shape']}, strides {first['strides_bytes']} B, "
+        f"blocks of {first['block_tokens']} tokens"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("plane")
+    for heading in ("behind tensor", "blocks", "heads", "tokens", "channels"):
+        table.add_column(heading, justify="right")
+    for plane in first["planes"]:
+        axes = zip(plane["counts"], plane["strides_bytes"], strict=True)
+        table.add_row(
+            plane["content"],
+            f"{plane['address'] - first['address']} B",
+            *(f"{count} x {stride} B" for count, stride in axes),
+        )
+    return table
+
+
+def _places_table(kind: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("layer", overflow="fold")
+    for heading in ("address", "in storage at", "storage"):
+        table.add_column(heading, justify="right")
+    for layer in kind:
+        table.add_row(
+            layer["layer"],
+            f"{layer['address']:#x}",
+            f"{layer['address'] - layer['storage_address']} B",
+            f"{layer['storage_bytes']} B",
+        )
+    return table
+
+
+def main(arguments: list[str]) -> int:
+    """``URL [--json]``; without a URL a tiny engine is started for the purpose."""
+    from rich.console import Console
+
+    from kvpatch._errors import KvpatchError
+    from kvpatch.verify.run import layout_of_tiny_engine
+
+    as_json = "--json" in arguments
+    urls = [argument for argument in arguments if argument != "--json"]
+    if len(urls) > 1 or any(url.startswith("-") for url in urls):
+        print("usage: python -m kvpatch.verify.layout [URL] [--json]", file=sys.stderr)
+        return 2
+    try:
+        ranks = asyncio.run(fetch(urls[0]) if urls else layout_of_tiny_engine(Console(stderr=True)))
+    except KvpatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps(ranks, indent=1))
+    else:
+        print_layout(Console(), ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

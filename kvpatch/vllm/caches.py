@@ -1,0 +1,107 @@
+"""Reads the caches that a worker is about to register into planes, or refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvpatch._errors import RegistrationRefused
+from kvpatch.geometry import (
+    DimensionOrder,
+    KeyOrder,
+    Plane,
+    UnreadableGeometry,
+    read_planes,
+)
+from kvpatch.vllm.registration import ALL_LAYERS, Registration
+from kvpatch.vllm.tensors import tensor_facts
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One attention layer's tensor, read."""
+
+    order: DimensionOrder
+    planes: tuple[Plane, ...]
+
+    @property
+    def blocks(self) -> int:
+        """Kernel blocks in the tensor."""
+        return self.planes[0].counts.blocks
+
+
+def read_layers(
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    key_order: KeyOrder = KeyOrder.ROW_MAJOR,
+    first_head: int = 0,
+) -> dict[str, LayerCache]:
+    """Every attention layer's cache; recurrent state and flat buffers are left out.
+
+    Args:
+        key_order: how keys lie in a block; counting blocks does not need it.
+        first_head: the global number of this rank's first KV head.
+
+    Raises:
+        RegistrationRefused: a layer is missing.
+        UnreadableGeometry: a tensor cannot be what its layer needs.
+    """
+    if not kv_caches:
+        raise RegistrationRefused("no layer's KV cache was handed to the registration")
+    if ALL_LAYERS in kv_caches:
+        # One tensor of all layers, laid out by the release itself, which compares
+        # its block count with the plan.
+        return {}
+    _check_layers(registration.layers(worker), kv_caches)
+    found = {}
+    for layer, cache in kv_caches.items():
+        if registration.is_readable(worker, layer, cache):
+            order = order_of(layer, cache, registration.orders(worker, layer))
+            planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
+            found[layer] = LayerCache(order, planes)
+    return found
+
+
+def order_of(layer: str, cache: torch.Tensor, orders: tuple[DimensionOrder, ...]) -> DimensionOrder:
+    """The one of `orders` that a tensor's shape fits; earlier ones win.
+
+    Raises:
+        UnreadableGeometry: none does.
+    """
+    shape = tuple(cache.shape)
+    for order in orders:
+        if len(order.dimensions) != len(shape):
+            continue
+        if "kv" in order.dimensions and shape[order.dimensions.index("kv")] != 2:
+            continue
+        return order
+    known = " or ".join(f"[{', '.join(order.dimensions)}]" for order in orders)
+    raise UnreadableGeometry(
+        f"layer {layer}: a tensor of shape {shape} and strides {tuple(cache.stride())} is none of "
+        f"{known}, which this release's attention backend uses"
+    )
+
+
+def _check_layers(expected: frozenset[str] | int, kv_caches: Mapping[str, Any]) -> None:
+    if isinstance(expected, int):
+        if len(kv_caches) < expected:
+            raise RegistrationRefused(
+                f"{len(kv_caches)} layers were handed to the registration and the model has "
+                f"{expected}: {_listed(kv_caches)}"
+            )
+        return
+    missing = expected - kv_caches.keys()
+    if missing:
+        raise RegistrationRefused(
+            f"the registration was handed no KV cache for {_listed(missing)}: every layer of the "
+            f"plan needs one, or its blocks never move"
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,177 @@
+"""A peer's planes, from what it states and from how our own layers lie.
+
+Both ends run one model and one attention backend (the release compares them),
+so a region of the peer's holds what our region of the same number holds: the
+same contents in the same form. Only sizes and the order of heads and tokens
+differ, and those it states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides
+from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.wire import PeerRefused, Statement
+
+
+@dataclass(frozen=True)
+class OurSide:
+    """What this worker registered, as far as a peer's cache is read against it.
+
+    Attributes:
+        layers: every attention layer's cache.
+        addresses: where each region starts, in the order that the peer uses too.
+        block_tokens: tokens of a kernel block.
+        kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
+        layout: its name, as it is sent to peers.
+        total_heads: KV heads of the whole model.
+        key_order: COLUMN_MAJOR on the CPU backend.
+    """
+
+    layers: Mapping[str, LayerCache]
+    addresses: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    block_tokens: int
+    kernel_blocks_per_block: int
+    layout: str
+    inner_layout: str
+    total_heads: int
+    tp_rank: int
+    tp_size: int
+    memory: Memory
+    backend: str
+    key_order: KeyOrder
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element of the first layer."""
+        return next(iter(self.layers.values())).planes[0].item_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.block_tokens} tokens, layout {self.layout}, rank {self.tp_rank} of "
+            f"{self.tp_size}, {len(self.addresses)} regions"
+        )
+
+
+def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
+    """(first global head, number of heads) of a rank; ranks beyond the heads share them."""
+    return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
+
+
+def peer_planes(ours: OurSide, peer: Statement) -> tuple[Plane, ...]:
+    """Every plane of one rank of a peer.
+
+    Raises:
+        PeerRefused: its regions are not those of our layers, or a block's bytes are
+            not what its sizes come to.
+    """
+    if len(peer.addresses) != len(ours.addresses):
+        raise refusal(ours, peer, "both sides must register the same regions")
+    return tuple(
+        plane for name, layer in ours.layers.items() for plane in _planes(name, layer, ours, peer)
+    )
+
+
+def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
+    """Both geometries and the setting that would help, in one sentence."""
+    return PeerRefused(
+        f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}; {helps}"
+    )
+
+
+def _planes(name: str, layer: LayerCache, ours: OurSide, peer: Statement) -> list[Plane]:
+    found = []
+    for region, members in _regions(name, layer, ours, peer).items():
+        packed = len(members) == 2 and "packed" in layer.order.dimensions
+        found += _region_planes(members, region, packed, ours, peer)
+    return found
+
+
+def _regions(
+    name: str, layer: LayerCache, ours: OurSide, peer: Statement
+) -> dict[int, list[Plane]]:
+    """Our planes of one layer by the number of the region that they lie in."""
+    found: dict[int, list[Plane]] = {}
+    region = None
+    for plane in layer.planes:
+        if plane.address in ours.addresses:
+            region = ours.addresses.index(plane.address)
+        if region is None:
+            raise refusal(
+                ours, peer, f"layer {name} starts in none of our regions: use layout HND or NHD"
+            )
+        found.setdefault(region, []).append(plane)
+    return found
+
+
+def _region_planes(
+    members: list[Plane], region: int, packed: bool, ours: OurSide, peer: Statement
+) -> list[Plane]:
+    first = members[0]
+    has_heads = first.content is not Content.LATENT
+    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    if not has_heads:
+        first_head, heads = 0, 1
+    widths = [plane.counts.channels * plane.item_bytes for plane in members]
+    tokens = peer.block_tokens or ours.block_tokens  # unstated only where the bytes are ours
+    if prod((heads, tokens, sum(widths))) != peer.block_bytes[region]:
+        raise refusal(
+            ours,
+            peer,
+            f"{tokens} tokens of {heads} heads come to {heads * tokens * sum(widths)} bytes and "
+            f"not to {peer.block_bytes[region]}: both sides need one model, one "
+            "--kv-cache-dtype and one attention backend",
+        )
+    strides = _strides(members, widths, packed, heads, tokens, ours, peer)
+    planes = []
+    for plane, (offset, head, token, channel) in zip(members, strides, strict=True):
+        planes.append(
+            Plane(
+                layer=plane.layer,
+                content=plane.content,
+                address=peer.addresses[region] + offset,
+                strides_bytes=Strides(peer.stride_bytes[region], head, token, channel),
+                counts=Counts(peer.blocks, heads, tokens, plane.counts.channels),
+                item_bytes=plane.item_bytes,
+                first_head=first_head,
+                memory=Memory(ours.memory.kind, peer.device_id),
+            )
+        )
+    return planes
+
+
+def _strides(
+    members: list[Plane],
+    widths: list[int],
+    packed: bool,
+    heads: int,
+    tokens: int,
+    ours: OurSide,
+    peer: Statement,
+) -> list[tuple[int, int, int, int]]:
+    """(offset, head, token, channel) in bytes for each content inside the peer's block."""
+    item = members[0].item_bytes
+    row = sum(widths)
+    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+        # Each head's piece: keys [channel, token], then values [token, channel].
+        found, offset = [], 0
+        for plane, width in zip(members, widths, strict=True):
+            is_key = plane.content is Content.KEY
+            token, channel = (item, tokens * item) if is_key else (width, item)
+            found.append((offset, tokens * row, token, channel))
+            offset += tokens * width
+        return found
+    # Only 0.10.0 states no layout.
+    layout = ours.inner_layout if peer.layout is None else peer.inner_layout
+    if layout is None:
+        raise refusal(
+            ours, peer, f"blocks of layout {peer.layout} are not in one piece: use HND or NHD on P"
+        )
+    width = row if packed else widths[0]
+    head, token = (tokens * width, width) if layout == "HND" else (width, heads * width)
+    step = widths[0] if packed else heads * tokens * widths[0]
+    return [(number * step, head, token, item) for number in range(len(members))]

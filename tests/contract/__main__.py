@@ -1,0 +1,99 @@
+"""``python -m tests.contract RELEASE``: what moved in a release, before it is listed.
+
+``python -m tests.contract --write``: record fingerprints and write PATCHES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from kvpatch._versions import GENERATIONS, RELEASES, Generation, generation_named, generation_of
+from kvpatch.patches import load
+from tests.releases.fetch import FetchFailed, fetch
+
+from . import contract, documents
+from .relied_on import bodies
+from .source import method
+
+
+def main() -> int:
+    """Exit status 0 when the release fits a generation as it is, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m tests.contract", description=__doc__)
+    parser.add_argument("release", nargs="?", help="a vLLM release, listed or not")
+    parser.add_argument("--against", help="the generation to compare with (default: the newest)")
+    parser.add_argument(
+        "--write", action="store_true", help="record fingerprints, write PATCHES.md"
+    )
+    arguments = parser.parse_args()
+    if arguments.write:
+        return _write()
+    if not arguments.release:
+        parser.error("name a release, or give --write")
+    against = generation_named(arguments.against) if arguments.against else _nearest(arguments)
+    try:
+        fetch([arguments.release, against.releases[-1]])
+    except FetchFailed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return _compare(arguments.release, against)
+
+
+def _nearest(arguments: argparse.Namespace) -> Generation:
+    if arguments.release in RELEASES:
+        return generation_of(arguments.release)
+    return GENERATIONS[-1]
+
+
+def _write() -> int:
+    fetch(RELEASES)
+    contract.record({r: contract.fingerprints(r, generation_of(r)) for r in RELEASES})
+    documents.PATCHES_MD.write_text(documents.patches_md())
+    print(f"wrote {contract.FINGERPRINTS.name} and {documents.PATCHES_MD.name}")
+    return 0
+
+
+def _compare(release: str, generation: Generation) -> int:
+    console = Console()
+    baseline = generation.releases[-1]
+    cells = Table("patch", "outcome", "why", title=f"vLLM {release} as {generation.slug}")
+    refused = False
+    for patch in load():
+        outcome = contract.cell(patch, release, generation)
+        refused |= outcome.outcome == "refused"
+        cells.add_row(patch.slug, outcome.outcome, outcome.reason)
+    console.print(cells)
+    moved = Table("body", "against " + baseline, title="bodies that patches lean on")
+    any_moved = False
+    for module, name in bodies(generation):
+        here, there = method(release, module, name), method(baseline, module, name)
+        if isinstance(here, str) or isinstance(there, str):
+            verdict, changed = str(here), True
+        elif here.fingerprint == there.fingerprint:
+            verdict, changed = "same", False
+        else:
+            lines = list(difflib.unified_diff(there.lines, here.lines, n=0, lineterm=""))[2:]
+            added = sum(line.startswith("+") for line in lines)
+            removed = sum(line.startswith("-") for line in lines)
+            verdict, changed = f"changed: {added} lines added, {removed} removed", True
+        any_moved |= changed
+        moved.add_row(name, verdict, style="yellow" if changed else "")
+    console.print(moved)
+    if refused:
+        console.print("A site moved: this release needs a generation of its own.")
+    elif any_moved:
+        console.print(
+            "Sites hold, bodies moved: read them, run the lab on this release, then list it in "
+            f"kvpatch/_versions.py under {generation.slug} or a new generation, and --write."
+        )
+    else:
+        console.print(f"Nothing moved: list it in kvpatch/_versions.py under {generation.slug}.")
+    return int(refused or any_moved)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Reads classes and methods from a release's source, without importing it."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.releases import cache as trees
+
+
+@dataclass(frozen=True)
+class Method:
+    """One function as its source has it.
+
+    Attributes:
+        kind: as in :class:`kvpatch._patching.Site`.
+        parameters: names in order, ``*`` and ``**`` written out.
+        fingerprint: of the body alone. Comments, layout and the docstring do not
+            count: they cannot change what the body does.
+        lines: of the body, to tell how much moved.
+    """
+
+    kind: str
+    parameters: tuple[str, ...]
+    fingerprint: str
+    lines: tuple[str, ...]
+
+
+def method(release: str, module: str, qualified_name: str) -> Method | str:
+    """The method, or a clause that says what stands in its place."""
+    path = _path(release, module)
+    if path is None:
+        return f"no module {module}"
+    owner, _, name = qualified_name.rpartition(".")
+    body: list[ast.stmt] = _parse(path).body
+    for part in owner.split(".") if owner else []:
+        found = [n for n in body if isinstance(n, ast.ClassDef) and n.name == part]
+        if not found:
+            return f"no class {owner} in {module}"
+        body = found[-1].body
+    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == name]
+    if not functions:
+        return f"{owner or module} defines no {name}"
+    return _method(functions[-1])
+
+
+def _method(function: ast.FunctionDef) -> Method:
+    decorators = {ast.unparse(d) for d in function.decorator_list}
+    kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "function")
+    arguments = function.args
+    names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    if arguments.vararg:
+        names.append(f"*{arguments.vararg.arg}")
+    names += [a.arg for a in arguments.kwonlyargs]
+    if arguments.kwarg:
+        names.append(f"**{arguments.kwarg.arg}")
+    body = function.body
+    if ast.get_docstring(function, clean=False) is not None:
+        body = body[1:]
+    text = ast.unparse(ast.Module(body, []))
+    # Of the unparsed text, not of ast.dump: the dump differs between Pythons.
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Method(kind, tuple(names), digest, tuple(text.splitlines()))
+
+
+def _path(release: str, module: str) -> Path | None:
+    base = trees.tree(release).joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+@cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))

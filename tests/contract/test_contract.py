@@ -1,0 +1,84 @@
+"""Every release's real source, against every patch."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch._versions import RELEASES, generation_of
+from kvpatch.patches import load
+from tests.releases.fetch import fetch
+
+from . import contract, documents
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees():
+    fetch(RELEASES)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_patch_has_an_outcome_and_none_is_refused(release):
+    generation = generation_of(release)
+    cells = {p.slug: contract.cell(p, release, generation) for p in load()}
+
+    refused = {slug: c.reason for slug, c in cells.items() if c.outcome == "refused"}
+    assert not refused
+    assert all(c.outcome == "applied" or c.reason for c in cells.values()), "a reason for each"
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
+    assert contract.fingerprints(release, generation_of(release)) == contract.recorded()[release]
+
+
+def test_patches_md_is_fresh():
+    expected = documents.patches_md()
+    found = documents.PATCHES_MD.read_text()
+    assert found == expected, "run python -m tests.contract --write"
+
+
+class TestNegativeControl:
+    """The checks above fail on source that has moved."""
+
+    @pytest.fixture
+    def drifted(self, tmp_path, monkeypatch):
+        newest = RELEASES[-1]
+        site = next(iter(load()[-1].sites[generation_of(newest).slug]))
+        original = contract.method(newest, site.module, f"{site.owner}.{site.name}")
+        assert not isinstance(original, str)
+
+        def write(definition: str) -> str:
+            monkeypatch.setenv("KVPATCH_TEST_CACHE", str(tmp_path))
+            path = tmp_path / "9.9.9" / (site.module.replace(".", "/") + ".py")
+            path.parent.mkdir(parents=True)
+            path.write_text(f"class {site.owner}:\n    {definition}\n")
+            return contract.drift("9.9.9", site)
+
+        return write
+
+    def test_same_parameters_pass(self, drifted):
+        assert drifted("def register_kv_caches(self, kv_caches): return 1") == ""
+
+    def test_another_parameter(self, drifted):
+        found = drifted("def register_kv_caches(self, kv_caches, more): return 1")
+        assert "(self, kv_caches, more)" in found
+
+    def test_another_kind(self, drifted):
+        found = drifted("@staticmethod\n    def register_kv_caches(self, kv_caches): return 1")
+        assert "staticmethod" in found
+
+    def test_gone(self, drifted):
+        assert "defines no register_kv_caches" in drifted("def another(self): return 1")
+
+    def test_a_body_that_moved_has_another_fingerprint(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("KVPATCH_TEST_CACHE", str(tmp_path))
+        for release, body in {"a": "return 1", "b": "return 2", "c": "return 1  # same"}.items():
+            path = tmp_path / release / "m.py"
+            path.parent.mkdir()
+            path.write_text(f"def f(x):\n    '''Doc {release}.'''\n    {body}\n")
+        one, two, same = (contract.method(r, "m", "f") for r in "abc")
+        assert not isinstance(one, str)
+        assert one.fingerprint != two.fingerprint
+        assert one.fingerprint == same.fingerprint

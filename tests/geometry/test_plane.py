@@ -1,0 +1,130 @@
+"""Memory, planes, and what may be imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvpatch.geometry import Content, Counts, Memory, Plane, Strides, UnreadableGeometry
+
+pytestmark = pytest.mark.geometry
+
+DRAM = Memory("DRAM")
+
+
+def plane(**changes: object) -> Plane:
+    arguments: dict[str, object] = {
+        "layer": "model.layers.3.attn",
+        "content": Content.KEY,
+        "address": 1000,
+        "strides_bytes": Strides(block=96, head=48, token=12, channel=4),
+        "counts": Counts(blocks=2, heads=2, block_tokens=4, channels=3),
+        "item_bytes": 4,
+        "first_head": 6,
+        "memory": DRAM,
+    }
+    return Plane(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def test_geometry_imports_neither_torch_nor_vllm() -> None:
+    script = (
+        "import sys, kvpatch.geometry\n"
+        "print(sorted({'torch', 'vllm', 'wrapt', 'nixl'} & {m.split('.')[0] for m in sys.modules}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"
+
+
+def test_all_names_exist() -> None:
+    import kvpatch.geometry as geometry
+
+    assert sorted(geometry.__all__, key=str) == sorted(set(geometry.__all__))
+    assert all(hasattr(geometry, name) for name in geometry.__all__)
+
+
+def test_byte_offset_and_span() -> None:
+    assert plane().byte_offset(1, 0, 2, 1) == 96 + 2 * 12 + 4
+    assert plane().span() == (1000, 1000 + 96 + 48 + 3 * 12 + 2 * 4 + 4)
+    assert plane().end_head == 8
+
+
+def test_span_without_the_gap_behind_the_last_block() -> None:
+    assert plane(strides_bytes=Strides(500, 48, 12, 4)).span() == (1000, 1000 + 500 + 96)
+
+
+def test_as_array_is_a_writable_view_where_the_buffer_is() -> None:
+    buffer = bytearray(range(200))
+    view = plane(address=1004).as_array(buffer, buffer_address=1000)
+    assert view.shape == (2, 2, 4, 3, 4)
+    assert view[1, 0, 2, 1].tolist() == list(range(128, 132))
+    view[0, 1, 0, 0] = 255
+    assert buffer[52:56] == b"\xff" * 4
+    assert not plane(address=1004).as_array(bytes(200), 1000).flags.writeable
+
+
+@pytest.mark.parametrize(("address", "size"), [(1000, 191), (1001, 192), (999, 192)])
+def test_as_array_refuses_a_buffer_that_is_too_small(address: int, size: int) -> None:
+    assert plane(address=1000).as_array(np.zeros(192, np.uint8), 1000).size == 192
+    with pytest.raises(UnreadableGeometry, match=r"model\.layers\.3\.attn.*inside"):
+        plane(address=address).as_array(np.zeros(size, np.uint8), 1000)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"counts": Counts(0, 2, 4, 3)},
+        {"counts": Counts(2, 2, 4, 0)},
+        {"strides_bytes": Strides(-96, 48, 12, 4)},
+        {"item_bytes": 0},
+        {"address": -1},
+        {"first_head": -1},
+    ],
+)
+def test_numbers_out_of_range_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(UnreadableGeometry, match=r"model\.layers\.3\.attn.*1 or more"):
+        plane(**changes)
+
+
+@pytest.mark.parametrize(
+    "strides",
+    [
+        Strides(96, 48, 12, 3),
+        Strides(96, 47, 12, 4),
+        Strides(95, 48, 12, 4),
+        Strides(0, 48, 12, 4),
+        Strides(96, 48, 0, 4),
+        Strides(96, 12, 24, 8),
+    ],
+)
+def test_overlapping_strides_are_refused(strides: Strides) -> None:
+    with pytest.raises(UnreadableGeometry, match="overlapping") as refused:
+        plane(strides_bytes=strides)
+    assert str(tuple(strides)) in str(refused.value)
+    assert "(2, 2, 4, 3)" in str(refused.value)
+
+
+def test_the_stride_of_an_axis_of_one_does_not_matter() -> None:
+    assert plane(strides_bytes=Strides(96, 0, 12, 4), counts=Counts(2, 1, 4, 3)).span()[1] == 1144
+
+
+def test_a_gap_that_ends_with_the_last_item_is_no_overlap() -> None:
+    """A slice of wider rows: the next head begins right behind the last row's part."""
+    sliced = plane(strides_bytes=Strides(88, 44, 12, 4), counts=Counts(2, 2, 4, 2))
+    assert sliced.span() == (1000, 1000 + 88 + 44 + 36 + 8)
+
+
+def test_addresses_that_64_bits_cannot_count_are_refused() -> None:
+    with pytest.raises(UnreadableGeometry, match=r"2\*\*63"):
+        plane(address=2**63 - 10)
+
+
+def test_unknown_memory_is_refused() -> None:
+    with pytest.raises(UnreadableGeometry, match="DRAM or VRAM, found 'TPU'"):
+        Memory("TPU")  # type: ignore[arg-type]
+    with pytest.raises(UnreadableGeometry, match="found -1"):
+        Memory("VRAM", -1)

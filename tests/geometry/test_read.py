@@ -1,0 +1,333 @@
+"""Tensors to planes: literal cases, a property, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch.geometry import (
+    Content,
+    Counts,
+    DimensionOrder,
+    KeyOrder,
+    Memory,
+    Plane,
+    Strides,
+    TensorFacts,
+    UnreadableGeometry,
+    read_planes,
+)
+
+from .reference import positions
+
+pytestmark = pytest.mark.geometry
+
+BASE = 0x10000
+LAYER = "model.layers.7.self_attn.attn"
+
+
+def facts(
+    shape: Sequence[int],
+    memory_order: Sequence[int] | None = None,
+    item_bytes: int = 2,
+    **changes: Any,
+) -> TensorFacts:
+    """A dense tensor whose dimensions lie in ``memory_order``, outermost first."""
+    strides = [0] * len(shape)
+    step = 1
+    for dimension in reversed(memory_order or range(len(shape))):
+        strides[dimension] = step
+        step *= shape[dimension]
+    arguments: dict[str, Any] = {
+        "address": BASE,
+        "shape": tuple(shape),
+        "strides": tuple(strides),
+        "item_bytes": item_bytes,
+        "memory": Memory("DRAM"),
+        "storage_address": BASE,
+        "storage_bytes": step * item_bytes,
+    }
+    return TensorFacts(**{**arguments, **changes})
+
+
+REGIONS = DimensionOrder(("kv", "block", "token", "head", "channel"))
+IN_BLOCK = DimensionOrder(("block", "kv", "token", "head", "channel"))
+PACKED = DimensionOrder(("block", "head", "token", "packed"))
+MLA = DimensionOrder(("block", "token", "channel"))
+TPU = DimensionOrder(("block", "token", "packed_head", "channel"))
+CPU = DimensionOrder(("kv", "block", "head", "token", "channel"))
+ROW, COLUMN = KeyOrder.ROW_MAJOR, KeyOrder.COLUMN_MAJOR
+
+# 5 blocks of 4 tokens, 3 heads of 8 channels of 2 bytes: 16 bytes a row, 192 a block.
+CASES: dict[str, tuple[TensorFacts, DimensionOrder, KeyOrder, int, Strides, Strides]] = {
+    # name: tensor, order, key order, offset of the values, strides of keys and of values
+    "regions NHD": (
+        facts((2, 5, 4, 3, 8)), REGIONS, ROW, 960,
+        Strides(192, 16, 48, 2), Strides(192, 16, 48, 2),
+    ),
+    "regions HND": (
+        facts((2, 5, 4, 3, 8), (0, 1, 3, 2, 4)), REGIONS, ROW, 960,
+        Strides(192, 64, 16, 2), Strides(192, 64, 16, 2),
+    ),
+    "regions re-strided for a hybrid model": (
+        facts((2, 5, 4, 3, 8), (1, 0, 2, 3, 4)), REGIONS, ROW, 192,
+        Strides(384, 16, 48, 2), Strides(384, 16, 48, 2),
+    ),
+    "in block NHD": (
+        facts((5, 2, 4, 3, 8)), IN_BLOCK, ROW, 192,
+        Strides(384, 16, 48, 2), Strides(384, 16, 48, 2),
+    ),
+    "in block HND": (
+        facts((5, 2, 4, 3, 8), (0, 1, 3, 2, 4)), IN_BLOCK, ROW, 192,
+        Strides(384, 64, 16, 2), Strides(384, 64, 16, 2),
+    ),
+    "packed HND, LBHNC": (
+        facts((5, 3, 4, 16)), PACKED, ROW, 16,
+        Strides(384, 128, 32, 2), Strides(384, 128, 32, 2),
+    ),
+    "packed NHD, LBNHC": (
+        facts((5, 3, 4, 16), (0, 2, 1, 3)), PACKED, ROW, 16,
+        Strides(384, 32, 96, 2), Strides(384, 32, 96, 2),
+    ),
+    "packed, heads outside blocks, LHBNC": (
+        facts((5, 3, 4, 16), (1, 0, 2, 3)), PACKED, ROW, 16,
+        Strides(128, 640, 32, 2), Strides(128, 640, 32, 2),
+    ),
+    "TPU": (
+        facts((5, 4, 6, 8)), TPU, ROW, 16,
+        Strides(384, 32, 96, 2), Strides(384, 32, 96, 2),
+    ),
+    "CPU regions": (
+        facts((2, 5, 3, 4, 8)), CPU, COLUMN, 960,
+        Strides(192, 64, 2, 8), Strides(192, 64, 16, 2),
+    ),
+    "CPU packed": (
+        facts((5, 3, 4, 16)), PACKED, COLUMN, 64,
+        Strides(384, 128, 2, 8), Strides(384, 128, 16, 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keys_and_values(name: str) -> None:
+    tensor, order, key_order, apart, key_strides, value_strides = CASES[name]
+    keys, values = read_planes(LAYER, tensor, order, key_order, first_head=6)
+    counts = Counts(blocks=5, heads=3, block_tokens=4, channels=8)
+    memory = Memory("DRAM")
+    assert keys == Plane(LAYER, Content.KEY, BASE, key_strides, counts, 2, 6, memory)
+    assert values == Plane(LAYER, Content.VALUE, BASE + apart, value_strides, counts, 2, 6, memory)
+
+
+def test_mla_has_one_plane_and_no_heads() -> None:
+    (latent,) = read_planes(LAYER, facts((5, 4, 24)), MLA, first_head=3)
+    assert (latent.content, latent.first_head) == (Content.LATENT, 0)
+    assert latent.counts == Counts(5, 1, 4, 24)
+    assert latent.strides_bytes._replace(head=0) == Strides(192, 0, 48, 2)
+
+
+def test_unlike_widths_of_keys_and_values() -> None:
+    for order in (
+        DimensionOrder(("block", "token", "head", "packed"), key_channels=6),
+        DimensionOrder(("block", "token", "head", "packed"), value_channels=2),
+        DimensionOrder(("block", "token", "head", "packed"), key_channels=6, value_channels=2),
+    ):
+        keys, values = read_planes(LAYER, facts((5, 4, 3, 8)), order)
+        assert (keys.counts.channels, values.counts.channels) == (6, 2)
+        assert values.address == keys.address + 12
+        assert keys.strides_bytes == values.strides_bytes == Strides(192, 16, 48, 2)
+
+
+def test_state_of_a_block() -> None:
+    order = DimensionOrder(("block", "state", "state"))
+    tensor = facts((5, 3, 8), strides=(40, 8, 1), storage_bytes=5 * 80)
+    (state,) = read_planes("mamba", tensor, order)
+    assert (state.content, state.counts) == (Content.STATE, Counts(5, 1, 1, 24))
+    assert (state.strides_bytes.block, state.strides_bytes.channel) == (80, 2)
+    with pytest.raises(UnreadableGeometry, match=r"mamba.*gaps"):
+        read_planes("mamba", facts((5, 3, 8), strides=(40, 9, 1), storage_bytes=400), order)
+
+
+def test_padded_pages_keep_their_stride() -> None:
+    tensor = facts((5, 2, 4, 3, 8), strides=(200, 96, 24, 8, 1), storage_bytes=5 * 400)
+    keys, values = read_planes(LAYER, tensor, IN_BLOCK)
+    assert keys.strides_bytes.block == values.strides_bytes.block == 400
+    assert values.address - keys.address == 192
+
+
+def test_kernel_blocks_are_the_planes_blocks() -> None:
+    keys, _ = read_planes(LAYER, facts((2, 20, 1, 3, 8)), REGIONS)
+    assert keys.counts == Counts(20, 3, 1, 8)
+
+
+def test_layers_that_share_a_tensor_share_an_address() -> None:
+    tensor = facts((2, 5, 4, 3, 8))
+    one, other = read_planes("a", tensor, REGIONS)[0], read_planes("b", tensor, REGIONS)[0]
+    assert (one.address, one.span()) == (other.address, other.span())
+    assert one != other
+
+
+@st.composite
+def tensors(
+    draw: st.DrawFn,
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], DimensionOrder, KeyOrder, tuple[int, ...]]:
+    """A tensor in any memory order with padding, and the storage that it lies in."""
+    sizes = {
+        "block": draw(st.integers(1, 4)),
+        "token": draw(st.integers(1, 4)),
+        "head": draw(st.integers(1, 3)),
+        "channel": draw(st.integers(1, 4)),
+        "kv": 2,
+    }
+    key_channels = draw(st.integers(1, 4))
+    sizes["packed"] = key_channels + sizes["channel"]
+    sizes["packed_head"] = 2 * sizes["head"]
+    names = draw(
+        st.sampled_from(
+            [
+                ("kv", "block", "token", "head", "channel"),
+                ("block", "token", "head", "packed"),
+                ("block", "token", "packed_head", "channel"),
+                ("block", "token", "channel"),
+                ("block", "token", "head", "channel"),
+            ]
+        ).flatmap(st.permutations)
+    )
+    dimensions = tuple(names)
+    shape = tuple(sizes[name] for name in dimensions)
+    strides = [0] * len(shape)
+    step = 1
+    for dimension in draw(st.permutations(range(len(shape)))):
+        strides[dimension] = step
+        step = step * shape[dimension] + draw(st.sampled_from([0, 0, 1, 3]))
+    offset = draw(st.integers(0, 5))
+    item_bytes = draw(st.sampled_from([1, 2, 4]))
+    used = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    dtype = np.dtype(f"u{item_bytes}")
+    storage = np.random.default_rng(draw(st.integers(0, 99))).integers(
+        0, np.iinfo(dtype).max, offset + used + 2, dtype=dtype
+    )
+    tensor = np.lib.stride_tricks.as_strided(
+        storage[offset:], shape, tuple(stride * item_bytes for stride in strides)
+    )
+    widths = {"key_channels": key_channels} if "packed" in dimensions else {}
+    return tensor, storage, DimensionOrder(dimensions, **widths), KeyOrder.ROW_MAJOR, tuple(strides)
+
+
+@given(tensors())
+@settings(max_examples=150, deadline=None)
+def test_reading_gives_the_logical_content(drawn: Any) -> None:
+    """Each plane's bytes, one at a time, are those that indexing the tensor by name gives."""
+    tensor, storage, order, key_order, strides = drawn
+    offset = tensor.__array_interface__["data"][0] - storage.__array_interface__["data"][0]
+    described = TensorFacts(
+        BASE + offset, tensor.shape, strides, tensor.itemsize, Memory("DRAM"), BASE, storage.nbytes
+    )
+    raw = storage.tobytes()
+    planes = read_planes(LAYER, described, order, key_order)
+    for plane in planes:
+        value = int(plane.content is Content.VALUE)
+        view = plane.as_array(raw, BASE)
+        assert view.shape == (*plane.counts, plane.item_bytes)
+        for (block, head, token, channel), address in positions(plane):
+            index = {
+                "block": block,
+                "head": head,
+                "token": token,
+                "channel": channel,
+                "kv": value,
+                "packed": channel + value * (order.key_channels or 0),
+                "packed_head": 2 * head + value,
+            }
+            expected = tensor[tuple(index[name] for name in order.dimensions)].tobytes()
+            assert raw[address - BASE : address - BASE + plane.item_bytes] == expected
+            assert view[block, head, token, channel].tobytes() == expected
+    assert sum(prod(plane.counts) for plane in planes) == tensor.size
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_cpu_cache_as_its_kernel_addresses_it(packed: bool) -> None:
+    """Keys [channel, slot] and values [slot, channel], as a plain index into flat memory."""
+    blocks, heads, tokens, channels = 3, 2, 4, 5
+    total = 2 * blocks * heads * tokens * channels
+    storage = np.arange(total, dtype=np.uint16)
+    shape = (
+        (blocks, heads, tokens, 2 * channels) if packed else (2, blocks, heads, tokens, channels)
+    )
+    keys, values = read_planes(LAYER, facts(shape), PACKED if packed else CPU, COLUMN)
+    piece = tokens * channels
+    for block in range(blocks):
+        for head in range(heads):
+            number = block * heads + head
+            key_start = 2 * number * piece if packed else number * piece
+            value_start = key_start + (piece if packed else total // 2)
+            for token in range(tokens):
+                for channel in range(channels):
+                    key = keys.as_array(storage, BASE)[block, head, token, channel]
+                    value = values.as_array(storage, BASE)[block, head, token, channel]
+                    assert int(key.view(np.uint16)[0]) == key_start + channel * tokens + token
+                    assert int(value.view(np.uint16)[0]) == value_start + token * channels + channel
+
+
+REFUSED: dict[str, tuple[TensorFacts, DimensionOrder, KeyOrder, str]] = {
+    "no blocks": (facts((2, 0, 4, 3, 8), strides=(1, 96, 24, 8, 1)), REGIONS, ROW, "0 blocks"),
+    "no channels": (facts((5, 4, 0), strides=(1, 1, 1)), MLA, ROW, "0 channels"),
+    "overlap of blocks": (
+        facts((2, 5, 4, 3, 8), strides=(480, 95, 24, 8, 1)), REGIONS, ROW, "overlapping strides",
+    ),
+    "overlap of keys and values": (
+        facts((2, 5, 4, 3, 8), strides=(96, 96, 24, 8, 1)), REGIONS, ROW, "overlapping strides",
+    ),
+    "expanded dimension": (
+        facts((2, 5, 4, 3, 8), strides=(480, 96, 24, 0, 1)), REGIONS, ROW, "overlapping strides",
+    ),
+    "negative stride": (
+        facts((2, 5, 4, 3, 8), strides=(480, -96, 24, 8, 1)), REGIONS, ROW, "-96",
+    ),
+    "behind its storage": (
+        facts((2, 5, 4, 3, 8), storage_bytes=1919), REGIONS, ROW, "inside its storage",
+    ),
+    "before its storage": (
+        facts((2, 5, 4, 3, 8), storage_address=BASE + 2), REGIONS, ROW, "inside its storage",
+    ),
+    "too few dimensions": (facts((5, 4, 8)), REGIONS, ROW, "5 dimensions"),
+    "shape and strides differ": (facts((5, 4, 8), strides=(32, 8)), MLA, ROW, "2 strides"),
+    "kv is not two": (facts((3, 5, 4, 3, 8)), REGIONS, ROW, "a kv dimension of 2"),
+    "blocks taken for kv": (facts((5, 2, 4, 3, 8)), REGIONS, ROW, "a kv dimension of 2"),
+    "odd packed": (facts((5, 3, 4, 15)), PACKED, ROW, "found 15"),
+    "keys wider than the row": (
+        facts((5, 3, 4, 16)),
+        DimensionOrder(("block", "head", "token", "packed"), key_channels=16), ROW, "found 16",
+    ),
+    "widths that do not add up": (
+        facts((5, 3, 4, 16)),
+        DimensionOrder(("block", "head", "token", "packed"), 8, 7), ROW, "found 16",
+    ),
+    "odd heads": (facts((5, 4, 5, 8)), TPU, ROW, "5 heads"),
+    "no item size": (facts((5, 4, 8), item_bytes=0), MLA, ROW, "1 byte or more"),
+    "column-major NHD": (facts((2, 5, 4, 3, 8)), REGIONS, COLUMN, "one piece"),
+    "column-major MLA": (facts((5, 4, 8)), MLA, COLUMN, "head dimension"),
+    "column-major padded rows": (
+        facts((5, 3, 4, 16), strides=(204, 68, 17, 1), storage_bytes=5000), PACKED, COLUMN,
+        "one piece",
+    ),
+    "column-major unlike widths": (
+        facts((5, 3, 4, 16)),
+        DimensionOrder(("block", "head", "token", "packed"), 6), COLUMN, "as wide as values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_tensors_are_refused_with_layer_shape_and_strides(name: str) -> None:
+    tensor, order, key_order, found = REFUSED[name]
+    with pytest.raises(UnreadableGeometry) as refused:
+        read_planes(LAYER, tensor, order, key_order)
+    message = str(refused.value)
+    for part in (found, LAYER, str(tensor.shape), str(tensor.strides), str(order.dimensions)):
+        assert part in message

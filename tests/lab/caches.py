@@ -1,0 +1,236 @@
+"""KV cache tensors of any geometry, and how their contents are read.
+
+Each tensor is handed to the connector exactly as the release would shape it;
+beside it stand views with the axes (block, token, head, channel), one for keys
+and one for values (or one latent), which are all that the comparison sees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .case import EngineSpec
+from .compare import UNSIGNED, Array
+
+_TORCH = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.uint8,
+}
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# Distinct, and products of no others, so that a size tells its dimension.
+_PROBE = {"block": 5003, "token": 112, "head": 11, "channel": 96}
+# How far kvcached's value half lies behind its key half, as a share of the
+# key half: its halves are reserved for more blocks than the cache has.
+_HALF_GAP = 1.5
+# How kvcached shapes a layer for releases whose own shape is packed.
+_KVCACHED_DIMS = ("block", "kv", "token", "head", "channel")
+
+
+class UnknownShape(RuntimeError):
+    """The release's backend shapes its cache in a way the lab cannot name."""
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's tensor and its planes, each [block, token, head, channel]."""
+
+    name: str
+    tensor: torch.Tensor
+    planes: tuple[Array, ...]
+
+
+@dataclass(frozen=True)
+class Caches:
+    """All layers of one rank, and the memory behind them."""
+
+    layers: tuple[LayerCache, ...]
+    #: Whole allocations as bytes: for noise before, and stray writes after.
+    memory: tuple[Array, ...]
+    dims: tuple[str, ...]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {layer.name: layer.tensor for layer in self.layers}
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    return _TORCH[dtype]
+
+
+def layer_name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def probe_dims(backend: type[Any], family: str) -> tuple[str, ...]:
+    """What each dimension of a layer's cache means in this release."""
+    if not hasattr(backend, "get_kv_cache_shape"):
+        # From 0.29 on every attention cache is [B, H, N, content].
+        return ("block", "head", "token", "channel" if family == "mla" else "packed")
+    heads = 1 if family == "mla" else _PROBE["head"]
+    shape = backend.get_kv_cache_shape(_PROBE["block"], _PROBE["token"], heads, _PROBE["channel"])
+    meaning = {size: dim for dim, size in _PROBE.items()}
+    meaning |= {2: "kv", 2 * _PROBE["channel"]: "packed"}
+    if family == "mla":
+        meaning[1] = "head"
+    try:
+        return tuple(meaning[size] for size in shape)
+    except KeyError as error:
+        raise UnknownShape(f"{backend.__name__}: {shape} for {_PROBE}") from error
+
+
+def memory_order(backend: type[Any], dims: tuple[str, ...], layout: str) -> tuple[str, ...]:
+    """`dims` (with "layer" where layers share a buffer) from slow to fast."""
+    if not hasattr(backend, "get_kv_cache_shape"):
+        from vllm.v1.kv_cache_interface import KVCacheLayout
+
+        names = ("layer", *dims)
+        return tuple(names[axis] for axis in KVCacheLayout[layout].value)
+    try:
+        order = backend.get_kv_cache_stride_order()
+    except (AttributeError, NotImplementedError):
+        return ("layer", *dims)
+    return ("layer", *(dims[axis] for axis in order))
+
+
+def build(spec: EngineSpec, backend: type[Any], layout: str) -> Caches:
+    """Allocates the caches of one rank; contents are noise until written."""
+    dims = probe_dims(backend, spec.family)
+    if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
+        # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
+        dims = _KVCACHED_DIMS
+        order: tuple[str, ...] = ("layer", *dims)
+    else:
+        order = memory_order(backend, dims, layout)
+    sizes = {
+        "block": spec.blocks,
+        "token": spec.block_tokens,
+        "head": spec.heads_per_rank,
+        "channel": spec.head_dim,
+        "packed": 2 * spec.head_dim,
+        "kv": 2,
+        "layer": spec.tensors if spec.allocation == "shared_tensors" else spec.layers,
+    }
+    if spec.allocation == "split_half":
+        strides, length = _split_half(dims, order, sizes)
+    elif spec.allocation == "contiguous":
+        strides, length = _contiguous(dims, order, sizes)
+    else:
+        strides, length = _dense(order, sizes), math.prod(sizes[d] for d in order)
+
+    dtype = torch_dtype(spec.dtype)
+    # To 0.28 each layer has an allocation of its own; from 0.29 on all share
+    # one, unless they come from kvcached, which is when the counts differ.
+    by_kvcached = spec.tensor_blocks is not None or spec.allocation == "split_half"
+    own = hasattr(backend, "get_kv_cache_shape") or by_kvcached
+    apart = order[0] == "layer" and spec.allocation != "contiguous" and own
+    count = sizes["layer"] if apart else 1
+    stores = [torch.zeros(length // count, dtype=dtype) for _ in range(count)]
+    layers = []
+    for layer in range(spec.layers):
+        content = spec.content_of(layer)
+        store, offset = (stores[content], 0) if apart else (stores[0], content * strides["layer"])
+        tensor = torch.as_strided(
+            store, [sizes[d] for d in dims], [strides[d] for d in dims], offset
+        )
+        planes = _planes(tensor, dims, spec)
+        layers.append(LayerCache(layer_name(layer), tensor, planes))
+    memory = tuple(store.view(torch.uint8).numpy() for store in stores)
+    return Caches(tuple(layers), memory, dims)
+
+
+def _dense(order: tuple[str, ...], sizes: dict[str, int]) -> dict[str, int]:
+    """Element strides of `order` without gaps."""
+    strides, step = {}, 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= sizes[dim]
+    return strides
+
+
+def _split_half(
+    dims: tuple[str, ...], order: tuple[str, ...], sizes: dict[str, int]
+) -> tuple[dict[str, int], int]:
+    """kvcached: all keys of a layer in one region, its values far behind."""
+    if "kv" not in dims:
+        raise UnknownShape(f"split halves need a K/V dimension, the release has {dims}")
+    inner = ("block", *(d for d in order if d not in ("layer", "kv", "block")))
+    strides = _dense(inner, sizes)
+    half = int(strides["block"] * sizes["block"] * _HALF_GAP)
+    strides["kv"] = half
+    strides["layer"] = 2 * half
+    return strides, 2 * half * sizes["layer"]
+
+
+def _contiguous(
+    dims: tuple[str, ...], order: tuple[str, ...], sizes: dict[str, int]
+) -> tuple[dict[str, int], int]:
+    """kvcached: the layers of one block side by side."""
+    inner = tuple(d for d in order if d not in ("layer", "block", "kv"))
+    kv = ("kv",) if "kv" in dims else ()
+    whole = ("block", "layer", *kv, *inner)
+    return _dense(whole, sizes), math.prod(sizes[d] for d in whole)
+
+
+def _planes(tensor: torch.Tensor, dims: tuple[str, ...], spec: EngineSpec) -> tuple[Array, ...]:
+    raw = tensor.view(_RAW[spec.item_bytes]).numpy().view(UNSIGNED[spec.item_bytes])
+    if spec.family == "cpu":
+        return _column_major_planes(raw, dims, spec)
+    if "packed" in dims:
+        halves = [raw[..., : spec.head_dim], raw[..., spec.head_dim :]]
+        axes = tuple("channel" if d == "packed" else d for d in dims)
+    elif "kv" in dims:
+        halves = [raw[_pick(dims, k)] for k in (0, 1)]
+        axes = tuple(d for d in dims if d != "kv")
+    else:
+        halves, axes = [raw], dims
+    return tuple(_as_bthc(half, axes) for half in halves)
+
+
+def _pick(dims: tuple[str, ...], kv: int) -> tuple[Any, ...]:
+    return tuple(kv if d == "kv" else slice(None) for d in dims)
+
+
+def _as_bthc(array: Array, axes: tuple[str, ...]) -> Array:
+    if "head" not in axes:
+        array, axes = array[..., None], (*axes, "head")
+    return array.transpose([axes.index(d) for d in ("block", "token", "head", "channel")])
+
+
+def _column_major_planes(raw: Array, dims: tuple[str, ...], spec: EngineSpec) -> tuple[Array, ...]:
+    """The CPU backend: inside a block and head, keys as [channel, token]."""
+    tokens, channels = spec.block_tokens, spec.head_dim
+    if dims[-3:] == ("head", "token", "packed"):
+        flat = _merge_last_two(raw)
+        keys, values = flat[..., : tokens * channels], flat[..., tokens * channels :]
+    elif dims[-3:] == ("head", "token", "channel"):
+        keys, values = (_merge_last_two(raw[_pick(dims, k)]) for k in (0, 1))
+    else:
+        raise UnknownShape(f"the CPU backend's cache as {dims}")
+    blocks, heads = keys.shape[:2]
+    keys = _split_last(keys, (channels, tokens)).transpose(0, 3, 1, 2)
+    values = _split_last(values, (tokens, channels)).transpose(0, 2, 1, 3)
+    assert keys.shape == values.shape == (blocks, tokens, heads, channels)
+    return keys, values
+
+
+def _merge_last_two(array: Array) -> Array:
+    """A view, never a copy: the last two axes must be dense."""
+    *lead, rows, columns = array.shape
+    if array.strides[-2] != columns * array.itemsize or array.strides[-1] != array.itemsize:
+        raise UnknownShape(f"rows of {array.shape} with strides {array.strides} are not dense")
+    return np.lib.stride_tricks.as_strided(
+        array, (*lead, rows * columns), (*array.strides[:-2], array.itemsize)
+    )
+
+
+def _split_last(array: Array, sizes: tuple[int, int]) -> Array:
+    item = array.itemsize
+    return np.lib.stride_tricks.as_strided(
+        array, (*array.shape[:-1], *sizes), (*array.strides[:-1], sizes[1] * item, item)
+    )

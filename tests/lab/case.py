@@ -1,0 +1,141 @@
+"""What a lab run is asked to do, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+Family = Literal["flash", "flashinfer", "cpu", "mla"]
+Allocation = Literal["plain", "shared_tensors", "split_half", "contiguous"]
+Outcome = Literal["identical", "corrupt", "refused", "failed"]
+Sabotage = Literal["shift_block", "skip_layer", "flip_byte"]
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine: its cache geometry, and whether kvpatch is on.
+
+    `family` names an attention backend, not a shape: the shape is the one the
+    release's own class of that backend gives. FlashAttention is
+    ``[2, B, N, H, D]`` to 0.22, ``[B, 2, N, H, D]`` from 0.23 to 0.25 and
+    packed ``[B, H, N, 2D]`` from 0.26 on; FlashInfer has K and V inside a
+    block wherever they are not packed.
+
+    `layout` is "NHD" or "HND"; from 0.29 on also one of vLLM's six names.
+    """
+
+    family: Family = "flash"
+    layout: str = "HND"
+    block_tokens: int = 16
+    planned_blocks: int = 32
+    #: Blocks that the tensors really hold; None for as many as planned.
+    tensor_blocks: int | None = None
+    layers: int = 2
+    kv_heads: int = 4
+    head_dim: int = 32
+    dtype: str = "bfloat16"
+    tp_size: int = 1
+    allocation: Allocation = "plain"
+    #: Distinct tensors behind the layers when they share (``shared_tensors``).
+    tensors: int = 1
+    patched: bool = False
+    #: kvpatch slugs to switch on; empty for all.
+    patches: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {sorted(ITEM_BYTES)}")
+        if self.patches and not self.patched:
+            raise ValueError("patches are named but patched is False")
+        if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} KV heads do not divide over TP {self.tp_size}")
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in each tensor."""
+        return self.planned_blocks if self.tensor_blocks is None else self.tensor_blocks
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def heads_per_rank(self) -> int:
+        """KV heads of one tensor-parallel rank; MLA has one latent everywhere."""
+        return 1 if self.family == "mla" else max(1, self.kv_heads // self.tp_size)
+
+    def first_head(self, rank: int) -> int:
+        """The global index of the first head that `rank` holds (heads replicate)."""
+        if self.family == "mla":
+            return 0
+        return rank * self.kv_heads // self.tp_size
+
+    def content_of(self, layer: int) -> int:
+        """Layers with one tensor between them hold one content."""
+        return layer % self.tensors if self.allocation == "shared_tensors" else layer
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt (or several at once) computed by P and taken over by D."""
+
+    name: str
+    prefill: EngineSpec
+    decode: EngineSpec
+    prompt_tokens: int = 40
+    #: Tokens that D's own prefix cache holds: whole D blocks, or all of them.
+    prefix_hit_tokens: int = 0
+    n_requests: int = 1
+
+    def __post_init__(self) -> None:
+        hit, block_tokens = self.prefix_hit_tokens, self.decode.block_tokens
+        if not 0 <= hit <= self.prompt_tokens or hit % block_tokens:
+            raise ValueError(f"{self.name}: a hit of {hit} tokens is not whole blocks of D")
+
+    def stock(self) -> Case:
+        """The same case with kvpatch off on both sides."""
+        off = {"patched": False, "patches": ()}
+        return replace(
+            self, prefill=replace(self.prefill, **off), decode=replace(self.decode, **off)
+        )
+
+    def patched(self, *slugs: str, prefill: bool = True, decode: bool = True) -> Case:
+        """The same case with kvpatch on, on the sides that are named."""
+        on = {"patched": True, "patches": slugs}
+        return replace(
+            self,
+            prefill=replace(self.prefill, **on) if prefill else self.prefill,
+            decode=replace(self.decode, **on) if decode else self.decode,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of a case.
+
+    identical
+        Every element that D should hold is what P held, nothing outside the
+        requests' blocks was written, D reported the transfer done and P was told.
+    corrupt
+        The release called it done, and D holds something else.
+    refused
+        The release raised or failed the load; `detail` has type and message.
+    failed
+        No answer: a crash, a hang, a missing completion, or an error of the lab.
+    """
+
+    outcome: Outcome
+    detail: str = ""
+    wrong_elements: int = 0
+    total_elements: int = 0
+    #: Tokens that D was to load, over all requests.
+    moved_tokens: int = 0
+    #: Bytes written outside the requests' own blocks.
+    stray_bytes: int = 0
+    #: NIXL descriptors in the READs that D posted.
+    descriptors: int = 0
+    #: Memory regions that D's worker registered.
+    registrations: int = 0
+    seconds: float = field(default=0.0, compare=False)

@@ -1,0 +1,130 @@
+"""The processes of a release: one that imports, and engines forked from it.
+
+The importing process answers each socket it is sent with a fork that serves
+it. An engine process serves any number of cases, as P or as D; whether
+kvpatch is on is decided once, before it imports the connector.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from .engine_api import Failure, Fork
+
+_PR_SET_PDEATHSIG = 1
+_LAB = str(Path(__file__).resolve().parent)
+
+
+def main(fd: int) -> None:
+    """Serves fork requests on the Unix socket `fd` until it closes."""
+    _die_with_parent()
+    control = socket.socket(fileno=fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    from . import release
+
+    release.preload()
+    # What has been imported is never garbage: the engines collect after each case.
+    gc.collect()
+    gc.freeze()
+    control.sendall(b"ready\n")
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 65536, 1)
+        if not message:
+            return
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _engine_process(Connection(fds[0]), message)
+        os.close(fds[0])
+        control.sendall(f"{pid}\n".encode())
+
+
+def _engine_process(connection: Connection, message: bytes) -> None:
+    import pickle
+
+    status = 1
+    try:
+        _die_with_parent()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        fork: Fork = pickle.loads(message)
+        log = os.open(fork.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.enable()
+        if fork.patched:
+            _enable_kvpatch(fork.patches)
+        _serve(connection)
+        status = 0
+    except EOFError:
+        status = 0
+    except BaseException:  # noqa: BLE001 - a fork must never return into its parent's stack
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _enable_kvpatch(patches: tuple[str, ...]) -> None:
+    import kvpatch
+    from kvpatch.patches import EXPERIMENTAL, SLUGS
+
+    os.environ["ENABLE_KVPATCH"] = "true"
+    if patches:
+        unknown = set(patches) - set(SLUGS)
+        if unknown:
+            raise ValueError(f"no such patches: {sorted(unknown)}; there are {SLUGS}")
+        os.environ["KVPATCH_DISABLE"] = ",".join(s for s in SLUGS if s not in patches)
+        os.environ["KVPATCH_EXPERIMENTAL"] = ",".join(s for s in EXPERIMENTAL if s in patches)
+    kvpatch.enable()
+
+
+def _serve(connection: Connection) -> None:
+    from .engine import Engine
+
+    engine: Any = None
+    while True:
+        method, arguments = connection.recv()
+        try:
+            if method == "start":
+                engine, result = Engine(*arguments), None
+            elif engine is None:
+                result = None
+            else:
+                result = getattr(engine, method)(*arguments)
+                if method == "stop":
+                    engine = None
+                    gc.collect()
+            connection.send(result)
+        except Exception as error:  # noqa: BLE001 - whatever the release raises is the answer
+            traceback.print_exc()
+            connection.send(_failure(method, error, engine.log.errors if engine else []))
+
+
+def _failure(where: str, error: Exception, logged: list[str]) -> Failure:
+    from .engine import LoadFailed
+
+    frames = traceback.extract_tb(error.__traceback__)
+    by_lab = str(Path(frames[-1].filename).parent) == _LAB and not isinstance(error, LoadFailed)
+    message = "; logged: ".join([str(error), *dict.fromkeys(logged)])
+    trace = "".join(traceback.format_exception(error))
+    return Failure(where, type(error).__name__, message, trace, by_lab)
+
+
+def _die_with_parent() -> None:
+    """A hung engine must not outlive the tests."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,328 @@
+"""One engine of a case: both halves of the release's connector over real memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import release, standins
+from .caches import Caches, build
+from .compare import Array, expected, slots
+from .engine_api import Start
+from .scheduler import Scheduler, Tracked
+
+_POLL_SECONDS = 0.001
+# After the release has logged an error, how long it may take to act on it.
+_GRACE_SECONDS = 0.5
+
+
+class Unfinished(RuntimeError):
+    """The release neither finished nor failed a request in time."""
+
+
+class LoadFailed(RuntimeError):
+    """The release reported blocks that could not be loaded."""
+
+
+class ErrorLog(logging.Handler):
+    """Keeps what the release logs as an error: its background threads only log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.errors: list[str] = []
+        self.first_seconds: float | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None and record.levelno < logging.ERROR:
+            return
+        self.first_seconds = self.first_seconds or time.monotonic()
+        self.errors.append(repr(error) if error is not None else record.getMessage())
+
+
+class Engine:
+    """P or D. Made for one case, then shut down."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.spec = spec = start.spec
+        self.log = ErrorLog()
+        logging.getLogger("vllm").addHandler(self.log)
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(start.side_channel_port)
+        kvcached = spec.allocation in ("split_half", "contiguous")
+        os.environ["ENABLE_KVCACHED"] = "true" if kvcached else "false"
+        self.descriptors = 0
+        self.registrations = 0
+        self.tracked: list[Tracked] = []
+        self.sent: list[set[str]] = [set() for _ in range(spec.tp_size)]
+        self.before: list[list[Array]] = []
+
+        backend = release.backend(spec.family)
+        layout = release.layout_name(spec)
+        release.use_layout(layout)
+        self.caches: list[Caches] = [build(spec, backend, layout) for _ in range(spec.tp_size)]
+        noise = np.random.default_rng(start.seed)
+        for caches in self.caches:
+            for memory in caches.memory:
+                memory[:] = noise.integers(0, 256, memory.size, dtype=np.uint8)
+
+        self.config = release.vllm_config(spec, start.engine_id, "kv_both", start.extra_config)
+        self._stand_in(backend)
+        connector = release.connector_module().NixlConnector
+        scheduler = self._connector(connector, "SCHEDULER")
+        self.workers = []
+        for rank in range(spec.tp_size):
+            with standins.tensor_parallel(rank, spec.tp_size):
+                self.workers.append(self._connector(connector, "WORKER"))
+        for rank, worker in enumerate(self.workers):
+            with standins.tensor_parallel(rank, spec.tp_size):
+                self._count_on(worker.connector_worker.nixl_wrapper)
+                worker.register_kv_caches(self.caches[rank].tensors())
+            if self.pretends_cuda:
+                standins.stop_pretending(worker.connector_worker)
+        self._share_handshake(scheduler)
+        self.scheduler = Scheduler(scheduler, spec, start.seed)
+
+    def _stand_in(self, backend: type[Any]) -> None:
+        for module in release.worker_modules():
+            standins.backend_choice(module, backend)
+        self.pretends_cuda = standins.must_pretend_cuda(self.spec.family)
+        device = "cuda" if self.pretends_cuda else "cpu"
+        standins.set_device_type(device)
+        self.config.kv_transfer_config.kv_buffer_device = device
+
+    def _connector(self, connector: type[Any], role: str) -> Any:
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        wanted = {
+            "vllm_config": self.config,
+            "role": KVConnectorRole[role],
+            "kv_cache_config": release.kv_cache_config(self.spec),
+        }
+        with set_current_vllm_config(self.config):
+            return connector(**release.accepted(connector, wanted))
+
+    def _count_on(self, agent: Any) -> None:
+        make, register = agent.make_prepped_xfer, agent.register_memory
+
+        def make_prepped_xfer(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.get("local_indices", args[2] if len(args) > 2 else ())
+            self.descriptors += len(ids)
+            return make(*args, **kwargs)
+
+        def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.registrations += descs.descCount() if hasattr(descs, "descCount") else 1
+            return register(descs, *args, **kwargs)
+
+        agent.make_prepped_xfer, agent.register_memory = make_prepped_xfer, register_memory
+
+    def _share_handshake(self, scheduler: Any) -> None:
+        """As the engine core does after its workers have registered."""
+        get = [getattr(w, "get_handshake_metadata", None) for w in self.workers]
+        if get[0] is None:
+            return
+        metadata = {rank: g() for rank, g in enumerate(get)}
+        if metadata[0] is None:
+            return
+        metadata = pickle.loads(pickle.dumps(metadata))
+        aware = getattr(scheduler, "set_xfer_handshake_metadata_pp_aware", None)
+        if aware is not None:
+            aware({(0, rank): m for rank, m in metadata.items()})
+        else:
+            scheduler.set_xfer_handshake_metadata(metadata)
+
+    # -- one request's life ------------------------------------------------
+
+    def prefill(self, prompts: Sequence[tuple[str, int]]) -> list[str]:
+        """Computes prompts on P; returns what the proxy carries, as JSON."""
+        for number, (request_id, tokens) in enumerate(prompts):
+            self.tracked.append(self.scheduler.prefill(number, request_id, tokens))
+        self._step()
+        for tracked in self.tracked:
+            self._write(tracked, range(tracked.tokens))
+        answers = [json.dumps(self.scheduler.finish(t)) for t in self.tracked]
+        self._step()
+        return answers
+
+    def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
+        """Loads prompts on D until all are there; returns the tokens loaded."""
+        for number, (request_id, tokens, hit, answer) in enumerate(prompts):
+            params = json.loads(answer) or {}
+            if not params:
+                raise Unfinished(f"P gave no transfer parameters for {request_id}")
+            tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
+            self.tracked.append(tracked)
+            self._write(tracked, range(hit))
+        self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
+        waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
+        self._until_received(waiting, seconds)
+        return sum(t.external_tokens for t in self.tracked)
+
+    def settle(self, seconds: float) -> None:
+        """Some steps without expectations: notifications of full local hits."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._step()
+            time.sleep(_POLL_SECONDS)
+
+    def told(self, seconds: float) -> set[str]:
+        """Steps P and returns the requests that it has heard were read."""
+        end = time.monotonic() + seconds
+        finished: set[str] = set()
+        while True:
+            sent, _, _ = self._finished()
+            for rank, done in enumerate(sent):
+                self.sent[rank] |= done
+            finished = set.intersection(*self.sent)
+            if time.monotonic() > end or len(finished) == len(self.tracked):
+                return finished
+            time.sleep(_POLL_SECONDS)
+            self._step()
+
+    def _until_received(self, waiting: set[str], seconds: float) -> None:
+        # A rank at a time reports; the engine's aggregator waits for all.
+        left = [set(waiting) for _ in self.workers]
+        end = time.monotonic() + seconds
+        self._step()
+        while any(left):
+            _, received, broken = self._finished()
+            if broken:
+                raise LoadFailed(f"blocks {sorted(broken)} not loaded")
+            for still, done in zip(left, received, strict=True):
+                still -= done
+            now, failed = time.monotonic(), self.log.first_seconds
+            if any(left) and failed and now > failed + _GRACE_SECONDS:
+                raise LoadFailed("an error was logged, and the request stays where it is")
+            if any(left) and now > end:
+                raise Unfinished(f"not received: {sorted(set().union(*left))}")
+            time.sleep(_POLL_SECONDS)
+            self._step()
+
+    def _step(self) -> None:
+        metadata = pickle.dumps(self.scheduler.step())
+        for rank, worker in enumerate(self.workers):
+            with standins.tensor_parallel(rank, self.spec.tp_size):
+                worker.bind_connector_metadata(pickle.loads(metadata))
+                worker.start_load_kv(None)
+                worker.clear_connector_metadata()
+
+    def _finished(self) -> tuple[list[set[str]], list[set[str]], set[int]]:
+        sent, received, broken = [], [], set()
+        for rank, worker in enumerate(self.workers):
+            with standins.tensor_parallel(rank, self.spec.tp_size):
+                done = worker.get_finished(set())
+                sent.append(set(done[0] or ()))
+                received.append(set(done[1] or ()))
+                errors = getattr(worker, "get_block_ids_with_load_errors", None)
+                broken |= errors() if errors is not None else set()
+        return sent, received, broken
+
+    # -- contents ----------------------------------------------------------
+
+    def _elements(self, tracked: Tracked, tokens: range) -> Any:
+        """Each (plane array, index, expected elements) of a request's `tokens`."""
+        spec = self.spec
+        block, offset = slots(tracked.block_ids, tokens, spec.block_tokens)
+        for rank, caches in enumerate(self.caches):
+            first = spec.first_head(rank)
+            heads = range(first, first + spec.heads_per_rank)
+            for number, layer in enumerate(caches.layers):
+                for plane, array in enumerate(layer.planes):
+                    content = spec.content_of(number)
+                    value = expected(
+                        content,
+                        plane,
+                        tracked.number,
+                        tokens,
+                        heads,
+                        spec.head_dim,
+                        spec.item_bytes,
+                    )
+                    yield number, array, block, offset, value
+
+    def _write(self, tracked: Tracked, tokens: range) -> None:
+        if not tokens:
+            return
+        for _, array, block, offset, value in self._elements(tracked, tokens):
+            array[block, offset] = value
+
+    def check(self, sabotage: str | None) -> tuple[int, int, int]:
+        """Wrong and total elements of all requests, and bytes written elsewhere."""
+        if sabotage == "skip_layer":
+            self._undo_layer()
+        wrong = total = 0
+        for tracked in self.tracked:
+            tokens = range(tracked.tokens)
+            flip = sabotage == "flip_byte"
+            if not tokens:
+                continue
+            for _, array, block, offset, value in self._elements(tracked, tokens):
+                if sabotage == "shift_block":
+                    block = (block + 1) % array.shape[0]
+                found = array[block, offset]
+                if flip:
+                    found.reshape(-1)[-1] ^= 1
+                    flip = False
+                wrong += int(np.count_nonzero(found != value))
+                total += value.size
+        return wrong, total, self._stray_bytes() if self.before and not sabotage else 0
+
+    def _undo_layer(self) -> None:
+        """Gives D's first layer back what it held before the transfer."""
+        for caches, before in zip(self.caches, self.before, strict=True):
+            now = [memory.copy() for memory in caches.memory]
+            for memory, old in zip(caches.memory, before, strict=True):
+                memory[:] = old
+            planes = [p.copy() for p in caches.layers[0].planes]
+            for memory, new in zip(caches.memory, now, strict=True):
+                memory[:] = new
+            for plane, old_plane in zip(caches.layers[0].planes, planes, strict=True):
+                plane[...] = old_plane
+
+    def _stray_bytes(self) -> int:
+        """Bytes that changed outside the blocks of this engine's requests."""
+        stray = 0
+        own = [b for tracked in self.tracked for b in tracked.block_ids]
+        for caches, before in zip(self.caches, self.before, strict=True):
+            for layer in caches.layers:
+                for plane in layer.planes:
+                    plane[own] = 0
+            after = [memory.copy() for memory in caches.memory]
+            for memory, old in zip(caches.memory, before, strict=True):
+                memory[:] = old
+            for layer in caches.layers:
+                for plane in layer.planes:
+                    plane[own] = 0
+            stray += sum(
+                int(np.count_nonzero(new != memory))
+                for new, memory in zip(after, caches.memory, strict=True)
+            )
+        return stray
+
+    def counts(self) -> tuple[int, int]:
+        return self.descriptors, self.registrations
+
+    def stop(self) -> None:
+        """Shuts both halves down; the caller lets go of the engine and collects.
+
+        A NIXL agent spins in threads of its own until it is collected.
+        """
+        logging.getLogger("vllm").removeHandler(self.log)
+        for worker in self.workers:
+            vars(worker.connector_worker.nixl_wrapper).pop("make_prepped_xfer")
+            vars(worker.connector_worker.nixl_wrapper).pop("register_memory")
+        for connector in (*self.workers, self.scheduler.connector):
+            shutdown = getattr(connector, "shutdown", None)
+            if shutdown is not None:
+                # The listener looks at its stop event once a second.
+                threading.Thread(target=shutdown, daemon=True).start()

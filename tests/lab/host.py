@@ -1,0 +1,293 @@
+"""``Lab``: the side of the lab that tests hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.releases import cache
+
+from .case import Case, EngineSpec, Report, Sabotage
+from .engine_api import Failure, Fork, Start
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_IMPORT_SECONDS = 180.0
+_CALL_SECONDS = 60.0
+_TRANSFER_SECONDS = 30.0
+_NOTIFICATION_SECONDS = 10.0
+_SETTLE_SECONDS = 0.02
+_TAIL_CHARACTERS = 3000
+# NIXL makes a UCX worker per thread: one is enough for a case, and faster made.
+_EXTRA = {"num_threads": 1}
+
+
+class Crashed(RuntimeError):
+    """An engine process died or hung; the message ends with its stderr."""
+
+
+class Engine:
+    """An engine process, seen from the tests."""
+
+    def __init__(self, connection: Connection, pid: int, log: Path) -> None:
+        self._connection, self.pid, self._log = connection, pid, log
+        self._written = 0
+
+    def send(self, method: str, *arguments: Any) -> None:
+        self._written = self._log.stat().st_size if self._log.exists() else 0
+        try:
+            self._connection.send((method, arguments))
+        except OSError as error:
+            raise Crashed(f"before {method}: {error!r}\n{self.tail()}") from error
+
+    def receive(self, method: str, seconds: float = _CALL_SECONDS) -> Any:
+        if not self._connection.poll(seconds):
+            raise Crashed(f"{method}: no answer within {seconds:g} s\n{self.tail()}")
+        try:
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise Crashed(f"{method}: the process died\n{self.tail()}") from error
+
+    def call(self, method: str, *arguments: Any, seconds: float = _CALL_SECONDS) -> Any:
+        self.send(method, *arguments)
+        return self.receive(method, seconds)
+
+    def tail(self) -> str:
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        return text[self._written :][-_TAIL_CHARACTERS:]
+
+    def kill(self) -> None:
+        self._connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Lab:
+    """All cases of one release, on one pair of processes (two with kvpatch).
+
+    ::
+
+        with Lab("0.32.0") as lab:
+            report = lab.run(case)
+    """
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self._engines: dict[tuple[str, bool, tuple[str, ...]], Engine] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix=f"kvpatch-lab-{release}-")
+        self._number = 0
+
+    def __enter__(self) -> Lab:
+        tree = cache.tree(self.release)
+        if not cache.is_fetched(self.release):
+            raise FileNotFoundError(f"no tree of vLLM {self.release} at {tree}: fetch it first")
+        self._control, theirs = socket.socketpair()
+        log = Path(self._folder.name) / "import.log"
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.lab.child", str(theirs.fileno())],
+                cwd=self._folder.name,
+                env=_environment(tree, Path(self._folder.name)),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        theirs.close()
+        self._control.settimeout(_IMPORT_SECONDS)
+        try:
+            ready = self._control.recv(64)
+        except TimeoutError:
+            ready = b""
+        if ready != b"ready\n":
+            tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+            self.close()
+            raise Crashed(f"vLLM {self.release} cannot be imported\n{tail}")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for engine in self._engines.values():
+            engine.kill()
+        self._engines.clear()
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+    def run(self, case: Case, sabotage: Sabotage | None = None) -> Report:
+        """Plays `case`; `sabotage` spoils what D holds, to see it noticed."""
+        started = time.perf_counter()
+        try:
+            report = self._run(case, sabotage)
+        except Crashed as error:
+            for engine in self._engines.values():
+                engine.kill()
+            self._engines.clear()
+            report = Report("failed", str(error))
+        return replace(report, seconds=time.perf_counter() - started)
+
+    def _run(self, case: Case, sabotage: Sabotage | None) -> Report:
+        prefill = self._engine("prefill", case.prefill)
+        decode = self._engine("decode", case.decode)
+        report = self._play(case, prefill, decode, sabotage)
+        for engine in (prefill, decode):
+            engine.send("stop")
+        for engine in (prefill, decode):
+            engine.receive("stop")
+        return report
+
+    def _play(
+        self, case: Case, prefill: Engine, decode: Engine, sabotage: Sabotage | None
+    ) -> Report:
+        self._number += 1
+        run = f"{self._number}-{uuid.uuid4().hex[:6]}"
+        sides = (("prefill", prefill, case.prefill), ("decode", decode, case.decode))
+        for index, (name, engine, spec) in enumerate(sides):
+            seed = 2 * self._number + index
+            engine.send("start", Start(spec, f"{name}-{run}", _free_ports(spec), seed, _EXTRA))
+        for answer in [engine.receive("start") for _, engine, _ in sides]:
+            if isinstance(answer, Failure):
+                return _refusal("registration", answer)
+
+        prompts = [(f"req-{run}-{n}", case.prompt_tokens) for n in range(case.n_requests)]
+        answers = prefill.call("prefill", prompts)
+        if isinstance(answers, Failure):
+            return _refusal("prefill", answers)
+        wanted = [
+            (*prompt, case.prefix_hit_tokens, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
+        if isinstance(moved, Failure):
+            return _refusal("transfer", moved)
+        untold = self._untold(prefill, decode, [name for name, _ in prompts], answers)
+        held = prefill.call("check", None)
+        found = decode.call("check", sabotage)
+        counts = decode.call("counts")
+        for answer in (held, found, counts):
+            if isinstance(answer, Failure):
+                return _refusal("comparison", answer)
+        wrong, total, stray = found
+        report = Report(
+            "identical" if not wrong and not stray else "corrupt",
+            wrong_elements=wrong,
+            total_elements=total,
+            moved_tokens=moved,
+            stray_bytes=stray,
+            descriptors=counts[0],
+            registrations=counts[1],
+        )
+        if held[0]:
+            return replace(report, outcome="failed", detail="P's own cache has changed")
+        if untold:
+            detail = f"P was not told that {len(untold)} requests were read"
+            return replace(report, outcome="corrupt" if wrong else "failed", detail=detail)
+        return report
+
+    def _untold(
+        self, prefill: Engine, decode: Engine, request_ids: list[str], answers: list[str]
+    ) -> set[str]:
+        """The requests whose blocks P keeps though they were read."""
+        kept = {
+            request_id
+            for request_id, answer in zip(request_ids, answers, strict=True)
+            if '"remote_block_ids": []' not in answer
+        }
+        end = time.monotonic() + _NOTIFICATION_SECONDS
+        while kept and time.monotonic() < end:
+            # A full local hit is only a notification, sent some step after the
+            # handshake: D must go on stepping too.
+            decode.call("settle", _SETTLE_SECONDS)
+            kept -= prefill.call("told", _SETTLE_SECONDS)
+        return kept
+
+    def _engine(self, role: str, spec: EngineSpec) -> Engine:
+        key = (role, spec.patched, spec.patches)
+        if key not in self._engines:
+            self._engines[key] = self._fork(f"{role}-{len(self._engines)}", spec)
+        return self._engines[key]
+
+    def _fork(self, name: str, spec: EngineSpec) -> Engine:
+        log = Path(self._folder.name) / f"{name}-{uuid.uuid4().hex[:6]}.log"
+        ours, theirs = socket.socketpair()
+        request = pickle.dumps(Fork(str(log), spec.patched, spec.patches))
+        socket.send_fds(self._control, [request], [theirs.fileno()])
+        theirs.close()
+        pid = int(self._control.recv(64))
+        return Engine(Connection(ours.detach()), pid, log)
+
+
+def _refusal(phase: str, failure: Failure) -> Report:
+    detail = f"{phase}: {failure.kind}: {failure.message}"
+    if failure.by_lab:
+        return Report("failed", f"{detail}\n{failure.trace[-_TAIL_CHARACTERS:]}")
+    return Report("refused", detail)
+
+
+def _environment(tree: Path, home: Path) -> dict[str, str]:
+    """What the release sees: its own tree first, no network, no stray settings."""
+    keep = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("VLLM_", "KVPATCH_", "ENABLE_KVPATCH"))
+    }
+    return keep | {
+        "PYTHONPATH": os.pathsep.join([str(tree), str(_REPOSITORY)]),
+        "HOME": str(home),
+        "VLLM_CACHE_ROOT": str(home / "vllm"),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CONFIGURE_LOGGING": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "UCX_TLS": "self,sm,tcp",
+    }
+
+
+def _free_ports(spec: EngineSpec) -> int:
+    """The first of as many free neighbouring ports as the engine has ranks.
+
+    Below the ports that the system hands out to connections by itself, and in a
+    range of this process's own where pytest-xdist runs several: nobody else may
+    take one between this look and the engine's own bind.
+    """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    lowest = 10000 + 5000 * process
+    for _ in range(200):
+        first = random.randrange(lowest, lowest + 5000 - spec.tp_size)
+        sockets = []
+        try:
+            for rank in range(spec.tp_size):
+                sockets.append(socket.socket())
+                sockets[-1].bind(("127.0.0.1", first + rank))
+            return first
+        except OSError:
+            continue
+        finally:
+            for taken in sockets:
+                taken.close()
+    raise OSError(f"no free ports between {lowest} and {lowest + 5000}")

@@ -1,0 +1,266 @@
+"""Where each release keeps what the lab needs, found in the release itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import logging
+import os
+import sys
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from . import standins
+from .caches import layer_name, torch_dtype
+from .case import EngineSpec
+
+_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+# Everything the connector will import except itself: kvpatch must be able to
+# come before it, and a fork should not pay for the rest again.
+_PRELOAD = (
+    "vllm.config",
+    "vllm.forward_context",
+    "vllm.sampling_params",
+    "vllm.v1.core.kv_cache_manager",
+    "vllm.v1.core.sched.output",
+    "vllm.v1.kv_cache_interface",
+    "vllm.v1.outputs",
+    "vllm.v1.request",
+    "vllm.distributed.parallel_state",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "vllm.v1.attention.backends.flash_attn",
+    "nixl._api",
+    "zmq",
+    "msgspec",
+)
+_BACKENDS = {
+    "flash": (("vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend"),),
+    "flashinfer": (("vllm.v1.attention.backends.flashinfer", "FlashInferBackend"),),
+    "cpu": (
+        ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend"),
+        ("vllm.v1.attention.backends.cpu_attn", "TorchSDPABackend"),
+    ),
+    "mla": (("vllm.v1.attention.backends.mla.triton_mla", "TritonMLABackend"),),
+}
+
+
+class NotInRelease(RuntimeError):
+    """This release has nothing like what the case asks for."""
+
+
+def accepted(callable_: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Those of `values` that `callable_` has a parameter for."""
+    parameters = inspect.signature(callable_).parameters
+    return {name: value for name, value in values.items() if name in parameters}
+
+
+def preload() -> None:
+    """Imports what every engine process needs, once, before any fork."""
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    standins.cpu_platform()
+    standins.torch_names()
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    standins.model_inspection()
+    model_config(EngineSpec())
+
+
+def connector_module() -> Any:
+    """The module in which NixlConnector and its worker look names up."""
+    try:
+        return importlib.import_module(f"{_PACKAGE}.nixl_connector")
+    except ModuleNotFoundError as error:
+        if error.name != f"{_PACKAGE}.nixl_connector":
+            raise
+        return importlib.import_module(f"{_PACKAGE}.nixl")
+
+
+def worker_modules() -> list[Any]:
+    """All loaded modules of the connector: each has its own imported names."""
+    prefix = connector_module().__name__
+    return [m for name, m in sys.modules.items() if name == prefix or name.startswith(prefix + ".")]
+
+
+def backend(family: str) -> type[Any]:
+    """The release's attention backend class of `family`."""
+    if family == "flashinfer":
+        standins.flashinfer_package()
+    for module, name in _BACKENDS[family]:
+        found = getattr(importlib.import_module(module), name, None)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    raise NotInRelease(f"no attention backend for {family!r}")
+
+
+def layout_name(spec: EngineSpec) -> str:
+    """`spec.layout` in the words of the release."""
+    from_029 = not hasattr(backend(spec.family), "get_kv_cache_shape")
+    if from_029:
+        return {"NHD": "LBNHC", "HND": "LBHNC"}.get(spec.layout, spec.layout)
+    if spec.layout not in ("NHD", "HND"):
+        raise NotInRelease(f"layout {spec.layout}: this release knows NHD and HND")
+    return spec.layout
+
+
+def use_layout(layout: str) -> None:
+    """Makes `layout` the process's KV cache layout (to 0.28, where it is one)."""
+    from vllm.v1.attention.backends import utils
+
+    if not hasattr(utils, "set_kv_cache_layout"):
+        return
+    utils.set_kv_cache_layout(layout)
+    clear = getattr(utils.get_kv_cache_layout, "cache_clear", None)
+    if clear is not None:
+        clear()
+
+
+@cache
+def _model_folder(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool) -> str:
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8 * head_dim,
+        "intermediate_size": 64,
+        "num_attention_heads": max(8, kv_heads),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": layers,
+        "vocab_size": 128,
+        "max_position_embeddings": 8192,
+        "torch_dtype": dtype,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if mla:
+        rope = head_dim // 4
+        config |= {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": head_dim - rope,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": rope,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_key_value_heads": max(8, kv_heads),
+            "first_k_dense_replace": layers,
+        }
+        del config["head_dim"]
+    # One path for P and D: the model's name is part of what they compare.
+    name = f"{config['model_type']}-{layers}-{kv_heads}-{head_dim}-{dtype}"
+    folder = Path(os.environ["HOME"]) / "models" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    # Renamed into place: the other engine may be reading it.
+    draft = folder / f"config.json.{os.getpid()}"
+    draft.write_text(json.dumps(config))
+    draft.replace(folder / "config.json")
+    return str(folder)
+
+
+@lru_cache
+def _model_config(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool) -> Any:
+    from vllm.config import ModelConfig
+
+    folder = _model_folder(layers, kv_heads, head_dim, dtype, mla)
+    wanted = {
+        "model": folder,
+        "tokenizer": folder,
+        "skip_tokenizer_init": True,
+        "tokenizer_mode": "auto",
+        "trust_remote_code": False,
+        "task": "auto",
+        "dtype": dtype,
+        "seed": 0,
+        "max_model_len": 8192,
+    }
+    return ModelConfig(**accepted(ModelConfig, wanted))
+
+
+def model_config(spec: EngineSpec) -> Any:
+    dtype = "bfloat16" if spec.dtype == "fp8" else spec.dtype
+    return _model_config(spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla")
+
+
+def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, Any]) -> Any:
+    """The release's own configuration objects for one engine."""
+    from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
+
+    cache = CacheConfig(
+        **accepted(
+            CacheConfig,
+            {
+                "block_size": spec.block_tokens,
+                "gpu_memory_utilization": 0.9,
+                "swap_space": 0,
+                "cache_dtype": "fp8" if spec.dtype == "fp8" else "auto",
+            },
+        )
+    )
+    cache.num_gpu_blocks = spec.planned_blocks
+    transfer = KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_role=role,
+        kv_buffer_device="cpu",
+        engine_id=engine_id,
+        kv_connector_extra_config=extra,
+    )
+    config = VllmConfig(
+        model_config=model_config(spec),
+        cache_config=cache,
+        parallel_config=ParallelConfig(),
+        kv_transfer_config=transfer,
+    )
+    config.parallel_config.tensor_parallel_size = spec.tp_size
+    config.parallel_config.world_size = spec.tp_size
+    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    if hasattr(config.cache_config, "kv_cache_layout"):
+        config.cache_config.kv_cache_layout = layout_name(spec)
+    names = [layer_name(i) for i in range(spec.layers)]
+    standins.attention_layers(config, names, backend(spec.family))
+    return config
+
+
+def kv_cache_config(spec: EngineSpec) -> Any:
+    """The plan that the engine core would hand to both sides of the connector."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    names = [layer_name(i) for i in range(spec.layers)]
+    wanted = {
+        "block_size": spec.block_tokens,
+        "num_kv_heads": spec.heads_per_rank,
+        "head_size": spec.head_dim,
+        "dtype": torch_dtype(spec.dtype),
+        "use_mla": spec.family == "mla",
+        "sliding_window": None,
+    }
+    kind = interface.FullAttentionSpec
+    if spec.family == "mla":
+        kind = getattr(interface, "MLAAttentionSpec", kind)
+    layer_spec = kind(**accepted(kind, wanted))
+    page_bytes = layer_spec.page_size_bytes
+    size_bytes = page_bytes * spec.planned_blocks
+    tensor = interface.KVCacheTensor
+    if "shared_by" in inspect.signature(tensor).parameters:
+        count = spec.tensors if spec.allocation == "shared_tensors" else spec.layers
+        tensors = [tensor(size=size_bytes, shared_by=names[i::count]) for i in range(count)]
+    else:
+        apart = layout_name(spec).startswith("L")
+        placed = {
+            "size": size_bytes * spec.layers,
+            "layers": names,
+            "layer_stride": size_bytes if apart else page_bytes,
+            "block_stride": page_bytes if apart else page_bytes * spec.layers,
+        }
+        tensors = [tensor(**accepted(tensor, placed))]
+    return interface.KVCacheConfig(
+        num_blocks=spec.planned_blocks,
+        kv_cache_tensors=tensors,
+        kv_cache_groups=[interface.KVCacheGroupSpec(names, layer_spec)],
+    )
+
+
+def is_package() -> bool:
+    """Whether the connector is a package (from 0.20 on)."""
+    return hasattr(connector_module(), "__path__")

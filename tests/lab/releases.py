@@ -1,0 +1,45 @@
+"""Which releases a run of the lab covers."""
+
+from __future__ import annotations
+
+import os
+
+from packaging.version import Version
+
+from kvpatch._versions import GENERATIONS, RELEASES
+
+_VARIABLE = "KVPATCH_TEST_RELEASES"
+
+
+def selected() -> list[str]:
+    """The newest release of each generation; all, or a comma list, by variable."""
+    wanted = os.environ.get(_VARIABLE, "")
+    if not wanted:
+        return [generation.releases[-1] for generation in GENERATIONS]
+    if wanted == "all":
+        return list(RELEASES)
+    chosen = [release.strip() for release in wanted.split(",") if release.strip()]
+    unknown = sorted(set(chosen) - set(RELEASES))
+    if unknown:
+        raise ValueError(f"{_VARIABLE}: {', '.join(unknown)} not among {', '.join(RELEASES)}")
+    return chosen
+
+
+def has_named_layouts(release: str) -> bool:
+    """Whether the release names its cache layouts (0.29 on)."""
+    return release in GENERATIONS[-1].releases
+
+
+def states_block_size(release: str) -> bool:
+    """Up to 0.11.0 the handshake has a block's bytes, and not its tokens."""
+    return release not in [r for generation in GENERATIONS[:4] for r in generation.releases]
+
+
+def states_kernel_blocks(release: str) -> bool:
+    """Up to 0.20 the handshake does not say how many kernel blocks a block has."""
+    return Version(release) >= Version("0.21")
+
+
+def moves_full_blocks_only(release: str) -> bool:
+    """0.10.0 leaves the last, partial block of a prompt to the decode side."""
+    return release in GENERATIONS[0].releases

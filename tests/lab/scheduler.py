@@ -1,0 +1,152 @@
+"""The scheduler's half of an engine: requests, blocks, and who calls what when.
+
+The order of calls into the connector is that of vLLM's scheduler; the
+connector, the request and the block objects are the release's own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from .case import EngineSpec
+from .release import accepted
+
+
+@dataclass
+class Tracked:
+    """A request on one engine."""
+
+    number: int
+    request: Any
+    block_ids: list[int]
+    #: Tokens that are to be right on this engine once the request is ready.
+    tokens: int
+    #: Tokens that the connector said it will load.
+    external_tokens: int = 0
+
+
+@dataclass
+class BlockPool:
+    """Hands out scattered blocks; block 0 is vLLM's null block."""
+
+    free: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, spec: EngineSpec, seed: int) -> BlockPool:
+        ids = list(range(1, min(spec.planned_blocks, spec.blocks)))
+        random.Random(seed).shuffle(ids)
+        return cls(ids)
+
+    def take(self, count: int) -> list[int]:
+        if count > len(self.free):
+            raise ValueError(f"the case needs {count} more blocks, {len(self.free)} are free")
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+
+class Scheduler:
+    """Drives the scheduler-side connector of one engine."""
+
+    def __init__(self, connector: Any, spec: EngineSpec, seed: int) -> None:
+        self.connector = connector
+        self.spec = spec
+        self.pool = BlockPool.of(spec, seed)
+
+    def prefill(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
+        """Schedules a prompt on P, up to the step that computes it."""
+        params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        request = self._request(request_id, prompt_tokens, params)
+        self.connector.get_num_new_matched_tokens(request, 0)
+        block_ids = self.pool.take(self._blocks(prompt_tokens))
+        self.connector.update_state_after_alloc(request, _blocks(block_ids, 0), 0)
+        return Tracked(number, request, block_ids, prompt_tokens)
+
+    def finish(self, tracked: Tracked) -> dict[str, Any] | None:
+        """Ends a computed prompt on P; the answer is what the proxy forwards."""
+        from vllm.v1.request import RequestStatus
+
+        request = tracked.request
+        request.num_computed_tokens = tracked.tokens
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        if _takes_groups(self.connector):
+            _, params = self.connector.request_finished_all_groups(request, (tracked.block_ids,))
+        else:
+            _, params = self.connector.request_finished(request, tracked.block_ids)
+        return params  # type: ignore[no-any-return]
+
+    def decode(
+        self, number: int, request_id: str, prompt_tokens: int, hit: int, params: dict[str, Any]
+    ) -> Tracked:
+        """Schedules the same prompt on D, with a prefix hit of `hit` tokens."""
+        request = self._request(request_id, prompt_tokens, params)
+        external, asynchronous = self.connector.get_num_new_matched_tokens(request, hit)
+        tokens = hit + external if asynchronous else max(hit, prompt_tokens)
+        block_ids = self.pool.take(self._blocks(tokens))
+        blocks = _blocks(block_ids, hit // self.spec.block_tokens)
+        self.connector.update_state_after_alloc(request, blocks, external)
+        return Tracked(number, request, block_ids, hit + external, external)
+
+    def step(self) -> Any:
+        """The metadata of one engine step."""
+        return self.connector.build_connector_meta(_empty_output())
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.spec.block_tokens)
+
+    def _request(self, request_id: str, prompt_tokens: int, params: dict[str, Any]) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.request import Request
+
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        wanted = {
+            "request_id": request_id,
+            "prompt_token_ids": [1 + i % 100 for i in range(prompt_tokens)],
+            "multi_modal_inputs": None,
+            "multi_modal_kwargs": None,
+            "multi_modal_hashes": None,
+            "multi_modal_placeholders": None,
+            "sampling_params": sampling,
+            "pooling_params": None,
+            "eos_token_id": None,
+        }
+        request = Request(**accepted(Request, wanted))
+        request.kv_transfer_params = params
+        on_new_request = getattr(self.connector, "on_new_request", None)
+        if on_new_request is not None:
+            on_new_request(request)
+        return request
+
+
+def _blocks(block_ids: list[int], hashed: int) -> Any:
+    """The release's KVCacheBlocks, the first `hashed` of them from the prefix cache."""
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+    blocks = [KVCacheBlock(block_id) for block_id in block_ids]
+    for block in blocks[:hashed]:
+        block._block_hash = f"hash of {block.block_id}"
+    return KVCacheBlocks((blocks,))
+
+
+def _takes_groups(connector: Any) -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    supports = getattr(base, "SupportsHMA", None)
+    return supports is not None and isinstance(connector, supports)
+
+
+def _empty_output() -> Any:
+    """A scheduler step in which nothing is computed."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    make_empty = getattr(SchedulerOutput, "make_empty", None)
+    return make_empty() if make_empty is not None else None

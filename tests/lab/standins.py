@@ -1,0 +1,245 @@
+"""Everything in the lab that is not the release's own code, and why.
+
+Each stand-in replaces something that a CPU-only machine, or one process per
+engine, cannot give. None touches the code under test: the connector's workers
+and schedulers, what they register, send and read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+
+def cpu_platform() -> Any:
+    """The platform object: the release's CPU platform, less what it forces.
+
+    Why: the trees are not CPU builds, so nothing would be detected. The CPU
+    platform's config check forces its own attention backend's block sizes and
+    cache types on every model, and from 0.17 on the worker pins its process
+    to the last core, where P and D would fight for it. The trees hold no
+    kernels to import, and 0.17 asks torch for a function that newer ones lack.
+    Releases: all.
+    """
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    class LabPlatform(CpuPlatform):
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            return None
+
+        @classmethod
+        def import_kernels(cls) -> None:
+            return None
+
+        @classmethod
+        def discover_numa_topology(cls) -> list[list[int]]:
+            return []
+
+    vllm.platforms._current_platform = LabPlatform()
+    return vllm.platforms._current_platform
+
+
+def torch_names() -> None:
+    """Names of functions in torch that moved since.
+
+    Why: to 0.18 the CPU backend asks ``torch._C._cpu`` whether this processor has
+    AMX, which the torch that runs here answers under ``torch.cpu``.
+    Releases: 0.11.1 to 0.18.
+    """
+    import torch
+
+    if not hasattr(torch._C._cpu, "_is_amx_tile_supported"):
+        torch._C._cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported
+
+
+def model_inspection() -> None:
+    """What a model class can do, without importing it.
+
+    Why: the registry asks a subprocess that imports the model's code, which
+    costs 7 s and tells a connector nothing.
+    Releases: all.
+    """
+    from vllm.model_executor.models import registry
+
+    def inspect(self: Any) -> Any:
+        known = {
+            "architecture": self.class_name,
+            "is_text_generation_model": True,
+            "supports_pp": True,
+            "attn_type": "decoder",
+            "default_pooling_type": "LAST",
+            "default_seq_pooling_type": "LAST",
+            "default_tok_pooling_type": "ALL",
+            "score_type": "bi-encoder",
+            "supported_video_pruning_methods": (),
+        }
+        names = [f.name for f in fields(registry._ModelInfo)]
+        return registry._ModelInfo(**{name: known.get(name, False) for name in names})
+
+    registry._LazyRegisteredModel.inspect_model_cls = inspect
+
+
+@contextmanager
+def tensor_parallel(rank: int, size: int) -> Iterator[None]:
+    """This process as rank `rank` of `size`, while a worker is made or called.
+
+    Why: all ranks of an engine live in one process, and the connector asks the
+    group only for rank and size.
+    Releases: all.
+    """
+    from vllm.distributed import parallel_state
+
+    saved = parallel_state._TP
+    parallel_state._TP = types.SimpleNamespace(
+        rank=rank, rank_in_group=rank, world_size=size, ranks=list(range(size)), local_rank=rank
+    )
+    try:
+        yield
+    finally:
+        parallel_state._TP = saved
+
+
+def must_pretend_cuda(family: str) -> bool:
+    """Whether workers only take these host tensors if they believe in CUDA.
+
+    Why: 0.10.0 registers everything as VRAM; 0.10.1 to 0.11.0 take host memory
+    only as a staging buffer; 0.12.0 to 0.15.1 read every cache of a CPU device
+    as one of the CPU backend's, whatever the backend is.
+    Releases: 0.10.0 to 0.11.0; 0.12.0 to 0.15.1 unless the family is "cpu".
+    """
+    from .release import connector_module, is_package
+
+    if is_package():
+        return False
+    module = connector_module()
+    registration = inspect.getsource(module.NixlConnectorWorker.register_kv_caches)
+    only_accelerators = "cpu" not in getattr(module, "_NIXL_SUPPORTED_DEVICE", ())
+    return only_accelerators or (family != "cpu" and 'self.device_type == "cpu"' in registration)
+
+
+def set_device_type(device: str) -> None:
+    """Tells the connector what device this is, and NIXL that it is host memory.
+
+    Releases: as `must_pretend_cuda` says; elsewhere `device` is "cpu", the truth.
+    """
+    from vllm.platforms import current_platform
+
+    from .release import connector_module
+
+    current_platform.device_type = device
+    module = connector_module()
+    if device == "cuda" and module.NixlWrapper.__name__ != "HostMemoryAgent":
+        module.NixlWrapper = host_memory_agent(module.NixlWrapper)
+
+
+def stop_pretending(worker: Any) -> None:
+    """After registration a worker only makes index tensors on its device.
+
+    Why: a CPU build of torch cannot make them on CUDA.
+    Releases: as `must_pretend_cuda` says.
+    """
+    worker.device_type = "cpu"
+
+
+def host_memory_agent(wrapper: type[Any]) -> type[Any]:
+    """The NIXL agent with "VRAM" read as "DRAM" and every device as 0.
+
+    Why: 0.10.0 gives ``tensor.device.index``, which is None for host tensors,
+    as the device, and the rank elsewhere.
+    Releases: as `must_pretend_cuda` says.
+    """
+
+    class HostMemoryAgent(wrapper):  # type: ignore[misc, valid-type]
+        def get_reg_descs(self, descs: Any, mem_type: Any = None, *a: Any, **k: Any) -> Any:
+            if isinstance(descs, list):
+                descs = [(address, length, 0, tag) for address, length, _, tag in descs]
+            return super().get_reg_descs(descs, "DRAM", *a, **k)
+
+        def get_xfer_descs(self, descs: Any, mem_type: Any = None, *a: Any, **k: Any) -> Any:
+            if isinstance(descs, list):
+                descs = [(address, length, 0) for address, length, _ in descs]
+            elif isinstance(descs, np.ndarray):
+                descs = descs.copy()
+                descs[:, 2] = 0
+            return super().get_xfer_descs(descs, "DRAM", *a, **k)
+
+    return HostMemoryAgent
+
+
+def flashinfer_package() -> None:
+    """An empty ``flashinfer``, so that the release's own backend imports.
+
+    Why: only the backend's name and cache shape are used; the kernels need CUDA.
+    Releases: all, for the family "flashinfer".
+    """
+
+    class Anything(types.ModuleType):
+        __path__: list[str] = []
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            if name.split(".")[0] != "flashinfer":
+                return None
+            from importlib.machinery import ModuleSpec
+
+            return ModuleSpec(name, Finder, is_package=True)
+
+        @staticmethod
+        def create_module(spec: Any) -> Any:
+            return Anything(spec.name)
+
+        @staticmethod
+        def exec_module(module: Any) -> None:
+            return None
+
+    if not any(getattr(f, "__name__", "") == "Finder" for f in sys.meta_path):
+        sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+
+
+def attention_layers(vllm_config: Any, names: list[str], backend: type[Any]) -> None:
+    """The model's attention layers, as far as a connector looks at them.
+
+    Why: no model is loaded; from 0.14 on the connector asks the layers of the
+    model for their backend.
+    Releases: 0.14.0 on (harmless before).
+    """
+    try:
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    except ImportError:
+        return
+
+    class Layer(AttentionLayerBase):
+        def get_attn_backend(self) -> type[Any]:
+            return backend
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            return None
+
+    context = vllm_config.compilation_config.static_forward_context
+    context.clear()
+    context.update((name, Layer()) for name in names)
+
+
+def backend_choice(connector_module: Any, backend: type[Any]) -> None:
+    """The attention backend that the case asks for, instead of the platform's.
+
+    Why: the CPU platform would name its own backend for every model.
+    Releases: 0.10.0 to 0.13.0 (later ones ask the layers, see above).
+    """
+    if hasattr(connector_module, "get_attn_backend"):
+        connector_module.get_attn_backend = lambda *args, **kwargs: backend

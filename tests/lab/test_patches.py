@@ -1,0 +1,98 @@
+"""Each patch: stock failing or corrupting on some release without it, and right with it.
+
+What stock makes of a case is stated per release, so that the day on which a
+release mends it shows here, and the patch can go.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch._versions import generation_of
+
+from .case import Case, Report
+from .cases import known_failures
+from .host import Lab
+
+pytestmark = pytest.mark.lab
+
+_CASES = {case.name: case for case in known_failures()}
+
+_ELASTIC = [name for name in _CASES if "allocated" in name]
+_SHARED = "34 layers over 5 tensors"
+_SPLIT = [name for name in _CASES if "split-half" in name and "plain" not in name]
+_MIXED = "kvcached split-half P, plain D"
+_CONTIGUOUS = "kvcached contiguous NHD"
+
+#: Generations that count blocks in the tensors, as kvpatch does everywhere.
+_COUNT_TENSORS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
+#: Generations whose FlashAttention tensors have keys first: two regions to everybody.
+_KEYS_FIRST = (*_COUNT_TENSORS, "g0180", "g0200")
+
+
+def _generation(lab: Lab) -> str:
+    return generation_of(lab.release).slug
+
+
+def _both(lab: Lab, name: str) -> tuple[Case, Report, Report]:
+    case = _CASES[name]
+    return case, lab.run(case), lab.run(case.patched())
+
+
+@pytest.mark.parametrize("name", _ELASTIC)
+def test_block_count(lab: Lab, name: str) -> None:
+    _, stock, patched = _both(lab, name)
+
+    assert patched.outcome == "identical", patched
+    if _generation(lab) in _COUNT_TENSORS:
+        assert stock.outcome == "identical", stock
+    else:
+        assert stock.outcome in ("refused", "corrupt"), stock
+
+
+def test_shared_tensors(lab: Lab) -> None:
+    case, stock, patched = _both(lab, _SHARED)
+
+    assert (stock.outcome, patched.outcome) == ("identical", "identical"), (stock, patched)
+    if _generation(lab) in ("g0100", "g0101"):
+        assert stock.registrations == 2 * case.decode.layers
+        assert patched.registrations == 2 * case.decode.tensors
+    else:
+        assert stock.registrations == patched.registrations <= 2 * case.decode.tensors
+
+
+@pytest.mark.parametrize("name", _SPLIT)
+def test_kvcached_regions(lab: Lab, name: str) -> None:
+    case, stock, patched = _both(lab, name)
+
+    assert patched.outcome == "identical", patched
+    if _generation(lab) in _KEYS_FIRST and case.decode.family == "flash":
+        assert stock.outcome == "identical", stock
+    else:
+        # One release moves bytes that are not its own and dies of it.
+        assert stock.outcome in ("corrupt", "failed"), stock
+    assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
+
+
+def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> None:
+    report = lab.run(_CASES[_MIXED].patched())
+
+    assert report.outcome == ("identical" if _generation(lab) in _KEYS_FIRST else "refused"), report
+
+
+def test_the_contiguous_layout_is_refused_with_the_setting_that_helps(lab: Lab) -> None:
+    report = lab.run(_CASES[_CONTIGUOUS].patched())
+
+    assert report.outcome == "refused", report
+    assert "KVCACHED_CONTIGUOUS_LAYOUT=false" in report.detail
+
+
+def test_without_one_patch_its_problem_is_back(lab: Lab) -> None:
+    """The patches work by themselves, and it is they that make the difference."""
+    case = _CASES["D over-allocated, 3 more"]
+    others = ("kvcached_layout", "shared_tensors", "kvcached_regions")
+    alone, without = lab.run(case.patched("block_count")), lab.run(case.patched(*others))
+
+    assert alone.outcome == "identical", alone
+    expected = "identical" if _generation(lab) in _COUNT_TENSORS else "refused"
+    assert without.outcome == expected, without

@@ -1,0 +1,89 @@
+"""A stand-in vLLM: the modules, classes and methods that the sites name, and no more.
+
+It lets import orders, undo and refusals be tried for every generation in
+milliseconds. That the real releases have these sites is what the contract tests
+show, and that the patches work on them is what the lab shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvpatch._patching import Site
+from kvpatch._versions import Generation
+from kvpatch.patches import EXPERIMENTAL, load
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def sites_of(generation: Generation) -> list[Site]:
+    """Every site that some patch wraps in `generation`, each once."""
+    found = [site for p in load() for site in p.sites.get(generation.slug, ())]
+    return list(dict.fromkeys(found))
+
+
+def write_tree(
+    root: Path,
+    generation: Generation,
+    release: str,
+    distribution: str = "vllm",
+    leave_out: str = "",
+    rename_parameter: str = "",
+) -> Path:
+    """A tree that imports as vLLM `release`; optionally drifted in one method."""
+    classes: dict[str, dict[str, list[str]]] = {generation.connector_module: {}}
+    for site in sites_of(generation):
+        methods = classes.setdefault(site.module, {}).setdefault(site.owner, [])
+        if site.name != leave_out:
+            methods.append(_method(site, site.name == rename_parameter))
+    classes[generation.connector_module].setdefault(generation.connector_class, [])
+    for module, owners in classes.items():
+        path = root / (module.replace(".", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"import {m}" for m in classes if m != module and module.endswith(".connector")]
+        for owner, methods in owners.items():
+            init = "    def __init__(self): self.built = True\n"
+            lines.append(f"class {owner}:\n{init}{''.join(methods)}")
+        path.write_text("\n".join(lines) + "\n")
+    for folder in {root / "vllm", *(root / "vllm").rglob("*")}:
+        if folder.is_dir():
+            (folder / "__init__.py").touch()
+    info = root / f"{distribution.replace('-', '_')}-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Name: {distribution}\nVersion: {release}\n")
+    (info / "RECORD").write_text("vllm/__init__.py,,\n")
+    return root
+
+
+def _method(site: Site, drifted: bool) -> str:
+    parameters = [*site.parameters[:-1], "another"] if drifted else list(site.parameters)
+    decorator = "" if site.kind == "function" else f"    @{site.kind}\n"
+    body = f"        return {site.name!r}, {parameters[-1]}\n"
+    return f"{decorator}    def {site.name}({', '.join(parameters)}):\n{body}"
+
+
+def run(tree: Path, script: str, **environment: str) -> Any:
+    """Runs `script` in a fresh interpreter that sees `tree` as vLLM.
+
+    The script prints one JSON value as its last line, which is returned. Unfinished
+    patches are on, unless `environment` says otherwise.
+    """
+    kept = {k: v for k, v in os.environ.items() if "KVPATCH" not in k and "KVCACHED" not in k}
+    kept["KVPATCH_EXPERIMENTAL"] = ",".join(EXPERIMENTAL)
+    kept["PYTHONPATH"] = os.pathsep.join([str(tree), str(REPOSITORY)])
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    if answer.returncode != 0:
+        raise AssertionError(f"script failed:\n{answer.stdout}\n{answer.stderr}")
+    return json.loads(answer.stdout.splitlines()[-1])

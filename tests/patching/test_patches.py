@@ -1,0 +1,186 @@
+"""What the patches decide about tensors, on small real tensors and bare workers.
+
+The workers here only carry the attributes that an adapter reads; the lab runs
+the same patches on every release's real worker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpatch._errors import RegistrationRefused
+from kvpatch.geometry import UnreadableGeometry
+from kvpatch.patches.block_count import common_blocks, is_as_planned
+from kvpatch.patches.kvcached_regions import arrangement, is_split_inside, refuse_interleaved
+from kvpatch.patches.shared_tensors import first_layers
+from kvpatch.vllm.caches import read_layers
+from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, REGISTRATIONS
+
+pytestmark = pytest.mark.patching
+
+BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
+BLOCK = TOKENS * HEADS * CHANNELS
+
+
+def _registration(order, layers=frozenset({"a", "b", "c"})):
+    return replace(
+        REGISTRATIONS["g0100"], orders=lambda worker, layer: (order,), layers=lambda worker: layers
+    )
+
+
+def _read(kv_caches, order):
+    return read_layers(_registration(order, frozenset(kv_caches)), None, kv_caches)
+
+
+def _keys_first(blocks=BLOCKS):
+    return torch.zeros(2, blocks, TOKENS, HEADS, CHANNELS)
+
+
+def _blocks_first(blocks=BLOCKS):
+    return torch.zeros(blocks, 2, TOKENS, HEADS, CHANNELS)
+
+
+def _split_half(slack_blocks=0):
+    """kvcached: keys of all blocks, slack, values of all blocks, seen as [blocks, 2, ...]."""
+    half = (BLOCKS + slack_blocks) * BLOCK
+    shape = (BLOCKS, 2, TOKENS, HEADS, CHANNELS)
+    strides = (BLOCK, half, HEADS * CHANNELS, CHANNELS, 1)
+    return torch.zeros(2 * half).as_strided(shape, strides)
+
+
+def _contiguous():
+    """kvcached: a block's bytes of all layers side by side; the view of one layer."""
+    pool = torch.zeros(BLOCKS, LAYERS, 2, TOKENS, HEADS, CHANNELS)
+    return pool[:, 1]
+
+
+class TestArrangement:
+    @pytest.mark.parametrize(
+        ("tensor", "order", "expected", "split"),
+        [
+            (_blocks_first(), BLOCKS_FIRST, "together", False),
+            (_split_half(), BLOCKS_FIRST, "apart", True),
+            (_split_half(slack_blocks=5), BLOCKS_FIRST, "apart", True),
+            (_contiguous(), BLOCKS_FIRST, "interleaved", False),
+            (_contiguous().transpose(0, 1), KEYS_FIRST, "interleaved", False),
+            (_keys_first(), KEYS_FIRST, "apart", False),
+            (torch.zeros(BLOCKS, HEADS, TOKENS, 2 * CHANNELS), PACKED, "together", False),
+            (torch.zeros(BLOCKS, TOKENS, CHANNELS), LATENT, "together", False),
+            (torch.zeros(BLOCKS, LAYERS, TOKENS, CHANNELS)[:, 1], LATENT, "interleaved", False),
+        ],
+    )
+    def test_is_read_from_the_strides(self, tensor, order, expected, split):
+        (cache,) = _read({"a": tensor}, order).values()
+
+        assert arrangement(cache.planes) == expected
+        assert is_split_inside(cache) is split
+
+    def test_hnd_strides_do_not_matter(self):
+        hnd = torch.zeros(BLOCKS, 2, HEADS, TOKENS, CHANNELS).permute(0, 1, 3, 2, 4)
+        (cache,) = _read({"a": hnd}, BLOCKS_FIRST).values()
+
+        assert arrangement(cache.planes) == "together"
+
+    def test_the_contiguous_layout_is_refused_with_the_setting_that_helps(self):
+        caches = _read({"a": _blocks_first(), "b": _contiguous()}, BLOCKS_FIRST)
+
+        with pytest.raises(
+            RegistrationRefused, match="KVCACHED_CONTIGUOUS_LAYOUT=false"
+        ) as refused:
+            refuse_interleaved(caches)
+
+        assert "layer b" in str(refused.value)
+        assert str(LAYERS * 2 * BLOCK * 4) in str(refused.value), "the stride, in bytes"
+
+
+class TestBlockCount:
+    def test_is_the_tensors(self):
+        caches = _read({"a": _keys_first(7), "b": _keys_first(7)}, KEYS_FIRST)
+
+        assert common_blocks(caches, 1) == 7
+
+    def test_logical_blocks_are_counted_where_kernel_blocks_are_smaller(self):
+        assert common_blocks(_read({"a": _keys_first(8)}, KEYS_FIRST), 4) == 2
+
+    def test_tensors_that_disagree_are_refused_with_each_count(self):
+        caches = _read({"a": _keys_first(7), "b": _keys_first(9)}, KEYS_FIRST)
+
+        with pytest.raises(RegistrationRefused, match="a: 7, b: 9"):
+            common_blocks(caches, 1)
+
+    def test_half_a_logical_block_is_refused(self):
+        with pytest.raises(RegistrationRefused, match="a multiple of 4"):
+            common_blocks(_read({"a": _keys_first(7)}, KEYS_FIRST), 4)
+
+    @pytest.mark.parametrize(
+        ("counts", "planned", "ratio", "expected"),
+        [
+            ((6, 6), 6, 1, True),
+            ((6, 6), 3, 2, True),
+            ((6, 3), 3, 2, True),  # the hybrid allocator hands out both
+            ((6, 6), 5, 1, False),
+            ((6, 6), None, 1, False),
+        ],
+    )
+    def test_a_plan_that_fits_is_left_alone(self, counts, planned, ratio, expected):
+        names = dict(zip("ab", map(_keys_first, counts), strict=True))
+        assert is_as_planned(_read(names, KEYS_FIRST), planned, ratio) is expected
+
+    def test_only_this_workers_plan_is_changed(self):
+        def worker():
+            return SimpleNamespace(
+                num_blocks=8,
+                _logical_num_blocks=4,
+                _physical_blocks_per_logical_kv_block=2,
+            )
+
+        one, two = worker(), worker()
+        REGISTRATIONS["g0180"].set_blocks(one, 100)
+
+        assert (one.num_blocks, one._logical_num_blocks) == (200, 100)
+        assert (two.num_blocks, two._logical_num_blocks) == (8, 4)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("tensor", "clause"),
+        [
+            (_keys_first().expand(2, BLOCKS, TOKENS, HEADS, CHANNELS)[:, :0], "0 blocks"),
+            (torch.zeros(2 * BLOCK).as_strided((2, 3, 4, 2, 8), (1, 1, 16, 8, 1)), "overlapping"),
+            (torch.zeros(BLOCKS, TOKENS), "is none of"),
+            (torch.zeros(3, BLOCKS, TOKENS, HEADS, CHANNELS), "is none of"),
+        ],
+    )
+    def test_is_refused_with_shape_strides_and_layer(self, tensor, clause):
+        with pytest.raises(UnreadableGeometry, match=clause) as refused:
+            _read({"model.layers.3.attn": tensor}, KEYS_FIRST)
+
+        message = str(refused.value)
+        assert "model.layers.3.attn" in message
+        assert str(tuple(tensor.shape)) in message and str(tuple(tensor.stride())) in message
+
+    def test_a_missing_layer_is_named(self):
+        with pytest.raises(RegistrationRefused, match=r"no KV cache for b, c:"):
+            read_layers(_registration(KEYS_FIRST), None, {"a": _keys_first()})
+
+    def test_a_missing_layer_is_counted_where_the_release_has_no_names(self):
+        with pytest.raises(RegistrationRefused, match="1 layers .* the model has 2"):
+            read_layers(_registration(KEYS_FIRST, 2), None, {"a": _keys_first()})
+
+    def test_nothing_at_all_is_refused(self):
+        with pytest.raises(RegistrationRefused, match="no layer's KV cache"):
+            read_layers(_registration(KEYS_FIRST), None, {})
+
+
+def test_layers_that_share_a_tensor_are_registered_once():
+    tensors = [_keys_first() for _ in range(5)]
+    kv_caches = {f"layer.{i}": tensors[i % 5] for i in range(34)}
+
+    owners = first_layers(kv_caches)
+
+    assert list(owners) == [f"layer.{i}" for i in range(5)]
+    assert [t.data_ptr() for t in owners.values()] == [t.data_ptr() for t in tensors]

@@ -1,0 +1,98 @@
+"""Fetches the pure-Python tree of vLLM releases.
+
+pip resolves where a release's wheel lies (so that the user's own index and
+settings hold), then only the members that are needed are read from it. A
+release is unpacked beside its final place and renamed into it: an interrupted
+fetch leaves nothing half-done, a second one goes on where the first stopped,
+and two at once share the work.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+)
+
+from . import cache
+from .ranges import fetch_members
+
+
+class FetchFailed(RuntimeError):
+    """A release's tree could not be had; says which and why."""
+
+
+def fetch(releases: Sequence[str]) -> None:
+    """Makes sure that the tree of each of `releases` is in the cache."""
+    missing = [r for r in releases if not cache.is_fetched(r)]
+    if not missing:
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        DownloadColumn(),
+    )
+    timeout = httpx.Timeout(60.0)
+    with (
+        Progress(*columns, disable=not sys.stderr.isatty()) as progress,
+        httpx.Client(follow_redirects=True, timeout=timeout) as client,
+    ):
+        total = progress.add_task("vLLM source trees", total=len(missing))
+        for release in missing:
+            progress.update(total, description=f"vLLM {release}")
+            with cache.lock(release):
+                if not cache.is_fetched(release):
+                    _fetch_one(client, release)
+            progress.advance(total)
+            if progress.disable:
+                print(f"fetched vLLM {release}", file=sys.stderr, flush=True)
+
+
+def _fetch_one(client: httpx.Client, release: str) -> None:
+    url = wheel_url(release)
+    final = cache.tree(release)
+    with tempfile.TemporaryDirectory(dir=cache.cache_root(), prefix=f".{release}-") as scratch:
+        archive = Path(scratch) / "wheel.zip"
+        try:
+            members = fetch_members(client, url, archive, _is_needed)
+        except httpx.HTTPError as error:
+            raise FetchFailed(f"vLLM {release}: {error!r}") from error
+        unpacked = Path(scratch) / "tree"
+        with zipfile.ZipFile(archive) as wheel:
+            wheel.extractall(unpacked, members)
+        if final.exists():
+            shutil.rmtree(final)
+        unpacked.replace(final)
+
+
+def _is_needed(member: str) -> bool:
+    """Python code and the metadata from which the version is read."""
+    return (member.startswith("vllm/") and member.endswith((".py", ".json", ".jinja"))) or (
+        ".dist-info/" in member and member.endswith(("/METADATA", "/RECORD", "/entry_points.txt"))
+    )
+
+
+def wheel_url(release: str) -> str:
+    """The address of the release's wheel, as pip finds it with its own settings."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet"]
+    command += ["--ignore-installed", "--only-binary=:all:", "--no-cache-dir"]
+    # Any interpreter of the supported range will do: only pure Python is read.
+    command += ["--ignore-requires-python", "--report", "-", f"vllm=={release}"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        raise FetchFailed(f"pip finds no wheel of vLLM {release}: {answer.stderr.strip()}")
+    return str(json.loads(answer.stdout)["install"][0]["download_info"]["url"])

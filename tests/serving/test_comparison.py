@@ -1,0 +1,166 @@
+"""What counts as a difference, and what is said about it."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpatch.verify.compare import Comparison, Observation, Snapshot, compare, first_difference
+from kvpatch.verify.handoff import Completion
+from kvpatch.verify.prompts import Case, build_cases, steps
+from kvpatch.verify.report import errors, json_lines, summary, table, write_json_lines
+
+pytestmark = pytest.mark.serving
+
+_BLOCK_TOKENS = (16, 32, 48, 64, 96, 128)
+_CASE = Case("one", tuple(range(10)), step=0)
+_CONTROL = Case("control-10", tuple(range(10)), step=1, control=True)
+_CACHE = Snapshot({"layer.0": "aa", "layer.1": "bb"}, computed_tokens=9)
+_GOOD = Observation(Completion((1, 2, 3), "abc"), prefill=_CACHE, decode=_CACHE)
+_BAD = Observation(
+    Completion((1, 9, 3), "axc"),
+    prefill=_CACHE,
+    decode=replace(_CACHE, fingerprints={"layer.0": "aa", "layer.1": "cc"}),
+)
+
+
+def _compare(observed: Observation, control: Observation = _BAD) -> Comparison:
+    reference = {_CASE.name: replace(_GOOD, decode=None), _CONTROL.name: _GOOD}
+    return compare(
+        (_CASE, _CONTROL),
+        {"single": reference, "stock": {_CASE.name: observed, _CONTROL.name: control}},
+    )
+
+
+def test_identical_passes() -> None:
+    assert _compare(_GOOD).passed
+
+
+@pytest.mark.parametrize(
+    ("observed", "where", "problem"),
+    [
+        (replace(_GOOD, completion=Completion((1, 2, 4), "abd")), "tokens", "differs at token 2"),
+        (replace(_GOOD, completion=Completion((1, 2), "ab")), "tokens", "differs at token 2"),
+        (replace(_GOOD, completion=Completion((1, 2, 3), "ab?")), "tokens", "other text"),
+        (replace(_GOOD, completion=None, error="HTTP 500"), "tokens", "failed"),
+        (replace(_GOOD, decode=_BAD.decode), "transfer", "1 of 2 layers differ"),
+        (replace(_GOOD, decode=None), "transfer", "decode engine reported no cache"),
+        (replace(_GOOD, prefill=None), "transfer", "prefill engine reported no cache"),
+        (replace(_GOOD, prefill=_BAD.decode, decode=_BAD.decode), "prefill", "1 of 2 layers"),
+        (
+            replace(_GOOD, decode=replace(_CACHE, computed_tokens=0)),
+            "transfer",
+            "had 0 of 10 tokens and computed the rest",
+        ),
+    ],
+)
+def test_each_difference_fails(observed: Observation, where: str, problem: str) -> None:
+    comparison = _compare(observed)
+    assert problem in getattr(comparison.verdicts["stock"]["one"], where)
+    assert comparison.differences == ["stock/one"]
+    assert not comparison.passed
+
+
+@pytest.mark.parametrize(
+    "unnoticed",
+    [
+        _GOOD,
+        replace(_GOOD, decode=_BAD.decode),
+        replace(_GOOD, completion=_BAD.completion),
+        replace(_BAD, completion=None, error="HTTP 500"),
+    ],
+)
+def test_a_control_that_nobody_notices_fails(unnoticed: Observation) -> None:
+    comparison = _compare(_GOOD, control=unnoticed)
+    assert comparison.control_failures == ["stock/control-10"]
+    assert not comparison.passed
+    assert "NOT NOTICED" in summary(comparison)[-1]
+
+
+def test_nothing_compared_is_no_success() -> None:
+    comparison = compare((_CASE,), {"single": {_CASE.name: _GOOD}})
+    assert not comparison.passed
+    assert summary(comparison)[0] == "nothing was compared"
+
+
+def test_prompts_batched_together_may_round_differently() -> None:
+    cases = (_CASE, replace(_CASE, name="two"))
+    rounded = Snapshot({"layer.0": "ax", "layer.1": "bx"}, computed_tokens=9)
+    observed = replace(_GOOD, prefill=rounded, decode=rounded)
+    reference = dict.fromkeys(("one", "two"), _GOOD)
+    comparison = compare(
+        cases, {"single": reference, "stock": {"one": observed, "two": replace(_GOOD)}}
+    )
+    assert comparison.passed
+    spoiled = replace(observed, decode=_CACHE)
+    comparison = compare(
+        cases, {"single": reference, "stock": {"one": spoiled, "two": replace(_GOOD)}}
+    )
+    assert comparison.differences == ["stock/one"]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "index"),
+    [((), (), None), ((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1,), (1, 3), 1), ((), (1,), 0)],
+)
+def test_first_difference(left: tuple[int, ...], right: tuple[int, ...], index: int | None) -> None:
+    assert first_difference(left, right) == index
+
+
+def test_prompts_are_what_the_run_promises() -> None:
+    cases = build_cases(range(2, 400))
+    ordinary = [case for case in cases if not case.control]
+    assert cases == build_cases(range(2, 400))
+    assert len({case.tokens for case in ordinary}) >= 8
+    assert min(case.tokens for case in ordinary) == 1
+    assert all(case.tokens % size for case in ordinary for size in _BLOCK_TOKENS)
+    assert max(len(step) for step in steps(cases)) == 8
+    a, b = (case for case in cases if case.name.startswith("prefix"))
+    assert a.token_ids[:131] == b.token_ids[:131]
+    assert a.token_ids[:140] != b.token_ids[:140]
+    assert all(case.tokens > 1 for case in cases if case.control)
+    with pytest.raises(ValueError, match="found 3"):
+        build_cases([4, 5, 6])
+
+
+def test_report(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    failed = replace(_GOOD, completion=None, error="HTTP 500: no")
+    reference = {_CASE.name: replace(_GOOD, decode=None), _CONTROL.name: _GOOD}
+    observations = {
+        "single": reference,
+        "stock": {_CASE.name: failed, _CONTROL.name: _BAD},
+        "kvpatch": {_CASE.name: _GOOD, _CONTROL.name: _BAD},
+    }
+    cases = (_CASE, _CONTROL)
+    comparison = compare(cases, observations)
+    out = io.StringIO()
+    console = Console(file=out, width=160)
+    console.print(table(cases, comparison))
+    console.print(table(cases, comparison, control=True))
+    row, control_row = (
+        next(line for line in out.getvalue().splitlines() if f" {case.name} " in line)
+        for case in cases
+    )
+    assert "failed" in row and "identical" in row
+    assert "differs at token 1" in control_row and "1 of 2 layers differ" in control_row
+    assert summary(comparison) == [
+        "1 of 2 differ: stock/one",
+        "negative control: differs (as it must), 2 of 2",
+    ]
+    assert errors(observations) == ["stock/one: HTTP 500: no"]
+
+    path = tmp_path / "lines.jsonl"
+    write_json_lines(path, json_lines(cases, observations, comparison))
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["case"] == "one" and first["prompt_tokens"] == 10
+    assert first["setups"]["kvpatch"]["decode"]["fingerprints"] == _CACHE.fingerprints
+    assert first["setups"]["kvpatch"]["verdict"]["identical"] is True
+    assert first["setups"]["stock"]["verdict"]["identical"] is False
+    assert first["setups"]["single"]["verdict"] is None
+    assert second["control"] is True

@@ -1,0 +1,172 @@
+"""Starting and stopping servers, and what a command line turns into; no vLLM needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpatch.verify import engine
+from kvpatch.verify.engine import Engine, EngineFailed, EngineSpec, stop_all
+from kvpatch.verify.setups import (
+    BadOptions,
+    Options,
+    build_setups,
+    parse_arguments,
+    parse_setups,
+    parse_side,
+)
+
+pytestmark = pytest.mark.serving
+
+_SPEC = EngineSpec("fake", "model", (), connector=False, kvpatch=False)
+# A server with a child of its own that ignores SIGTERM, as a worker that is stuck does.
+_STUBBORN = """
+    import signal, subprocess, sys, time
+    if sys.argv[1:] == ["child"]:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("child is up", flush=True)
+        time.sleep(600)
+    subprocess.Popen([sys.executable, __file__, "child"])
+    time.sleep(600)
+"""
+
+
+def _group_is_empty(group: int) -> bool:
+    members = subprocess.run(
+        ["ps", "-o", "stat=", "-g", str(group)], capture_output=True, text=True
+    )
+    return all(state.startswith("Z") for state in members.stdout.split())
+
+
+def _wait(condition: object, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def fake_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    script = tmp_path / "server.py"
+    script.write_text(textwrap.dedent(_STUBBORN))
+    monkeypatch.setattr(engine, "command", lambda spec, port: [sys.executable, str(script)])
+    monkeypatch.setattr(engine, "_TERM_GRACE_S", 0.5)
+    return Engine(_SPEC, tmp_path / "fake.log")
+
+
+def test_stopping_ends_children_that_ignore_it(fake_engine: Engine) -> None:
+    fake_engine.start()
+    assert fake_engine._process is not None
+    group = fake_engine._process.pid
+    _wait(lambda: "child is up" in fake_engine.log.read_text())
+    assert not _group_is_empty(group)
+    stop_all([fake_engine])
+    assert _group_is_empty(group)
+    stop_all([fake_engine])  # harmless
+
+
+def test_a_server_that_ends_is_reported_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    import httpx
+
+    monkeypatch.setattr(
+        engine, "command", lambda spec, port: [sys.executable, "-c", "raise SystemExit('no room')"]
+    )
+    started = Engine(_SPEC, tmp_path / "fake.log")
+
+    async def wait() -> None:
+        async with httpx.AsyncClient() as client:
+            await started.ready(client, 30.0)
+
+    started.start()
+    with pytest.raises(EngineFailed, match="ended with status 1(.|\n)*no room"):
+        asyncio.run(wait())
+    started.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "interrupted.py"
+    script.write_text(
+        textwrap.dedent("""
+            import asyncio
+            from kvpatch.verify.run import Interrupted, until_signal
+
+            async def work():
+                try:
+                    print("working", flush=True)
+                    await asyncio.sleep(600)
+                finally:
+                    print("cleaned up", flush=True)
+
+            try:
+                until_signal(work())
+            except Interrupted as stopped:
+                raise SystemExit(128 + stopped.number)
+        """)
+    )
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert out == "cleaned up\n"
+    assert process.returncode == 128 + number
+
+
+def test_environment_of_a_stock_engine_never_has_kvpatch_on() -> None:
+    inherited = {"ENABLE_KVPATCH": "true", "OMP_NUM_THREADS": "7", "HOME": "/home/me"}
+    stock = engine.environment(_SPEC, inherited, 5000)
+    on = engine.environment(EngineSpec("on", "model", (), True, True), {}, 5000)
+    assert "ENABLE_KVPATCH" not in stock
+    assert stock["OMP_NUM_THREADS"] == "7" and stock["HOME"] == "/home/me"
+    assert on["ENABLE_KVPATCH"] == "true" and on["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5000"
+
+
+def test_arguments_reach_the_engine_they_are_for(tmp_path: Path) -> None:
+    options = Options(
+        tmp_path,
+        engine_arguments=("--seed", "1"),
+        prefill_arguments=("--block-size", "128"),
+        decode_arguments=parse_arguments("--tensor-parallel-size 2"),
+        kvpatch_on=parse_side("decode"),
+    )
+    single, stock, patched = build_setups(options, "model")
+    assert single.decode is None and not single.prefill.connector
+    assert all(spec.connector for setup in (stock, patched) for spec in setup.specs)
+    assert [spec.kvpatch for spec in stock.specs] == [False, False]
+    assert [spec.kvpatch for spec in patched.specs] == [False, True]
+    assert "--tensor-parallel-size" not in (*single.prefill.arguments, *stock.prefill.arguments)
+    command = engine.command(stock.prefill, 80)
+    assert command[-2:] == ["--block-size", "128"]  # behind the default, so that it counts
+    assert "--seed" in command and "--kv-transfer-config" in command
+
+
+@pytest.mark.parametrize("text", ["", "single", "single,sngle", "stock,stock"])
+def test_set_ups_that_cannot_be_compared_are_refused(text: str) -> None:
+    with pytest.raises(BadOptions, match="two or more of single, stock, kvpatch"):
+        parse_setups(text)
+
+
+def test_other_bad_options_are_refused() -> None:
+    assert parse_setups("kvpatch, single") == ("single", "kvpatch")
+    with pytest.raises(BadOptions, match="both, prefill, decode"):
+        parse_side("left")
+    with pytest.raises(BadOptions, match="cannot split"):
+        parse_arguments("--a 'b")

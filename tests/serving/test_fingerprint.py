@@ -1,0 +1,158 @@
+"""Fingerprints: equal for equal content whatever the layout, unequal for anything else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpatch.geometry import LAYOUTS, CacheSizes, Content, Memory
+from kvpatch.verify import caches
+from kvpatch.verify.fingerprint import (
+    IncompleteCache,
+    differing_layers,
+    digest_heads,
+    head_key,
+    join_ranks,
+)
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+pytestmark = pytest.mark.serving
+
+_LAYER = "layer.0"
+_HEADS, _CHANNELS, _ITEM_BYTES, _BLOCKS = 4, 8, 2, 48
+_TOKENS = 41
+_CONTENTS = (Content.KEY, Content.VALUE)
+
+
+def _content(seed: int = 0) -> dict[Content, np.ndarray]:
+    """Random bytes [token, head, channel, byte] for keys and values."""
+    rng = np.random.default_rng(seed)
+    shape = (_TOKENS, _HEADS, _CHANNELS, _ITEM_BYTES)
+    return {content: rng.integers(0, 256, shape, dtype=np.uint8) for content in _CONTENTS}
+
+
+def _fingerprints(
+    content: dict[Content, np.ndarray],
+    layout: str,
+    block_tokens: int,
+    list_block_tokens: int | None = None,
+    heads: slice = slice(0, _HEADS),
+    first_token: int = 0,
+) -> dict[str, dict[str, str]]:
+    """Write the content into a cache as a rank would hold it, and digest it from there."""
+    held = range(_HEADS)[heads]
+    sizes = CacheSizes(1, _BLOCKS, len(held), block_tokens, _CHANNELS, _ITEM_BYTES)
+    memory = np.random.default_rng(9).integers(0, 256, sizes.total_bytes(), dtype=np.uint8)
+    tensor = torch.from_numpy(memory)
+    planes = LAYOUTS[layout].planes(
+        sizes, tensor.data_ptr(), Memory("DRAM"), [_LAYER], first_head=held[0]
+    )
+    list_tokens = list_block_tokens or block_tokens
+    split = list_tokens // block_tokens
+    block_ids = [7, 2, 9, 4, 1, 11, 3, 8, 5, 10, 6][: -(-_TOKENS // list_tokens)]
+    own_ids = [block * split + part for block in block_ids for part in range(split)]
+    for plane in planes:
+        view = plane.as_array(memory, tensor.data_ptr())
+        for token in range(_TOKENS):
+            block, offset = own_ids[token // block_tokens], token % block_tokens
+            view[block, :, offset] = content[plane.content][token, heads]
+    layer = caches.LayerCache(_LAYER, 0, list_tokens, None, tensor, planes)
+    digests: dict[str, str] = {}
+    for plane in planes:
+        rows = caches.read_rows(layer, plane, block_ids, first_token, _TOKENS)
+        digests |= digest_heads(plane.content.value, plane.first_head, rows)
+    return {_LAYER: digests}
+
+
+def _reference(content: dict[Content, np.ndarray]) -> dict[str, str]:
+    digests: dict[str, str] = {}
+    for kind, values in content.items():
+        digests |= digest_heads(kind.value, 0, values.reshape(_TOKENS, _HEADS, -1))
+    return join_ranks([{_LAYER: digests}])
+
+
+@pytest.mark.parametrize("block_tokens", [4, 5, 16])
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_layout_and_block_size_do_not_matter(layout: str, block_tokens: int) -> None:
+    content = _content()
+    assert join_ranks([_fingerprints(content, layout, block_tokens)]) == _reference(content)
+
+
+def test_blocks_that_the_kernel_splits_do_not_matter() -> None:
+    content = _content()
+    found = _fingerprints(content, "CPU_packed", block_tokens=4, list_block_tokens=16)
+    assert join_ranks([found]) == _reference(content)
+
+
+def test_tensor_parallelism_does_not_matter() -> None:
+    content = _content()
+    halves = [
+        _fingerprints(content, "HND", 16, heads=slice(0, 2)),
+        _fingerprints(content, "NHD", 4, heads=slice(2, 4)),
+    ]
+    assert join_ranks(halves) == _reference(content)
+
+
+@pytest.mark.parametrize("kind", _CONTENTS)
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (_TOKENS - 1, _HEADS - 1, _CHANNELS - 1, 1)])
+def test_one_changed_byte_matters(kind: Content, place: tuple[int, ...]) -> None:
+    content = _content()
+    content[kind][place] ^= 1
+    found = join_ranks([_fingerprints(content, "LBHNC", 16)])
+    assert differing_layers(found, _reference(_content())) == [_LAYER]
+
+
+def test_keys_taken_for_row_major_matter() -> None:
+    """Reading the CPU backend's keys in the wrong order must not go unnoticed."""
+    content = _content()
+    sizes = CacheSizes(1, 1, _HEADS, 48, _CHANNELS, _ITEM_BYTES)
+    memory = np.zeros(sizes.total_bytes(), dtype=np.uint8)
+    right, wrong = (
+        LAYOUTS[name].planes(sizes, 0, Memory("DRAM"))[0] for name in ("CPU_split", "HND")
+    )
+    right.as_array(memory, 0)[0, :, :_TOKENS] = content[Content.KEY].swapaxes(0, 1)
+    read = wrong.as_array(memory, 0)[0, :, :_TOKENS].swapaxes(0, 1).reshape(_TOKENS, _HEADS, -1)
+    expected = content[Content.KEY].reshape(_TOKENS, _HEADS, -1)
+    assert digest_heads("key", 0, read) != digest_heads("key", 0, expected)
+
+
+def test_bytes_behind_the_prompt_do_not_matter_and_a_window_does() -> None:
+    content = _content()
+    whole = _fingerprints(content, "HND", 16)
+    windowed = _fingerprints(content, "HND", 16, first_token=20)
+    assert whole != windowed
+    content[Content.KEY][:20] ^= 1
+    assert _fingerprints(content, "HND", 16, first_token=20) == windowed
+
+
+def test_copies_of_a_head_must_agree() -> None:
+    one = {_LAYER: {head_key("key", 0): "00" * 32}}
+    other = {_LAYER: {head_key("key", 0): "11" * 32}}
+    assert join_ranks([one, one]) == join_ranks([one])
+    with pytest.raises(IncompleteCache, match="rank 1 holds another copy of key/0"):
+        join_ranks([one, other])
+
+
+def test_a_missing_head_is_refused() -> None:
+    with pytest.raises(IncompleteCache, match=r"heads 0\.\.1, found \[1\]"):
+        join_ranks([{_LAYER: {head_key("key", 1): "00" * 32}}])
+
+
+@pytest.mark.parametrize("ranks", [[], [{}], [{_LAYER: {}}]])
+def test_nothing_is_no_fingerprint(ranks: list[dict[str, dict[str, str]]]) -> None:
+    with pytest.raises(IncompleteCache):
+        join_ranks(ranks)
+
+
+def test_too_few_blocks_are_refused() -> None:
+    sizes = CacheSizes(1, 2, _HEADS, 4, _CHANNELS, _ITEM_BYTES)
+    tensor = torch.zeros(sizes.total_bytes(), dtype=torch.uint8)
+    planes = LAYOUTS["HND"].planes(sizes, tensor.data_ptr(), Memory("DRAM"), [_LAYER])
+    layer = caches.LayerCache(_LAYER, 0, 4, None, tensor, planes)
+    with pytest.raises(caches.UnreadableGeometry, match="expected blocks for 5 tokens, found 1"):
+        caches.read_rows(layer, planes[0], [1], 0, 5)
+
+
+def test_layers_that_one_side_lacks_differ() -> None:
+    assert differing_layers({"a": "1", "b": "2"}, {"a": "1", "c": "2"}) == ["b", "c"]
