@@ -31,6 +31,7 @@ _TRANSFER_SECONDS = 30.0
 _NOTIFICATION_SECONDS = 10.0
 _SETTLE_SECONDS = 0.02
 _TAIL_CHARACTERS = 3000
+_DUMP_SECONDS = 0.5
 # NIXL makes a UCX worker per thread: one is enough for a case, and faster made.
 _EXTRA = {"num_threads": 1}
 
@@ -55,6 +56,7 @@ class Engine:
 
     def receive(self, method: str, seconds: float = _CALL_SECONDS) -> Any:
         if not self._connection.poll(seconds):
+            self._dump_stacks()
             raise Crashed(f"{method}: no answer within {seconds:g} s\n{self.tail()}")
         try:
             return self._connection.recv()
@@ -64,6 +66,12 @@ class Engine:
     def call(self, method: str, *arguments: Any, seconds: float = _CALL_SECONDS) -> Any:
         self.send(method, *arguments)
         return self.receive(method, seconds)
+
+    def _dump_stacks(self) -> None:
+        """Has a hung process write where each of its threads is, for :meth:`tail`."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(_DUMP_SECONDS)
 
     def tail(self) -> str:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
@@ -165,7 +173,9 @@ class Lab:
         sides = (("prefill", prefill, case.prefill), ("decode", decode, case.decode))
         for index, (name, engine, spec) in enumerate(sides):
             seed = 2 * self._number + index
-            engine.send("start", Start(spec, f"{name}-{run}", _free_ports(spec), seed, _EXTRA))
+            engine.send(
+                "start", Start(spec, f"{name}-{run}", _PORTS.take(spec.tp_size), seed, _EXTRA)
+            )
         for answer in [engine.receive("start") for _, engine, _ in sides]:
             if isinstance(answer, Failure):
                 return _refusal("registration", answer)
@@ -268,26 +278,46 @@ def _environment(tree: Path, home: Path) -> dict[str, str]:
     }
 
 
-def _free_ports(spec: EngineSpec) -> int:
-    """The first of as many free neighbouring ports as the engine has ranks.
+class Ports:
+    """Hands out ports for the engines' handshakes, none twice before all were.
 
     Below the ports that the system hands out to connections by itself, and in a
     range of this process's own where pytest-xdist runs several: nobody else may
-    take one between this look and the engine's own bind.
+    take one between the look here and the engine's own bind. Two engines that
+    start together look before either has bound, hence the turn: chosen at random,
+    one port in some thousand cases went to both, and the second waited for ever.
     """
-    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-    lowest = 10000 + 5000 * process
-    for _ in range(200):
-        first = random.randrange(lowest, lowest + 5000 - spec.tp_size)
-        sockets = []
+
+    _COUNT = 5000
+
+    def __init__(self) -> None:
+        process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+        self._lowest = 10000 + self._COUNT * process
+        self._next = random.randrange(self._COUNT)
+
+    def take(self, count: int) -> int:
+        """The first of `count` free neighbouring ports.
+
+        Raises:
+            OSError: there are none.
+        """
+        for _ in range(self._COUNT // count):
+            if self._next + count > self._COUNT:
+                self._next = 0
+            first = self._lowest + self._next
+            self._next += count
+            if all(_is_free(port) for port in range(first, first + count)):
+                return first
+        raise OSError(f"no {count} free ports from {self._lowest} on")
+
+
+_PORTS = Ports()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as taken:
         try:
-            for rank in range(spec.tp_size):
-                sockets.append(socket.socket())
-                sockets[-1].bind(("127.0.0.1", first + rank))
-            return first
+            taken.bind(("127.0.0.1", port))
         except OSError:
-            continue
-        finally:
-            for taken in sockets:
-                taken.close()
-    raise OSError(f"no free ports between {lowest} and {lowest + 5000}")
+            return False
+    return True
