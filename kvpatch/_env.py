@@ -19,11 +19,15 @@ DISABLE = "KVPATCH_DISABLE"
 EXPERIMENTAL = "KVPATCH_EXPERIMENTAL"
 GENERATION = "KVPATCH_GENERATION"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
+STAGING_BYTES = "KVPATCH_STAGING_BYTES"
+TRANSFER = "KVPATCH_TRANSFER"
 
 #: Read outside the engines: by the experiments and by the test suite.
 TOOLING = ("KVPATCH_PYTHON", "KVPATCH_TORCH_INDEX", "KVPATCH_TEST_CACHE", "KVPATCH_TEST_RELEASES")
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_TRANSFERS = ("auto", "direct", "staged")
+_DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -78,9 +82,27 @@ def log_level() -> str | None:
     return value
 
 
+def staging_bytes() -> int:
+    """The size of a worker's staging pool."""
+    value = os.environ.get(STAGING_BYTES, "")
+    if not value:
+        return _DEFAULT_STAGING_BYTES
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise _settings_error(f"{STAGING_BYTES}={value!r} is not a whole number of bytes above 0")
+    return int(value)
+
+
+def transfer_mode() -> str:
+    """How unlike caches are read: ``auto``, ``direct`` or ``staged``."""
+    value = os.environ.get(TRANSFER, "").lower() or "auto"
+    if value not in _TRANSFERS:
+        raise _settings_error(f"{TRANSFER}={value!r} is not one of {', '.join(_TRANSFERS)}")
+    return value
+
+
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
-    real = (DISABLE, EXPERIMENTAL, GENERATION, LOG_LEVEL)
+    real = (DISABLE, EXPERIMENTAL, GENERATION, LOG_LEVEL, STAGING_BYTES, TRANSFER)
     found = []
     for name in sorted(os.environ):
         if name.startswith("KVPATCH_") and name not in real + TOOLING:

@@ -6,6 +6,8 @@ of content of one layer of it; a plan is a list of byte runs between two sets of
 
 from __future__ import annotations
 
+from kvpatch.geometry.costs import DEVICE_MEMORY, HOST_MEMORY, Costs, is_direct
+from kvpatch.geometry.crossings import Crossing, cross
 from kvpatch.geometry.errors import UnpairableBlocks, UnplannableCopy, UnreadableGeometry
 from kvpatch.geometry.layouts import (
     LAYOUTS,
@@ -15,11 +17,18 @@ from kvpatch.geometry.layouts import (
     host_mirror,
     named_layout,
 )
+from kvpatch.geometry.meetings import missing_heads
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.order import DimensionOrder, KeyOrder
-from kvpatch.geometry.plan import Plan, missing_heads, plan_copy
+from kvpatch.geometry.plan import Plan, plan_copy, plan_runs
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.read import read_planes
+from kvpatch.geometry.rounds import (
+    Placement,
+    Round,
+    Share,
+    plan_rounds,
+)
 from kvpatch.geometry.segments import (
     BlockList,
     Segments,
@@ -30,30 +39,41 @@ from kvpatch.geometry.segments import (
 from kvpatch.geometry.tensor import TensorFacts
 
 __all__ = [
+    "DEVICE_MEMORY",
+    "HOST_MEMORY",
     "LAYOUTS",
     "BlockList",
     "CacheSizes",
     "Content",
+    "Costs",
     "Counts",
+    "Crossing",
     "DimensionOrder",
     "KeyOrder",
     "Layout",
     "Memory",
+    "Placement",
     "Plan",
     "Plane",
+    "Round",
     "Segments",
+    "Share",
     "Strides",
     "TensorFacts",
     "UnpairableBlocks",
     "UnplannableCopy",
     "UnreadableGeometry",
+    "cross",
     "dense_plane",
     "host_mirror",
+    "is_direct",
     "kernel_blocks",
     "missing_heads",
     "named_layout",
     "pair_blocks",
     "plan_copy",
+    "plan_rounds",
+    "plan_runs",
     "read_planes",
     "uncovered_tail",
 ]

@@ -7,14 +7,23 @@ length, and layers that are strided alike are planned once and shifted.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpatch.geometry.errors import UnplannableCopy
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.meetings import (
+    Axis,
+    Copy,
+    CopyStrides,
+    contiguous,
+    meetings,
+    missing_heads,
+)
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.reach import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 
 
@@ -82,31 +91,20 @@ def plan_copy(
                 f"expected a remote {content.value} plane of layer {layer!r} with head {head}, "
                 f"found none, nor {len(missing) - 1} more such heads"
             )
-    copies = _runs(segments, _copies(remote_planes, local_planes))
-    zeros = _NO_RUNS if tail is None else _runs(tail, _copies(local_planes, local_planes))
+    copies = _runs(segments, meetings(remote_planes, local_planes))
+    zeros = _NO_RUNS if tail is None else _runs(tail, meetings(local_planes, local_planes))
     return Plan(*copies, zero_address=zeros.local, zero_length=zeros.length)
 
 
-def missing_heads(
-    remote_planes: Sequence[Plane], local_planes: Sequence[Plane]
-) -> tuple[tuple[str, Content, int], ...]:
-    """(layer, content, global head) of local planes that no remote plane holds."""
-    held = _by_content(remote_planes)
-    return tuple(
-        (local.layer, local.content, head)
-        for local in local_planes
-        for start, end, remote in _head_ranges(local, held[local.layer, local.content])
-        if remote is None
-        for head in range(start, end)
-    )
+def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
+    """The runs of some copies, each of its own segments; nothing is zeroed.
 
-
-class _Axis(NamedTuple):
-    """``size`` steps of so many bytes on each side."""
-
-    size: int
-    remote_stride: int
-    local_stride: int
+    Raises:
+        UnplannableCopy: a segment reaches outside a plane.
+    """
+    runs = [_NO_RUNS, *(_runs(segments, copies) for segments, copies in parts)]
+    joined = _Runs(*(np.concatenate(column) for column in zip(*runs, strict=True)))
+    return Plan(*joined, zero_address=_NO_RUNS.local, zero_length=_NO_RUNS.length)
 
 
 class _Runs(NamedTuple):
@@ -118,135 +116,14 @@ class _Runs(NamedTuple):
 _NO_RUNS = _Runs(*(np.empty(0, dtype=np.int64) for _ in range(3)))
 
 
-class _Strides(NamedTuple):
-    """How a copy is strided on both sides, without saying where: what layers share.
-
-    ``block`` and ``token`` are stepped by segments; ``inner`` (heads, channels, and keys
-    and values where they are copied together) is walked whole.
-    """
-
-    item_bytes: int
-    block: _Axis
-    token: _Axis
-    inner: tuple[_Axis, ...]
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """From one remote to one local plane, or a pair of them, within a range of heads."""
-
-    remote: Plane
-    local: Plane
-    remote_address: int
-    local_address: int
-    strides: _Strides
-
-
-def _by_content(planes: Sequence[Plane]) -> defaultdict[tuple[str, Content], list[Plane]]:
-    found: defaultdict[tuple[str, Content], list[Plane]] = defaultdict(list)
-    for plane in planes:
-        found[plane.layer, plane.content].append(plane)
-    return found
-
-
-def _head_ranges(
-    local: Plane, candidates: Sequence[Plane]
-) -> Iterator[tuple[int, int, Plane | None]]:
-    """The local plane's heads in order as (start, end, the remote plane that holds them)."""
-    head = local.first_head
-    while head < local.end_head:
-        holder = next(
-            (plane for plane in candidates if plane.first_head <= head < plane.end_head), None
-        )
-        if holder is None:
-            later = [plane.first_head for plane in candidates if plane.first_head > head]
-            end = min([local.end_head, *later])
-        else:
-            end = min(local.end_head, holder.end_head)
-        yield head, end, holder
-        head = end
-
-
-def _copies(remote_planes: Sequence[Plane], local_planes: Sequence[Plane]) -> list[_Copy]:
-    """Every meeting of two planes; keys and values of one layer as one where they can be."""
-    held = _by_content(remote_planes)
-    copies: list[_Copy] = []
-    for local in local_planes:
-        for start, end, remote in _head_ranges(local, held[local.layer, local.content]):
-            if remote is None:
-                continue
-            copy = _copy(remote, local, start, end)
-            fused = _fused(copies[-1], copy) if copies else None
-            if fused is not None:
-                copies[-1] = fused
-            else:
-                copies.append(copy)
-    return copies
-
-
-def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> _Copy:
-    if remote.item_bytes != local.item_bytes or remote.counts.channels != local.counts.channels:
-        raise UnplannableCopy(
-            f"expected planes of one width and item size, found {remote} and {local}"
-        )
-    theirs, ours = remote.strides_bytes, local.strides_bytes
-    return _Copy(
-        remote,
-        local,
-        remote.address + (start_head - remote.first_head) * theirs.head,
-        local.address + (start_head - local.first_head) * ours.head,
-        _Strides(
-            item_bytes=local.item_bytes,
-            block=_Axis(local.counts.blocks, theirs.block, ours.block),
-            token=_Axis(local.counts.block_tokens, theirs.token, ours.token),
-            inner=(
-                _Axis(local.counts.channels, theirs.channel, ours.channel),
-                _Axis(end_head - start_head, theirs.head, ours.head),
-            ),
-        ),
-    )
-
-
-def _fused(keys: _Copy, values: _Copy) -> _Copy | None:
-    """Both as one copy where they lie alike on each side; None where they do not.
-
-    Without this, packed caches of one layout would be copied a row at a time. Values
-    before their keys are left apart: walked in turns, a block's values and the next
-    block's keys could merge into a run across two registrations.
-    """
-    pair = (keys.local.content, values.local.content)
-    if pair != (Content.KEY, Content.VALUE) or keys.local.layer != values.local.layer:
-        return None
-    ours, theirs = keys.strides, values.strides
-    apart = (
-        values.remote_address - keys.remote_address,
-        values.local_address - keys.local_address,
-    )
-    if min(apart) <= 0 or ours._replace(inner=()) != theirs._replace(inner=()):
-        return None
-    if keys.remote.counts[::2] != values.remote.counts[::2] or len(ours.inner) > 2:
-        return None  # unlike blocks or block_tokens: each needs a check of its own
-    (channel, head), (value_channel, value_head) = ours.inner, theirs.inner
-    if head != value_head or channel[1:] != value_channel[1:]:
-        return None
-    item = ours.item_bytes
-    row = channel.size * item
-    if apart == (row, row) and channel[1:] == (item, item):
-        wide = channel._replace(size=channel.size + value_channel.size)
-        return replace(keys, strides=ours._replace(inner=(wide, head)))
-    if channel.size != value_channel.size:
-        return None
-    return replace(keys, strides=ours._replace(inner=(channel, head, _Axis(2, *apart))))
-
-
-def _runs(segments: Segments, copies: Sequence[_Copy]) -> _Runs:
+def _runs(segments: Segments, copies: Sequence[Copy]) -> _Runs:
     """The runs of all copies, one after the other."""
     if not len(segments) or not copies:
         return _NO_RUNS
-    alike: defaultdict[_Strides, list[_Copy]] = defaultdict(list)
-    reach = _reach(segments)
+    alike: defaultdict[CopyStrides, list[Copy]] = defaultdict(list)
+    reach = reach_of(segments)
     for copy in copies:
-        _check_reach(reach, copy)
+        check_reach(reach, copy)
         alike[copy.strides].append(copy)
     parts = [_shifted(segments, strides, group) for strides, group in alike.items()]
     if len(parts) == 1:
@@ -254,7 +131,7 @@ def _runs(segments: Segments, copies: Sequence[_Copy]) -> _Runs:
     return _Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def _shifted(segments: Segments, strides: _Strides, copies: Sequence[_Copy]) -> _Runs:
+def _shifted(segments: Segments, strides: CopyStrides, copies: Sequence[Copy]) -> _Runs:
     """Runs of copies that are strided alike: planned once, shifted to each address."""
     outside, inside = _outside_blocks(strides)
     runs = _merged(_relative_runs(segments, strides, inside))
@@ -268,21 +145,21 @@ def _shifted(segments: Segments, strides: _Strides, copies: Sequence[_Copy]) -> 
     )
 
 
-def _outside_blocks(strides: _Strides) -> tuple[list[_Axis], list[_Axis]]:
+def _outside_blocks(strides: CopyStrides) -> tuple[list[Axis], list[Axis]]:
     """Inner axes that step over blocks here (heads of LHBNC, far values), and the rest.
 
     The former are walked outside the segments, so that neighbouring blocks are
     neighbours in the list of runs and merge.
     """
-    outside: list[_Axis] = []
-    inside: list[_Axis] = []
+    outside: list[Axis] = []
+    inside: list[Axis] = []
     for axis in strides.inner:
         steps_over = strides.block.size > 1 and axis.local_stride > strides.block.local_stride
         (outside if steps_over else inside).append(axis)
     return outside, inside
 
 
-def _relative_runs(segments: Segments, strides: _Strides, inside: Sequence[_Axis]) -> _Runs:
+def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[Axis]) -> _Runs:
     """Runs of every segment, in the order of the segments, from address 0 on each side."""
     remote = (
         segments.remote_block * strides.block.remote_stride
@@ -293,10 +170,7 @@ def _relative_runs(segments: Segments, strides: _Strides, inside: Sequence[_Axis
         + segments.local_offset * strides.token.local_stride
     )
     lengths, kind = np.unique(segments.tokens, return_inverse=True)
-    runs = [
-        _segment_runs(strides.item_bytes, [*inside, strides.token._replace(size=int(tokens))])
-        for tokens in lengths
-    ]
+    runs = [_segment_runs(strides, inside, int(tokens)) for tokens in lengths]
     if len(runs) == 1:
         (own,) = runs
         return _Runs(
@@ -315,21 +189,14 @@ def _relative_runs(segments: Segments, strides: _Strides, inside: Sequence[_Axis
     return result
 
 
-def _segment_runs(item_bytes: int, axes: Sequence[_Axis]) -> _Runs:
+def _segment_runs(strides: CopyStrides, inside: Sequence[Axis], tokens: int) -> _Runs:
     """Runs of one segment: as long as both sides are contiguous, then one per step."""
-    length = item_bytes
-    left = [axis for axis in axes if axis.size > 1]
-    while True:
-        grown = next((axis for axis in left if axis[1:] == (length, length)), None)
-        if grown is None:
-            break
-        length *= grown.size
-        left.remove(grown)
+    length, left = contiguous(strides, tokens, inside)
     steps = _offsets(left)
     return _Runs(steps.remote, steps.local, np.full(steps.remote.size, length, dtype=np.int64))
 
 
-def _offsets(axes: Sequence[_Axis]) -> _Runs:
+def _offsets(axes: Sequence[Axis]) -> _Runs:
     """Byte offsets of every step of the axes, ascending on the local side; no lengths."""
     remote = local = np.zeros(1, dtype=np.int64)
     for axis in sorted(axes, key=lambda axis: -axis.local_stride):
@@ -356,47 +223,3 @@ def _merged(runs: _Runs) -> _Runs:
     if first.size == length.size:
         return runs
     return _Runs(remote[first], local[first], np.add.reduceat(length, first))
-
-
-class _Reach(NamedTuple):
-    """How far segments go on one side: past the last block, past the last token of a block."""
-
-    side: str
-    lowest: int
-    end_block: int
-    end_token: int
-
-
-def _reach(segments: Segments) -> tuple[_Reach, _Reach]:
-    if int(segments.tokens.min()) < 1:
-        raise UnplannableCopy(
-            f"expected segments of 1 token or more, found {int(segments.tokens.min())}"
-        )
-    sides = (
-        ("remote", segments.remote_block, segments.remote_offset),
-        ("local", segments.local_block, segments.local_offset),
-    )
-    theirs, ours = (
-        _Reach(
-            side,
-            min(int(block.min()), int(offset.min())),
-            int(block.max()) + 1,
-            int((offset + segments.tokens).max()),
-        )
-        for side, block, offset in sides
-    )
-    return theirs, ours
-
-
-def _check_reach(reach: tuple[_Reach, _Reach], copy: _Copy) -> None:
-    for side, plane in zip(reach, (copy.remote, copy.local), strict=True):
-        if (
-            side.lowest < 0
-            or side.end_block > plane.counts.blocks
-            or side.end_token > plane.counts.block_tokens
-        ):
-            raise UnplannableCopy(
-                f"expected {side.side} segments inside {plane}, found blocks up to "
-                f"{side.end_block - 1}, tokens up to {side.end_token - 1} in a block, "
-                f"and {side.lowest} as the lowest number"
-            )

@@ -37,17 +37,21 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from kvpatch import _env
 from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
 from kvpatch.geometry import KeyOrder
 from kvpatch.patches import _sites
 from kvpatch.vllm import orders
+from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.our_side import our_side
-from kvpatch.vllm.peers import OurSide, heads_of, peer_planes, refusal
-from kvpatch.vllm.reader import Peer, Reader, ReadingAgent, ReadRefused, attach, reader_of
+from kvpatch.vllm.peers import OurSide, heads_of, refusal
+from kvpatch.vllm.reader import Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.shares import ReadRefused
+from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -71,10 +75,18 @@ def _register_kv_caches(
             and has_blocks_of(instance.block_size, cache[0])
         ):
             layers, groups, key_order = cache
-            reader = Reader(our_side(instance, layers, key_order), groups, kv_caches)
+            ours = our_side(instance, layers, key_order)
+            agent = own_agent(instance.nixl_wrapper)
+            reader = Reader(
+                ours,
+                groups,
+                kv_caches,
+                staging_pool(agent, ours.memory, next(iter(kv_caches.values())).device),
+                _env.transfer_mode(),
+            )
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
-                instance.nixl_wrapper, reader, partial(_rank_of, instance)
+                agent, reader, partial(_rank_of, instance), partial(_unlike_engine_of, instance)
             )
             registration.admit_peers(instance)
         return result
@@ -124,20 +136,43 @@ def read_cache(
     return layers, registration.groups(worker, layers), key_order
 
 
+def own_agent(agent: Any) -> Any:
+    """NIXL's own agent, where the worker has registered before."""
+    return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
+
+
 def _rank_of(worker: Any, engine_id: str, handle: Any) -> int:
-    """The peer's rank whose descriptors a handle stands for."""
-    handles = worker.dst_xfer_side_handles[engine_id]
-    if not isinstance(handles, Mapping):  # one rank only, to 0.13
-        (rank,) = reader_ranks(worker, engine_id)
-        return rank
-    return int(next(rank for rank, found in handles.items() if found == handle))
+    """The peer's rank whose descriptors a handle stands for.
+
+    Raises:
+        ReadRefused: none of its ranks.
+    """
+    for rank, found in _handles(worker, engine_id):
+        if found == handle:
+            return rank
+    raise ReadRefused(f"a transfer was prepared with none of the ranks of engine {engine_id}")
 
 
-def reader_ranks(worker: Any, engine_id: str) -> tuple[int, ...]:
-    """The ranks of a peer that this worker has shaken hands with."""
+def _unlike_engine_of(worker: Any, handle: Any) -> str | None:
+    """The engine of another geometry whose descriptors a handle stands for."""
+    reader = reader_of(worker)
+    for engine_id in reader.peers if reader else ():
+        if any(found == handle for _, found in _handles(worker, engine_id)):
+            return engine_id
+    return None
+
+
+def _handles(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
+    """(rank, handle) of a peer's prepared descriptors."""
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if handles is None:
+        return []
+    if isinstance(handles, Mapping):  # from 0.14
+        return [(int(rank), handle) for rank, handle in handles.items()]
+    # One rank only, the last that it has shaken hands with.
     reader = reader_of(worker)
     peer = reader.peer(engine_id) if reader else None
-    return tuple(peer.statements) if peer else ()
+    return [(rank, handles) for rank in list(peer.ranks)[-1:]] if peer else []
 
 
 def _add_remote_agent(
@@ -200,7 +235,7 @@ def _add_unlike(
     ours = reader.ours
     if any(size != 1 for size in more):
         raise refusal(ours, statement, "use --decode-context-parallel-size 1 on the prefill side")
-    planes = peer_planes(ours, statement)
+    rank = reader.rank(statement)
     layout = hnd_like(ours.layout)
     alike = as_alike(
         metadata,
@@ -211,13 +246,10 @@ def _add_unlike(
         block_bytes=alike_block_bytes(ours, statement),
     )
     with layout_called(worker, layout):
-        agent = wrapped(alike, statement.tp_rank, statement.tp_size, *more)
-    peer = reader.peers.setdefault(statement.engine_id, Peer())
-    peer.statements[statement.tp_rank] = statement
-    peer.planes[statement.tp_rank] = planes
-    peer.agents[statement.tp_rank] = agent
+        rank.agent = wrapped(alike, statement.tp_rank, statement.tp_size, *more)
+    reader.admit(rank)
     _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
-    return agent
+    return rank.agent
 
 
 @contextmanager
@@ -312,6 +344,7 @@ def _read_blocks_for_req(
 ) -> Any:
     def read(req_id: str, meta: Any) -> Any:
         reader = reader_of(instance)
+        orders.stop_pretending(meta)
         engine_id = orders.engine_of(meta)
         peer = reader.peer(engine_id) if reader else None
         order = orders.order_of(meta)

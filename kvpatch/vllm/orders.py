@@ -8,11 +8,28 @@ releases convert by our own before the worker can look.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.vllm.reader import Order
+_ORDER = "kvpatch_order"
+_REMOTE_BLOCKS = "kvpatch_remote_blocks"
 
-_ATTRIBUTE = "kvpatch_order"
+
+@dataclass(frozen=True)
+class Order:
+    """What a request needs from its peer, as the scheduler knew it.
+
+    Attributes:
+        tokens: how many tokens of the prompt both sides hold in the end.
+        remote_tokens: how many the peer holds; its blocks end with the last of them.
+        local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
+        remote_blocks: per cache group, the peer's blocks, in the peer's own size.
+    """
+
+    tokens: int
+    remote_tokens: int
+    local_blocks: tuple[tuple[int, ...], ...]
+    remote_blocks: tuple[tuple[int, ...], ...]
 
 
 def attach_orders(
@@ -28,6 +45,10 @@ def attach_orders(
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         prompt = int(request.num_prompt_tokens)
+        loaded = getattr(scheduler, "_get_remote_prefill_token_count", None)  # from 0.33
+        if loaded is not None:
+            # D computes the last ones itself where its drafter needs them.
+            prompt = int(loaded(prompt))
         parameters = request.kv_transfer_params or {}
         held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
         # A prefill engine that reads back an earlier turn wants what there is of it.
@@ -35,12 +56,12 @@ def attach_orders(
         if full_blocks_only:
             tokens -= tokens % scheduler.block_size
         order = Order(tokens, held, groups(entry.local_block_ids), groups(remote_blocks(entry)))
-        setattr(entry, _ATTRIBUTE, order)
+        setattr(entry, _ORDER, order)
 
 
 def order_of(entry: Any) -> Order | None:
     """The order on an entry of the connector's metadata; None where there is none."""
-    found = getattr(entry, _ATTRIBUTE, None)
+    found = getattr(entry, _ORDER, None)
     return found if isinstance(found, Order) else None
 
 
@@ -68,11 +89,26 @@ def pretend_alike(entry: Any, *, expanded: bool) -> None:
     local = getattr(entry, "local_physical_block_ids", None) if expanded else None
     if local is None:
         local = entry.local_block_ids
-    alike = _zeros(local)
+    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry))
+    _set_remote_blocks(entry, _zeros(local))
+
+
+def stop_pretending(entry: Any) -> None:
+    """Undoes :func:`pretend_alike`.
+
+    A release that shakes hands again first (from 0.32) comes back with the same entry,
+    and the peer may have turned into one like us.
+    """
+    own = getattr(entry, _REMOTE_BLOCKS, None)
+    if own is not None:
+        _set_remote_blocks(entry, own)
+
+
+def _set_remote_blocks(entry: Any, blocks: Any) -> None:
     if getattr(entry, "remote", None) is None:
-        entry.remote_block_ids = alike
+        entry.remote_block_ids = blocks
     else:
-        entry.remote.block_ids = alike
+        entry.remote.block_ids = blocks
 
 
 def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:

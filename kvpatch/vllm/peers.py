@@ -62,8 +62,8 @@ def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
 
 
-def peer_planes(ours: OurSide, peer: Statement) -> tuple[Plane, ...]:
-    """Every plane of one rank of a peer.
+def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+    """Every plane of one rank of a peer, by the region that it lies in.
 
     Raises:
         PeerRefused: its regions are not those of our layers, or a block's bytes are
@@ -72,7 +72,7 @@ def peer_planes(ours: OurSide, peer: Statement) -> tuple[Plane, ...]:
     if len(peer.addresses) != len(ours.addresses):
         raise refusal(ours, peer, "both sides must register the same regions")
     return tuple(
-        plane for name, layer in ours.layers.items() for plane in _planes(name, layer, ours, peer)
+        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
     )
 
 
@@ -83,11 +83,13 @@ def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
     )
 
 
-def _planes(name: str, layer: LayerCache, ours: OurSide, peer: Statement) -> list[Plane]:
+def _planes(
+    name: str, layer: LayerCache, ours: OurSide, peer: Statement
+) -> list[tuple[Plane, ...]]:
     found = []
     for region, members in _regions(name, layer, ours, peer).items():
         packed = len(members) == 2 and "packed" in layer.order.dimensions
-        found += _region_planes(members, region, packed, ours, peer)
+        found.append(tuple(_region_planes(members, region, packed, ours, peer)))
     return found
 
 

@@ -8,60 +8,63 @@ another one, planned between the two geometries: the call that prepares it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import wrapt
-
-from kvpatch._errors import KvpatchError
 from kvpatch.geometry import (
-    BlockList,
-    Plan,
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    Crossing,
     Plane,
-    kernel_blocks,
+    Share,
+    cross,
+    is_direct,
     missing_heads,
-    pair_blocks,
-    plan_copy,
-    uncovered_tail,
+    plan_rounds,
+    plan_runs,
 )
-from kvpatch.transfer.reads import post_read
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.zeros import zero_tokens
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.peers import OurSide
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.peers import OurSide, peer_regions, refusal
+from kvpatch.vllm.shares import ReadRefused, shares_of, tails_of
 from kvpatch.vllm.wire import PeerRefused, Statement
 
+if TYPE_CHECKING:
+    import torch
 
-class ReadRefused(KvpatchError):
-    """A request whose blocks do not hold the tokens that it needs."""
 
+@dataclass
+class Rank:
+    """One rank of a peer: what it stated, where its layers cross ours, its name to NIXL."""
 
-@dataclass(frozen=True)
-class Order:
-    """What a request needs from its peer, as the scheduler knew it.
-
-    Attributes:
-        tokens: how many tokens of the prompt both sides hold in the end.
-        remote_tokens: how many the peer holds; its blocks end with the last of them.
-        local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
-        remote_blocks: per cache group, the peer's blocks, in the peer's own size.
-    """
-
-    tokens: int
-    remote_tokens: int
-    local_blocks: tuple[tuple[int, ...], ...]
-    remote_blocks: tuple[tuple[int, ...], ...]
+    statement: Statement
+    planes: tuple[Plane, ...]
+    crossings: tuple[Crossing, ...]
+    agent: str = ""
 
 
 @dataclass
 class Peer:
-    """A peer of another geometry: what its ranks stated, where they lie, who they are."""
+    """A peer of another geometry, as far as its ranks have shaken hands."""
 
-    statements: dict[int, Statement] = field(default_factory=dict)
-    planes: dict[int, tuple[Plane, ...]] = field(default_factory=dict)
-    agents: dict[int, str] = field(default_factory=dict)
+    ranks: dict[int, Rank] = field(default_factory=dict)
+
+    def missing(self, local: Sequence[Plane]) -> str | None:
+        """A head of ours that none of the ranks holds, in words."""
+        held = [plane for rank in self.ranks.values() for plane in rank.planes]
+        missing = missing_heads(held, local)
+        if not missing:
+            return None
+        layer, content, head = missing[0]
+        return f"{content.value} head {head} of layer {layer}"
 
 
 @dataclass(frozen=True)
@@ -72,21 +75,67 @@ class _Reading:
 
 
 class Reader:
-    """State of one worker; :func:`reader_of` finds it."""
+    """State of one worker; :func:`reader_of` finds it.
+
+    Args:
+        pool: where staged reads land.
+        mode: ``auto``, ``direct`` or ``staged``.
+    """
 
     def __init__(
-        self, ours: OurSide, groups: tuple[Group, ...], tensors: Mapping[str, Any]
+        self,
+        ours: OurSide,
+        groups: tuple[Group, ...],
+        tensors: Mapping[str, torch.Tensor],
+        pool: StagingPool,
+        mode: str = "auto",
     ) -> None:
         self.ours = ours
         self.groups = groups
+        self.pool = pool
         self.peers: dict[str, Peer] = {}
         self._tensors = tensors
+        self._caches = Caches(tensors)
+        self._mode = mode
+        self._local = [plane for layer in ours.layers.values() for plane in layer.planes]
         self._reading: _Reading | None = None
         self._tails_left = False
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
         return self.peers.get(engine_id)
+
+    def rank(self, statement: Statement) -> Rank:
+        """One rank of a peer, worked out from what it states.
+
+        Raises:
+            PeerRefused: it cannot be read.
+        """
+        regions = peer_regions(self.ours, statement)
+        crossings = cross(regions, self._local)
+        largest = max((crossing.slot_bytes for crossing in crossings), default=0)
+        if self._mode == "staged" and largest > self.pool.size_bytes:
+            raise refusal(
+                self.ours,
+                statement,
+                f"one of its blocks takes {largest} bytes of staging pool, which has "
+                f"{self.pool.size_bytes}: set KVPATCH_STAGING_BYTES to {largest} or more, or "
+                "KVPATCH_TRANSFER to auto",
+            )
+        return Rank(statement, tuple(plane for region in regions for plane in region), crossings)
+
+    def admit(self, rank: Rank) -> None:
+        """Books a rank that the release has admitted; an engine that has changed begins anew."""
+        statement = rank.statement
+        peer = self.peers.get(statement.engine_id)
+        before = peer.ranks.get(statement.tp_rank) if peer else None
+        if (
+            peer is None
+            or (before is not None and before.statement != statement)
+            or any(r.statement.tp_size != statement.tp_size for r in peer.ranks.values())
+        ):
+            peer = self.peers[statement.engine_id] = Peer()
+        peer.ranks[statement.tp_rank] = rank
 
     @contextmanager
     def reading(self, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
@@ -98,163 +147,75 @@ class Reader:
         finally:
             self._reading = None
 
-    def prepare(self, nixl: Any, rank: int, notification: bytes) -> Any:
-        """The transfer that replaces the release's own, of one rank of the peer."""
-        reading = self._reading
-        if reading is None:
-            raise ReadRefused("a transfer was prepared outside a request")
-        plan = self.plan(reading.peer, rank, reading.order)
-        if self._tails_left:  # once a request, and not before its blocks were checked
-            self._zero_tails(reading.order)
-            self._tails_left = False
-        statement = reading.peer.statements[rank]
-        remote = replace(self.ours.memory, device_id=statement.device_id)
-        agent = reading.peer.agents[rank]
-        return post_read(nixl, plan, self.ours.memory, remote, agent, notification)
-
     def is_reading(self) -> str | None:
         """The engine that is being read from; None outside :meth:`reading`."""
         return None if self._reading is None else self._reading.engine_id
 
-    def plan(self, peer: Peer, rank: int, order: Order) -> Plan:
-        """Every byte that one rank of the peer holds for the request.
+    def prepare(self, nixl: Any, number: int, notification: bytes) -> Any:
+        """The transfer that replaces the release's own, of one rank of the peer.
 
         Raises:
-            UnpairableBlocks: the blocks do not hold the tokens.
+            ReadRefused, UnpairableBlocks: the blocks do not hold the tokens.
             PeerRefused: a head of ours is on none of the peer's ranks.
         """
-        if order.tokens > order.remote_tokens:
-            raise ReadRefused(
-                f"the prompt has {order.tokens} tokens and the peer holds {order.remote_tokens}: "
-                "send both engines the same prompt"
-            )
-        local = [plane for layer in self.ours.layers.values() for plane in layer.planes]
-        held = [plane for planes in peer.planes.values() for plane in planes]
-        missing = missing_heads(held, local)
-        if missing:
-            layer, content, head = missing[0]
-            raise PeerRefused(
-                f"no rank of engine {peer.statements[rank].engine_id} that we read from holds "
-                f"{content.value} head {head} of layer {layer}"
-            )
-        plans = []
-        for number, group in enumerate(self.groups):
-            if not order.local_blocks[number]:
+        reading = self._reading
+        if reading is None:
+            raise ReadRefused("a transfer was prepared outside a request")
+        missing = reading.peer.missing(self._local)
+        if missing is not None:
+            raise PeerRefused(f"no rank of engine {reading.engine_id} that we read from: {missing}")
+        rank = reading.peer.ranks[number]
+        statement = rank.statement
+        shares = shares_of(self.ours, self.groups, statement, rank.crossings, reading.order)
+        if self._tails_left:  # once a request, and not before its blocks were checked
+            self._zero_tails(reading.order)
+            self._tails_left = False
+        remote = replace(self.ours.memory, device_id=statement.device_id)
+        ends = Ends(self.ours.memory, remote, rank.agent)
+        direct, staged = self._split(shares)
+        plan = plan_runs(
+            (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])
+            for share in direct
+        )
+        if not staged:
+            runs = plan.remote_address, plan.local_address, plan.length
+            return prepare_read(nixl, ends, *runs, notification)
+        largest = max(c.slot_bytes for share in staged for c in share.crossings)
+        rounds = plan_rounds(staged, max(self.pool.round_bytes, largest))
+        return StagedRead(nixl, self.pool, self._caches.place, ends, notification, plan, rounds)
+
+    def _split(self, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
+        """What goes straight to its place, and what goes through the pool."""
+        direct: list[Share] = []
+        staged: list[Share] = []
+        for share in shares:
+            if not len(share.segments):
                 continue
-            remote, ours = self._block_lists(peer.statements[rank], order, number)
-            # Before the window nobody looks; the two may round it to unlike blocks.
-            first = ours.first_token
-            start = max(first, remote.first_token) if group.window else first
-            segments = pair_blocks(remote, ours, start, order.tokens)
-            theirs = [p for p in peer.planes[rank] if p.layer in group.layers]
-            mine = [p for p in local if p.layer in group.layers]
-            plans.append(plan_copy(segments, theirs, mine, partial_heads=True))
-        return _joined(plans)
+            straight: list[Crossing] = []
+            rest: list[Crossing] = []
+            known: dict[Any, bool] = {}  # layers that are strided alike are judged once
+            for crossing in share.crossings:
+                if crossing.shape not in known:
+                    known[crossing.shape] = self._is_direct(crossing, share)
+                (straight if known[crossing.shape] else rest).append(crossing)
+            for crossings, kind in ((straight, direct), (rest, staged)):
+                if crossings:
+                    kind.append(replace(share, crossings=tuple(crossings)))
+        return direct, staged
 
-    def _block_lists(
-        self, peer: Statement, order: Order, group: int
-    ) -> tuple[BlockList, BlockList]:
-        block_tokens = peer.block_tokens or self.ours.block_tokens
-        remote = _block_list(
-            order.remote_blocks[group],
-            block_tokens,
-            peer.kernel_blocks_per_block or 1,
-            order.remote_tokens,
-            from_end=self.groups[group].window,
-        )
-        local = self._local_blocks(order, group)
-        outside = [b for b in remote.block_ids.tolist() if b >= peer.blocks]
-        if outside:
-            raise ReadRefused(
-                f"the request names blocks {outside[:3]} of engine {peer.engine_id}, which has "
-                f"{peer.blocks}"
-            )
-        return remote, local
-
-    def _local_blocks(self, order: Order, group: int) -> BlockList:
-        ours = self.ours
-        return _block_list(
-            order.local_blocks[group],
-            ours.block_tokens,
-            ours.kernel_blocks_per_block,
-            order.tokens,
-            from_end=True,
-        )
+    def _is_direct(self, crossing: Crossing, share: Share) -> bool:
+        if self._mode != "auto":
+            return self._mode == "direct"
+        if crossing.slot_bytes > self.pool.size_bytes:
+            return True
+        costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
+        return is_direct(crossing, share.segments, costs)
 
     def _zero_tails(self, order: Order) -> None:
-        for number, group in enumerate(self.groups):
-            if not order.local_blocks[number]:
-                continue
-            tail = uncovered_tail(self._local_blocks(order, number), order.tokens)
-            if not len(tail):
-                continue
-            for name in group.layers:
+        for layers, tail in tails_of(self.ours, self.groups, order):
+            for name in layers:
                 for plane in self.ours.layers[name].planes:
                     zero_tokens(self._tensors[name], plane, tail)
-
-
-def _block_list(
-    blocks: tuple[int, ...], block_tokens: int, parts: int, tokens: int, *, from_end: bool
-) -> BlockList:
-    """A request's blocks as kernel blocks, placed by the tokens that they hold.
-
-    A list that ends with the last token tells where it starts by its length.
-    """
-    logical_tokens = block_tokens * parts
-    first = 0
-    if from_end:
-        first = (-(-tokens // logical_tokens) - len(blocks)) * logical_tokens
-        if first < 0:
-            raise ReadRefused(
-                f"{len(blocks)} blocks of {logical_tokens} tokens for a prompt of {tokens}: "
-                "expected no more than it fills"
-            )
-    return BlockList(kernel_blocks(blocks, parts), block_tokens, first)
-
-
-def _joined(plans: list[Plan]) -> Plan:
-    import numpy as np
-
-    if len(plans) == 1:
-        return plans[0]
-    columns = ("remote_address", "local_address", "length", "zero_address", "zero_length")
-    return Plan(*(np.concatenate([getattr(p, name) for p in plans]) for name in columns))
-
-
-class ReadingAgent(wrapt.ObjectProxy[Any]):
-    """A worker's NIXL agent, whose prepared reads are ours while the reader reads."""
-
-    def __init__(self, agent: Any, reader: Reader, rank_of: Any) -> None:
-        super().__init__(agent)
-        self._self_reader = reader
-        self._self_rank_of = rank_of
-
-    def make_prepped_xfer(
-        self,
-        operation: str,
-        local_handle: Any,
-        local_indices: Any,
-        remote_handle: Any,
-        remote_indices: Any,
-        notif_msg: bytes = b"",
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """As NIXL's own; the descriptors that are named are not the ones that are read."""
-        engine_id = self._self_reader.is_reading()
-        if engine_id is None:
-            return self.__wrapped__.make_prepped_xfer(
-                operation,
-                local_handle,
-                local_indices,
-                remote_handle,
-                remote_indices,
-                notif_msg,
-                *args,
-                **kwargs,
-            )
-        rank = self._self_rank_of(engine_id, remote_handle)
-        return self._self_reader.prepare(self.__wrapped__, rank, notif_msg)
 
 
 _READERS: WeakKeyDictionary[Any, Reader] = WeakKeyDictionary()

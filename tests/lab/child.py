@@ -62,6 +62,7 @@ def _engine_process(connection: Connection, message: bytes) -> None:
         os.dup2(log, 2)
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # the host asks a hung engine where it is
+        os.environ.update(fork.settings)
         if fork.patched:
             _enable_kvpatch(fork.patches)
         _serve(connection)

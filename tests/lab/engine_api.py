@@ -27,6 +27,8 @@ class Fork:
     log_path: str
     patched: bool
     patches: tuple[str, ...]
+    #: kvpatch's variables, as (name, value).
+    settings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

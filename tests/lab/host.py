@@ -94,7 +94,7 @@ class Lab:
 
     def __init__(self, release: str) -> None:
         self.release = release
-        self._engines: dict[tuple[str, bool, tuple[str, ...]], Engine] = {}
+        self._engines: dict[tuple[Any, ...], Engine] = {}
         self._folder = tempfile.TemporaryDirectory(prefix=f"kvpatch-lab-{release}-")
         self._number = 0
 
@@ -233,7 +233,7 @@ class Lab:
         return kept
 
     def _engine(self, role: str, spec: EngineSpec) -> Engine:
-        key = (role, spec.patched, spec.patches)
+        key = (role, spec.patched, spec.patches, spec.settings)
         if key not in self._engines:
             self._engines[key] = self._fork(f"{role}-{len(self._engines)}", spec)
         return self._engines[key]
@@ -241,7 +241,7 @@ class Lab:
     def _fork(self, name: str, spec: EngineSpec) -> Engine:
         log = Path(self._folder.name) / f"{name}-{uuid.uuid4().hex[:6]}.log"
         ours, theirs = socket.socketpair()
-        request = pickle.dumps(Fork(str(log), spec.patched, spec.patches))
+        request = pickle.dumps(Fork(str(log), spec.patched, spec.patches, spec.settings))
         socket.send_fds(self._control, [request], [theirs.fileno()])
         theirs.close()
         pid = int(self._control.recv(64))

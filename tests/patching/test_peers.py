@@ -10,12 +10,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry import KeyOrder, Memory
+from kvpatch.geometry import KeyOrder, Memory, cross, plan_runs
 from kvpatch.patches.unlike_engines import alike_block_bytes, is_alike
 from kvpatch.vllm.caches import read_layers
-from kvpatch.vllm.peers import OurSide, heads_of, peer_planes
-from kvpatch.vllm.reader import Group, Order, Peer, Reader, ReadRefused
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.peers import OurSide, heads_of, peer_regions
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
+from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.wire import PeerRefused, as_alike, read_statement
 
 pytestmark = pytest.mark.patching
@@ -116,7 +118,7 @@ def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, val
         peer = read_statement(_metadata(**{name: value}), 0, 1)
         if is_alike(ours, peer):
             return
-        planes = peer_planes(ours, peer)
+        planes = [plane for region in peer_regions(ours, peer) for plane in region]
     except PeerRefused:
         return
     for plane in planes:
@@ -129,7 +131,7 @@ def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, val
 def test_a_refusal_has_both_geometries_and_what_helps():
     _, ours = _ours()
     with pytest.raises(PeerRefused) as refused:
-        peer_planes(ours, _statement(block_lens=[4096, 4096], block_strides=[4096, 4096]))
+        peer_regions(ours, _statement(block_lens=[4096, 4096], block_strides=[4096, 4096]))
 
     message = str(refused.value)
     assert "blocks of 64 tokens" in message and "blocks of 16 tokens" in message
@@ -140,7 +142,7 @@ def test_a_refusal_has_both_geometries_and_what_helps():
 def test_a_layout_whose_blocks_are_not_in_one_piece_is_refused(layout):
     _, ours = _ours()
     with pytest.raises(PeerRefused, match=f"layout {layout}"):
-        peer_planes(ours, _statement(kv_cache_layout=layout))
+        peer_regions(ours, _statement(kv_cache_layout=layout))
 
 
 def test_another_backend_is_refused_where_the_geometry_differs():
@@ -222,32 +224,35 @@ class TestRequests:
     """Blocks that do not hold the tokens, or lie outside the peer, are refused."""
 
     @pytest.fixture
-    def reader(self):
-        tensors, ours = _ours()
-        return Reader(ours, (Group(frozenset("ab"), window=False),), tensors)
+    def ours(self):
+        return _ours()[1]
 
-    def _plan(self, reader, tokens, local, remote, held=None):
+    def _plan(self, ours, tokens, local, remote, held=None):
         statement = _statement()
-        peer = Peer({0: statement}, {0: peer_planes(reader.ours, statement)}, {0: "agent"})
-        return reader.plan(peer, 0, Order(tokens, held or tokens, (local,), (remote,)))
+        planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+        crossings = cross(peer_regions(ours, statement), planes)
+        order = Order(tokens, held or tokens, (local,), (remote,))
+        groups = (Group(frozenset("ab"), window=False),)
+        shares = shares_of(ours, groups, statement, crossings, order)
+        return plan_runs((s.segments, [c for x in s.crossings for c in x.copies]) for s in shares)
 
-    def test_all_bytes_of_all_tokens_are_planned(self, reader):
-        plan = self._plan(reader, 100, tuple(range(7)), (3, 1))
+    def test_all_bytes_of_all_tokens_are_planned(self, ours):
+        plan = self._plan(ours, 100, tuple(range(7)), (3, 1))
         assert plan.copied_bytes == 100 * TOKEN * 2
 
-    def test_a_prefix_hit_is_left_out(self, reader):
-        plan = self._plan(reader, 100, (5, 6), (3, 1))
+    def test_a_prefix_hit_is_left_out(self, ours):
+        plan = self._plan(ours, 100, (5, 6), (3, 1))
         assert plan.copied_bytes == (100 - 80) * TOKEN * 2
 
     @pytest.mark.parametrize("remote", [(3, 6), (3, 1000)])
-    def test_a_block_that_the_peer_does_not_have(self, reader, remote):
+    def test_a_block_that_the_peer_does_not_have(self, ours, remote):
         with pytest.raises(ReadRefused, match="which has 6"):
-            self._plan(reader, 100, tuple(range(7)), remote)
+            self._plan(ours, 100, tuple(range(7)), remote)
 
-    def test_more_blocks_than_the_prompt_fills(self, reader):
+    def test_more_blocks_than_the_prompt_fills(self, ours):
         with pytest.raises(ReadRefused, match="no more than it fills"):
-            self._plan(reader, 16, (1, 2), (3,))
+            self._plan(ours, 16, (1, 2), (3,))
 
-    def test_a_prompt_that_the_peer_has_only_a_part_of(self, reader):
+    def test_a_prompt_that_the_peer_has_only_a_part_of(self, ours):
         with pytest.raises(ReadRefused, match="same prompt"):
-            self._plan(reader, 101, tuple(range(7)), (3, 1), held=100)
+            self._plan(ours, 101, tuple(range(7)), (3, 1), held=100)

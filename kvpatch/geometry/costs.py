@@ -1,0 +1,65 @@
+"""Direct or staged: which of the two ways of reading a region is faster.
+
+Direct posts one run for every stretch that is contiguous on both sides. Staged posts
+one for every remote block and copies each wanted byte once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpatch.geometry.crossings import Crossing
+from kvpatch.geometry.meetings import Copy, contiguous_bytes
+from kvpatch.geometry.segments import Segments
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What moving bytes takes on a machine.
+
+    Attributes:
+        run_seconds: of posting and completing one run, beside its bytes.
+        wire_bytes_per_second: of the transfer itself.
+        copy_bytes_per_second: of the strided copy out of the staging buffer.
+    """
+
+    run_seconds: float
+    wire_bytes_per_second: float
+    copy_bytes_per_second: float
+
+
+#: Measured by experiments/bench_runs.py on 2 cores of a server, NIXL 1.5.1 over UCX
+#: between two processes (CMA): 5 us a run and 6 GB/s from runs of 1 MiB on; the numpy
+#: copies of place.py move 5 to 9 GB/s. Together: runs under about 30 KiB are staged.
+HOST_MEMORY = Costs(5e-6, 6e9, 6e9)
+
+#: Not measured: what vendors state for one NIC of 400 Gbit/s and for device memory.
+DEVICE_MEMORY = Costs(1e-6, 40e9, 500e9)
+
+
+def is_direct(crossing: Crossing, segments: Segments, costs: Costs) -> bool:
+    """Whether a region is read faster in runs of its own than through a buffer."""
+    wanted = runs = 0.0
+    tokens = int(segments.tokens.sum())
+    longest = int(segments.tokens.max())
+    for copy in crossing.copies:
+        of_token = _token_bytes(copy)
+        wanted += of_token * tokens
+        # As if all segments were as long as the longest: those at the ends are few.
+        runs += of_token * tokens / contiguous_bytes(copy.strides, longest)
+    blocks = 1 + int((segments.remote_block[1:] != segments.remote_block[:-1]).sum())
+    landed = sum(slots.span_bytes for slots in crossing.slots) * blocks
+    direct = runs * costs.run_seconds + wanted / costs.wire_bytes_per_second
+    staged = (
+        len(crossing.slots) * blocks * costs.run_seconds
+        + landed / costs.wire_bytes_per_second
+        + wanted / costs.copy_bytes_per_second
+    )
+    return direct <= staged
+
+
+def _token_bytes(copy: Copy) -> int:
+    size = copy.strides.item_bytes
+    for axis in copy.strides.inner:
+        size *= axis.size
+    return size

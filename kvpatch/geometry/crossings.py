@@ -1,0 +1,114 @@
+"""Where a peer's regions cross our planes: worked out once for a peer, used by each request."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from kvpatch.geometry.meetings import Copy, meetings
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.tensor import extent_bytes
+
+ALIGNMENT_BYTES = 64
+"""Slots begin at multiples of it, so that a copy can move wide units."""
+
+WORTH_A_RUN_BYTES = 32 * 1024
+"""Reading as many unwanted bytes takes as long as posting another run (costs.py)."""
+
+Region = Sequence[Plane]
+"""Planes of one layer and rank whose blocks lie inside one another: read together."""
+
+
+class Slots(NamedTuple):
+    """How a piece of one region's blocks lies in the buffer.
+
+    Attributes:
+        address: of the piece's first byte in block 0.
+        block_stride: from one remote block to the next.
+        span_bytes: of the piece.
+        slot_bytes: from one block to the next in the buffer.
+        copies: to be made out of it.
+    """
+
+    address: int
+    block_stride: int
+    span_bytes: int
+    slot_bytes: int
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One remote region and our planes of its layer: the pieces of a block that are wanted."""
+
+    layer: str
+    slots: tuple[Slots, ...]
+
+    @cached_property
+    def shape(self) -> Hashable:
+        """The same for two regions that differ in addresses only."""
+        return tuple(
+            (slots.span_bytes, tuple(copy.strides for copy in slots.copies)) for slots in self.slots
+        )
+
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """All copies out of the region."""
+        return tuple(copy for slots in self.slots for copy in slots.copies)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The least buffer that a staged copy can do with."""
+        return max(slots.slot_bytes for slots in self.slots)
+
+
+def cross(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tuple[Crossing, ...]:
+    """The crossings of one rank's regions; those of which nothing is wanted are left out.
+
+    Raises:
+        UnplannableCopy: contents differ in width or item size.
+    """
+    ours: defaultdict[str, list[Plane]] = defaultdict(list)
+    for plane in local_planes:
+        ours[plane.layer].append(plane)
+    found = []
+    for region in regions:
+        layer = region[0].layer
+        slots = _slots(region, ours[layer])
+        if slots:
+            found.append(Crossing(layer, slots))
+    return tuple(found)
+
+
+def _slots(region: Region, local_planes: Sequence[Plane]) -> tuple[Slots, ...]:
+    """Wanted bytes that lie close together are one piece, with what is between them."""
+    pieces: list[tuple[int, int, list[Copy]]] = []
+    for copy in sorted(meetings(region, local_planes), key=lambda copy: copy.remote_address):
+        start, end = copy.remote_address, copy.remote_address + _block_extent_bytes(copy)
+        if pieces and start - pieces[-1][1] < WORTH_A_RUN_BYTES:
+            first, last, copies = pieces[-1]
+            pieces[-1] = first, max(last, end), [*copies, copy]
+        else:
+            pieces.append((start, end, [copy]))
+    return tuple(
+        Slots(
+            start,
+            region[0].strides_bytes.block,
+            end - start,
+            -(-(end - start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
+            tuple(copies),
+        )
+        for start, end, copies in pieces
+    )
+
+
+def _block_extent_bytes(copy: Copy) -> int:
+    """From a copy's first item in a remote block to the end of its last."""
+    tokens = copy.remote.counts.block_tokens
+    axes = [(axis.size, axis.remote_stride) for axis in copy.strides.inner]
+    return extent_bytes(
+        ((tokens, copy.strides.token.remote_stride), *axes), copy.strides.item_bytes
+    )

@@ -1,0 +1,53 @@
+"""Whether segments stay inside the planes that they are used with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvpatch.geometry.errors import UnplannableCopy
+from kvpatch.geometry.meetings import Copy
+from kvpatch.geometry.segments import Segments
+
+
+class Reach(NamedTuple):
+    """How far segments go on one side: past the last block, past the last token of a block."""
+
+    side: str
+    lowest: int
+    end_block: int
+    end_token: int
+
+
+def reach_of(segments: Segments) -> tuple[Reach, Reach]:
+    if int(segments.tokens.min()) < 1:
+        raise UnplannableCopy(
+            f"expected segments of 1 token or more, found {int(segments.tokens.min())}"
+        )
+    sides = (
+        ("remote", segments.remote_block, segments.remote_offset),
+        ("local", segments.local_block, segments.local_offset),
+    )
+    theirs, ours = (
+        Reach(
+            side,
+            min(int(block.min()), int(offset.min())),
+            int(block.max()) + 1,
+            int((offset + segments.tokens).max()),
+        )
+        for side, block, offset in sides
+    )
+    return theirs, ours
+
+
+def check_reach(reach: tuple[Reach, Reach], copy: Copy) -> None:
+    for side, plane in zip(reach, (copy.remote, copy.local), strict=True):
+        if (
+            side.lowest < 0
+            or side.end_block > plane.counts.blocks
+            or side.end_token > plane.counts.block_tokens
+        ):
+            raise UnplannableCopy(
+                f"expected {side.side} segments inside {plane}, found blocks up to "
+                f"{side.end_block - 1}, tokens up to {side.end_token - 1} in a block, "
+                f"and {side.lowest} as the lowest number"
+            )

@@ -1,0 +1,191 @@
+"""Rounds of a staged copy: whole remote blocks land in a small buffer, then are placed.
+
+Where heads, tokens or channels lie in another order on the two sides, the bytes that
+are contiguous on both are few, and each run of them would cost the network a
+descriptor. A staged copy reads each remote block in one run and leaves the reordering
+to a strided copy in local memory. A round is as much of it as fits into the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpatch.geometry.crossings import Crossing, Slots
+from kvpatch.geometry.errors import UnplannableCopy
+from kvpatch.geometry.meetings import CopyStrides
+from kvpatch.geometry.reach import check_reach, reach_of
+from kvpatch.geometry.segments import Int64Array, Segments
+
+
+@dataclass(frozen=True)
+class Share:
+    """One cache group's part of a request: which tokens, through which crossings."""
+
+    segments: Segments
+    crossings: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A strided copy of some tokens out of a round's buffer into one layer's cache.
+
+    Attributes:
+        staging_offset: of the copy's first item, from the start of the round's buffer.
+        local_address: of its first item in the cache.
+        strides: those of the buffer stand as the remote ones.
+        segments: ``remote_block`` counts the slots of the buffer.
+    """
+
+    layer: str
+    staging_offset: int
+    local_address: int
+    strides: CopyStrides
+    segments: Segments
+
+
+@dataclass(frozen=True)
+class Round:
+    """Runs of remote bytes to read into a buffer, and what to do with them there.
+
+    Attributes:
+        remote_address: where each run is read.
+        staging_offset: where it lands, from the start of the buffer.
+        length: its bytes.
+        buffer_bytes: the size of the buffer that the round needs.
+    """
+
+    remote_address: Int64Array
+    staging_offset: Int64Array
+    length: Int64Array
+    buffer_bytes: int
+    placements: tuple[Placement, ...]
+
+
+def plan_rounds(shares: Sequence[Share], round_bytes: int) -> Iterator[Round]:
+    """Rounds that together copy the shares, each within ``round_bytes`` of buffer.
+
+    Every wanted token is in exactly one round. A round takes whole blocks, so it reads
+    what lies between the wanted bytes of a block too, and nothing outside the planes.
+
+    Raises:
+        UnplannableCopy: a single block is larger than a round, contents differ in width
+            or item size, or a segment reaches outside a plane.
+    """
+    parts: list[_Part] = []
+    used = 0
+    for share in shares:
+        if not len(share.segments):
+            continue
+        blocks = _Blocks.of(share.segments)
+        reach = reach_of(share.segments)
+        for slots in (slots for crossing in share.crossings for slots in crossing.slots):
+            for copy in slots.copies:
+                check_reach(reach, copy)
+            if slots.slot_bytes > round_bytes:
+                raise UnplannableCopy(
+                    f"expected a buffer of at least {slots.slot_bytes} bytes, which one remote "
+                    f"block needs, found {round_bytes}"
+                )
+            first = 0
+            while first < blocks.count:
+                room = (round_bytes - used) // slots.slot_bytes
+                if not room:
+                    yield _round(parts)
+                    parts, used = [], 0
+                    continue
+                end = min(blocks.count, first + room)
+                parts.append(_part(slots, blocks, first, end, used))
+                used += (end - first) * slots.slot_bytes
+                first = end
+    if parts:
+        yield _round(parts)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A share's segments by the remote block that they lie in.
+
+    ``first_segment`` has one number more than there are blocks.
+    """
+
+    block: Int64Array
+    first_segment: Int64Array
+    segments: Segments
+
+    @classmethod
+    def of(cls, segments: Segments) -> _Blocks:
+        begins = np.empty(len(segments), dtype=np.bool_)
+        begins[0] = True
+        # A list may name a block twice in a row: the offsets tell that it starts again.
+        np.not_equal(segments.remote_block[1:], segments.remote_block[:-1], out=begins[1:])
+        begins[1:] |= segments.remote_offset[1:] <= segments.remote_offset[:-1]
+        first = np.flatnonzero(begins)
+        return cls(segments.remote_block[first], np.append(first, len(segments)), segments)
+
+    @property
+    def count(self) -> int:
+        return int(self.block.size)
+
+    def part(self, first: int, end: int) -> Segments:
+        """The segments of blocks ``first`` to ``end``, which count from 0 in it."""
+        bounds = self.first_segment[first : end + 1]
+        rows = slice(int(bounds[0]), int(bounds[-1]))
+        slot = np.repeat(np.arange(end - first, dtype=np.int64), np.diff(bounds))
+        s = self.segments
+        return Segments(
+            slot, s.remote_offset[rows], s.local_block[rows], s.local_offset[rows], s.tokens[rows]
+        )
+
+
+class _Part(NamedTuple):
+    remote: Int64Array
+    offset: Int64Array
+    length: Int64Array
+    end: int
+    placements: tuple[Placement, ...]
+
+
+def _part(slots: Slots, blocks: _Blocks, first: int, end: int, at: int) -> _Part:
+    """Blocks ``first`` to ``end`` of a region, from byte ``at`` of the buffer on."""
+    remote = slots.address + blocks.block[first:end] * slots.block_stride
+    offset = at + np.arange(end - first, dtype=np.int64) * slots.slot_bytes
+    length = np.full(end - first, slots.span_bytes, dtype=np.int64)
+    segments = blocks.part(first, end)
+    placements = tuple(
+        Placement(
+            layer=copy.local.layer,
+            staging_offset=at + copy.remote_address - slots.address,
+            local_address=copy.local_address,
+            strides=copy.strides._replace(
+                block=copy.strides.block._replace(remote_stride=slots.slot_bytes)
+            ),
+            segments=segments,
+        )
+        for copy in slots.copies
+    )
+    return _Part(remote, offset, length, at + (end - first) * slots.slot_bytes, placements)
+
+
+def _round(parts: Sequence[_Part]) -> Round:
+    remote = np.concatenate([part.remote for part in parts])
+    offset = np.concatenate([part.offset for part in parts])
+    length = np.concatenate([part.length for part in parts])
+    starts = np.empty(length.size, dtype=np.bool_)
+    starts[0] = True
+    np.not_equal(remote[:-1] + length[:-1], remote[1:], out=starts[1:])
+    starts[1:] |= offset[:-1] + length[:-1] != offset[1:]
+    # Neighbours of two regions may belong to two registrations: never one run.
+    borders = np.cumsum([part.length.size for part in parts[:-1]], dtype=np.int64)
+    starts[borders] = True
+    first = np.flatnonzero(starts)
+    return Round(
+        remote[first],
+        offset[first],
+        np.add.reduceat(length, first),
+        parts[-1].end,
+        tuple(placement for part in parts for placement in part.placements),
+    )

@@ -1,0 +1,68 @@
+"""The engine's own KV cache as bytes that staged copies write to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.geometry import Placement
+from kvpatch.transfer.place import place_in_host_memory, place_on_device
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Caches:
+    """Every layer's allocation; layers that share one share the view of it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._bytes: dict[str, tuple[int, Any]] = {}
+        self._stream: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches lie, the staging buffer too."""
+        return next(iter(self._tensors.values())).device
+
+    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+        """Copies what has landed to its places; what is returned says whether it is done.
+
+        On a device the copies run in a stream of their own. A read is reported only when
+        they are done, so that whatever the model runs then comes after them.
+
+        Args:
+            staging: a round's buffer, ``uint8``, one-dimensional.
+        """
+        if self.device.type == "cpu":
+            landed = staging.numpy()
+            for placement in placements:
+                address, cache = self._layer(placement.layer)
+                place_in_host_memory(landed, cache.numpy(), address, placement)
+            return _done
+        import torch
+
+        module = torch.get_device_module(self.device)
+        if self._stream is None:
+            self._stream = module.Stream(device=self.device)
+        with module.stream(self._stream):
+            for placement in placements:
+                address, cache = self._layer(placement.layer)
+                place_on_device(staging, cache, address, placement)
+            event = module.Event()
+            event.record(self._stream)
+        query: Callable[[], bool] = event.query
+        return query
+
+    def _layer(self, name: str) -> tuple[int, torch.Tensor]:
+        if name not in self._bytes:
+            import torch
+
+            storage = self._tensors[name].untyped_storage()
+            view = torch.empty(0, dtype=torch.uint8, device=self._tensors[name].device)
+            self._bytes[name] = storage.data_ptr(), view.set_(storage, 0, (storage.nbytes(),), (1,))
+        return self._bytes[name]
+
+
+def _done() -> bool:
+    return True

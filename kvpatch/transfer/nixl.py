@@ -1,0 +1,70 @@
+"""NIXL transfers between two sets of byte runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpatch._errors import KvpatchError
+from kvpatch.geometry import Memory
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class NothingToRead(KvpatchError):
+    """A read of no bytes, which NIXL has no transfer for."""
+
+
+class Ends(NamedTuple):
+    """Both ends of a read; ``agent`` is the remote one's name to NIXL."""
+
+    local: Memory
+    remote: Memory
+    agent: str
+
+
+def prepare_read(
+    nixl: Any,
+    ends: Ends,
+    remote_address: Int64Array,
+    local_address: Int64Array,
+    length: Int64Array,
+    notification: bytes = b"",
+) -> Any:
+    """One READ of all runs, whatever their number; the caller starts it.
+
+    Args:
+        nixl: an agent of NIXL's Python API.
+        notification: what the peer gets after the last byte; nothing where it is empty.
+
+    Raises:
+        NothingToRead: there are no runs.
+    """
+    if not length.size:
+        raise NothingToRead(f"a read from {ends.agent} with no bytes in it")
+    ours = nixl.get_xfer_descs(_descriptors(local_address, length, ends.local), ends.local.kind)
+    theirs = nixl.get_xfer_descs(
+        _descriptors(remote_address, length, ends.remote), ends.remote.kind
+    )
+    return nixl.initialize_xfer("READ", ours, theirs, ends.agent, notification)
+
+
+def errors_of(nixl: Any) -> tuple[type[Exception], ...]:
+    """What an agent's transfers can raise: NIXL's errors have no class in common."""
+    bindings = getattr(sys.modules[type(nixl).__module__], "nixlBind", None)
+    found = (value for value in vars(bindings).values()) if bindings is not None else ()
+    return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
+
+
+def _descriptors(
+    addresses: Int64Array, length: Int64Array, memory: Memory
+) -> npt.NDArray[np.uint64]:
+    """[run, (address, bytes, device)], as NIXL takes arrays."""
+    found = np.empty((length.size, 3), dtype=np.uint64)
+    found[:, 0] = addresses
+    found[:, 1] = length
+    found[:, 2] = memory.device_id
+    return found

@@ -1,0 +1,26 @@
+"""A worker's staging pool, of the size that the user chose, on the cache's own device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvpatch import _env
+from kvpatch.geometry import Memory
+from kvpatch.transfer.pool import StagingPool
+
+if TYPE_CHECKING:
+    import torch
+
+
+def staging_pool(nixl: Any, memory: Memory, device: torch.device) -> StagingPool:
+    """The pool; it becomes memory, registered with NIXL, when the first read needs it."""
+
+    def make(size_bytes: int) -> torch.Tensor:
+        import torch
+
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        place = (buffer.data_ptr(), size_bytes, memory.device_id, "")
+        nixl.register_memory(nixl.get_reg_descs([place], memory.kind))
+        return buffer
+
+    return StagingPool(_env.staging_bytes(), make)

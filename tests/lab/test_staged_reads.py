@@ -1,0 +1,69 @@
+"""Direct or staged, the same bytes; a pool smaller than a request serves it in rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import Case
+from .host import Lab
+from .releases import moves_full_blocks_only, states_block_size
+from .test_like_pairs import tokens_to_move
+from .test_unlike_engines import is_out_of_reach
+from .unlike import Dimensions, cases
+
+pytestmark = pytest.mark.lab
+
+SEED = 3
+# Two of the largest blocks among the cases (128 tokens of 2 heads, K and V, 16 channels
+# of float32) fit: a request of several blocks goes in many rounds, requests queue.
+POOL_BYTES = 2 * 128 * 2 * 2 * 16 * 4
+WAYS = {
+    "direct": (("KVPATCH_TRANSFER", "direct"),),
+    "staged": (("KVPATCH_TRANSFER", "staged"),),
+    "staged in rounds": (
+        ("KVPATCH_TRANSFER", "staged"),
+        ("KVPATCH_STAGING_BYTES", str(POOL_BYTES)),
+    ),
+}
+_DIMENSIONS = Dimensions(
+    prompts=(1, 150, 300),
+    hits=("none", "one block"),
+    prefill_tokens=(16, 48, 128),
+    decode_tokens=(32, 64, 128),
+)
+_CASES = {case.name: case for case in list(cases(_DIMENSIONS, SEED))[:8]}
+
+
+def decode_with(case: Case, settings: tuple[tuple[str, str], ...]) -> Case:
+    """The case with kvpatch on D alone, with its variables set so."""
+    patched = case.patched(*SLUGS, prefill=False)
+    return replace(patched, decode=replace(patched.decode, settings=settings))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", _CASES)
+def test_every_way_of_reading_is_identical(lab: Lab, name: str, way: str) -> None:
+    case = _CASES[name]
+    if moves_full_blocks_only(lab.release) or is_out_of_reach(case, lab.release):
+        pytest.skip("this release's handshake states too little for this pair")
+
+    report = lab.run(decode_with(case, WAYS[way]))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(case, lab.release)
+
+
+def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> None:
+    if not states_block_size(lab.release):
+        pytest.skip("this release does not state its block size: a limit that PATCHES.md names")
+    case = next(c for c in _CASES.values() if c.prefill.family == "flash")
+    settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "100"))
+
+    report = lab.run(decode_with(case, settings))
+
+    assert report.outcome == "refused", report
+    assert "KVPATCH_STAGING_BYTES" in report.detail
