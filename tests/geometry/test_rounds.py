@@ -1,0 +1,150 @@
+"""Staged copies, done on byte arrays, against the slow copy of one item at a time.
+
+The copies out of the buffer are those that engines use: numpy and torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch.geometry import (
+    Plane,
+    Round,
+    Segments,
+    Share,
+    UnplannableCopy,
+    cross,
+    pair_blocks,
+    plan_rounds,
+)
+from kvpatch.transfer.place import place_in_host_memory, place_on_device
+
+from .reference import slow_copy
+from .test_plan import SOURCE, TARGET, Side, head_ranges, noise, transfers
+
+pytestmark = pytest.mark.geometry
+
+WHOLE = 1 << 30
+
+
+def regions_of(planes: Sequence[Plane], together: bool) -> list[list[Plane]]:
+    """Each layer's keys and values as one region, or each as its own."""
+    found: defaultdict[tuple[str, object], list[Plane]] = defaultdict(list)
+    for plane in planes:
+        found[plane.layer, None if together else plane.content].append(plane)
+    return list(found.values())
+
+
+def rounds_of(
+    remote: Side, local: Side, segments: Segments, together: bool = True, limit: int = WHOLE
+) -> list[Round]:
+    crossings = cross(regions_of(remote.planes, together), local.planes)
+    return list(plan_rounds([Share(segments, crossings)], limit))
+
+
+def do(rounds: Sequence[Round], source: bytes, target: bytearray, way: str) -> None:
+    """Reads each round into a buffer of noise, then places it."""
+    for number, planned in enumerate(rounds):
+        buffer = bytearray(noise(100 + number, planned.buffer_bytes))
+        landed: set[int] = set()
+        for remote, offset, length in zip(
+            planned.remote_address.tolist(),
+            planned.staging_offset.tolist(),
+            planned.length.tolist(),
+            strict=True,
+        ):
+            start = remote - SOURCE
+            assert length > 0
+            assert start >= 0 and start + length <= len(source)
+            assert offset >= 0 and offset + length <= len(buffer)
+            assert landed.isdisjoint(range(offset, offset + length))
+            landed.update(range(offset, offset + length))
+            buffer[offset : offset + length] = source[start : start + length]
+        staging = np.frombuffer(buffer, dtype=np.uint8)
+        cache = np.frombuffer(target, dtype=np.uint8)
+        for placement in planned.placements:
+            if way == "numpy":
+                place_in_host_memory(staging, cache, TARGET, placement)
+            else:
+                place_on_device(
+                    torch.from_numpy(staging), torch.from_numpy(cache), TARGET, placement
+                )
+
+
+def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytearray]:
+    source = noise(1, remote.total_bytes)
+    target = bytearray(noise(2, local.total_bytes))
+    slow_copy(
+        source, SOURCE, target, TARGET, remote.planes, local.planes,
+        remote.blocks, local.blocks, tokens,
+    )  # fmt: skip
+    return source, target
+
+
+@given(transfers(), st.booleans(), st.integers(0, 3))
+@settings(max_examples=300, deadline=None)
+def test_any_two_geometries_in_rounds(drawn: Any, together: bool, more_blocks: int) -> None:
+    """Whatever the size of the rounds: every item in its place, nothing else touched."""
+    remote, local, first, end = drawn
+    source, expected = expected_of(remote, local, range(first, end))
+    segments = pair_blocks(remote.blocks, local.blocks, first, end)
+    crossings = cross(regions_of(remote.planes, together), local.planes)
+    least = max(crossing.slot_bytes for crossing in crossings)
+    for limit in (least + more_blocks * 64, WHOLE):
+        rounds = rounds_of(remote, local, segments, together, limit)
+        assert all(planned.buffer_bytes <= limit for planned in rounds)
+        for way in ("numpy", "torch"):
+            found = bytearray(noise(2, local.total_bytes))
+            do(rounds, source, found, way)
+            assert found == expected, way
+    if first < end:  # the comparison can fail: a copy that is not done is noticed
+        assert noise(2, local.total_bytes) != bytes(expected)
+
+
+@given(head_ranges())
+@settings(max_examples=100, deadline=None)
+def test_unlike_tensor_parallel_ranks_in_rounds(drawn: Any) -> None:
+    remotes, locals_, end = drawn
+    for local in locals_:
+        expected, found = (bytearray(noise(2, local.total_bytes)) for _ in range(2))
+        for remote in remotes:
+            source = noise(1, remote.total_bytes)
+            slow_copy(
+                source, SOURCE, expected, TARGET, remote.planes, local.planes,
+                remote.blocks, local.blocks, range(end),
+            )  # fmt: skip
+            segments = pair_blocks(remote.blocks, local.blocks, 0, end)
+            do(rounds_of(remote, local, segments), source, found, "numpy")
+        assert found == expected
+
+
+@given(transfers())
+@settings(max_examples=50, deadline=None)
+def test_a_round_smaller_than_a_block_is_refused(drawn: Any) -> None:
+    remote, local, first, end = drawn
+    if first == end:
+        return
+    with pytest.raises(UnplannableCopy, match="one remote block"):
+        rounds_of(remote, local, pair_blocks(remote.blocks, local.blocks, first, end), limit=63)
+
+
+@given(transfers(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_segment_outside_a_plane_is_refused(drawn: Any, data: Any) -> None:
+    remote, local, first, end = drawn
+    if first == end:
+        return
+    segments = pair_blocks(remote.blocks, local.blocks, first, end)
+    column = data.draw(st.sampled_from(["remote_block", "local_block", "local_offset"]))
+    columns = {name: getattr(segments, name).copy() for name in vars(segments)}
+    columns[column][-1] = 1000
+    with pytest.raises(UnplannableCopy, match="found blocks up to"):
+        rounds_of(remote, local, Segments(**columns))
