@@ -9,18 +9,6 @@ set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
-release=""
-previous=""
-for argument in "$@"; do
-    case "$argument" in
-        --release=*) release="${argument#--release=}" ;;
-        *) [[ "$previous" == --release ]] && release="$argument" ;;
-    esac
-    previous="$argument"
-done
-
-python="$("$here/env.sh" ${release:+"$release"})"
-if ! "$python" -c "import kvpatch" 2>/dev/null; then
-    export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
-fi
-exec "$python" -m kvpatch.cli verify "$@"
+# shellcheck source=experiments/run_cli.sh
+source "$here/run_cli.sh"
+run_cli verify "$@"

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _COLUMN_MAJOR_ISAS = ("vec", "vec16")
 """CPU kernels whose keys lie [channel, slot]; others pack tiles in ways not known here."""
 
+_ROW_MAJOR_ON_CPU = ("CUSTOM", "CPU_MLA")
+"""Backends on the CPU with plain rows: ``torch_attention``, and latents, which have no keys."""
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -70,7 +73,7 @@ def _layers(worker: Any, runner: Any) -> Iterator[LayerCache]:
                 name,
                 tensor_facts(tensor),
                 _dimension_order(name, tensor, backends.get(name), spec),
-                key_order=_key_order(name, module, tensor),
+                key_order=_key_order(name, module, tensor, backends.get(name)),
                 first_head=first_head,
             )
             yield LayerCache(
@@ -173,8 +176,8 @@ def _dimension_order(name: str, tensor: torch.Tensor, backend: Any, spec: Any) -
     )
 
 
-def _key_order(name: str, module: Any, tensor: torch.Tensor) -> KeyOrder:
-    if tensor.device.type != "cpu":
+def _key_order(name: str, module: Any, tensor: torch.Tensor, backend: Any) -> KeyOrder:
+    if tensor.device.type != "cpu" or (backend and backend.get_name() in _ROW_MAJOR_ON_CPU):
         return KeyOrder.ROW_MAJOR
     isa = getattr(module, "isa", None)
     if isa not in _COLUMN_MAJOR_ISAS:

@@ -9,6 +9,9 @@ from kvpatch.verify.fingerprint import LayerFingerprints, differing_layers
 from kvpatch.verify.handoff import Completion
 from kvpatch.verify.prompts import Case
 
+NULL_BLOCK = 0
+"""vLLM's placeholder for a block outside a sliding window."""
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -16,10 +19,12 @@ class Snapshot:
 
     ``computed_tokens`` is how many prompt tokens the engine had when it first computed one of them
     itself; on a decode engine all but the last come from the transfer and from its prefix cache.
+    ``block_ids`` are the request's blocks, a list for each cache group.
     """
 
     fingerprints: LayerFingerprints
     computed_tokens: int
+    block_ids: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,23 @@ def judge(case: Case, observed: Observation, reference: Observation, alone: bool
     )
 
 
+def prefix_hit_blocks(earlier: Snapshot, later: Snapshot) -> int:
+    """How many of its first blocks a request shares with an earlier one, in its longest group."""
+    return max(
+        (_shared(*groups) for groups in zip(earlier.block_ids, later.block_ids, strict=True)),
+        default=0,
+    )
+
+
+def _shared(earlier: Sequence[int], later: Sequence[int]) -> int:
+    same = 0
+    for left, right in zip(earlier, later, strict=False):
+        if left != right or left == NULL_BLOCK:
+            break
+        same += 1
+    return same
+
+
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Index of the first token that differs, or at which one of the two ends; None if equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
@@ -102,6 +124,9 @@ def _compare_transfer(case: Case, observed: Observation) -> str:
 def _compare_prefill(observed: Observation, reference: Observation) -> str:
     if observed.prefill is None or reference.prefill is None:
         return "no cache reported"
+    if observed.prefill.computed_tokens != reference.prefill.computed_tokens:
+        # Prefix hits of other lengths: what was computed is a matrix of other rows.
+        return ""
     return _differing(reference.prefill.fingerprints, observed.prefill.fingerprints)
 
 
@@ -155,11 +180,16 @@ class Comparison:
 
 
 def compare(
-    cases: Sequence[Case], observations: Mapping[str, Mapping[str, Observation]]
+    cases: Sequence[Case],
+    observations: Mapping[str, Mapping[str, Observation]],
+    *,
+    same_prefill: bool = True,
 ) -> Comparison:
     """Judge every set-up but the first, which is the reference.
 
     ``observations`` is set-up -> case name -> observation, in the order in which the set-ups ran.
+    ``same_prefill`` says that prefill engines compute as the reference does, to the last bit; with
+    another number of ranks sums are split otherwise, and only tokens can be held to be equal.
     """
     reference, *others = observations
     together = {case.step for case in cases if sum(other.step == case.step for other in cases) > 1}
@@ -171,7 +201,7 @@ def compare(
                     case,
                     observations[setup][case.name],
                     observations[reference][case.name],
-                    alone=case.step not in together,
+                    alone=same_prefill and case.step not in together,
                 )
                 for case in cases
                 if case.control is control and case.name in observations[setup]

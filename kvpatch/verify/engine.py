@@ -62,6 +62,7 @@ class EngineSpec:
         arguments: of the API server, later ones override earlier ones.
         connector: whether it gets a NixlConnector.
         kvpatch: whether ``ENABLE_KVPATCH`` is set in its environment.
+        environment: variables on top of the inherited ones.
     """
 
     name: str
@@ -69,6 +70,7 @@ class EngineSpec:
     arguments: tuple[str, ...]
     connector: bool
     kvpatch: bool
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 def free_ports(count: int) -> int:
@@ -126,6 +128,7 @@ def environment(
         result |= {"HF_HUB_OFFLINE": "1"}
     if spec.kvpatch:
         result["ENABLE_KVPATCH"] = "true"
+    result |= dict(spec.environment)
     if not _is_installed():
         # The probe must be importable from a plain checkout too.
         checkout = str(Path(__file__).resolve().parents[2])
@@ -233,6 +236,11 @@ class Engine:
     async def rpc(self, client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
         """Call a method of the probe on every rank; one result per rank."""
         return await call_rpc(client, self.url, method, *arguments)
+
+    async def forget_prefixes(self, client: httpx.AsyncClient) -> None:
+        """Empty the prefix cache; blocks that a request still holds stay."""
+        response = await client.post(f"{self.url}/reset_prefix_cache", timeout=_RPC_TIMEOUT_S)
+        response.raise_for_status()
 
     def stop(self) -> None:
         """End the process and everything in its group. Blocks, so that nothing can interrupt it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +31,11 @@ class RequestFailed(KvpatchError):
 
 @dataclass(frozen=True)
 class Completion:
-    """A greedy answer."""
+    """A greedy answer; ``first_token_s`` is from sending the prompt to its first token."""
 
     token_ids: tuple[int, ...]
     text: str
+    first_token_s: float = 0.0
 
 
 async def complete(
@@ -44,8 +47,8 @@ async def complete(
     request_id: str,
 ) -> Completion:
     """Ask one engine for a greedy completion."""
-    body = await _post(client, url, _request(model, token_ids, max_tokens), request_id)
-    return _completion(url, body)
+    body = _request(model, token_ids, max_tokens)
+    return await _stream(client, url, body, request_id, time.perf_counter())
 
 
 async def prefill_then_decode(
@@ -61,6 +64,7 @@ async def prefill_then_decode(
 
     Both requests carry one ``request_id``: releases up to 0.12 find a request's blocks by it.
     """
+    started = time.perf_counter()
     ask = {**_request(model, token_ids, 1), "kv_transfer_params": dict(_ASK_PREFILL)}
     prefilled = await _post(client, prefill_url, ask, request_id)
     params = prefilled.get("kv_transfer_params")
@@ -69,13 +73,8 @@ async def prefill_then_decode(
             f"{prefill_url}: expected kv_transfer_params in the answer to a prefill, "
             f"found {sorted(prefilled)}; is a KV connector configured?"
         )
-    body = await _post(
-        client,
-        decode_url,
-        {**_request(model, token_ids, max_tokens), "kv_transfer_params": params},
-        request_id,
-    )
-    return _completion(decode_url, body)
+    body = {**_request(model, token_ids, max_tokens), "kv_transfer_params": params}
+    return await _stream(client, decode_url, body, request_id, started)
 
 
 def _request(model: str, token_ids: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
@@ -104,9 +103,42 @@ async def _post(
     return answer
 
 
-def _completion(url: str, body: Mapping[str, Any]) -> Completion:
-    choice = body["choices"][0]
-    ids = choice.get("token_ids")
-    if not ids:
-        raise RequestFailed(f"{url}: expected token_ids in the answer, found {sorted(choice)}")
-    return Completion(tuple(ids), choice["text"])
+async def _stream(
+    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], request_id: str, started: float
+) -> Completion:
+    """Read an answer token by token; ``started`` is when the prompt was first sent anywhere."""
+    token_ids: list[int] = []
+    text = ""
+    first_token_s = 0.0
+    async with client.stream(
+        "POST",
+        f"{url}/v1/completions",
+        json={**body, "stream": True},
+        headers={"X-Request-Id": request_id},
+        timeout=REQUEST_TIMEOUT_S,
+    ) as response:
+        if response.status_code != 200:
+            problem = (await response.aread()).decode(errors="replace")
+            raise RequestFailed(f"{url}: HTTP {response.status_code}: {problem[:500]}")
+        async for event in events(response.aiter_lines()):
+            if "error" in event:
+                raise RequestFailed(f"{url}: {json.dumps(event['error'])[:500]}")
+            for choice in event.get("choices", ()):
+                if choice.get("finish_reason") == "error":
+                    raise RequestFailed(f"{url}: the request ended with an error")
+                new = choice.get("token_ids") or ()
+                if new and not token_ids:
+                    first_token_s = time.perf_counter() - started
+                token_ids += new
+                text += choice["text"]
+    if not token_ids:
+        raise RequestFailed(f"{url}: expected token_ids in the answer, found none")
+    return Completion(tuple(token_ids), text, first_token_s)
+
+
+async def events(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON bodies of a server-sent event stream."""
+    async for line in lines:
+        kind, _, data = line.partition(":")
+        if kind == "data" and data.strip() != "[DONE]":
+            yield json.loads(data)

@@ -1,12 +1,17 @@
-"""A tiny random Llama with its tokenizer, made in a second and without a download."""
+"""Tiny random models with their tokenizer, made in a second and without a download."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 MAX_POSITIONS = 2048
-"""Longest sequence of the model in tokens."""
+"""Longest sequence of the models in tokens."""
+
+WINDOW_TOKENS = 40
+"""What a sliding-window layer attends to: less than most prompts, and no multiple of a block."""
 
 _SYLLABLES = (
     "ba",
@@ -26,6 +31,20 @@ _SYLLABLES = (
 )
 _COMPLETE = "tokenizer.json"
 
+_SIZES: Mapping[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": MAX_POSITIONS,
+    # Ten times the usual value: with the usual one a random model's greedy tokens hardly depend on
+    # its KV cache and a wrong cache would go unnoticed.
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+_GROUPED_HEADS: Mapping[str, Any] = {**_SIZES, "num_key_value_heads": 4, "head_dim": 32}
+
 
 def words(count: int, seed: int = 0) -> list[str]:
     """``count`` made-up words, the same for the same seed."""
@@ -34,16 +53,75 @@ def words(count: int, seed: int = 0) -> list[str]:
 
 
 def make_tiny_llama(folder: Path) -> Path:
-    """Write the model to ``folder`` unless it is there already; returns ``folder``.
+    """Write a Llama to ``folder`` unless it is there already; returns ``folder``."""
 
-    ``initializer_range`` is ten times the usual value: with the usual one a random model's greedy
-    tokens hardly depend on its KV cache and a wrong cache would go unnoticed.
-    """
+    def build(vocabulary: int) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **_GROUPED_HEADS))
+
+    return _write(folder, build)
+
+
+def make_tiny_window_llama(folder: Path) -> Path:
+    """A Llama in which sliding-window layers alternate with full ones, so that vLLM's allocator
+    makes several cache groups of it."""
+
+    def build(vocabulary: int) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        kinds = ["sliding_attention", "full_attention"] * 2
+        # vLLM reads both from a Llama's configuration; transformers' own Llama ignores them.
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            layer_types=kinds,
+            sliding_window=WINDOW_TOKENS,
+            **_GROUPED_HEADS,
+        )
+        return LlamaForCausalLM(config)
+
+    return _write(folder, build)
+
+
+def make_tiny_mla(folder: Path) -> Path:
+    """A DeepSeek-V2 without experts: one latent of 512 + 64 channels, the one width that vLLM's
+    CPU backend has a kernel for."""
+
+    def build(vocabulary: int) -> Any:
+        from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+        config = DeepseekV2Config(
+            vocab_size=vocabulary,
+            num_key_value_heads=8,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=32,
+            qk_rope_head_dim=64,
+            v_head_dim=32,
+            n_routed_experts=4,  # of layers behind the dense ones: of none
+            first_k_dense_replace=_SIZES["num_hidden_layers"],
+            **_SIZES,
+        )
+        return DeepseekV2ForCausalLM(config)
+
+    return _write(folder, build)
+
+
+MAKERS: Mapping[str, Callable[[Path], Path]] = {
+    "llama": make_tiny_llama,
+    "window": make_tiny_window_llama,
+    "mla": make_tiny_mla,
+}
+"""Every model by its short name."""
+
+
+def _write(folder: Path, build: Callable[[int], Any]) -> Path:
+    """Save the model that ``build`` makes for a vocabulary of that size, and the tokenizer."""
     if (folder / _COMPLETE).exists():
         return folder
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -59,22 +137,7 @@ def make_tiny_llama(folder: Path) -> Path:
     )
     tokenizer.train_from_iterator([" ".join(words(20_000))], trainer)
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=tokenizer.get_vocab_size(),
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            head_dim=32,
-            max_position_embeddings=MAX_POSITIONS,
-            initializer_range=0.2,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
-    )
-    model.save_pretrained(folder)
+    build(tokenizer.get_vocab_size()).save_pretrained(folder)
     # Last, because its file marks the folder as complete.
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch.verify.caches import LayerCache, layer_caches, plane_view, read_rows
+from kvpatch.verify.compare import NULL_BLOCK
 from kvpatch.verify.fingerprint import digest_heads
 
 PREFILLED = "prefilled"
@@ -18,9 +19,6 @@ PREFILLED = "prefilled"
 
 LOADED = "loaded"
 """Fingerprint a request before its first step: on a decode engine, what the transfer brought."""
-
-_NULL_BLOCK = 0
-"""vLLM's placeholder for a block outside a sliding window."""
 
 
 @dataclass
@@ -100,7 +98,7 @@ class Watch:
         Every byte of the block is zeroed; a cache that did not matter would go unnoticed.
         """
         for layer in self.layers:
-            ids = [block for block in request.block_ids[layer.group] if block != _NULL_BLOCK]
+            ids = [block for block in request.block_ids[layer.group] if block != NULL_BLOCK]
             split = layer.block_tokens // layer.planes[0].counts.block_tokens
             whole = request.prompt_tokens // layer.block_tokens
             block = ids[max(0, min(whole, len(ids)) - 1)] * split

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 SEQUENTIAL_TOKENS = (1, 3, 17, 31, 45, 101, 163, 259, 421)
 """Prompt lengths sent one by one: one token to several blocks, none a multiple of a block size."""
 
-SHARED_PREFIX_TOKENS = 131
-"""Length of what the pair ``prefix-*`` has in common: a few whole blocks and a part of one."""
+SHARED_PREFIX_TOKENS = (35, 67, 131)
+"""Lengths of what each pair ``prefix-*`` has in common: one whole block of 32, 64, 96 or 128 tokens
+for at least one of them, and a part of the next."""
 
 CONCURRENT_TOKENS = (5, 23, 41, 67, 90, 119, 203, 310)
 """Prompt lengths sent all at once."""
@@ -59,10 +60,11 @@ def build_cases(vocabulary: Sequence[int], seed: int = 0) -> tuple[Case, ...]:
     for tokens in SEQUENTIAL_TOKENS:
         cases.append(Case(f"len-{tokens}", draw(tokens), step))
         step += 1
-    prefix = draw(SHARED_PREFIX_TOKENS)
-    for name, tail in (("prefix-a", 26), ("prefix-b", 71)):
-        cases.append(Case(name, prefix + draw(tail), step))
-        step += 1
+    for tokens in SHARED_PREFIX_TOKENS:
+        prefix = draw(tokens)
+        for name, tail in (("a", 26), ("b", 71)):
+            cases.append(Case(f"prefix-{tokens}-{name}", prefix + draw(tail), step))
+            step += 1
     for tokens in CONCURRENT_TOKENS:
         cases.append(Case(f"together-{tokens}", draw(tokens), step))
     step += 1
@@ -70,6 +72,12 @@ def build_cases(vocabulary: Sequence[int], seed: int = 0) -> tuple[Case, ...]:
         cases.append(Case(f"control-{tokens}", draw(tokens), step, control=True))
         step += 1
     return tuple(cases)
+
+
+def prefix_pairs(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
+    """The pairs of prompts that share a prefix, first the one that is sent first."""
+    shared = [case for case in cases if case.name.startswith("prefix-")]
+    return list(zip(shared[::2], shared[1::2], strict=True))
 
 
 def steps(cases: Sequence[Case]) -> list[list[Case]]:

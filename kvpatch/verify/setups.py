@@ -51,16 +51,25 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine, or a prefill and a decode engine."""
+    """A single engine (no decode engine), or prefill engines and decode engines."""
 
     name: str
-    prefill: EngineSpec
-    decode: EngineSpec | None = None
+    prefill: tuple[EngineSpec, ...]
+    decode: tuple[EngineSpec, ...] = ()
 
     @property
     def specs(self) -> tuple[EngineSpec, ...]:
         """The engines, prefill first."""
-        return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
+        return (*self.prefill, *self.decode)
+
+
+def route(case: int, prefill: int, decode: int) -> tuple[int, int | None]:
+    """The numbers of the prefill and the decode engine that serve a case.
+
+    Neighbours go to unlike prefill engines and, until these are through, to one decode engine, so
+    that prompts with a shared prefix meet there.
+    """
+    return case % prefill, case // prefill % decode if decode else None
 
 
 def parse_setups(text: str) -> tuple[str, ...]:
@@ -104,35 +113,38 @@ def parse_arguments(text: str) -> tuple[str, ...]:
 
 def build_setups(options: Options, model: str) -> list[Setup]:
     """The set-ups that ``options`` ask for."""
-    common = (
-        *("--dtype", options.dtype, "--block-size", "32", "--max-model-len", "1024"),
-        *("--max-num-seqs", "8", "--enforce-eager", *options.engine_arguments),
-    )
 
     def spec(name: str, arguments: tuple[str, ...], connector: bool, kvpatch: bool) -> EngineSpec:
-        return EngineSpec(name, model, (*common, *arguments), connector, kvpatch)
+        arguments = (*options.engine_arguments, *arguments)
+        return small_engine(name, model, options.dtype, arguments, connector, kvpatch)
 
     setups = []
     for name in options.setups:
         if name == "single":
-            setups.append(Setup(name, spec("single", (), connector=False, kvpatch=False)))
+            setups.append(Setup(name, (spec("single", (), connector=False, kvpatch=False),)))
             continue
         on = {
             side: name == "kvpatch" and options.kvpatch_on in ("both", side)
             for side in ("prefill", "decode")
         }
-        setups.append(
-            Setup(
-                name,
-                spec(
-                    f"{name}-prefill",
-                    options.prefill_arguments,
-                    connector=True,
-                    kvpatch=on["prefill"],
-                ),
-                spec(
-                    f"{name}-decode", options.decode_arguments, connector=True, kvpatch=on["decode"]
-                ),
-            )
-        )
+        prefill = spec(f"{name}-prefill", options.prefill_arguments, True, on["prefill"])
+        decode = spec(f"{name}-decode", options.decode_arguments, True, on["decode"])
+        setups.append(Setup(name, (prefill,), (decode,)))
     return setups
+
+
+def small_engine(
+    name: str,
+    model: str,
+    dtype: str,
+    arguments: tuple[str, ...],
+    connector: bool,
+    kvpatch: bool,
+    environment: tuple[tuple[str, str], ...] = (),
+) -> EngineSpec:
+    """An engine that several of can share a small machine; ``arguments`` override its own."""
+    small = (
+        *("--dtype", dtype, "--block-size", "32", "--max-model-len", "1024"),
+        *("--max-num-seqs", "8", "--enforce-eager"),
+    )
+    return EngineSpec(name, model, (*small, *arguments), connector, kvpatch, environment)

@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.verify.compare import Comparison, Observation, Snapshot, compare, first_difference
+from kvpatch.verify.compare import (
+    Comparison,
+    Observation,
+    Snapshot,
+    compare,
+    first_difference,
+    prefix_hit_blocks,
+)
 from kvpatch.verify.handoff import Completion
-from kvpatch.verify.prompts import Case, build_cases, steps
+from kvpatch.verify.prompts import Case, build_cases, prefix_pairs, steps
 from kvpatch.verify.report import errors, json_lines, summary, table, write_json_lines
 
 pytestmark = pytest.mark.serving
@@ -103,6 +110,46 @@ def test_prompts_batched_together_may_round_differently() -> None:
     assert comparison.differences == ["stock/one"]
 
 
+def test_ranks_may_round_differently() -> None:
+    """A prefill engine of two ranks has other bytes than one alone; the transfer must not."""
+    rounded = Snapshot({"layer.0": "ax", "layer.1": "bx"}, computed_tokens=9)
+    reference = {_CASE.name: _GOOD}
+
+    def differences(observed: Observation, same_prefill: bool) -> list[str]:
+        observations = {"single": reference, "stock": {_CASE.name: observed}}
+        return compare((_CASE,), observations, same_prefill=same_prefill).differences
+
+    observed = replace(_GOOD, prefill=rounded, decode=rounded)
+    assert differences(observed, same_prefill=True) == ["stock/one"]
+    assert differences(observed, same_prefill=False) == []
+    assert differences(replace(observed, decode=_CACHE), same_prefill=False) == ["stock/one"]
+
+
+def test_prefixes_of_other_lengths_may_round_differently() -> None:
+    other = replace(_CACHE, fingerprints={"layer.0": "ax", "layer.1": "bx"})
+    hit = replace(other, computed_tokens=4)
+    assert _compare(replace(_GOOD, prefill=hit, decode=other)).passed
+    assert not _compare(replace(_GOOD, prefill=other, decode=other)).passed
+    assert not _compare(replace(_GOOD, prefill=hit)).passed
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "blocks"),
+    [
+        (((5, 6, 7),), ((5, 6, 8),), 2),
+        (((5, 6),), ((4, 6),), 0),
+        # A window's first blocks are placeholders, which are no hit.
+        (((0, 0, 7), (5, 6)), ((0, 0, 8), (5, 9)), 1),
+        ((), (), 0),
+    ],
+)
+def test_prefix_hits(
+    earlier: tuple[tuple[int, ...], ...], later: tuple[tuple[int, ...], ...], blocks: int
+) -> None:
+    first, second = (replace(_CACHE, block_ids=ids) for ids in (earlier, later))
+    assert prefix_hit_blocks(first, second) == blocks
+
+
 @pytest.mark.parametrize(
     ("left", "right", "index"),
     [((), (), None), ((1, 2), (1, 2), None), ((1, 2), (1, 3), 1), ((1,), (1, 3), 1), ((), (1,), 0)],
@@ -119,9 +166,13 @@ def test_prompts_are_what_the_run_promises() -> None:
     assert min(case.tokens for case in ordinary) == 1
     assert all(case.tokens % size for case in ordinary for size in _BLOCK_TOKENS)
     assert max(len(step) for step in steps(cases)) == 8
-    a, b = (case for case in cases if case.name.startswith("prefix"))
-    assert a.token_ids[:131] == b.token_ids[:131]
-    assert a.token_ids[:140] != b.token_ids[:140]
+    pairs = prefix_pairs(cases)
+    for (a, b), shared in zip(pairs, (35, 67, 131), strict=True):
+        assert a.step < b.step
+        assert a.token_ids[:shared] == b.token_ids[:shared]
+        assert a.token_ids[: shared + 9] != b.token_ids[: shared + 9]
+    hits = {size: [35 // size, 67 // size, 131 // size] for size in (32, 64, 96, 128)}
+    assert all(1 in blocks for blocks in hits.values()), "a hit of one block for every size"
     assert all(case.tokens > 1 for case in cases if case.control)
     with pytest.raises(ValueError, match="found 3"):
         build_cases([4, 5, 6])

@@ -21,6 +21,7 @@ from kvpatch.verify.setups import (
     parse_arguments,
     parse_setups,
     parse_side,
+    route,
 )
 
 pytestmark = pytest.mark.serving
@@ -139,6 +140,28 @@ def test_environment_of_a_stock_engine_never_has_kvpatch_on() -> None:
     assert on["ENABLE_KVPATCH"] == "true" and on["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5000"
 
 
+def test_a_spec_has_the_last_word_in_its_environment() -> None:
+    spec = EngineSpec("nhd", "model", (), True, False, (("VLLM_KV_CACHE_LAYOUT", "NHD"),))
+    inherited = {"VLLM_KV_CACHE_LAYOUT": "HND"}
+    assert engine.environment(spec, inherited, 5000)["VLLM_KV_CACHE_LAYOUT"] == "NHD"
+    assert engine.environment(_SPEC, inherited, 5000)["VLLM_KV_CACHE_LAYOUT"] == "HND"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "expected"),
+    [
+        (1, 0, [(0, None), (0, None), (0, None), (0, None)]),
+        (1, 1, [(0, 0), (0, 0), (0, 0), (0, 0)]),
+        (2, 1, [(0, 0), (1, 0), (0, 0), (1, 0)]),
+        (2, 2, [(0, 0), (1, 0), (0, 1), (1, 1)]),
+    ],
+)
+def test_routes_reach_every_pair(
+    prefill: int, decode: int, expected: list[tuple[int, int | None]]
+) -> None:
+    assert [route(case, prefill, decode) for case in range(4)] == expected
+
+
 def test_arguments_reach_the_engine_they_are_for(tmp_path: Path) -> None:
     options = Options(
         tmp_path,
@@ -148,12 +171,15 @@ def test_arguments_reach_the_engine_they_are_for(tmp_path: Path) -> None:
         kvpatch_on=parse_side("decode"),
     )
     single, stock, patched = build_setups(options, "model")
-    assert single.decode is None and not single.prefill.connector
+    assert not single.decode and not single.prefill[0].connector
     assert all(spec.connector for setup in (stock, patched) for spec in setup.specs)
     assert [spec.kvpatch for spec in stock.specs] == [False, False]
     assert [spec.kvpatch for spec in patched.specs] == [False, True]
-    assert "--tensor-parallel-size" not in (*single.prefill.arguments, *stock.prefill.arguments)
-    command = engine.command(stock.prefill, 80)
+    assert "--tensor-parallel-size" not in (
+        *single.prefill[0].arguments,
+        *stock.prefill[0].arguments,
+    )
+    command = engine.command(stock.prefill[0], 80)
     assert command[-2:] == ["--block-size", "128"]  # behind the default, so that it counts
     assert "--seed" in command and "--kv-transfer-config" in command
 

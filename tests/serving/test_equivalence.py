@@ -33,13 +33,13 @@ def _verify(work_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
     done = _verify(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "all 38 identical to single" in done.stdout
+    assert "all 46 identical to single" in done.stdout
     assert "negative control: differs (as it must), 6 of 6" in done.stdout
 
     records = [
         json.loads(line) for line in (tmp_path / "equivalence.jsonl").read_text().splitlines()
     ]
-    assert len(records) == 22
+    assert len(records) == 26
     for record in records:
         single = record["setups"]["single"]
         for setup in ("stock", "kvpatch"):

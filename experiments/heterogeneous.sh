@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# The main example: P and D unlike in block size, layout or ranks, stock beside kvpatch on D alone.
+#
+#   experiments/heterogeneous.sh                        the whole table, most of an hour on 2 cores
+#   experiments/heterogeneous.sh --rows 128-32,32-128   some rows
+#   experiments/heterogeneous.sh --list                 the names of all rows
+#   experiments/heterogeneous.sh --help                 all options (of kvpatch verify-matrix)
+#
+# Real engines on CPU with tiny random models in float32; greedy tokens and cache bytes are held
+# against one single engine. Exit status 0 only when every row is identical with kvpatch and every
+# cache that was spoiled on purpose was noticed.
+#
+# Makes its own environment first; experiments/env.sh says how and which variables steer it.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# shellcheck source=experiments/run_cli.sh
+source "$here/run_cli.sh"
+
+# Needed while the patch is experimental, harmless afterwards.
+export KVPATCH_EXPERIMENTAL="${KVPATCH_EXPERIMENTAL-unlike_engines}"
+run_cli verify-matrix "$@"

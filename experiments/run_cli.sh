@@ -1,0 +1,23 @@
+# shellcheck shell=bash
+# For the experiments that run a command of kvpatch's; sourced.
+#
+#   run_cli COMMAND [--release RELEASE] [OPTIONS]
+#
+# Makes the environment for that release first (experiments/env.sh), then replaces the shell.
+
+run_cli() {
+    local here release="" previous="" argument python
+    here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+    for argument in "$@"; do
+        case "$argument" in
+            --release=*) release="${argument#--release=}" ;;
+            *) [[ "$previous" == --release ]] && release="$argument" ;;
+        esac
+        previous="$argument"
+    done
+    python="$("$here/env.sh" ${release:+"$release"})"
+    if ! "$python" -c "import kvpatch" 2>/dev/null; then
+        export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+    fi
+    exec "$python" -m kvpatch.cli "$@"
+}

@@ -1,0 +1,133 @@
+"""The table of unlike pairs as a table for people and as JSON lines for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.verify.compare import Observation, Verdict, prefix_hit_blocks
+from kvpatch.verify.matrix_run import RowResult
+from kvpatch.verify.prompts import Case, prefix_pairs, steps
+from kvpatch.verify.report import errors, json_lines
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def matrix_table(results: Sequence[RowResult]) -> Table:
+    """A row per pair."""
+    from rich.table import Table
+
+    drawn = Table(
+        title="unlike pairs, held against one single engine",
+        title_justify="left",
+        caption="spoiled: caches spoiled on purpose that were noticed; prefix hits: blocks that D "
+        "had itself, for each shared prefix; first token: single/stock/kvpatch",
+        caption_justify="left",
+    )
+    for heading in ("row", "blocks at P -> D", "stock", "kvpatch", "cache bytes", "spoiled"):
+        drawn.add_column(heading, no_wrap=True)
+    drawn.add_column("prefix hits", justify="right", no_wrap=True)
+    drawn.add_column("first token ms", justify="right", no_wrap=True)
+    for result in results:
+        verdicts = result.comparison.verdicts
+        control = result.comparison.control
+        stock = list(verdicts.get("stock", {}).values())
+        ours = list(verdicts.get("kvpatch", {}).values())
+        spoiled = len(control.get("kvpatch", {}))
+        drawn.add_row(
+            result.row.name,
+            str(result.row),
+            coloured(tokens_cell(stock)),
+            coloured(tokens_cell(ours)),
+            coloured(cache_cell(ours)),
+            f"{spoiled - len(result.unnoticed)}/{spoiled}",
+            "+".join(map(str, prefix_hits(result.cases, result.observations["kvpatch"]))),
+            "/".join(
+                first_token_cell(result.cases, found) for found in result.observations.values()
+            ),
+        )
+    return drawn
+
+
+def tokens_cell(verdicts: Sequence[Verdict]) -> str:
+    """What became of a set-up's tokens: identical, or how many are wrong, or failed."""
+    if not verdicts:
+        return "not run"
+    failed = sum(verdict.tokens == "failed" for verdict in verdicts)
+    wrong = sum(bool(verdict.tokens) for verdict in verdicts) - failed
+    parts = [
+        f"{word} {count}/{len(verdicts)}"
+        for word, count in (("failed", failed), ("wrong", wrong))
+        if count
+    ]
+    return ", ".join(parts) or "identical"
+
+
+def cache_cell(verdicts: Sequence[Verdict]) -> str:
+    """Whether the decode engine's caches have the prefill engine's bytes."""
+    if not verdicts:
+        return "not run"
+    wrong = sum(bool(verdict.transfer or verdict.prefill) for verdict in verdicts)
+    return f"wrong {wrong}/{len(verdicts)}" if wrong else "identical"
+
+
+def first_token_cell(cases: Sequence[Case], found: Mapping[str, Observation]) -> str:
+    """The median over the prompts that were sent alone, in milliseconds."""
+    alone = [step[0].name for step in steps(cases) if len(step) == 1 and not step[0].control]
+    times = [
+        completion.first_token_s
+        for name in alone
+        if name in found and (completion := found[name].completion) is not None
+    ]
+    return f"{median(times) * 1000:.0f}" if times else "-"
+
+
+def prefix_hits(cases: Sequence[Case], found: Mapping[str, Observation]) -> list[int]:
+    """For each pair of prompts with a shared prefix, how many blocks the later one found on D."""
+    hits = []
+    for pair in prefix_pairs(cases):
+        caches = [found[case.name].decode for case in pair if case.name in found]
+        if len(caches) == 2 and caches[0] is not None and caches[1] is not None:
+            hits.append(prefix_hit_blocks(caches[0], caches[1]))
+    return hits
+
+
+def coloured(text: str) -> str:
+    """Green for what is identical, red for the rest."""
+    colour = "green" if text.startswith("identical") else "red"
+    return f"[{colour}]{text}[/{colour}]"
+
+
+def problems(results: Sequence[RowResult]) -> list[str]:
+    """Why rows did not pass and what stock engines answered, a line each."""
+    lines = []
+    for result in results:
+        name = result.row.name
+        if result.failure:
+            lines.append(f"{name}: {result.failure}")
+        lines += [f"{name}: {line}" for line in errors(result.observations)]
+        ours = [d for d in result.comparison.differences if d.startswith("kvpatch/")]
+        if ours:
+            lines.append(f"{name}: differ: {', '.join(ours)}")
+    return lines
+
+
+def matrix_summary(results: Sequence[RowResult]) -> str:
+    """One line to conclude."""
+    passed = sum(result.passed for result in results)
+    spoiled = sum(len(result.comparison.control.get("kvpatch", {})) for result in results)
+    return (
+        f"{passed} of {len(results)} pairs identical with kvpatch on the decode side; "
+        f"negative control: {spoiled} prompts spoiled"
+    )
+
+
+def matrix_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
+    """One record per row and case."""
+    return [
+        {"row": result.row.name, "passed": result.passed, **record}
+        for result in results
+        for record in json_lines(result.cases, result.observations, result.comparison)
+    ]

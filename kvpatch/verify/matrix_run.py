@@ -1,0 +1,151 @@
+"""Runs the table of unlike pairs: each single engine once, then row after row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvpatch.verify.compare import Comparison, Observation, compare
+from kvpatch.verify.engine import Engine, EngineFailed, require_environment, stop_all
+from kvpatch.verify.matrix import Row, Single, by_single, row_setups, single_setup
+from kvpatch.verify.model import MAKERS
+from kvpatch.verify.observe import Serving
+from kvpatch.verify.prompts import Case, build_cases
+from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, Setup
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.console import Console
+
+_PATCH = "unlike_engines"
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row, judged against its single engine.
+
+    Attributes:
+        observations: set-up -> case name -> observation; ``single`` is the reference.
+        failure: why an engine with kvpatch could not be started or observed.
+    """
+
+    row: Row
+    cases: tuple[Case, ...]
+    observations: dict[str, dict[str, Observation]]
+    comparison: Comparison
+    failure: str = ""
+
+    @property
+    def unnoticed(self) -> list[str]:
+        """The prompts whose cache was spoiled at D behind kvpatch and that nobody noticed."""
+        failures = self.comparison.control_failures
+        return [name for name in failures if name.startswith("kvpatch/")]
+
+    @property
+    def passed(self) -> bool:
+        """Whether kvpatch's answers and caches are all identical and its control was noticed."""
+        verdicts = self.comparison.verdicts.get("kvpatch", {})
+        return bool(
+            not self.failure
+            and verdicts
+            and self.comparison.control.get("kvpatch")
+            and all(verdict.identical for verdict in verdicts.values())
+            and not self.unnoticed
+        )
+
+
+async def run_matrix(
+    rows: Sequence[Row],
+    options: Options,
+    console: Console,
+    report: Callable[[RowResult], None],
+) -> list[RowResult]:
+    """Run the rows; ``report`` is told each as soon as it is judged.
+
+    An engine that does not start is a row's failure and does not end the run, but for a single
+    engine, without which nothing can be judged.
+    """
+    import httpx
+
+    require_environment(kvpatch=True)
+    results = []
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for single, its_rows in by_single(rows).items():
+            with console.status(f"making a tiny random model: {single.model}"):
+                model = str(MAKERS[single.model](options.work_dir / f"model-{single.model}"))
+            cases, reference = await _observe_single(single, model, client, options, console)
+            for row in its_rows:
+                console.rule(row.name)
+                run = _RowRun(row, model, cases, client, options, console)
+                results.append(await run.judge(reference))
+                report(results[-1])
+    return results
+
+
+async def _observe_single(
+    single: Single, model: str, client: httpx.AsyncClient, options: Options, console: Console
+) -> tuple[tuple[Case, ...], dict[str, Observation]]:
+    setup = single_setup(single, model)
+    async with running(setup.specs, client, options, console) as engines:
+        cases = build_cases(await vocabulary(client, engines[0]))
+        serving = Serving(f"single ({single})", engines, (), client, options, console)
+        return cases, await serving.observe(cases)
+
+
+@dataclass
+class _RowRun:
+    row: Row
+    model: str
+    cases: tuple[Case, ...]
+    client: httpx.AsyncClient
+    options: Options
+    console: Console
+
+    async def judge(self, reference: dict[str, Observation]) -> RowResult:
+        observations = {"single": reference, "stock": {}, "kvpatch": {}}
+        failure = ""
+        try:
+            await self._observe(observations)
+        except EngineFailed as error:
+            failure = str(error)
+        comparison = compare(self.cases, observations, same_prefill=self.row.same_prefill)
+        return RowResult(self.row, self.cases, observations, comparison, failure)
+
+    async def _observe(self, observations: dict[str, dict[str, Observation]]) -> None:
+        """kvpatch first and stock after it, on the same prefill engines.
+
+        A stock engine that fails leaves blocks behind at P until their lease ends.
+        """
+        stock, patched = row_setups(self.row, self.model)
+        async with running(patched.specs, self.client, self.options, self.console) as engines:
+            await require_kvpatch_as_asked(self.client, engines)
+            count = len(patched.prefill)
+            prefill, decode = engines[:count], engines[count:]
+            await self._require_patch(decode)
+            observations["kvpatch"] = await self._serve(patched, prefill, decode)
+            stop_all(decode)
+            for engine in prefill:
+                await engine.forget_prefixes(self.client)
+            async with running(stock.decode, self.client, self.options, self.console) as decode:
+                observations["stock"] = await self._serve(stock, prefill, decode)
+
+    async def _serve(
+        self, setup: Setup, prefill: Sequence[Engine], decode: Sequence[Engine]
+    ) -> dict[str, Observation]:
+        # Only kvpatch's cache is spoiled: a stock pair that fails would not notice it.
+        options = replace(self.options, negative_control=setup.name == "kvpatch")
+        name = f"{self.row.name}, {setup.name}"
+        serving = Serving(name, prefill, decode, self.client, options, self.console)
+        return await serving.observe(self.cases)
+
+    async def _require_patch(self, engines: Sequence[Engine]) -> None:
+        for engine in engines:
+            for status in await engine.rpc(self.client, "kvpatch_process_status"):
+                outcomes = {patch["slug"]: patch for patch in status["patches"]}
+                found = outcomes.get(_PATCH)
+                if found is None or found["outcome"] != "applied":
+                    raise EngineFailed(
+                        f"{engine.spec.name}: expected {_PATCH} to be applied, found {found}"
+                    )

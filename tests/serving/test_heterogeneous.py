@@ -1,0 +1,94 @@
+"""Unlike pairs of real engines: kvpatch on the decode side, held against one single engine.
+
+The rows that tell most; experiments/heterogeneous.sh has all of them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch.verify.prompts import CONTROL_TOKENS
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
+    ),
+]
+
+_TIMEOUT_S = 1800
+_PROMPTS = 23
+
+
+def _run(work_dir: Path, rows: str) -> dict[str, list[dict[str, Any]]]:
+    """Row -> its records, of a run that must succeed."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvpatch.cli", "verify-matrix"),
+            *("--work-dir", str(work_dir), "--rows", rows),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        cwd=Path(__file__).resolve().parents[2],
+        # Needed while the patch is experimental, harmless afterwards.
+        env={"KVPATCH_EXPERIMENTAL": "unlike_engines", **os.environ},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    records: dict[str, list[dict[str, Any]]] = {}
+    for line in (work_dir / "matrix.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        records.setdefault(record["row"], []).append(record)
+    assert list(records) == rows.split(",")
+    return records
+
+
+def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
+    verdicts = [r["setups"]["stock"]["verdict"] for r in records if not r["control"]]
+    return any(verdict["tokens"] for verdict in verdicts)
+
+
+def _require_identical(records: list[dict[str, Any]], layers: int) -> None:
+    """What the exit status says, read from the records themselves."""
+    assert sum(not record["control"] for record in records) == _PROMPTS
+    assert sum(record["control"] for record in records) == len(CONTROL_TOKENS)
+    for record in records:
+        single, observed = record["setups"]["single"], record["setups"]["kvpatch"]
+        same_tokens = observed["completion"]["token_ids"] == single["completion"]["token_ids"]
+        same_cache = observed["prefill"]["fingerprints"] == observed["decode"]["fingerprints"]
+        assert same_tokens is same_cache is not record["control"], record["case"]
+        assert len(observed["decode"]["fingerprints"]) == layers
+        assert observed["decode"]["computed_tokens"] == record["prompt_tokens"] - 1
+
+
+def test_unlike_block_sizes(tmp_path: Path) -> None:
+    """Larger and smaller blocks at P, with prefix hits at D."""
+    rows = _run(tmp_path, "128-32,32-128")
+    for records in rows.values():
+        _require_identical(records, layers=4)
+        assert _stock_is_wrong_or_fails(records)
+
+
+def test_a_sliding_window(tmp_path: Path) -> None:
+    """Several cache groups, of which some hold a window only."""
+    rows = _run(tmp_path, "window-128-32")
+    for records in rows.values():
+        _require_identical(records, layers=4)
+        groups = {len(r["setups"]["kvpatch"]["decode"]["block_ids"]) for r in records}
+        assert groups == {2}
+
+
+def test_unlike_layouts(tmp_path: Path) -> None:
+    """An NHD cache read into an HND one, with blocks of another size."""
+    rows = _run(tmp_path, "nhd-hnd-128-32")
+    for records in rows.values():
+        _require_identical(records, layers=4)
+        assert _stock_is_wrong_or_fails(records)

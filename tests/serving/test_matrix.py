@@ -1,0 +1,157 @@
+"""The table of unlike pairs: its rows, its engines, and what it says."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
+from kvpatch.verify.handoff import Completion
+from kvpatch.verify.matrix import ROWS, by_single, choose, row_setups, single_setup
+from kvpatch.verify.matrix_report import (
+    matrix_json_lines,
+    matrix_summary,
+    matrix_table,
+    prefix_hits,
+    problems,
+    tokens_cell,
+)
+from kvpatch.verify.matrix_run import RowResult
+from kvpatch.verify.model import MAKERS
+from kvpatch.verify.prompts import Case
+from kvpatch.verify.setups import BadOptions
+
+pytestmark = pytest.mark.serving
+
+_CASES = (
+    Case("len-10", tuple(range(10)), step=0),
+    Case("prefix-35-a", tuple(range(10)), step=1),
+    Case("prefix-35-b", tuple(range(10)), step=2),
+    Case("control-10", tuple(range(10)), step=3, control=True),
+)
+_CACHE = Snapshot({"layer.0": "aa", "layer.1": "bb"}, 9, block_ids=((4, 5),))
+_SPOILED = replace(_CACHE, fingerprints={"layer.0": "aa", "layer.1": "cc"})
+_GOOD = Observation(Completion((1, 2), "ab", 0.04), prefill=_CACHE, decode=_CACHE)
+_WRONG = replace(_GOOD, completion=Completion((1, 3), "ac", 0.01))
+_NOTICED = replace(_WRONG, decode=_SPOILED)
+_FAILED = Observation(None, error="http://host: HTTP 500: no")
+
+
+def _result(ours: Observation, control: Observation = _NOTICED, failure: str = "") -> RowResult:
+    ordinary = [case.name for case in _CASES if not case.control]
+    observations = {
+        "single": {case.name: replace(_GOOD, decode=None) for case in _CASES},
+        "stock": dict.fromkeys(ordinary, _FAILED),
+        "kvpatch": {**dict.fromkeys(ordinary, ours), "control-10": control},
+    }
+    return RowResult(
+        choose("128-32")[0], _CASES, observations, compare(_CASES, observations), failure
+    )
+
+
+def _drawn(result: RowResult) -> list[str]:
+    from rich.console import Console
+
+    out = io.StringIO()
+    Console(file=out, width=200).print(matrix_table([result]))
+    (line,) = (line for line in out.getvalue().splitlines() if " 128-32 " in line)
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_a_row_passes_whatever_stock_does() -> None:
+    result = _result(_GOOD)
+    assert result.passed
+    assert _drawn(result) == [
+        *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2", "40/-/40")
+    ]
+    assert prefix_hits(_CASES, result.observations["kvpatch"]) == [2]
+    assert problems([result]) == ["128-32: stock/len-10: http://host: HTTP 500: no"]
+    assert "1 of 1 pairs identical" in matrix_summary([result])
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (_result(_WRONG), "wrong 3/3"),
+        (_result(_FAILED), "failed 3/3"),
+        (_result(replace(_GOOD, decode=_SPOILED)), "wrong 3/3"),
+        (_result(_GOOD, control=_GOOD), "0/1"),
+        (_result(_GOOD, control=_FAILED), "0/1"),
+    ],
+)
+def test_anything_else_fails_the_row(result: RowResult, says: str) -> None:
+    assert not result.passed
+    assert says in _drawn(result)
+    assert "0 of 1 pairs identical" in matrix_summary([result])
+
+
+def test_a_row_without_answers_or_with_a_failure_fails() -> None:
+    assert not _result(_GOOD, failure="decode ended with status 1").passed
+    nothing = {"single": {}, "stock": {}, "kvpatch": {}}
+    empty = RowResult(choose("128-32")[0], _CASES, nothing, compare(_CASES, nothing))
+    assert not empty.passed
+    assert "not run" in _drawn(empty)
+
+
+def test_wrong_tokens_and_failures_are_told_apart() -> None:
+    verdicts = [Verdict(t, "", "") for t in ("", "failed", "differs at token 3", "failed")]
+    assert tokens_cell(verdicts) == "failed 2/4, wrong 1/4"
+
+
+def test_json_lines_name_the_row() -> None:
+    lines = matrix_json_lines([_result(_GOOD)])
+    assert [line["case"] for line in lines] == [case.name for case in _CASES]
+    assert {line["row"] for line in lines} == {"128-32"}
+    assert lines[0]["setups"]["kvpatch"]["verdict"]["identical"] is True
+    assert lines[0]["setups"]["stock"]["verdict"]["identical"] is False
+
+
+def test_rows_are_chosen_in_the_order_of_the_table() -> None:
+    assert choose(None) == ROWS
+    assert [row.name for row in choose("32-128, 128-32")] == ["128-32", "32-128"]
+    for text in ("", "128-33", ","):
+        with pytest.raises(BadOptions, match="--rows: expected some of 128-32, 32-128"):
+            choose(text)
+
+
+def test_rows_say_what_is_unlike() -> None:
+    said = {row.name: str(row) for row in ROWS}
+    assert said["2p1d"] == "128 + 32 -> 64"
+    assert said["tp1-tp2"] == "128 -> 32 TP2"
+    assert said["nhd-hnd-128-32"] == "128 NHD -> 32 HND"
+    assert said["window-128-32"] == "128 -> 32, window"
+
+
+def test_every_row_has_a_model_and_a_name_of_its_own() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert {row.single.model for row in ROWS} == set(MAKERS)
+    grouped = by_single(ROWS)
+    assert sum(map(len, grouped.values())) == len(ROWS)
+    names = [single_setup(single, "model").specs[0].name for single in grouped]
+    assert len(set(names)) == len(names), "logs would overwrite each other"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_only_the_decode_side_has_kvpatch(row: object) -> None:
+    stock, patched = row_setups(row, "model")  # type: ignore[arg-type]
+    assert stock.prefill == patched.prefill
+    assert [spec.kvpatch for spec in patched.specs] == [False] * len(stock.prefill) + [True]
+    assert not any(spec.kvpatch for spec in stock.specs)
+    assert all(spec.connector for spec in (*stock.specs, *patched.specs))
+    assert stock.decode[0].arguments == patched.decode[0].arguments
+    assert len({spec.name for spec in (*stock.specs, *patched.specs)}) == len(stock.prefill) + 2
+
+
+def test_layouts_and_ranks_reach_the_engines() -> None:
+    (row,) = choose("nhd-hnd-128-32")
+    _, patched = row_setups(row, "model")
+    assert dict(patched.prefill[0].environment) == {"VLLM_KV_CACHE_LAYOUT": "NHD"}
+    assert dict(patched.decode[0].environment) == {"VLLM_KV_CACHE_LAYOUT": "HND"}
+    assert patched.prefill[0].arguments[-4:-1] == ("--block-size", "128", "--worker-extension-cls")
+    (row,) = choose("tp2-tp1")
+    _, patched = row_setups(row, "model")
+    assert patched.prefill[0].arguments[-2:] == ("--tensor-parallel-size", "2")
+    assert "--tensor-parallel-size" not in patched.decode[0].arguments
+    assert not row.same_prefill
