@@ -163,6 +163,7 @@ def verify_matrix(
     rows: Annotated[
         str | None, typer.Option(help="Which rows, separated by commas; by default all.")
     ] = None,
+    stock: Annotated[bool, typer.Option(help="Also serve each row without kvpatch.")] = True,
     list_rows: Annotated[bool, typer.Option("--list", help="Only name the rows.")] = False,
     release: Annotated[
         str | None, typer.Option(help="vLLM release that must be installed.")
@@ -189,6 +190,7 @@ def verify_matrix(
         matrix_summary,
         matrix_table,
         problems,
+        row_line,
     )
     from kvpatch.verify.matrix_run import RowResult, run_matrix
     from kvpatch.verify.report import write_json_lines
@@ -214,11 +216,11 @@ def verify_matrix(
         def report(result: RowResult) -> None:
             finished.append(result)
             write_json_lines(results, matrix_json_lines(finished))
-            console.print(matrix_table([result]))
+            console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
 
         options = Options(work_dir=folder, max_tokens=max_tokens, startup_timeout_s=startup_timeout)
         console.print(f"logs and results: {folder}", soft_wrap=True, highlight=False)
-        until_signal(run_matrix(chosen, options, console, report))
+        until_signal(run_matrix(chosen, options, console, report, with_stock=stock))
     except Interrupted as stopped:
         errors.print(f"{stopped}; every engine has been stopped", soft_wrap=True)
         raise typer.Exit(128 + stopped.number) from None

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,10 @@ _RPC_TIMEOUT_S = 120.0
 
 _SIDE_CHANNEL_PORTS = 8
 """A worker listens at the side channel's port plus its rank, so a run of ports must be free."""
+
+_EXCEPTION = re.compile(
+    r"^.*\bERROR\b.*?\b([A-Z]\w*(?:Error|Exception|Refused): .+)$", re.MULTILINE
+)
 
 _TRANSFER_CONFIG = {
     "kv_connector": "NixlConnector",
@@ -251,9 +256,22 @@ class Engine:
         self._process.wait()
         self._process = None
 
+    def last_exception(self) -> str:
+        """What the engine's log says went wrong last; empty if nothing did."""
+        return last_exception(self.log.read_text(errors="replace")) if self.log.exists() else ""
+
     def _log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join([f"the end of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
+
+
+def last_exception(log: str) -> str:
+    """The last line of a log that names an exception, from its name on.
+
+    That the engine is dead, as its front end says, is not why.
+    """
+    named = (match.group(1).strip() for match in _EXCEPTION.finditer(log))
+    return next(reversed([name for name in named if not name.startswith("EngineDead")]), "")
 
 
 async def call_rpc(client: httpx.AsyncClient, url: str, method: str, *arguments: str) -> list[Any]:

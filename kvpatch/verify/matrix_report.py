@@ -51,6 +51,15 @@ def matrix_table(results: Sequence[RowResult]) -> Table:
     return drawn
 
 
+def row_line(result: RowResult) -> str:
+    """One row in one line, for while the others are still to come."""
+    cells = [
+        f"{setup} {tokens_cell(list(by_case.values()))}"
+        for setup, by_case in result.comparison.verdicts.items()
+    ]
+    return f"{result.row.name} ({result.row}): {', '.join(cells)}"
+
+
 def tokens_cell(verdicts: Sequence[Verdict]) -> str:
     """What became of a set-up's tokens: identical, or how many are wrong, or failed."""
     if not verdicts:
@@ -108,6 +117,7 @@ def problems(results: Sequence[RowResult]) -> list[str]:
         if result.failure:
             lines.append(f"{name}: {result.failure}")
         lines += [f"{name}: {line}" for line in errors(result.observations)]
+        lines += [f"{name}: {setup}: {reason}" for setup, reason in result.reasons.items()]
         ours = [d for d in result.comparison.differences if d.startswith("kvpatch/")]
         if ours:
             lines.append(f"{name}: differ: {', '.join(ours)}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvpatch.verify.compare import Comparison, Observation, compare
@@ -28,7 +28,8 @@ class RowResult:
 
     Attributes:
         observations: set-up -> case name -> observation; ``single`` is the reference.
-        failure: why an engine with kvpatch could not be started or observed.
+        failure: why an engine could not be started or observed.
+        reasons: set-up -> what its decode engine's log says went wrong last.
     """
 
     row: Row
@@ -36,6 +37,7 @@ class RowResult:
     observations: dict[str, dict[str, Observation]]
     comparison: Comparison
     failure: str = ""
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unnoticed(self) -> list[str]:
@@ -61,6 +63,8 @@ async def run_matrix(
     options: Options,
     console: Console,
     report: Callable[[RowResult], None],
+    *,
+    with_stock: bool = True,
 ) -> list[RowResult]:
     """Run the rows; ``report`` is told each as soon as it is judged.
 
@@ -78,7 +82,7 @@ async def run_matrix(
             cases, reference = await _observe_single(single, model, client, options, console)
             for row in its_rows:
                 console.rule(row.name)
-                run = _RowRun(row, model, cases, client, options, console)
+                run = _RowRun(row, model, cases, client, options, console, with_stock)
                 results.append(await run.judge(reference))
                 report(results[-1])
     return results
@@ -102,6 +106,8 @@ class _RowRun:
     client: httpx.AsyncClient
     options: Options
     console: Console
+    with_stock: bool
+    reasons: dict[str, str] = field(default_factory=dict)
 
     async def judge(self, reference: dict[str, Observation]) -> RowResult:
         observations = {"single": reference, "stock": {}, "kvpatch": {}}
@@ -111,7 +117,9 @@ class _RowRun:
         except EngineFailed as error:
             failure = str(error)
         comparison = compare(self.cases, observations, same_prefill=self.row.same_prefill)
-        return RowResult(self.row, self.cases, observations, comparison, failure)
+        return RowResult(
+            self.row, self.cases, observations, comparison, failure, dict(self.reasons)
+        )
 
     async def _observe(self, observations: dict[str, dict[str, Observation]]) -> None:
         """kvpatch first and stock after it, on the same prefill engines.
@@ -126,6 +134,8 @@ class _RowRun:
             await self._require_patch(decode)
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             stop_all(decode)
+            if not self.with_stock:
+                return
             for engine in prefill:
                 await engine.forget_prefixes(self.client)
             async with running(stock.decode, self.client, self.options, self.console) as decode:
@@ -138,7 +148,11 @@ class _RowRun:
         options = replace(self.options, negative_control=setup.name == "kvpatch")
         name = f"{self.row.name}, {setup.name}"
         serving = Serving(name, prefill, decode, self.client, options, self.console)
-        return await serving.observe(self.cases)
+        observations = await serving.observe(self.cases)
+        reason = "; ".join(filter(None, (engine.last_exception() for engine in decode)))
+        if reason and any(found.error for found in observations.values()):
+            self.reasons[setup.name] = reason
+        return observations
 
     async def _require_patch(self, engines: Sequence[Engine]) -> None:
         for engine in engines:

@@ -140,6 +140,19 @@ def test_environment_of_a_stock_engine_never_has_kvpatch_on() -> None:
     assert on["ENABLE_KVPATCH"] == "true" and on["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5000"
 
 
+def test_the_last_exception_of_a_log() -> None:
+    log = (
+        "(Worker pid=1) ERROR [x.py:1] Traceback (most recent call last):\n"
+        "(Worker pid=1) ERROR [x.py:1]   raise PeerRefused(text)\n"
+        "(Worker pid=1) ERROR [x.py:1] kvpatch.vllm.wire.PeerRefused: engine 7 cannot be read\n"
+        "(APIServer pid=2) WARNING errors like OSError: [Errno 24] Too many open files\n"
+        "ERROR: nothing named\n"
+        "(APIServer pid=2) ERROR EngineDeadError: EngineCore encountered an issue.\n"
+    )
+    assert engine.last_exception(log) == "PeerRefused: engine 7 cannot be read"
+    assert engine.last_exception("all is well\n") == ""
+
+
 def test_a_spec_has_the_last_word_in_its_environment() -> None:
     spec = EngineSpec("nhd", "model", (), True, False, (("VLLM_KV_CACHE_LAYOUT", "NHD"),))
     inherited = {"VLLM_KV_CACHE_LAYOUT": "HND"}

@@ -16,6 +16,7 @@ from kvpatch.verify.matrix_report import (
     matrix_table,
     prefix_hits,
     problems,
+    row_line,
     tokens_cell,
 )
 from kvpatch.verify.matrix_run import RowResult
@@ -67,7 +68,12 @@ def test_a_row_passes_whatever_stock_does() -> None:
         *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2", "40/-/40")
     ]
     assert prefix_hits(_CASES, result.observations["kvpatch"]) == [2]
-    assert problems([result]) == ["128-32: stock/len-10: http://host: HTTP 500: no"]
+    result = replace(result, reasons={"stock": "AssertionError: local block size"})
+    assert problems([result]) == [
+        "128-32: stock/len-10: http://host: HTTP 500: no",
+        "128-32: stock: AssertionError: local block size",
+    ]
+    assert row_line(result) == "128-32 (128 -> 32): stock failed 3/3, kvpatch identical"
     assert "1 of 1 pairs identical" in matrix_summary([result])
 
 
