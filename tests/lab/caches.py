@@ -8,6 +8,7 @@ and one for values (or one latent), which are all that the comparison sees.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,12 @@ def memory_order(backend: type[Any], dims: tuple[str, ...], layout: str) -> tupl
     return ("layer", *(dims[axis] for axis in order))
 
 
-def build(spec: EngineSpec, backend: type[Any], layout: str) -> Caches:
-    """Allocates the caches of one rank; contents are noise until written."""
+def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int]) -> Caches:
+    """Allocates the caches of one rank; contents are noise until written.
+
+    Layers with one number in `slots` share their memory: all of it where they hold
+    one content, block by block where they are of several cache groups.
+    """
     dims = probe_dims(backend, spec.family)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
@@ -114,7 +119,7 @@ def build(spec: EngineSpec, backend: type[Any], layout: str) -> Caches:
         "channel": spec.head_dim,
         "packed": 2 * spec.head_dim,
         "kv": 2,
-        "layer": spec.tensors if spec.allocation == "shared_tensors" else spec.layers,
+        "layer": max(slots) + 1,
     }
     if spec.allocation == "split_half":
         strides, length = _split_half(dims, order, sizes)
@@ -133,8 +138,8 @@ def build(spec: EngineSpec, backend: type[Any], layout: str) -> Caches:
     stores = [torch.zeros(length // count, dtype=dtype) for _ in range(count)]
     layers = []
     for layer in range(spec.layers):
-        content = spec.content_of(layer)
-        store, offset = (stores[content], 0) if apart else (stores[0], content * strides["layer"])
+        slot = slots[layer]
+        store, offset = (stores[slot], 0) if apart else (stores[0], slot * strides["layer"])
         tensor = torch.as_strided(
             store, [sizes[d] for d in dims], [strides[d] for d in dims], offset
         )

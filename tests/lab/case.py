@@ -40,9 +40,19 @@ class EngineSpec:
     allocation: Allocation = "plain"
     #: Distinct tensors behind the layers when they share (``shared_tensors``).
     tensors: int = 1
+    #: The sliding window in tokens of each layer, by turns; 0 for full attention.
+    #: Any window makes the release's own hybrid allocator plan several cache
+    #: groups over shared tensors, and its own scheduler hand out their blocks.
+    window_tokens: tuple[int, ...] = (0,)
+    #: Prompt tokens that one step computes at most (chunked prefill).
+    step_tokens: int = 2048
+    #: Slots behind the prompt that the scheduler reserves for drafted tokens.
+    lookahead_tokens: int = 0
     patched: bool = False
     #: kvpatch slugs to switch on; empty for all.
     patches: tuple[str, ...] = ()
+    #: kvpatch's variables, as (name, value).
+    settings: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -51,11 +61,22 @@ class EngineSpec:
             raise ValueError("patches are named but patched is False")
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads do not divide over TP {self.tp_size}")
+        if not self.is_hybrid and (self.lookahead_tokens or self.step_tokens != 2048):
+            raise ValueError("only an engine with windows has the release's own scheduler")
 
     @property
     def blocks(self) -> int:
         """Blocks in each tensor."""
         return self.planned_blocks if self.tensor_blocks is None else self.tensor_blocks
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are several cache groups."""
+        return any(self.window_tokens)
+
+    def window_of(self, layer: int) -> int:
+        """The sliding window of a layer in tokens; 0 for full attention."""
+        return self.window_tokens[layer % len(self.window_tokens)]
 
     @property
     def item_bytes(self) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from . import release, standins
 from .caches import Caches, build
 from .compare import Array, expected, slots
+from .core import CoreScheduler
 from .engine_api import Start
 from .scheduler import Scheduler, Tracked
 
@@ -69,16 +70,21 @@ class Engine:
         backend = release.backend(spec.family)
         layout = release.layout_name(spec)
         release.use_layout(layout)
-        self.caches: list[Caches] = [build(spec, backend, layout) for _ in range(spec.tp_size)]
+        self.config = release.vllm_config(spec, start.engine_id, "kv_both", start.extra_config)
+        self.plan = release.kv_cache_config(spec, self.config)
+        self.groups = release.groups_of_layers(spec, self.plan)
+        shared = release.slots(spec, self.plan)
+        self.caches: list[Caches] = [
+            build(spec, backend, layout, shared) for _ in range(spec.tp_size)
+        ]
         noise = np.random.default_rng(start.seed)
         for caches in self.caches:
             for memory in caches.memory:
                 memory[:] = noise.integers(0, 256, memory.size, dtype=np.uint8)
 
-        self.config = release.vllm_config(spec, start.engine_id, "kv_both", start.extra_config)
         self._stand_in(backend)
         connector = release.connector_module().NixlConnector
-        scheduler = self._connector(connector, "SCHEDULER")
+        self.scheduler = self._scheduler(connector)
         self.workers = []
         for rank in range(spec.tp_size):
             with standins.tensor_parallel(rank, spec.tp_size):
@@ -89,8 +95,7 @@ class Engine:
                 worker.register_kv_caches(self.caches[rank].tensors())
             if self.pretends_cuda:
                 standins.stop_pretending(worker.connector_worker)
-        self._share_handshake(scheduler)
-        self.scheduler = Scheduler(scheduler, spec, start.seed)
+        self._share_handshake(self.scheduler.connector)
 
     def _stand_in(self, backend: type[Any]) -> None:
         for module in release.worker_modules():
@@ -100,6 +105,15 @@ class Engine:
         standins.set_device_type(device)
         self.config.kv_transfer_config.kv_buffer_device = device
 
+    def _scheduler(self, connector: type[Any]) -> Scheduler | CoreScheduler:
+        spec, seed = self.spec, self.start.seed
+        if not spec.is_hybrid:
+            return Scheduler(self._connector(connector, "SCHEDULER"), spec, seed)
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.config):
+            return CoreScheduler(self.config, self.plan, spec, seed)
+
     def _connector(self, connector: type[Any], role: str) -> Any:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -107,7 +121,7 @@ class Engine:
         wanted = {
             "vllm_config": self.config,
             "role": KVConnectorRole[role],
-            "kv_cache_config": release.kv_cache_config(self.spec),
+            "kv_cache_config": self.plan,
         }
         with set_current_vllm_config(self.config):
             return connector(**release.accepted(connector, wanted))
@@ -147,12 +161,18 @@ class Engine:
         """Computes prompts on P; returns what the proxy carries, as JSON."""
         for number, (request_id, tokens) in enumerate(prompts):
             self.tracked.append(self.scheduler.prefill(number, request_id, tokens))
-        self._step()
-        for tracked in self.tracked:
-            self._write(tracked, range(tracked.tokens))
+        self._compute()
         answers = [json.dumps(self.scheduler.finish(t)) for t in self.tracked]
         self._step()
         return answers
+
+    def _compute(self) -> None:
+        """Runs the model, if filling the blocks of the tokens it is given is that."""
+        while computation := self.scheduler.compute():
+            self._send(computation.metadata)
+            for tracked, tokens in computation.computed:
+                self._write(tracked, tokens)
+            self.scheduler.computed(computation)
 
     def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
         """Loads prompts on D until all are there; returns the tokens loaded."""
@@ -160,13 +180,27 @@ class Engine:
             params = json.loads(answer) or {}
             if not params:
                 raise Unfinished(f"P gave no transfer parameters for {request_id}")
+            if isinstance(self.scheduler, CoreScheduler):
+                self._serve_alone(self.scheduler, number, request_id, hit)
             tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
             self.tracked.append(tracked)
-            self._write(tracked, range(hit))
+            if not isinstance(self.scheduler, CoreScheduler):
+                self._write(tracked, range(hit))
         self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
+
+    def _serve_alone(
+        self, scheduler: CoreScheduler, number: int, request_id: str, tokens: int
+    ) -> None:
+        """Has D compute a prompt's beginning itself, which its prefix cache then holds."""
+        if not tokens:
+            return
+        # A hit leaves one token to compute at least.
+        scheduler.seed(number, f"{request_id}-before", tokens + 1)
+        self._compute()
+        self._step()
 
     def settle(self, seconds: float) -> None:
         """Some steps without expectations: notifications of full local hits."""
@@ -209,7 +243,10 @@ class Engine:
             self._step()
 
     def _step(self) -> None:
-        metadata = pickle.dumps(self.scheduler.step())
+        self._send(self.scheduler.step())
+
+    def _send(self, metadata: Any) -> None:
+        metadata = pickle.dumps(metadata)
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 worker.bind_connector_metadata(pickle.loads(metadata))
@@ -229,21 +266,27 @@ class Engine:
 
     # -- contents ----------------------------------------------------------
 
-    def _elements(self, tracked: Tracked, tokens: range) -> Any:
-        """Each (plane array, index, expected elements) of a request's `tokens`."""
+    def _elements(self, tracked: Tracked, tokens: range, *, seen: bool = False) -> Any:
+        """Each (plane array, index, expected elements) of a request's `tokens`.
+
+        With `seen` only of those that the model will look at again.
+        """
         spec = self.spec
-        block, offset = slots(tracked.block_ids, tokens, spec.block_tokens)
         for rank, caches in enumerate(self.caches):
             first = spec.first_head(rank)
             heads = range(first, first + spec.heads_per_rank)
             for number, layer in enumerate(caches.layers):
+                group = self.groups[number]
+                start = max(tokens.start, tracked.first_tokens[group] if seen else 0)
+                looked_at = range(start, tokens.stop)
+                block, offset = slots(tracked.tables[group], looked_at, spec.block_tokens)
                 for plane, array in enumerate(layer.planes):
                     content = spec.content_of(number)
                     value = expected(
                         content,
                         plane,
                         tracked.number,
-                        tokens,
+                        looked_at,
                         heads,
                         spec.head_dim,
                         spec.item_bytes,
@@ -266,7 +309,7 @@ class Engine:
             flip = sabotage == "flip_byte"
             if not tokens:
                 continue
-            for _, array, block, offset, value in self._elements(tracked, tokens):
+            for _, array, block, offset, value in self._elements(tracked, tokens, seen=True):
                 if sabotage == "shift_block":
                     block = (block + 1) % array.shape[0]
                 found = array[block, offset]
@@ -277,37 +320,44 @@ class Engine:
                 total += value.size
         return wrong, total, self._stray_bytes() if self.before and not sabotage else 0
 
+    def _loaded(self, layer: int) -> list[int]:
+        """The blocks that transfers may write to, in one layer's cache."""
+        group, tokens = self.groups[layer], self.spec.block_tokens
+        return [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)]
+
     def _undo_layer(self) -> None:
         """Gives D's first layer back what it held before the transfer."""
+        own = self._loaded(0)
         for caches, before in zip(self.caches, self.before, strict=True):
             now = [memory.copy() for memory in caches.memory]
             for memory, old in zip(caches.memory, before, strict=True):
                 memory[:] = old
-            planes = [p.copy() for p in caches.layers[0].planes]
+            blocks = [plane[own] for plane in caches.layers[0].planes]
             for memory, new in zip(caches.memory, now, strict=True):
                 memory[:] = new
-            for plane, old_plane in zip(caches.layers[0].planes, planes, strict=True):
-                plane[...] = old_plane
+            for plane, old_blocks in zip(caches.layers[0].planes, blocks, strict=True):
+                plane[own] = old_blocks
 
     def _stray_bytes(self) -> int:
-        """Bytes that changed outside the blocks of this engine's requests."""
+        """Bytes that changed outside the blocks that D was to fill."""
         stray = 0
-        own = [b for tracked in self.tracked for b in tracked.block_ids]
         for caches, before in zip(self.caches, self.before, strict=True):
-            for layer in caches.layers:
-                for plane in layer.planes:
-                    plane[own] = 0
+            self._blank(caches)
             after = [memory.copy() for memory in caches.memory]
             for memory, old in zip(caches.memory, before, strict=True):
                 memory[:] = old
-            for layer in caches.layers:
-                for plane in layer.planes:
-                    plane[own] = 0
+            self._blank(caches)
             stray += sum(
                 int(np.count_nonzero(new != memory))
                 for new, memory in zip(after, caches.memory, strict=True)
             )
         return stray
+
+    def _blank(self, caches: Caches) -> None:
+        for number, layer in enumerate(caches.layers):
+            own = self._loaded(number)
+            for plane in layer.planes:
+                plane[own] = 0
 
     def counts(self) -> tuple[int, int]:
         return self.descriptors, self.registrations

@@ -45,6 +45,8 @@ _BACKENDS = {
     ),
     "mla": (("vllm.v1.attention.backends.mla.triton_mla", "TritonMLABackend"),),
 }
+# The longest prompt and answer of an engine with several cache groups.
+HYBRID_MODEL_TOKENS = 512
 
 
 class NotInRelease(RuntimeError):
@@ -160,7 +162,9 @@ def _model_folder(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bo
 
 
 @lru_cache
-def _model_config(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool) -> Any:
+def _model_config(
+    layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bool, max_tokens: int
+) -> Any:
     from vllm.config import ModelConfig
 
     folder = _model_folder(layers, kv_heads, head_dim, dtype, mla)
@@ -173,14 +177,18 @@ def _model_config(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bo
         "task": "auto",
         "dtype": dtype,
         "seed": 0,
-        "max_model_len": 8192,
+        "max_model_len": max_tokens,
     }
     return ModelConfig(**accepted(ModelConfig, wanted))
 
 
 def model_config(spec: EngineSpec) -> Any:
     dtype = "bfloat16" if spec.dtype == "fp8" else spec.dtype
-    return _model_config(spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla")
+    # A plan has room for one request of the greatest length at least.
+    max_tokens = HYBRID_MODEL_TOKENS if spec.is_hybrid else 8192
+    return _model_config(
+        spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
+    )
 
 
 def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, Any]) -> Any:
@@ -214,7 +222,9 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     )
     config.parallel_config.tensor_parallel_size = spec.tp_size
     config.parallel_config.world_size = spec.tp_size
-    config.scheduler_config.disable_hybrid_kv_cache_manager = True
+    if spec.is_hybrid:
+        cache.num_gpu_blocks_override = spec.planned_blocks
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not spec.is_hybrid
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = layout_name(spec)
     names = [layer_name(i) for i in range(spec.layers)]
@@ -222,23 +232,73 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     return config
 
 
-def kv_cache_config(spec: EngineSpec) -> Any:
-    """The plan that the engine core would hand to both sides of the connector."""
+def _layer_spec(spec: EngineSpec, window_tokens: int) -> Any:
     from vllm.v1 import kv_cache_interface as interface
 
-    names = [layer_name(i) for i in range(spec.layers)]
     wanted = {
         "block_size": spec.block_tokens,
         "num_kv_heads": spec.heads_per_rank,
         "head_size": spec.head_dim,
         "dtype": torch_dtype(spec.dtype),
         "use_mla": spec.family == "mla",
-        "sliding_window": None,
+        "sliding_window": window_tokens or None,
     }
-    kind = interface.FullAttentionSpec
+    kind = interface.SlidingWindowSpec if window_tokens else interface.FullAttentionSpec
     if spec.family == "mla":
         kind = getattr(interface, "MLAAttentionSpec", kind)
-    layer_spec = kind(**accepted(kind, wanted))
+    return kind(**accepted(kind, wanted))
+
+
+def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
+    """The plan that the engine core would hand to both sides of the connector."""
+    return _planned(spec, config) if spec.is_hybrid else _one_group(spec)
+
+
+def slots(spec: EngineSpec, plan: Any) -> list[int]:
+    """For each layer the number of the memory that it shares, from the plan."""
+    if not spec.is_hybrid:
+        return [spec.content_of(layer) for layer in range(spec.layers)]
+    # Tensor i belongs to the i-th layers of all groups (in so many words to 0.28,
+    # as overlaid address ranges from 0.29 on).
+    place = {name: i for group in plan.kv_cache_groups for i, name in enumerate(group.layer_names)}
+    found = [place[layer_name(layer)] for layer in range(spec.layers)]
+    for i, tensor in enumerate(plan.kv_cache_tensors):
+        if {found[_number(name)] for name in getattr(tensor, "shared_by", ())} - {i}:
+            raise NotInRelease(f"the release shares tensors in another way: {tensor}")
+    return found
+
+
+def groups_of_layers(spec: EngineSpec, plan: Any) -> list[int]:
+    """For each layer the number of its cache group."""
+    group = {n: i for i, g in enumerate(plan.kv_cache_groups) for n in g.layer_names}
+    return [group[layer_name(layer)] for layer in range(spec.layers)]
+
+
+def _number(name: str) -> int:
+    return next(int(part) for part in name.split(".") if part.isdigit())
+
+
+def _planned(spec: EngineSpec, config: Any) -> Any:
+    """The release's own plan for layers of several kinds."""
+    from vllm.v1.core import kv_cache_utils
+
+    specs = {layer_name(i): _layer_spec(spec, spec.window_of(i)) for i in range(spec.layers)}
+    memory_bytes = 1 << 40  # the number of blocks is prescribed
+    if hasattr(kv_cache_utils, "get_kv_cache_configs"):
+        (plan,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [memory_bytes])
+        return plan
+    from vllm.v1.core import kv_cache_planning  # from 0.33
+
+    groups = kv_cache_planning.get_global_kv_cache_groups(config, [specs])
+    (plan,) = kv_cache_planning.get_kv_cache_configs(config, [specs], [memory_bytes], groups)
+    return plan
+
+
+def _one_group(spec: EngineSpec) -> Any:
+    from vllm.v1 import kv_cache_interface as interface
+
+    names = [layer_name(i) for i in range(spec.layers)]
+    layer_spec = _layer_spec(spec, 0)
     page_bytes = layer_spec.page_size_bytes
     size_bytes = page_bytes * spec.planned_blocks
     tensor = interface.KVCacheTensor

@@ -20,11 +20,29 @@ class Tracked:
 
     number: int
     request: Any
-    block_ids: list[int]
+    #: Per cache group the blocks from the first token on; block 0, vLLM's null
+    #: block, where the tokens are out of the group's window.
+    tables: list[list[int]]
     #: Tokens that are to be right on this engine once the request is ready.
     tokens: int
     #: Tokens that the connector said it will load.
     external_tokens: int = 0
+    #: Per cache group the first token that the model will look at again.
+    first_tokens: tuple[int, ...] = (0,)
+
+    def loaded_blocks(self, group: int, block_tokens: int) -> list[int]:
+        """The blocks that a transfer may write to: none of a prefix hit's."""
+        hit = (self.tokens - self.external_tokens) // block_tokens
+        return [b for b in self.tables[group][hit:] if b]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """One step of the model: what the workers are told, and what it computes."""
+
+    metadata: Any
+    computed: tuple[tuple[Tracked, range], ...]
+    output: Any = None
 
 
 @dataclass
@@ -53,22 +71,28 @@ class Scheduler:
         self.connector = connector
         self.spec = spec
         self.pool = BlockPool.of(spec, seed)
+        self._to_compute: list[Tracked] = []
 
     def prefill(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
         """Schedules a prompt on P, up to the step that computes it."""
-        params = {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_engine_id": None,
-            "remote_block_ids": None,
-            "remote_host": None,
-            "remote_port": None,
-        }
-        request = self._request(request_id, prompt_tokens, params)
+        request = self._request(request_id, prompt_tokens, dict(TO_BE_READ))
         self.connector.get_num_new_matched_tokens(request, 0)
         block_ids = self.pool.take(self._blocks(prompt_tokens))
         self.connector.update_state_after_alloc(request, _blocks(block_ids, 0), 0)
-        return Tracked(number, request, block_ids, prompt_tokens)
+        tracked = Tracked(number, request, [block_ids], prompt_tokens)
+        self._to_compute.append(tracked)
+        return tracked
+
+    def compute(self) -> Computation | None:
+        """The next step in which prompts are computed: all of them at once."""
+        if not self._to_compute:
+            return None
+        computed = tuple((tracked, range(tracked.tokens)) for tracked in self._to_compute)
+        self._to_compute = []
+        return Computation(self.step(), computed)
+
+    def computed(self, computation: Computation) -> None:
+        """The step is over."""
 
     def finish(self, tracked: Tracked) -> dict[str, Any] | None:
         """Ends a computed prompt on P; the answer is what the proxy forwards."""
@@ -78,9 +102,9 @@ class Scheduler:
         request.num_computed_tokens = tracked.tokens
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         if _takes_groups(self.connector):
-            _, params = self.connector.request_finished_all_groups(request, (tracked.block_ids,))
+            _, params = self.connector.request_finished_all_groups(request, (*tracked.tables,))
         else:
-            _, params = self.connector.request_finished(request, tracked.block_ids)
+            _, params = self.connector.request_finished(request, tracked.tables[0])
         return params  # type: ignore[no-any-return]
 
     def decode(
@@ -93,7 +117,7 @@ class Scheduler:
         block_ids = self.pool.take(self._blocks(tokens))
         blocks = _blocks(block_ids, hit // self.spec.block_tokens)
         self.connector.update_state_after_alloc(request, blocks, external)
-        return Tracked(number, request, block_ids, hit + external, external)
+        return Tracked(number, request, [block_ids], hit + external, external)
 
     def step(self) -> Any:
         """The metadata of one engine step."""
@@ -103,27 +127,47 @@ class Scheduler:
         return -(-tokens // self.spec.block_tokens)
 
     def _request(self, request_id: str, prompt_tokens: int, params: dict[str, Any]) -> Any:
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-        wanted = {
-            "request_id": request_id,
-            "prompt_token_ids": [1 + i % 100 for i in range(prompt_tokens)],
-            "multi_modal_inputs": None,
-            "multi_modal_kwargs": None,
-            "multi_modal_hashes": None,
-            "multi_modal_placeholders": None,
-            "sampling_params": sampling,
-            "pooling_params": None,
-            "eos_token_id": None,
-        }
-        request = Request(**accepted(Request, wanted))
-        request.kv_transfer_params = params
+        request = new_request(request_id, [1 + i % 100 for i in range(prompt_tokens)], params)
         on_new_request = getattr(self.connector, "on_new_request", None)
         if on_new_request is not None:
             on_new_request(request)
         return request
+
+
+#: What a proxy asks of P.
+TO_BE_READ = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def new_request(
+    request_id: str, token_ids: list[int], params: dict[str, Any] | None, block_hasher: Any = None
+) -> Any:
+    """The release's own request, for one token of an answer."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    wanted = {
+        "request_id": request_id,
+        "prompt_token_ids": token_ids,
+        "multi_modal_inputs": None,
+        "multi_modal_kwargs": None,
+        "multi_modal_hashes": None,
+        "multi_modal_placeholders": None,
+        "sampling_params": sampling,
+        "pooling_params": None,
+        "eos_token_id": None,
+        "block_hasher": block_hasher,
+    }
+    request = Request(**accepted(Request, wanted))
+    request.kv_transfer_params = params
+    return request
 
 
 def _blocks(block_ids: list[int], hashed: int) -> Any:

@@ -243,3 +243,17 @@ def backend_choice(connector_module: Any, backend: type[Any]) -> None:
     """
     if hasattr(connector_module, "get_attn_backend"):
         connector_module.get_attn_backend = lambda *args, **kwargs: backend
+
+
+class NoStructuredOutput:
+    """The engine's keeper of grammars, for prompts that have none.
+
+    Why: the scheduler asks it of every request; its own needs a tokenizer.
+    Releases: all that have several cache groups (0.18 on).
+    """
+
+    def should_advance(self, request: Any, new_token_ids: Any = None) -> bool:
+        return False
+
+    def accept_tokens(self, request: Any, new_token_ids: Any) -> bool:
+        return True

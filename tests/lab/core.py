@@ -1,0 +1,160 @@
+"""The release's own scheduler, block manager and prefix cache included.
+
+Which blocks a request has, which of them slid out of a window, what a chunk of
+a prompt or a drafted token adds, and what of it goes to the other side is all
+the release's doing; the lab only says that a step was computed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .case import EngineSpec
+from .release import accepted
+from .scheduler import TO_BE_READ, Computation, Tracked, new_request
+from .standins import NoStructuredOutput
+
+_ANSWER_TOKEN = 7
+
+
+class CoreScheduler:
+    """As `scheduler.Scheduler`, for engines with several cache groups, full attention first."""
+
+    def __init__(self, config: Any, plan: Any, spec: EngineSpec, seed: int) -> None:
+        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        wanted = {
+            "vllm_config": config,
+            "kv_cache_config": generate_scheduler_kv_cache_config([plan]),
+            "structured_output_manager": NoStructuredOutput(),
+            "block_size": spec.block_tokens,
+            "hash_block_size": spec.block_tokens,
+        }
+        self._core = Scheduler(**accepted(Scheduler, wanted))
+        self._core.max_num_scheduled_tokens = spec.step_tokens
+        self._core.num_lookahead_tokens = spec.lookahead_tokens
+        self.connector = self._core.connector
+        self.spec = spec
+        self._hasher = _block_hasher(config, spec.block_tokens)
+        self._tracked: dict[str, Tracked] = {}
+        self._answers: dict[str, Any] = {}
+        self._metadata: list[Any] = []
+        self._scatter(seed)
+
+    def _scatter(self, seed: int) -> None:
+        """Frees all blocks in another order: a new pool hands out neighbours."""
+        pool = self._core.kv_cache_manager.block_pool
+        blocks = pool.get_new_blocks(pool.get_num_free_blocks())
+        random.Random(seed).shuffle(blocks)
+        pool.free_blocks(blocks)
+
+    def prefill(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
+        """Takes a prompt that D will read."""
+        return self._add(number, request_id, prompt_tokens, dict(TO_BE_READ))
+
+    def seed(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
+        """Takes a prompt of this engine's own, whose blocks the prefix cache keeps."""
+        return self._add(number, request_id, prompt_tokens, None)
+
+    def _add(
+        self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any] | None
+    ) -> Tracked:
+        # Distinct from the first token on: prefixes of other requests are no hits.
+        token_ids = [1 + (i + 31 * number) % 100 for i in range(prompt_tokens)]
+        request = new_request(request_id, token_ids, params, self._hasher)
+        self._core.add_request(request)
+        tracked = Tracked(number, request, [], prompt_tokens)
+        self._tracked[request_id] = tracked
+        return tracked
+
+    def compute(self) -> Computation | None:
+        """Schedules a step; None once all prompts are computed."""
+        output = self._core.schedule()
+        if not output.num_scheduled_tokens:
+            self._metadata.append(output.kv_connector_metadata)
+            return None
+        computed = []
+        for request_id, count in output.num_scheduled_tokens.items():
+            tracked = self._tracked[request_id]
+            end = tracked.request.num_computed_tokens
+            tracked.tables = self._tables(request_id)
+            computed.append((tracked, range(end - count, end)))
+        return Computation(output.kv_connector_metadata, tuple(computed), output)
+
+    def computed(self, computation: Computation) -> None:
+        """Answers prompts that are complete with a token, which ends them."""
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        ids = [tracked.request.request_id for tracked, _ in computation.computed]
+        wanted = {
+            "req_ids": ids,
+            "req_id_to_index": {request_id: i for i, request_id in enumerate(ids)},
+            "sampled_token_ids": [
+                [_ANSWER_TOKEN] if tokens.stop == tracked.tokens else []
+                for tracked, tokens in computation.computed
+            ],
+            "logprobs": None,
+            "prompt_logprobs_dict": {},
+            "pooler_output": [],
+        }
+        outputs = self._core.update_from_output(
+            computation.output, ModelRunnerOutput(**accepted(ModelRunnerOutput, wanted))
+        )
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                self._finished(output)
+
+    def _finished(self, output: Any) -> None:
+        self._answers[output.request_id] = output.kv_transfer_params
+        tracked = self._tracked[output.request_id]
+        if output.kv_transfer_params is None:  # freed at once
+            return
+        tracked.tables = self._tables(output.request_id)
+        # What P no longer has it need not keep.
+        tracked.first_tokens = tuple(
+            self.spec.block_tokens * next((i for i, block in enumerate(t) if block), len(t))
+            for t in tracked.tables
+        )
+
+    def finish(self, tracked: Tracked) -> dict[str, Any] | None:
+        """P's answer to a computed prompt: what the proxy forwards."""
+        return self._answers[tracked.request.request_id]  # type: ignore[no-any-return]
+
+    def decode(
+        self, number: int, request_id: str, prompt_tokens: int, hit: int, params: dict[str, Any]
+    ) -> Tracked:
+        """Schedules the same prompt on D; the prefix hit is what its cache has."""
+        tracked = self._add(number, request_id, prompt_tokens, params)
+        self._metadata.append(self._core.schedule().kv_connector_metadata)
+        manager = self._core.kv_cache_manager
+        # What is loaded is not hashed before it is there.
+        hashed = [b for b in manager.get_blocks(request_id).blocks[0] if b.block_hash is not None]
+        found = len(hashed) * self.spec.block_tokens
+        if found != hit:
+            raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
+        tracked.external_tokens = tracked.request.num_computed_tokens - found
+        tracked.tables = self._tables(request_id)
+        managers = manager.coordinator.single_type_managers
+        tracked.first_tokens = tuple(m.get_num_skipped_tokens(prompt_tokens) for m in managers)
+        return tracked
+
+    def step(self) -> Any:
+        """The metadata of one engine step."""
+        if self._metadata:
+            return self._metadata.pop(0)
+        return self._core.schedule().kv_connector_metadata
+
+    def _tables(self, request_id: str) -> list[list[int]]:
+        return [list(ids) for ids in self._core.kv_cache_manager.get_block_ids(request_id)]
+
+
+def _block_hasher(config: Any, block_tokens: int) -> Any:
+    """As the engine core makes it."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    return get_request_block_hasher(block_tokens, hash_function)
