@@ -14,16 +14,17 @@ class Group:
     """Layers with one block table.
 
     Attributes:
-        window: whether the peer may send the last blocks only (a sliding window).
+        window_tokens: of a sliding window, whose last blocks alone a peer may hold and
+            send; 0 for a group that looks at every token.
     """
 
     layers: frozenset[str]
-    window: bool
+    window_tokens: int
 
 
 def one_group(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     """Up to 0.17 every layer has the one block table."""
-    return (Group(frozenset(layers), window=False),)
+    return (Group(frozenset(layers), window_tokens=0),)
 
 
 def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
@@ -34,7 +35,7 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     """
     plan = worker.kv_cache_config
     found = getattr(plan, "transfer_groups", plan.kv_cache_groups)  # a choice of them from 0.29
-    groups = tuple(Group(frozenset(g.layer_names), _has_window(g.kv_cache_spec)) for g in found)
+    groups = tuple(Group(frozenset(g.layer_names), _window_tokens(g.kv_cache_spec)) for g in found)
     grouped = frozenset[str]().union(*(group.layers for group in groups))
     if not grouped.issuperset(layers):
         raise RegistrationRefused(
@@ -43,8 +44,9 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     return groups
 
 
-def _has_window(spec: Any) -> bool:
+def _window_tokens(spec: Any) -> int:
     of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
     specs = of_layers.values() if of_layers else (spec,)
     # SlidingWindowSpec and its kind; a full-attention layer may carry one unused.
-    return any("SlidingWindow" in type(s).__name__ for s in specs)
+    windows = (s.sliding_window for s in specs if "SlidingWindow" in type(s).__name__)
+    return max(windows, default=0)

@@ -35,7 +35,7 @@ def shares_of(
 
     Raises:
         ReadRefused: the request names blocks that the peer does not have, or more than
-            its tokens fill.
+            its tokens fill, or a sliding window begins before them.
         UnpairableBlocks: the blocks do not hold the tokens.
     """
     if order.tokens > order.remote_tokens:
@@ -47,11 +47,9 @@ def shares_of(
     for number, group in enumerate(groups):
         if not order.local_blocks[number]:
             continue
-        remote = _remote_blocks(ours, group, peer, order, number)
+        remote = _remote_blocks(ours, groups, peer, order, number)
         local = _local_blocks(ours, order, number)
-        # Before the window nobody looks; the two may round it to unlike blocks.
-        first = local.first_token
-        start = max(first, remote.first_token) if group.window else first
+        start = _first_token(group, remote, local, order)
         segments = pair_blocks(remote, local, start, order.tokens)
         found.append(
             Share(segments, tuple(found for found in crossings if found.layer in group.layers))
@@ -70,16 +68,39 @@ def tails_of(
                 yield group.layers, tail
 
 
+def _first_token(group: Group, remote: BlockList, local: BlockList, order: Order) -> int:
+    """Where to begin: before a window nobody looks, and the two round it to unlike blocks."""
+    if not group.window_tokens:
+        return local.first_token
+    # The next token looks at itself and those before it.
+    seen = max(local.first_token, order.tokens - group.window_tokens + 1)
+    if remote.first_token > seen:
+        raise ReadRefused(
+            f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
+            f"{order.tokens}, and the sliding window of {group.window_tokens} with {seen}: it has "
+            "let go of a block that is needed (vLLM to 0.19, or to 0.24 while it speculates)"
+        )
+    return min(max(local.first_token, remote.first_token), order.tokens)
+
+
 def _remote_blocks(
-    ours: OurSide, group: Group, peer: Statement, order: Order, number: int
+    ours: OurSide, groups: Sequence[Group], peer: Statement, order: Order, number: int
 ) -> BlockList:
-    blocks = _block_list(
-        order.remote_blocks[number],
-        peer.block_tokens or ours.block_tokens,
-        peer.kernel_blocks_per_block or 1,
-        order.remote_tokens,
-        from_end=group.window,
-    )
+    block_tokens = peer.block_tokens or ours.block_tokens
+    parts = peer.kernel_blocks_per_block or 1
+    found = order.remote_blocks[number]
+    if groups[number].window_tokens:
+        # Groups have equally many blocks, slots for drafted tokens included (to 0.24),
+        # and a window's list is the end of them.
+        whole = [
+            len(blocks)
+            for group, blocks in zip(groups, order.remote_blocks, strict=True)
+            if not group.window_tokens
+        ]
+        held = -(-order.remote_tokens // (block_tokens * parts))
+        blocks = _window_end(found, block_tokens, parts, max(whole, default=held))
+    else:
+        blocks = BlockList(kernel_blocks(found, parts), block_tokens)
     outside = [b for b in blocks.block_ids.tolist() if b >= peer.blocks]
     if outside:
         raise ReadRefused(
@@ -89,30 +110,30 @@ def _remote_blocks(
     return blocks
 
 
-def _local_blocks(ours: OurSide, order: Order, number: int) -> BlockList:
-    return _block_list(
-        order.local_blocks[number],
-        ours.block_tokens,
-        ours.kernel_blocks_per_block,
-        order.tokens,
-        from_end=True,
+#: What vLLM's block pool puts where a window has slid on.
+_NULL_BLOCK = 0
+
+
+def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block: int) -> BlockList:
+    """The last blocks of a table that ends before block ``end_block``."""
+    freed = next((i for i, block in enumerate(found) if block != _NULL_BLOCK), len(found))
+    first = end_block - len(found) + freed
+    if first < 0:
+        raise ReadRefused(f"{len(found)} blocks in a window, and {end_block} in all of the prompt")
+    return BlockList(
+        kernel_blocks(found[freed:], parts), block_tokens, first * block_tokens * parts
     )
 
 
-def _block_list(
-    blocks: tuple[int, ...], block_tokens: int, parts: int, tokens: int, *, from_end: bool
-) -> BlockList:
-    """A request's blocks as kernel blocks, placed by the tokens that they hold.
-
-    A list that ends with the last token tells where it starts by its length.
-    """
-    logical_tokens = block_tokens * parts
-    first = 0
-    if from_end:
-        first = (-(-tokens // logical_tokens) - len(blocks)) * logical_tokens
-        if first < 0:
-            raise ReadRefused(
-                f"{len(blocks)} blocks of {logical_tokens} tokens for a prompt of {tokens}: "
-                "expected no more than it fills"
-            )
-    return BlockList(kernel_blocks(blocks, parts), block_tokens, first)
+def _local_blocks(ours: OurSide, order: Order, number: int) -> BlockList:
+    """Our blocks; a list that ends with the last token tells by its length where it starts."""
+    parts = ours.kernel_blocks_per_block
+    logical_tokens = ours.block_tokens * parts
+    found = order.local_blocks[number]
+    first = (-(-order.tokens // logical_tokens) - len(found)) * logical_tokens
+    if first < 0:
+        raise ReadRefused(
+            f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {order.tokens}: "
+            "expected no more than it fills"
+        )
+    return BlockList(kernel_blocks(found, parts), ours.block_tokens, first)

@@ -232,7 +232,7 @@ class TestRequests:
         planes = [plane for layer in ours.layers.values() for plane in layer.planes]
         crossings = cross(peer_regions(ours, statement), planes)
         order = Order(tokens, held or tokens, (local,), (remote,))
-        groups = (Group(frozenset("ab"), window=False),)
+        groups = (Group(frozenset("ab"), window_tokens=0),)
         shares = shares_of(ours, groups, statement, crossings, order)
         return plan_runs((s.segments, [c for x in s.crossings for c in x.copies]) for s in shares)
 
