@@ -54,7 +54,7 @@ def prepare_read(
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:
     """What an agent's transfers can raise: NIXL's errors have no class in common."""
-    bindings = getattr(sys.modules[type(nixl).__module__], "nixlBind", None)
+    bindings = getattr(sys.modules[nixl.__class__.__module__], "nixlBind", None)
     found = (value for value in vars(bindings).values()) if bindings is not None else ()
     return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
 

@@ -1,0 +1,199 @@
+"""A staged read over real NIXL, two agents in one process; failures are injected, labelled."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import wrapt
+
+from kvpatch.geometry import (
+    BlockList,
+    CacheSizes,
+    Memory,
+    Share,
+    cross,
+    named_layout,
+    pair_blocks,
+    plan_rounds,
+    plan_runs,
+)
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.nixl import Ends, errors_of
+from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staged import StagedRead
+
+pytestmark = pytest.mark.lab
+
+DRAM = Memory("DRAM")
+SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, item_bytes=2)
+TOKENS = 300
+SECONDS = 20.0
+
+
+class _Failing(wrapt.ObjectProxy):
+    """A real agent one of whose transfers is said to have failed (a stand-in for a dead peer)."""
+
+    def __init__(self, agent: Any, after: int) -> None:
+        super().__init__(agent)
+        self._self_after = after
+
+    def check_xfer_state(self, handle: Any) -> str:
+        self._self_after -= 1
+        if self._self_after < 0:
+            return "ERR"
+        return str(self.__wrapped__.check_xfer_state(handle))
+
+
+@dataclass
+class World:
+    """P's and D's agents, caches and a request of theirs."""
+
+    prefill: Any
+    decode: Any
+    source: torch.Tensor
+    target: torch.Tensor
+    ends: Ends
+
+    def read(self, pool: StagingPool, agent: Any = None) -> StagedRead:
+        """A new staged read of the whole request, in rounds of a block or more."""
+        remote = named_layout("LBNHC").planes(SIZES, self.source.data_ptr(), DRAM)
+        sizes = replace(SIZES, block_tokens=48, blocks=8)
+        local = named_layout("LBHNC").planes(sizes, self.target.data_ptr(), DRAM)
+        layers = dict.fromkeys(plane.layer for plane in remote)
+        crossings = cross([[p for p in remote if p.layer == layer] for layer in layers], local)
+        segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
+        least = max(crossing.slot_bytes for crossing in crossings)
+        rounds = plan_rounds([Share(segments, crossings)], max(least, pool.round_bytes))
+        caches = Caches(dict.fromkeys(layers, self.target))
+        return StagedRead(
+            agent or self.decode, pool, caches.place, self.ends, b"done", plan_runs([]), rounds
+        )
+
+    def pool(self, size_bytes: int) -> StagingPool:
+        def make(size: int) -> torch.Tensor:
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            self.decode.register_memory([(buffer.data_ptr(), size, 0, "")], "DRAM")
+            return buffer
+
+        return StagingPool(size_bytes, make)
+
+    def is_identical(self) -> bool:
+        remote = named_layout("LBNHC").planes(SIZES, 0, DRAM)
+        local = named_layout("LBHNC").planes(replace(SIZES, block_tokens=48, blocks=8), 0, DRAM)
+        at = np.arange(TOKENS)
+        return all(
+            np.array_equal(
+                theirs.as_array(self.source.numpy(), 0)[_ids(10, 12)[at // 32], :, at % 32],
+                ours.as_array(self.target.numpy(), 0)[_ids(7, 8)[at // 48], :, at % 48],
+            )
+            for theirs, ours in zip(remote, local, strict=True)
+        )
+
+
+def _ids(count: int, of: int) -> np.ndarray:
+    return np.random.default_rng(count).permutation(of)[:count]
+
+
+@pytest.fixture
+def world():
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    config = nixl_agent_config(num_threads=1, capture_telemetry=True)  # as the releases do
+    agents = [nixl_agent(f"{n}-{time.time_ns()}", config) for n in "PD"]
+    noise = np.random.default_rng(0)
+    size = 3 * 12 * 2 * 2 * 32 * 16 * 2
+    memory = [torch.from_numpy(noise.integers(0, 256, size, dtype=np.uint8)) for _ in agents]
+    for agent, bytes_ in zip(agents, memory, strict=True):
+        agent.register_memory([(bytes_.data_ptr(), bytes_.numel(), 0, "")], "DRAM")
+    name = agents[1].add_remote_agent(agents[0].get_agent_metadata())
+    name = name.decode() if isinstance(name, bytes) else name
+    return World(*agents, *memory, Ends(DRAM, DRAM, name))
+
+
+def finish(*reads: StagedRead) -> list[str]:
+    """Polls reads as a release does, until none is in progress."""
+    end = time.monotonic() + SECONDS
+    states = ["PROC"]
+    while "PROC" in states and time.monotonic() < end:
+        states = [read.state() for read in reads]
+    return states
+
+
+def notifications(world: World) -> list[bytes]:
+    found: list[bytes] = []
+    end = time.monotonic() + 1
+    while time.monotonic() < end and not found:
+        found += [m for messages in world.prefill.get_new_notifs().values() for m in messages]
+    return found
+
+
+@pytest.mark.parametrize("pool_bytes", [1 << 20, 3 * 4096, 4096])
+def test_rounds_of_any_size_arrive_and_the_peer_is_told_once(world, pool_bytes):
+    pool = world.pool(pool_bytes)
+    read = world.read(pool)
+    assert not world.is_identical(), "negative control"
+    assert read.start() == "PROC"
+    assert notifications(world) == [], "not before the last byte has been read"
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    assert pool.taken_bytes == 0
+    assert read.telemetry().totalBytes >= TOKENS * 2 * 2 * 16 * 2 * 3
+    read.release()
+    read.release()
+    assert read.state() == "DONE", "an old release asks again after it has let go"
+    assert notifications(world) == [b"done"]
+    assert notifications(world) == []
+
+
+def test_many_reads_share_a_pool_of_one_block_in_order(world):
+    pool = world.pool(4096)
+    reads = [world.read(pool) for _ in range(16)]
+    for read in reads:
+        read.start()
+    assert finish(*reads) == ["DONE"] * 16
+    assert world.is_identical()
+    assert pool.taken_bytes == 0
+
+
+def test_a_failed_round_gives_its_space_back(world):
+    pool = world.pool(3 * 4096)
+    read = world.read(pool, _Failing(world.decode, after=2))
+    read.start()
+    assert finish(read) == ["ERR"]
+    read.release()
+    other = world.read(pool)
+    other.start()
+    assert finish(other) == ["DONE"], "the pool serves the next request"
+    assert world.is_identical()
+    assert b"done" in notifications(world)
+
+
+def test_a_read_that_is_dropped_gives_its_space_back(world):
+    pool = world.pool(3 * 4096)
+    read = world.read(pool)
+    read.start()
+    assert pool.taken_bytes
+    del read
+    gc.collect()
+    other = world.read(pool)
+    other.start()
+    assert finish(other) == ["DONE"]
+    assert pool.taken_bytes == 0
+
+
+def test_nixl_says_what_it_can_raise(world):
+    errors = errors_of(world.decode)
+    assert {"nixlBackendError", "nixlRemoteDisconnectError"} <= {e.__name__ for e in errors}
+    with pytest.raises(errors):
+        world.decode.initialize_xfer(
+            "READ",
+            world.decode.get_xfer_descs([(world.target.data_ptr(), 8, 0)], "DRAM"),
+            world.decode.get_xfer_descs([(1 << 40, 8, 0)], "DRAM"),
+            world.ends.agent,
+        )
