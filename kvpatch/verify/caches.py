@@ -162,10 +162,12 @@ def _dimension_order(name: str, tensor: torch.Tensor, backend: Any, spec: Any) -
     """What each dimension of the tensor means, as the backend that shaped it says.
 
     From 0.29 on no backend shapes its cache: every tensor is [block, head, token, packed] and only
-    its strides differ.
+    its strides differ. Latents (MLA) are seen without the head that they do not have.
     """
     if backend is not None and hasattr(backend, "get_kv_cache_shape"):
         return DimensionOrder.probe(backend.get_kv_cache_shape)
+    if tensor.dim() == 3 and backend is not None and backend.is_mla():
+        return DimensionOrder(("block", "token", "channel"))
     if tensor.dim() == 4:
         return DimensionOrder(
             ("block", "head", "token", "packed" if spec.head_size_v else "channel")

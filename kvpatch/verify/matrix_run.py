@@ -68,8 +68,8 @@ async def run_matrix(
 ) -> list[RowResult]:
     """Run the rows; ``report`` is told each as soon as it is judged.
 
-    An engine that does not start is a row's failure and does not end the run, but for a single
-    engine, without which nothing can be judged.
+    An engine that does not start is its row's failure, a single engine that of all its rows; the
+    run goes on.
     """
     import httpx
 
@@ -79,13 +79,24 @@ async def run_matrix(
         for single, its_rows in by_single(rows).items():
             with console.status(f"making a tiny random model: {single.model}"):
                 model = str(MAKERS[single.model](options.work_dir / f"model-{single.model}"))
-            cases, reference = await _observe_single(single, model, client, options, console)
+            try:
+                cases, reference = await _observe_single(single, model, client, options, console)
+            except EngineFailed as error:
+                for row in its_rows:
+                    results.append(_not_run(row, str(error)))
+                    report(results[-1])
+                continue
             for row in its_rows:
                 console.rule(row.name)
                 run = _RowRun(row, model, cases, client, options, console, with_stock)
                 results.append(await run.judge(reference))
                 report(results[-1])
     return results
+
+
+def _not_run(row: Row, failure: str) -> RowResult:
+    observations: dict[str, dict[str, Observation]] = {"single": {}, "stock": {}, "kvpatch": {}}
+    return RowResult(row, (), observations, compare((), observations), failure)
 
 
 async def _observe_single(

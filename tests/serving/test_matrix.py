@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvpatch.verify import matrix_run
 from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
+from kvpatch.verify.engine import EngineFailed
 from kvpatch.verify.handoff import Completion
-from kvpatch.verify.matrix import ROWS, by_single, choose, row_setups, single_setup
+from kvpatch.verify.matrix import ROWS, Single, by_single, choose, row_setups, single_setup
 from kvpatch.verify.matrix_report import (
     matrix_json_lines,
     matrix_summary,
@@ -19,10 +24,10 @@ from kvpatch.verify.matrix_report import (
     row_line,
     tokens_cell,
 )
-from kvpatch.verify.matrix_run import RowResult
+from kvpatch.verify.matrix_run import RowResult, run_matrix
 from kvpatch.verify.model import MAKERS
 from kvpatch.verify.prompts import Case
-from kvpatch.verify.setups import BadOptions
+from kvpatch.verify.setups import BadOptions, Options
 
 pytestmark = pytest.mark.serving
 
@@ -99,6 +104,34 @@ def test_a_row_without_answers_or_with_a_failure_fails() -> None:
     empty = RowResult(choose("128-32")[0], _CASES, nothing, compare(_CASES, nothing))
     assert not empty.passed
     assert "not run" in _drawn(empty)
+
+
+def test_a_single_engine_that_fails_fails_its_rows_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins for the engines: the single one of the window model does not start."""
+    from rich.console import Console
+
+    async def observe_single(single: Single, *_: Any) -> Any:
+        if single.model == "window":
+            raise EngineFailed("no room")
+        return _CASES, {}
+
+    async def judge(self: Any, reference: Any) -> RowResult:
+        return replace(_result(_GOOD), row=self.row)
+
+    monkeypatch.setattr(matrix_run, "require_environment", lambda kvpatch: None)
+    monkeypatch.setattr(matrix_run, "MAKERS", dict.fromkeys(MAKERS, lambda folder: folder))
+    monkeypatch.setattr(matrix_run, "_observe_single", observe_single)
+    monkeypatch.setattr(matrix_run._RowRun, "judge", judge)
+    told: list[RowResult] = []
+    rows = choose("128-32,window-128-32,mla-tp1-tp2")
+    console = Console(file=io.StringIO())
+    work = run_matrix(rows, Options(tmp_path), console, told.append)
+    results = asyncio.run(work)
+    assert results == told
+    assert [result.passed for result in results] == [True, False, True]
+    assert problems(results)[1] == "window-128-32: no room"
 
 
 def test_wrong_tokens_and_failures_are_told_apart() -> None:
