@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 ENABLE = "ENABLE_KVPATCH"
 DISABLE = "KVPATCH_DISABLE"
-EXPERIMENTAL = "KVPATCH_EXPERIMENTAL"
 GENERATION = "KVPATCH_GENERATION"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
@@ -54,16 +53,7 @@ def is_kvcached_enabled() -> bool:
 
 def disabled_slugs() -> tuple[str, ...]:
     """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
-    return _slugs(DISABLE)
-
-
-def experimental_slugs() -> tuple[str, ...]:
-    """The unfinished patches that ``KVPATCH_EXPERIMENTAL`` turns on, as written there."""
-    return _slugs(EXPERIMENTAL)
-
-
-def _slugs(variable: str) -> tuple[str, ...]:
-    names = os.environ.get(variable, "").replace(",", " ").split()
+    names = os.environ.get(DISABLE, "").replace(",", " ").split()
     return tuple(dict.fromkeys(names))
 
 
@@ -102,16 +92,15 @@ def transfer_mode() -> str:
 
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
-    real = (DISABLE, EXPERIMENTAL, GENERATION, LOG_LEVEL, STAGING_BYTES, TRANSFER)
+    real = (DISABLE, GENERATION, LOG_LEVEL, STAGING_BYTES, TRANSFER)
     found = []
     for name in sorted(os.environ):
         if name.startswith("KVPATCH_") and name not in real + TOOLING:
             found.append(f"{name} is no variable of kvpatch{_nearest(name, real)}")
     known = tuple(slugs)
-    for variable in (DISABLE, EXPERIMENTAL):
-        for slug in _slugs(variable):
-            if slug not in known:
-                found.append(f"{variable} names {slug!r}, which is no patch{_nearest(slug, known)}")
+    for slug in disabled_slugs():
+        if slug not in known:
+            found.append(f"{DISABLE} names {slug!r}, which is no patch{_nearest(slug, known)}")
     return found
 
 

@@ -20,7 +20,7 @@ from kvpatch import _env, _logging, _versions
 from kvpatch._errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch._patching import Ledger, Patch
 from kvpatch._status import PatchStatus, Status
-from kvpatch.patches import EXPERIMENTAL, SLUGS, load
+from kvpatch.patches import SLUGS, load
 
 _LOG = logging.getLogger("kvpatch")
 
@@ -96,8 +96,6 @@ class Session:
             return PatchStatus(slug, "refused", "vLLM's generation is not known")
         if slug in _env.disabled_slugs():
             return PatchStatus(slug, "off", _env.DISABLE)
-        if slug in EXPERIMENTAL and slug not in _env.experimental_slugs():
-            return PatchStatus(slug, "off", f"experimental: {_env.EXPERIMENTAL}={slug}")
         return PatchStatus(slug, "waiting", "the connector has not been imported")
 
     def _hook(self, module: str) -> None:

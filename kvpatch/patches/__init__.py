@@ -20,9 +20,6 @@ SLUGS = (
     "unlike_engines",
 )
 
-#: Not finished: off unless ``KVPATCH_EXPERIMENTAL`` names them.
-EXPERIMENTAL = ("unlike_engines",)
-
 
 def load() -> tuple[Patch, ...]:
     """All patches. They are imported when the connector is, so that others pay nothing."""

@@ -17,14 +17,13 @@ How:
     the two geometries, paired by token position. Like pairs are left to it.
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
-Not finished:
-    Off unless ``KVPATCH_EXPERIMENTAL=unlike_engines``. Reads have one descriptor per
-    run of bytes, without staging. Known to be open: sliding-window groups while P
-    speculates (to 0.24), a P that returns under its engine id with other ranks,
-    multi-module MTP on D, a request refused while it is posted on 0.10.0 to 0.11.0
-    stops D's engine, 0.10.0 states no layout, and a D with a host buffer, Mamba
-    state or shared KV layers leaves unlike peers to the release. LHBNC, BHLNC and
-    BLNHC are refused.
+Limits:
+    To 0.11.0 the handshake states no block size, so unlike ones are refused, and on
+    0.10.0 no layout, so unlike ones go unnoticed as they do without kvpatch. From
+    0.11.1 to 0.20 it states no kernel blocks, so backends that may cut blocks are
+    refused. LHBNC, BHLNC and BLNHC are refused, and so are keys that AMX tiles. A D with
+    a host buffer, Mamba state, shared KV layers or context parallelism leaves unlike
+    peers to the release, but for smaller blocks, which it reads wrongly.
 Remove when:
     The connector reads any block size and layout, prefix hits included.
 """
@@ -46,13 +45,19 @@ from kvpatch.vllm import orders
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.likeness import (
+    alike_block_bytes,
+    is_alike,
+    refuse_smaller_blocks,
+    refuse_unreadable,
+)
 from kvpatch.vllm.our_side import our_side
-from kvpatch.vllm.peers import OurSide, heads_of, refusal
+from kvpatch.vllm.peers import heads_of, refusal
 from kvpatch.vllm.reader import Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
-from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
+from kvpatch.vllm.wire import Statement, as_alike, hnd_like, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -190,12 +195,14 @@ def _add_remote_agent(
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         reader = reader_of(instance)
-        if reader is None and registration.key_order(instance) is not None:
+        if reader is None:
+            if registration.key_order(instance) is None:
+                peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
+                refuse_unreadable(instance, peer)
+            else:
+                refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-        if reader is None:
-            refuse_unreadable(instance, peer)
-            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         if is_alike(reader.ours, peer):
             # An engine may come back alike under the id of an unlike one.
             reader.peers.pop(peer.engine_id, None)
@@ -203,25 +210,6 @@ def _add_remote_agent(
         return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, more)
 
     return add(*args, **kwargs)
-
-
-def refuse_unreadable(worker: Any, peer: Statement) -> None:
-    """Refuses an unlike peer where nobody knows how our own keys lie in a block.
-
-    Raises:
-        PeerRefused: the release would copy such blocks as if they were rows.
-    """
-    alike = peer.block_tokens in (None, worker.block_size) and peer.layout in (
-        None,
-        worker.kv_cache_layout,
-    )
-    if not alike:
-        raise PeerRefused(
-            f"engine {peer.engine_id} cannot be read: it has {peer}; we have blocks of "
-            f"{worker.block_size} tokens, layout {worker.kv_cache_layout}, in which the backend "
-            f"{worker.backend_name} packs keys by rules of its own: use one block size and layout "
-            "on both sides"
-        )
 
 
 def _add_unlike(
@@ -269,71 +257,6 @@ def layout_called(worker: Any, layout: str) -> Iterator[None]:
         worker.kv_cache_layout = own
 
 
-#: Backends that take blocks of any size whole.
-_WHOLE_BLOCK_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN")
-
-
-def is_alike(ours: OurSide, peer: Statement) -> bool:
-    """Whether the release reads this peer rightly: the same blocks, the same order in them.
-
-    Raises:
-        PeerRefused: it cannot be read by anybody here.
-    """
-    if peer.block_tokens is None:
-        # Bytes alone do not tell 16 tokens of bf16 from 32 of fp8.
-        same_blocks = peer.block_bytes == alike_block_bytes(ours, peer)
-        if not same_blocks:
-            raise refusal(
-                ours,
-                peer,
-                "this release's handshake does not state the block size: use one --block-size, "
-                "--kv-cache-dtype and model on both sides, or vLLM 0.11.1 or later",
-            )
-    else:
-        same_blocks = peer.block_tokens == ours.block_tokens and (
-            peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
-        )
-    same_layout = peer.layout in (None, ours.layout)
-    # Heads of unlike ranks are pieces of a block in HND only.
-    same_heads = peer.tp_size == ours.tp_size or ours.inner_layout == "HND"
-    if same_blocks and same_layout and same_heads:
-        return True
-    if ours.key_order is KeyOrder.COLUMN_MAJOR and ours.item_bytes != 4:
-        raise refusal(
-            ours,
-            peer,
-            "a CPU with AMX tiles keys of 2 bytes where the block size allows, and the handshake "
-            "does not say so: use --dtype float32, or one block size on both sides",
-        )
-    # Releases that state no block size know no kernel blocks either.
-    may_cut = peer.block_tokens is not None and peer.kernel_blocks_per_block is None
-    if may_cut and ours.backend not in _WHOLE_BLOCK_BACKENDS:
-        raise refusal(
-            ours,
-            peer,
-            f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
-            "not say so: use one --block-size on both sides, or vLLM 0.21 or later",
-        )
-    if peer.backend not in (None, ours.backend):
-        raise refusal(
-            ours,
-            peer,
-            f"its attention backend is {peer.backend}, ours {ours.backend}: use one on both sides "
-            "(VLLM_ATTENTION_BACKEND)",
-        )
-    return False
-
-
-def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
-    """What a block would have on the peer if its blocks were ours: its heads, our tokens."""
-    has_heads = any(p.content.value != "latent" for c in ours.layers.values() for p in c.planes)
-    if not has_heads:
-        return ours.block_bytes
-    _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
-    _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    return tuple(length * their_heads // our_heads for length in ours.block_bytes)
-
-
 def _read_blocks_for_req(
     wrapped: Callable[..., Any],
     instance: Any,
@@ -353,8 +276,7 @@ def _read_blocks_for_req(
         if order is None:
             raise ReadRefused(
                 f"request {req_id} reads from engine {engine_id} of another geometry and carries "
-                "no token count: set ENABLE_KVPATCH and KVPATCH_EXPERIMENTAL for the scheduler's "
-                "process too"
+                "no token count: set ENABLE_KVPATCH for the scheduler's process too"
             )
         if not any(order.local_blocks):
             # A full prefix hit, or an abort: the release only tells P.

@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides
+from kvpatch.geometry import (
+    Content,
+    Counts,
+    KeyOrder,
+    Memory,
+    Plane,
+    Strides,
+    UnreadableGeometry,
+)
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -70,10 +78,20 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
             not what its sizes come to.
     """
     if len(peer.addresses) != len(ours.addresses):
-        raise refusal(ours, peer, "both sides must register the same regions")
-    return tuple(
-        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
-    )
+        raise refusal(
+            ours,
+            peer,
+            "both sides must register the same regions: use one model, one attention backend and "
+            "one --pipeline-parallel-size",
+        )
+    try:
+        return tuple(
+            region
+            for name, layer in ours.layers.items()
+            for region in _planes(name, layer, ours, peer)
+        )
+    except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
+        raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
 
 
 def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS, Generation
-from kvpatch.patches import EXPERIMENTAL, load
+from kvpatch.patches import load
 
 from .contract import Cell, cell
 
@@ -19,7 +19,7 @@ _HEAD = """\
 Written by `python -m tests.contract --write` from the patch files and from the
 source of every release; CI fails when it is stale.
 
-`x` applied, `-` not needed there, `!` refused, `e` applied where `KVPATCH_EXPERIMENTAL` names it.
+`x` applied, `-` not needed there, `!` refused.
 
 """
 
@@ -41,17 +41,15 @@ def _table(patches: tuple[Patch, ...]) -> str:
             marks = []
             for patch in patches:
                 outcome = cell(patch, release, generation)
-                marks.append(_mark(patch, outcome))
+                marks.append(_mark(outcome))
                 if outcome.outcome == "refused":
                     notes.append(f"- {patch.slug} on {release}: {outcome.reason}")
             rows.append(f"| {generation.slug} | {release} | {' | '.join(marks)} |")
     return "\n".join(rows + ([""] + notes if notes else [])) + "\n"
 
 
-def _mark(patch: Patch, outcome: Cell) -> str:
-    if outcome.outcome == "applied":
-        return "e" if patch.slug in EXPERIMENTAL else "x"
-    return {"not needed": "-", "refused": "!"}[outcome.outcome]
+def _mark(outcome: Cell) -> str:
+    return {"applied": "x", "not needed": "-", "refused": "!"}[outcome.outcome]
 
 
 def _section(patch: Patch) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvpatch._patching import Site
 from kvpatch._versions import Generation
-from kvpatch.patches import EXPERIMENTAL, load
+from kvpatch.patches import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -70,11 +70,9 @@ def _method(site: Site, drifted: bool) -> str:
 def run(tree: Path, script: str, **environment: str) -> Any:
     """Runs `script` in a fresh interpreter that sees `tree` as vLLM.
 
-    The script prints one JSON value as its last line, which is returned. Unfinished
-    patches are on, unless `environment` says otherwise.
+    The script prints one JSON value as its last line, which is returned.
     """
     kept = {k: v for k, v in os.environ.items() if "KVPATCH" not in k and "KVCACHED" not in k}
-    kept["KVPATCH_EXPERIMENTAL"] = ",".join(EXPERIMENTAL)
     kept["PYTHONPATH"] = os.pathsep.join([str(tree), str(REPOSITORY)])
     answer = subprocess.run(
         [sys.executable, "-c", script],

