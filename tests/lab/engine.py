@@ -231,7 +231,7 @@ class Engine:
         while any(left):
             _, received, broken = self._finished()
             if broken:
-                raise LoadFailed(f"blocks {sorted(broken)} not loaded")
+                raise LoadFailed(f"not loaded: {', '.join(broken)}")
             for still, done in zip(left, received, strict=True):
                 still -= done
             now, failed = time.monotonic(), self.log.first_seconds
@@ -253,15 +253,21 @@ class Engine:
                 worker.start_load_kv(None)
                 worker.clear_connector_metadata()
 
-    def _finished(self) -> tuple[list[set[str]], list[set[str]], set[int]]:
-        sent, received, broken = [], [], set()
+    def _finished(self) -> tuple[list[set[str]], list[set[str]], list[str]]:
+        sent, received, broken = [], [], []
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
-                done = worker.get_finished(set())
+                results = getattr(worker, "get_transfer_results", None)
+                if results is not None:  # from 0.30: failures of a request as such
+                    found = results(set())
+                    done = found.finished_sending, found.finished_recving
+                    broken += [f"request {name}" for name in sorted(found.failed_recving)]
+                else:
+                    done = worker.get_finished(set())
                 sent.append(set(done[0] or ()))
                 received.append(set(done[1] or ()))
                 errors = getattr(worker, "get_block_ids_with_load_errors", None)
-                broken |= errors() if errors is not None else set()
+                broken += [f"block {b}" for b in sorted(errors())] if errors is not None else []
         return sent, received, broken
 
     # -- contents ----------------------------------------------------------

@@ -1,23 +1,32 @@
-"""Several cache groups: full attention beside sliding windows, over shared tensors."""
+"""Several cache groups: full attention beside sliding windows, over shared tensors.
+
+P and D run the release's own scheduler, block manager and prefix cache. What a
+window's layers must hold is what the release keeps of it, and no more.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
-from .case import Case, EngineSpec
+from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
 
 pytestmark = pytest.mark.lab
 
 WINDOW = 64
-#: Layers by turns: Gemma's two kinds alternating, and a group more of windows.
+#: Layers by turns: full attention and a window, and full attention and two windows.
 MODELS = {"two groups": ((0, WINDOW), 4), "three groups": ((0, WINDOW, WINDOW), 6)}
-BLOCK_TOKENS = {"like": (32, 32), "larger": (32, 64), "smaller": (64, 32), "no multiple": (96, 64)}
-PROMPTS = (1, 40, 64, 65, 100, 159, 300)
+BLOCK_TOKENS = {"32 to 64": (32, 64), "64 to 32": (64, 32), "96 to 64": (96, 64)}
+LIKE = {"32 to 32": (32, 32)}
+#: Shorter than the window, about as long, and several times it.
+PROMPTS = (1, 40, 64, 65, 159, 300)
+HITS = ("none", "one block", "all but one")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +35,7 @@ def _release_has_groups(lab: Lab) -> None:
         pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
 
 
-def engine(model: str, block_tokens: int, **more: object) -> EngineSpec:
+def _engine(model: str, block_tokens: int) -> EngineSpec:
     windows, layers = MODELS[model]
     # Room for the longest request in every group, as the release demands, and more.
     blocks = (len(windows) + 1) * (HYBRID_MODEL_TOKENS // block_tokens + 2)
@@ -37,31 +46,159 @@ def engine(model: str, block_tokens: int, **more: object) -> EngineSpec:
         window_tokens=windows,
         kv_heads=2,
         head_dim=16,
-        **more,  # type: ignore[arg-type]
     )
 
 
-def _case(model: str, sizes: str, prompt: int, hit: str, **prefill: object) -> Case:
-    p, d = BLOCK_TOKENS[sizes]
+def _case(model: str, sizes: tuple[int, int], prompt: int, hit: str = "none") -> Case:
+    p, d = sizes
     full = (prompt - 1) // d  # one token at least is left to compute
     hits = {"none": 0, "one block": min(1, full), "all but one": max(0, full - 1)}
     return Case(
-        f"{model}, {sizes}, {prompt} tokens, {hit} cached",
-        engine(model, p, **prefill),
-        engine(model, d),
+        f"{model}, {p} to {d}, {prompt} tokens, {hit} cached",
+        _engine(model, p),
+        _engine(model, d),
         prompt,
         hits[hit] * d,
     )
 
 
-@pytest.mark.parametrize("hit", ["none", "one block", "all but one"])
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
-@pytest.mark.parametrize("model", MODELS)
-def test_groups_are_identical(lab: Lab, model: str, sizes: str, prompt: int, hit: str) -> None:
-    case = _case(model, sizes, prompt, hit)
+def _cases(all_sizes: dict[str, tuple[int, int]]) -> dict[str, Case]:
+    cases = (
+        _case(model, sizes, prompt, hit)
+        for model in MODELS
+        for sizes in all_sizes.values()
+        for prompt in PROMPTS
+        for hit in HITS
+    )
+    # Without a whole block there is but one kind of hit.
+    return {case.name: case for case in cases if case.prefix_hit_tokens or "none" in case.name}
+
+
+_UNLIKE = _cases(BLOCK_TOKENS)
+_LIKE = _cases(LIKE)
+
+
+def _expect_identical(case: Case, report: Report) -> None:
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == case.n_requests * (case.prompt_tokens - case.prefix_hit_tokens)
+
+
+@pytest.mark.parametrize("name", _UNLIKE)
+def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
+    case = _UNLIKE[name]
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == prompt - case.prefix_hit_tokens
+    _expect_identical(case, report)
+
+
+@pytest.mark.parametrize("name", _LIKE)
+def test_like_pair_stays_as_stock_has_it(lab: Lab, name: str) -> None:
+    case = _LIKE[name]
+
+    stock = lab.run(case)
+    patched = lab.run(case.patched(*SLUGS, prefill=False))
+
+    _expect_identical(case, stock)
+    assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)
+
+
+@pytest.mark.parametrize("layouts", [("HND", "NHD"), ("NHD", "HND")])
+def test_unlike_layouts(lab: Lab, layouts: tuple[str, str]) -> None:
+    case = _case("three groups", (64, 64), 300, "one block")
+    p, d = (
+        replace(engine, layout=layout)
+        for engine, layout in zip((case.prefill, case.decode), layouts, strict=True)
+    )
+
+    _expect_identical(
+        case, lab.run(replace(case, prefill=p, decode=d).patched(*SLUGS, prefill=False))
+    )
+
+
+@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
+def test_several_requests_in_chunks(lab: Lab, sizes: str) -> None:
+    """Blocks that slide out of one request's window become another's."""
+    case = _case("three groups", BLOCK_TOKENS[sizes], 159)
+    chunked = replace(case, prefill=replace(case.prefill, step_tokens=80), n_requests=3)
+
+    _expect_identical(chunked, lab.run(chunked.patched(*SLUGS, prefill=False)))
+
+
+@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
+@pytest.mark.parametrize("sizes", [(32, 64), (32, 32)])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_spoilt_cache_is_noticed(
+    lab: Lab, model: str, sizes: tuple[int, int], sabotage: Sabotage
+) -> None:
+    case = _case(model, sizes, 159, "one block")
+
+    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+# --- a prefill engine that sends more or fewer blocks than the prompt fills ---
+
+
+def _speculating(sizes: tuple[int, int], prompt: int) -> Case:
+    """P reserves slots for four drafted tokens, and computes the prompt in chunks."""
+    case = _case("two groups", sizes, prompt)
+    p = replace(case.prefill, lookahead_tokens=4, step_tokens=48)
+    return replace(case, name=f"{case.name}, P speculates", prefill=p)
+
+
+#: For drafted tokens P has a block more than the prompt fills where they do not fit.
+_WITH_A_BLOCK_MORE = (96, 159, 256)
+
+
+@pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
+@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
+def test_a_speculating_prefill_engine(lab: Lab, sizes: str, prompt: int) -> None:
+    """To 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
+    case = _speculating(BLOCK_TOKENS[sizes], prompt)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    if report.outcome == "refused":
+        assert Version(lab.release) < Version("0.25"), report
+        assert "let go of a block" in report.detail
+        return
+    _expect_identical(case, report)
+
+
+def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
+    """The same pair without kvpatch: a like one, which stock reads a block off to 0.24."""
+    case = _speculating((32, 32), 159)
+
+    report = lab.run(case)
+
+    sends_drafts = Version(lab.release) < Version("0.25")
+    assert report.outcome == ("corrupt" if sends_drafts else "identical"), report
+
+
+#: Two tokens more, and a window would begin with a block of P.
+_AT_THE_EDGE = 158
+
+
+@pytest.mark.parametrize("sizes", BLOCK_TOKENS)
+def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
+    """To 0.19 P counts its answer's token too, and frees a block that D still looks at."""
+    case = _case("two groups", BLOCK_TOKENS[sizes], _AT_THE_EDGE)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    if report.outcome == "refused":
+        assert Version(lab.release) < Version("0.20"), report
+        assert "let go of a block" in report.detail
+        return
+    _expect_identical(case, report)
+
+
+def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
+    """The same without kvpatch and with like engines: stock reads one token too few to 0.19."""
+    report = lab.run(_case("two groups", (32, 32), _AT_THE_EDGE))
+
+    frees_too_much = Version(lab.release) < Version("0.20")
+    assert report.outcome == ("corrupt" if frees_too_much else "identical"), report
