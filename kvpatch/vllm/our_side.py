@@ -34,6 +34,7 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         memory=Memory(getattr(worker, "nixl_memory_type", "VRAM"), device_id),  # from 0.10.1
         backend=str(worker.backend_name),
         key_order=key_order,
+        region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
     )
 
 

@@ -37,6 +37,7 @@ class OurSide:
         layout: its name, as it is sent to peers.
         total_heads: KV heads of the whole model.
         key_order: COLUMN_MAJOR on the CPU backend.
+        region_names: the layer that each region is named after; None to 0.29.
     """
 
     layers: Mapping[str, LayerCache]
@@ -52,6 +53,7 @@ class OurSide:
     memory: Memory
     backend: str
     key_order: KeyOrder
+    region_names: tuple[str, ...] | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -84,6 +86,13 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
             "both sides must register the same regions: use one model, one attention backend and "
             "one --pipeline-parallel-size",
         )
+    if ours.region_names and peer.region_names and ours.region_names != peer.region_names:
+        raise refusal(
+            ours,
+            peer,
+            f"its regions are {', '.join(peer.region_names)} and ours "
+            f"{', '.join(ours.region_names)}: use one model on both sides",
+        )
     try:
         return tuple(
             region
@@ -92,6 +101,11 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
         )
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
         raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
+
+
+def peer_memory(ours: OurSide, peer: Statement) -> Memory:
+    """Where a peer's regions lie; in memory of our kind where it does not say."""
+    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
 
 
 def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
@@ -158,7 +172,7 @@ def _region_planes(
                 counts=Counts(peer.blocks, heads, tokens, plane.counts.channels),
                 item_bytes=plane.item_bytes,
                 first_head=first_head,
-                memory=Memory(ours.memory.kind, peer.device_id),
+                memory=peer_memory(ours, peer),
             )
         )
     return planes

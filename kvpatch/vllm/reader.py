@@ -33,7 +33,7 @@ from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.zeros import zero_tokens
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peers import OurSide, peer_regions, refusal
+from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
 from kvpatch.vllm.shares import ReadRefused, shares_of, tails_of
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -170,8 +170,7 @@ class Reader:
         if self._tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.order)
             self._tails_left = False
-        remote = replace(self.ours.memory, device_id=statement.device_id)
-        ends = Ends(self.ours.memory, remote, rank.agent)
+        ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
         direct, staged = self._split(shares)
         plan = plan_runs(
             (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])

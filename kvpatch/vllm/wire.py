@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvpatch._errors import KvpatchError
 
@@ -20,6 +20,10 @@ _INNER = {
 }
 #: The name that a release gives to HND, by the name of any layout of its.
 _HND_OF = {"HND": "HND", "NHD": "HND"}
+
+
+#: No engine has blocks as large; a peer that says so would have us list their parts.
+_MOST_TOKENS = 1 << 20
 
 
 class PeerRefused(KvpatchError):
@@ -40,6 +44,8 @@ class Statement:
         block_bytes: of one kernel block in each region.
         stride_bytes: from one kernel block of a region to the next.
         backend: the attention backend's name; None where the release does not say.
+        region_names: the layer that each region is named after; None where it does not say.
+        memory_kind: of all regions, in NIXL's words; None where the release does not say.
     """
 
     engine_id: str
@@ -54,6 +60,8 @@ class Statement:
     stride_bytes: tuple[int, ...]
     backend: str | None
     device_id: int
+    region_names: tuple[str, ...] | None = None
+    memory_kind: Literal["DRAM", "VRAM"] | None = None
 
     @property
     def inner_layout(self) -> str | None:
@@ -101,14 +109,20 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
     blocks = _number("num_blocks", metadata.num_blocks)
     if counts is not None:
         blocks = min((blocks, *_numbers("region_num_blocks", counts)))
-    block_tokens = getattr(metadata, "block_size", None)  # from 0.11.1
-    parts = getattr(metadata, "physical_blocks_per_logical_kv_block", None)  # from 0.21
+    block_tokens = _optional("block_size", metadata)  # from 0.11.1
+    parts = _optional("physical_blocks_per_logical_kv_block", metadata)  # from 0.21
+    if (parts or 1) > blocks or (block_tokens or 1) * (parts or 1) > _MOST_TOKENS:
+        raise PeerRefused(
+            f"a peer's handshake has blocks of {parts} times {block_tokens} tokens, {blocks} of "
+            f"the smaller ones: expected no more parts than there are, and {_MOST_TOKENS} tokens "
+            "at most"
+        )
     return Statement(
         engine_id=str(metadata.engine_id),
         tp_rank=_number("tp_rank", tp_rank, least=0),
         tp_size=_number("tp_size", tp_size),
-        block_tokens=None if block_tokens is None else _number("block_size", block_tokens),
-        kernel_blocks_per_block=None if parts is None else _number("blocks per block", parts),
+        block_tokens=block_tokens,
+        kernel_blocks_per_block=parts,
         layout=_text("kv_cache_layout", metadata),  # from 0.10.1
         blocks=blocks,
         addresses=addresses,
@@ -117,6 +131,8 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         backend=_text("attn_backend_name", metadata),  # absent in 0.13 to 0.19
         # Up to 0.11.0 descriptors carry the rank in its place.
         device_id=_number("device_id", getattr(metadata, "device_id", tp_rank), least=0),
+        region_names=_names("region_names", metadata),  # from 0.30
+        memory_kind=_memory_kind(metadata),
     )
 
 
@@ -169,6 +185,34 @@ def _text(name: str, metadata: Any) -> str | None:
     if found is not None and not isinstance(found, str):
         raise PeerRefused(f"a peer's handshake has {name}={found!r}: expected a name")
     return found
+
+
+def _optional(name: str, metadata: Any) -> int | None:
+    found = getattr(metadata, name, None)
+    return None if found is None else _number(name, found)
+
+
+def _names(name: str, metadata: Any) -> tuple[str, ...] | None:
+    found = getattr(metadata, name, None)
+    if found is None:
+        return None
+    if not isinstance(found, (list, tuple)) or not all(isinstance(n, str) for n in found):
+        raise PeerRefused(f"a peer's handshake has {name}={found!r}: expected a list of names")
+    return tuple(found)
+
+
+def _memory_kind(metadata: Any) -> Literal["DRAM", "VRAM"] | None:
+    kinds = set(_names("region_mem_types", metadata) or ())  # from 0.30
+    if kinds == {"DRAM"}:
+        return "DRAM"
+    if kinds == {"VRAM"}:
+        return "VRAM"
+    if kinds:
+        raise PeerRefused(
+            f"engine {metadata.engine_id} cannot be read: its regions lie in memory of the kinds "
+            f"{', '.join(sorted(kinds))}: keep its whole KV cache on one device or on the host"
+        )
+    return None
 
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:

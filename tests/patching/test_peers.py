@@ -26,7 +26,7 @@ HEADS, CHANNELS, ITEM = 4, 8, 4
 TOKEN = HEADS * 2 * CHANNELS * ITEM
 
 
-def _ours(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1):
+def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1):
     heads = HEADS // tp_size
     tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in "ab"}
     registration = replace(
@@ -113,7 +113,7 @@ _JUNK = st.one_of(
 
 @given(st.sampled_from(sorted(vars(_metadata()))), _JUNK)
 def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, value):
-    _, ours = _ours()
+    _, ours = ours_of()
     try:
         peer = read_statement(_metadata(**{name: value}), 0, 1)
         if is_alike(ours, peer):
@@ -129,7 +129,7 @@ def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, val
 
 
 def test_a_refusal_has_both_geometries_and_what_helps():
-    _, ours = _ours()
+    _, ours = ours_of()
     with pytest.raises(PeerRefused) as refused:
         peer_regions(ours, _statement(block_lens=[4096, 4096], block_strides=[4096, 4096]))
 
@@ -140,13 +140,13 @@ def test_a_refusal_has_both_geometries_and_what_helps():
 
 @pytest.mark.parametrize("layout", ["LHBNC", "BHLNC", "XYZ"])
 def test_a_layout_whose_blocks_are_not_in_one_piece_is_refused(layout):
-    _, ours = _ours()
+    _, ours = ours_of()
     with pytest.raises(PeerRefused, match=f"layout {layout}"):
         peer_regions(ours, _statement(kv_cache_layout=layout))
 
 
 def test_another_backend_is_refused_where_the_geometry_differs():
-    _, ours = _ours()
+    _, ours = ours_of()
     with pytest.raises(PeerRefused, match="VLLM_ATTENTION_BACKEND"):
         is_alike(ours, _statement(attn_backend_name="FLASHINFER"))
 
@@ -160,12 +160,12 @@ def test_another_backend_is_refused_where_the_geometry_differs():
     ],
 )
 def test_like_peers_are_told_from_unlike_ones(changes, alike):
-    _, ours = _ours()
+    _, ours = ours_of()
     assert is_alike(ours, _statement(**changes)) is alike
 
 
 def test_the_peer_like_us_lies_within_what_the_peer_registered():
-    _, ours = _ours(block_tokens=48)
+    _, ours = ours_of(block_tokens=48)
     peer = _statement(block_tokens=64, blocks=7)
     alike = as_alike(_metadata(blocks=7), peer, 48, 1, "LBHNC", alike_block_bytes(ours, peer))
 
@@ -175,7 +175,7 @@ def test_the_peer_like_us_lies_within_what_the_peer_registered():
 
 
 def test_a_peer_smaller_than_a_block_of_ours_is_refused():
-    _, ours = _ours(block_tokens=128)
+    _, ours = ours_of(block_tokens=128)
     peer = _statement(block_tokens=16, blocks=3)
     with pytest.raises(PeerRefused, match="more KV cache"):
         as_alike(_metadata(), peer, 128, 1, "LBHNC", alike_block_bytes(ours, peer))
@@ -189,19 +189,19 @@ def test_heads_of_a_rank(rank, size, expected):
 
 
 def test_an_unstated_block_size_must_come_to_the_same_bytes():
-    _, ours = _ours(block_tokens=16)
+    _, ours = ours_of(block_tokens=16)
     assert is_alike(ours, replace(_statement(block_tokens=16), block_tokens=None))
     with pytest.raises(PeerRefused, match="does not state the block size"):
         is_alike(ours, replace(_statement(block_tokens=64), block_tokens=None))
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
-    _, ours = _ours(block_tokens=16)
+    _, ours = ours_of(block_tokens=16)
     assert not is_alike(ours, _statement(block_tokens=16, physical_blocks_per_logical_kv_block=2))
 
 
 def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
-    _, ours = _ours(block_tokens=16)
+    _, ours = ours_of(block_tokens=16)
     unstated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
     assert not is_alike(ours, unstated)
     with pytest.raises(PeerRefused, match="may cut blocks"):
@@ -209,7 +209,7 @@ def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
 
 
 def test_two_byte_keys_by_column_are_refused():
-    _, ours = _ours(block_tokens=16)
+    _, ours = ours_of(block_tokens=16)
     by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
     assert not is_alike(by_column, _statement(block_tokens=64)), "4 bytes an item: no AMX"
     halves = dict(ours.layers)
@@ -225,7 +225,7 @@ class TestRequests:
 
     @pytest.fixture
     def ours(self):
-        return _ours()[1]
+        return ours_of()[1]
 
     def _plan(self, ours, tokens, local, remote, held=None):
         statement = _statement()

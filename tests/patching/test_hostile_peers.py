@@ -1,0 +1,144 @@
+"""Ten thousand mutations of a handshake that a real release's metadata class carries.
+
+Each is refused in words, or read within what the peer itself advertised, into nothing
+but the request's own blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpatch._errors import KvpatchError
+from kvpatch.geometry import cross, plan_rounds, plan_runs
+from kvpatch.geometry.errors import UnpairableBlocks
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.likeness import is_alike
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.peers import peer_regions
+from kvpatch.vllm.shares import shares_of
+from kvpatch.vllm.wire import Statement, read_statement
+
+from .test_peers import TOKEN, ours_of
+
+pytestmark = pytest.mark.patching
+
+MUTATIONS = 10_000
+TOKENS = 100
+LOCAL_BLOCKS = (4, 2, 9, 1, 7, 3, 8)
+GROUPS = (Group(frozenset("ab"), window_tokens=0),)
+_NUMBERS = (
+    -1, 0, 1, 2, 3, 5, 7, 16, 17, 63, 64, 128, 1000, 4096, 1 << 20, 1 << 31, 1 << 40,
+    (1 << 62) - 1, (1 << 63) - 1, 1 << 63, 1 << 64, 1 << 200,
+)  # fmt: skip
+_JUNK = (None, True, 1.5, float("nan"), "", "x" * 1000, b"\x00", {}, [], [[]], [None], object())
+_LAYOUTS = ("NHD", "HND", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "NOPE", "")
+
+
+def _real_metadata() -> Any:
+    """What a prefill engine of 64-token blocks sends, in the release's own class."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+    length = 64 * TOKEN
+    stated: dict[str, Any] = {
+        "engine_id": "p",
+        "agent_metadata": b"agent",
+        "kv_caches_base_addr": [1 << 20, 1 << 30],
+        "device_id": 0,
+        "num_blocks": 6,
+        "block_lens": [length, length],
+        "block_strides": [length, length],
+        "kv_cache_layout": "LBHNC",
+        "block_size": 64,
+        "ssm_sizes": (0, 0),
+        "attn_backend_name": "FLASH_ATTN",
+        "physical_blocks_per_logical_kv_block": 1,
+    }
+    names = {field.name for field in fields(NixlAgentMetadata)}
+    return NixlAgentMetadata(**{name: value for name, value in stated.items() if name in names})
+
+
+def _mutate(rng: random.Random, metadata: Any) -> None:
+    names = [field.name for field in fields(metadata)]
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        name = rng.choice(names)
+        setattr(metadata, name, _other(rng, getattr(metadata, name)))
+
+
+def _other(rng: random.Random, value: Any) -> Any:
+    kind = rng.random()
+    if kind < 0.15:
+        return rng.choice(_JUNK)
+    if isinstance(value, str):
+        return rng.choice(_LAYOUTS)
+    if isinstance(value, int):
+        return rng.choice((*_NUMBERS, value + 1, value - 1, value * 2, value // 2))
+    if isinstance(value, (list, tuple)) and value:
+        changed = list(value)
+        if kind < 0.3:
+            changed.pop(rng.randrange(len(changed)))
+        elif kind < 0.4:
+            changed.append(rng.choice(_NUMBERS))
+        else:
+            place = rng.randrange(len(changed))
+            changed[place] = _other(rng, changed[place])
+        return changed
+    return rng.choice((*_JUNK, *_NUMBERS))
+
+
+def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
+    rng = random.Random(20)
+    _, ours = ours_of()
+    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+    refused = read = alike = 0
+    for _ in range(MUTATIONS):
+        metadata = _real_metadata()
+        _mutate(rng, metadata)
+        blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
+        try:
+            peer = read_statement(metadata, 0, 1)
+            if is_alike(ours, peer):
+                alike += 1
+                continue
+            crossings = cross(peer_regions(ours, peer), planes)
+            order = Order(TOKENS, TOKENS, (LOCAL_BLOCKS,), (blocks,))
+            shares = shares_of(ours, GROUPS, peer, crossings, order)
+        except (KvpatchError, UnpairableBlocks) as error:
+            assert len(str(error)) > 20, "a refusal says what is wrong"
+            refused += 1
+            continue
+        read += 1
+        plan = plan_runs((s.segments, [c for x in s.crossings for c in x.copies]) for s in shares)
+        _check_remote(peer, plan.remote_address, plan.length)
+        _check_local(ours, plan.local_address, plan.length)
+        for planned in plan_rounds(shares, 1 << 62):
+            _check_remote(peer, planned.remote_address, planned.length)
+    assert refused + read + alike == MUTATIONS
+    assert refused > 1000 and read > 500, (refused, read, alike)
+
+
+def _check_remote(peer: Statement, address: Any, length: Any) -> None:
+    """Every run lies in one region that the peer advertised."""
+    inside = np.zeros(address.size, dtype=bool)
+    for start, stride, block in zip(
+        peer.addresses, peer.stride_bytes, peer.block_bytes, strict=True
+    ):
+        end = start + (peer.blocks - 1) * stride + block
+        inside |= (address >= start) & (address + length <= end)
+    assert inside.all(), peer
+
+
+def _check_local(ours: Any, address: Any, length: Any) -> None:
+    """Every run lies in one of the request's own blocks, or in neighbouring ones."""
+    inside = np.zeros(address.size, dtype=bool)
+    own = np.zeros(ours.layers["a"].blocks, dtype=bool)
+    own[list(LOCAL_BLOCKS)] = True
+    for start, block in zip(ours.addresses, ours.block_bytes, strict=True):
+        first, last = (address - start) // block, (address + length - 1 - start) // block
+        for number in np.flatnonzero((first >= 0) & (last < own.size)):
+            inside[number] |= bool(own[first[number] : last[number] + 1].all())
+    assert inside.all()
