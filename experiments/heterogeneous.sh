@@ -17,6 +17,4 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=experiments/run_cli.sh
 source "$here/run_cli.sh"
 
-# Needed while the patch is experimental, harmless afterwards.
-export KVPATCH_EXPERIMENTAL="${KVPATCH_EXPERIMENTAL-unlike_engines}"
 run_cli verify-matrix "$@"

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -37,6 +38,9 @@ _SIDE_CHANNEL_PORTS = 8
 _EXCEPTION = re.compile(
     r"^.*\bERROR\b.*?\b([A-Z]\w*(?:Error|Exception|Refused): .+)$", re.MULTILINE
 )
+
+_PORTS = (15_000, 32_000)
+_PORT_TAKEN = "Address already in use"
 
 _TRANSFER_CONFIG = {
     "kv_connector": "NixlConnector",
@@ -79,15 +83,19 @@ class EngineSpec:
 
 
 def free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that are free now."""
+    """The first of ``count`` consecutive ports that are free now.
+
+    Below the range that systems hand out themselves, from which any outgoing connection could take
+    one before the server, which needs half a minute to get to it, listens there.
+    """
     for _ in range(100):
         sockets: list[socket.socket] = []
+        first = random.randrange(*_PORTS)
         try:
-            first = _bind(sockets, 0)
-            for offset in range(1, count):
+            for offset in range(count):
                 _bind(sockets, first + offset)
             return first
-        except (OSError, OverflowError):
+        except OSError:
             continue
         finally:
             for opened in sockets:
@@ -95,12 +103,10 @@ def free_ports(count: int) -> int:
     raise EngineFailed(f"found no {count} consecutive free ports on {HOST}")
 
 
-def _bind(sockets: list[socket.socket], port: int) -> int:
+def _bind(sockets: list[socket.socket], port: int) -> None:
     opened = socket.socket()
     sockets.append(opened)
     opened.bind((HOST, port))
-    bound: int = opened.getsockname()[1]
-    return bound
 
 
 def command(spec: EngineSpec, port: int) -> list[str]:
@@ -203,6 +209,10 @@ class Engine:
 
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
+            if self._lost_a_port():
+                # Its listener ended and the server hangs: another process was faster.
+                self.stop()
+                self.start()
             self.require_alive()
             try:
                 response = await client.get(f"{self.url}/health", timeout=5.0)
@@ -215,6 +225,9 @@ class Engine:
         raise EngineFailed(
             f"{self.spec.name} was not ready after {timeout_s:.0f} s; {self._log_tail()}"
         )
+
+    def _lost_a_port(self) -> bool:
+        return self.log.exists() and _PORT_TAKEN in self.log.read_text(errors="replace")
 
     def _spread_over_cores(self) -> None:
         """Undo the pinning of the connector's workers to the last core.

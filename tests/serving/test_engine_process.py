@@ -95,6 +95,40 @@ def test_a_server_that_ends_is_reported_with_its_log(
     started.stop()
 
 
+def test_a_server_that_lost_its_port_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncio
+
+    import httpx
+
+    marker = tmp_path / "once"
+    script = (
+        "import pathlib, sys, time; once = pathlib.Path(sys.argv[1])\n"
+        "if once.exists(): raise SystemExit('second start')\n"
+        "once.touch(); print('zmq.error.ZMQError: Address already in use', flush=True)\n"
+        "time.sleep(600)"
+    )
+    monkeypatch.setattr(
+        engine, "command", lambda spec, port: [sys.executable, "-c", script, str(marker)]
+    )
+    started = Engine(_SPEC, tmp_path / "fake.log")
+
+    async def wait() -> None:
+        async with httpx.AsyncClient() as client:
+            await started.ready(client, 60.0)
+
+    started.start()
+    with pytest.raises(EngineFailed, match="ended with status 1(.|\n)*second start"):
+        asyncio.run(wait())
+    started.stop()
+
+
+def test_ports_are_not_ones_that_the_system_hands_out() -> None:
+    first = engine.free_ports(8)
+    assert 15_000 <= first < 32_000
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "interrupted.py"

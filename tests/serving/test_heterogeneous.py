@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +38,6 @@ def _run(work_dir: Path, rows: str, *options: str) -> dict[str, list[dict[str, A
         text=True,
         timeout=_TIMEOUT_S,
         cwd=Path(__file__).resolve().parents[2],
-        # Needed while the patch is experimental, harmless afterwards.
-        env={"KVPATCH_EXPERIMENTAL": "unlike_engines", **os.environ},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     records: dict[str, list[dict[str, Any]]] = {}
