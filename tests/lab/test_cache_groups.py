@@ -150,7 +150,7 @@ def _speculating(sizes: tuple[int, int], prompt: int) -> Case:
 
 
 #: For drafted tokens P has a block more than the prompt fills where they do not fit.
-_WITH_A_BLOCK_MORE = (96, 159, 256)
+_WITH_A_BLOCK_MORE = (96, 158, 159, 256)
 
 
 @pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
@@ -176,6 +176,16 @@ def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
 
     sends_drafts = Version(lab.release) < Version("0.25")
     assert report.outcome == ("corrupt" if sends_drafts else "identical"), report
+
+
+@pytest.mark.parametrize("hit", ["none", "one block"])
+@pytest.mark.parametrize("prompt", [158, 190])
+def test_a_speculating_decode_engine(lab: Lab, prompt: int, hit: str) -> None:
+    """In 0.23 and 0.24 a D with a draft model has blocks behind the prompt's, too."""
+    case = _case("two groups", (32, 64), prompt, hit)
+    case = replace(case, decode=replace(case.decode, lookahead_tokens=40))
+
+    _expect_identical(case, lab.run(case.patched(*SLUGS, prefill=False)))
 
 
 #: Two tokens more, and a window would begin with a block of P.
