@@ -9,7 +9,7 @@ to a strided copy in local memory. A round is as much of it as fits into the buf
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +115,7 @@ class _Blocks:
     block: Int64Array
     first_segment: Int64Array
     segments: Segments
+    known: dict[tuple[int, int], Segments] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments) -> _Blocks:
@@ -131,7 +132,15 @@ class _Blocks:
         return int(self.block.size)
 
     def part(self, first: int, end: int) -> Segments:
-        """The segments of blocks ``first`` to ``end``, which count from 0 in it."""
+        """The segments of blocks ``first`` to ``end``, which count from 0 in it.
+
+        One and the same for all regions that ask: what is worked out of it is kept.
+        """
+        if (first, end) not in self.known:
+            self.known[first, end] = self._part(first, end)
+        return self.known[first, end]
+
+    def _part(self, first: int, end: int) -> Segments:
         bounds = self.first_segment[first : end + 1]
         rows = slice(int(bounds[0]), int(bounds[-1]))
         slot = np.repeat(np.arange(end - first, dtype=np.int64), np.diff(bounds))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +65,17 @@ class Segments:
 
     def __len__(self) -> int:
         return int(self.tokens.size)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, int, int, Int64Array], ...]:
+        """(remote offset, local offset, tokens, rows) of segments that differ in blocks only."""
+        columns = np.stack((self.remote_offset, self.local_offset, self.tokens), axis=1)
+        kinds, kind = np.unique(columns, axis=0, return_inverse=True)
+        kind = kind.reshape(-1)  # numpy 2.0 gave it a second axis
+        return tuple(
+            (*offsets, np.flatnonzero(kind == number))
+            for number, offsets in enumerate(kinds.tolist())
+        )
 
     def as_array(self) -> Int64Array:
         """[segment, (remote_block, remote_offset, local_block, local_offset, tokens)]."""

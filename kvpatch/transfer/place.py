@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry import Placement, Segments
+from kvpatch.geometry import Placement
 from kvpatch.geometry.meetings import contiguous
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Move(NamedTuple):
 def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
     """The strided copies of one placement into a cache that starts at ``cache_address``."""
     strides = placement.strides
-    for remote_offset, local_offset, tokens, rows in _classes(placement.segments):
+    for remote_offset, local_offset, tokens, rows in placement.segments.kinds:
         run, axes = contiguous(strides, tokens)
         axes.sort(key=lambda axis: -axis.local_stride)
         source = placement.staging_offset + remote_offset * strides.token.remote_stride
@@ -72,15 +72,6 @@ def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
             placement.segments.remote_block[rows],
             placement.segments.local_block[rows],
         )
-
-
-def _classes(segments: Segments) -> Iterator[tuple[int, int, int, Int64Array]]:
-    """(remote offset, local offset, tokens, rows) of segments that differ in blocks only."""
-    columns = np.stack((segments.remote_offset, segments.local_offset, segments.tokens), axis=1)
-    kinds, kind = np.unique(columns, axis=0, return_inverse=True)
-    kind = kind.reshape(-1)  # numpy 2.0 gave it a second axis
-    for number, (remote_offset, local_offset, tokens) in enumerate(kinds.tolist()):
-        yield remote_offset, local_offset, tokens, np.flatnonzero(kind == number)
 
 
 def place_in_host_memory(
