@@ -1,0 +1,361 @@
+"""How fast unlike caches are read, beside stock's read of the same bytes between like ones.
+
+    python experiments/bench_transfer.py [--mib 128] [--repeat 5] [--json FILE]
+
+Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
+with P's geometry: one prepared descriptor per block and layer. Every other row reads the
+same tokens into another geometry, with all that a request costs: pairing, planning, posting,
+copying, waiting. Each row's bytes are compared before it is timed. Blocks are scattered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvpatch.geometry import (
+    HOST_MEMORY,
+    BlockList,
+    CacheSizes,
+    Memory,
+    Plane,
+    Segments,
+    Share,
+    cross,
+    is_direct,
+    named_layout,
+    pair_blocks,
+    plan_rounds,
+    plan_runs,
+)
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staged import StagedRead
+
+DRAM = Memory("DRAM")
+POOL_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both sides agree on."""
+
+    name: str
+    layers: int
+    heads: int
+    channels: int
+    item_bytes: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of all layers."""
+        return self.layers * self.heads * 2 * self.channels * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prefill and a decode cache: layout and tokens of a block."""
+
+    model: Model
+    remote_layout: str
+    remote_tokens: int
+    local_layout: str
+    local_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.remote_layout} {self.remote_tokens} -> {self.local_layout} {self.local_tokens}"
+        )
+
+
+GQA = Model("8 KV heads of 128, bf16, 32 layers", 32, 8, 128, 2)
+CPU = Model("CPU keys by column, 4 KV heads of 64, float32, 16 layers", 16, 4, 64, 4)
+PAIRS = (
+    Pair(GQA, "LBHNC", 128, "LBHNC", 32),
+    Pair(GQA, "LBHNC", 32, "LBHNC", 128),
+    Pair(GQA, "LBHNC", 16, "LBHNC", 64),
+    Pair(GQA, "LBNHC", 128, "LBNHC", 32),
+    Pair(GQA, "LBNHC", 16, "LBHNC", 16),
+    Pair(GQA, "LBHNC", 16, "LBNHC", 16),
+    Pair(GQA, "LBNHC", 96, "LBHNC", 64),
+    Pair(CPU, "CPU_packed", 128, "CPU_packed", 32),
+    Pair(CPU, "CPU_packed", 32, "CPU_packed", 128),
+)
+
+
+@dataclass
+class Measured:
+    """One row; seconds are medians over the repeats."""
+
+    model: str
+    pair: str
+    way: str
+    seconds: float
+    gb_per_second: float
+    ratio_to_like: float
+    descriptors: int
+    plan_seconds: float
+    pool_bytes: int
+
+
+def make_agent(name: str) -> Any:
+    """A NIXL agent with one UCX worker."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(name, nixl_agent_config(num_threads=1))
+
+
+def random_bytes(size: int, seed: int) -> torch.Tensor:
+    """Noise, so that a byte in the wrong place shows."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
+
+
+def prefill_side(connection: Connection, size_bytes: int) -> None:
+    """Holds a cache until it is told to end."""
+    agent = make_agent("P")
+    memory = random_bytes(size_bytes, 1)
+    agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], "DRAM")
+    connection.send((agent.get_agent_metadata(), memory.data_ptr()))
+    connection.recv()
+
+
+class Decode:
+    """D's process: its own memory, and P's agent."""
+
+    def __init__(self, size_bytes: int, connection: Connection) -> None:
+        self.agent = make_agent("D")
+        self.memory = random_bytes(size_bytes, 2)
+        self.agent.register_memory([(self.memory.data_ptr(), size_bytes, 0, "")], "DRAM")
+        metadata, self.remote_address = connection.recv()
+        name = self.agent.add_remote_agent(metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        self.ends = Ends(DRAM, DRAM, name)
+
+    def wait(self, handle: Any) -> None:
+        """Until a transfer of NIXL's is done."""
+        state = self.agent.transfer(handle)
+        while state == "PROC":
+            state = self.agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"a transfer ended as {state}")
+        self.agent.release_xfer_handle(handle)
+
+
+class Setup:
+    """One pair on the two memories."""
+
+    def __init__(self, pair: Pair, tokens: int, decode: Decode) -> None:
+        self.pair, self.tokens, self.decode = pair, tokens, decode
+        order = np.random.default_rng(0).permutation
+        n_remote, n_local = -(-tokens // pair.remote_tokens), -(-tokens // pair.local_tokens)
+        self.remote_ids, self.local_ids = order(n_remote), order(n_local)
+        model = pair.model
+        sizes = CacheSizes(
+            model.layers, n_remote, model.heads, pair.remote_tokens, model.channels,
+            model.item_bytes,
+        )  # fmt: skip
+        self.remote = named_layout(pair.remote_layout).planes(sizes, decode.remote_address, DRAM)
+        sizes = replace(sizes, blocks=n_local, block_tokens=pair.local_tokens)
+        address = decode.memory.data_ptr()
+        self.local = named_layout(pair.local_layout).planes(sizes, address, DRAM)
+        by_layer: dict[str, list[Plane]] = {}
+        for plane in self.remote:
+            by_layer.setdefault(plane.layer, []).append(plane)
+        self.crossings = cross(list(by_layer.values()), self.local)
+        self.pool = StagingPool(POOL_BYTES, self._register)
+        self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
+        # Made and registered before anything is timed, as it is for all but the first request.
+        self.pool.give(self._any_space())
+
+    def _any_space(self) -> Any:
+        owner = object.__new__(Setup)
+        space = self.pool.take(owner, 1)
+        self.pool.leave(owner)
+        return space
+
+    def _register(self, size_bytes: int) -> torch.Tensor:
+        buffer = torch.zeros(size_bytes, dtype=torch.uint8)
+        self.decode.agent.register_memory([(buffer.data_ptr(), size_bytes, 0, "")], "DRAM")
+        return buffer
+
+    def segments(self) -> Segments:
+        """All tokens of the request."""
+        return pair_blocks(
+            BlockList(self.remote_ids, self.pair.remote_tokens),
+            BlockList(self.local_ids, self.pair.local_tokens),
+            0,
+            self.tokens,
+        )
+
+    def like(self) -> Callable[[], tuple[int, float]]:
+        """Stock's way between two engines with P's geometry."""
+        agent, block_bytes = self.decode.agent, self._block_bytes()
+        layers, blocks = self.pair.model.layers, self.remote_ids.size
+        offsets = np.arange(layers * blocks) * block_bytes
+        sides = []
+        for name, address in (
+            ("NIXL_INIT_AGENT", self.decode.memory.data_ptr()),
+            (self.decode.ends.agent, self.decode.remote_address),
+        ):
+            descriptors = np.stack(
+                (offsets + address, np.full(offsets.size, block_bytes), np.zeros(offsets.size)), 1
+            ).astype(np.uint64)
+            sides.append(agent.prep_xfer_dlist(name, agent.get_xfer_descs(descriptors, "DRAM")))
+        local_ids = np.random.default_rng(5).permutation(blocks)
+        first = np.arange(layers)[:, None] * blocks
+        ours, theirs = ((first + ids).reshape(-1) for ids in (local_ids, self.remote_ids))
+
+        def run() -> tuple[int, float]:
+            handle = agent.make_prepped_xfer("READ", sides[0], ours, sides[1], theirs, b"")
+            self.decode.wait(handle)
+            return ours.size, 0.0
+
+        return run
+
+    def _block_bytes(self) -> int:
+        return self.pair.remote_tokens * self.pair.model.token_bytes // self.pair.model.layers
+
+    def direct(self) -> tuple[int, float]:
+        """Every run to its place."""
+        started = time.perf_counter()
+        copies = [copy for crossing in self.crossings for copy in crossing.copies]
+        plan = plan_runs([(self.segments(), copies)])
+        planned = time.perf_counter() - started
+        runs = plan.remote_address, plan.local_address, plan.length
+        self.decode.wait(prepare_read(self.decode.agent, self.decode.ends, *runs))
+        return len(plan), planned
+
+    def staged(self) -> tuple[int, float]:
+        """Whole remote blocks into the pool, copies out of it."""
+        started = time.perf_counter()
+        share = Share(self.segments(), self.crossings)
+        rounds = list(plan_rounds([share], self.pool.round_bytes))
+        planned = time.perf_counter() - started
+        read = StagedRead(
+            self.decode.agent, self.pool, self.caches.place, self.decode.ends, b"read",
+            plan_runs([]), iter(rounds),
+        )  # fmt: skip
+        read.start()
+        while read.state() == "PROC":
+            pass
+        read.release()
+        return sum(planned.length.size for planned in rounds), planned
+
+    def check(self) -> None:
+        """Every item of every token in its place."""
+        source = random_bytes(self.decode.memory.numel(), 1).numpy()
+        target = self.decode.memory.numpy()
+        place = {"remote": self.decode.remote_address, "local": self.decode.memory.data_ptr()}
+        at = np.arange(self.tokens)
+        for theirs, ours in zip(self.remote, self.local, strict=True):
+            wanted = theirs.as_array(source, place["remote"])[
+                self.remote_ids[at // self.pair.remote_tokens], :, at % self.pair.remote_tokens
+            ]
+            found = ours.as_array(target, place["local"])[
+                self.local_ids[at // self.pair.local_tokens], :, at % self.pair.local_tokens
+            ]
+            if not np.array_equal(wanted, found):
+                raise SystemExit(f"{self.pair}: {ours} is not what P holds")
+
+
+def timed(run: Callable[[], tuple[int, float]], repeat: int) -> tuple[float, int, float]:
+    """(median seconds, descriptors, median seconds of planning)."""
+    seconds, planning, descriptors = [], [], 0
+    for _ in range(repeat):
+        started = time.perf_counter()
+        descriptors, planned = run()
+        seconds.append(time.perf_counter() - started)
+        planning.append(planned)
+    return statistics.median(seconds), descriptors, statistics.median(planning)
+
+
+def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
+    """The rows of one pair."""
+    lot = math.lcm(pair.remote_tokens, pair.local_tokens)
+    tokens = max(1, mib * 1024**2 // pair.model.token_bytes // lot) * lot
+    setup = Setup(pair, tokens, decode)
+    total = tokens * pair.model.token_bytes
+    auto = "direct" if is_direct(setup.crossings[0], setup.segments(), HOST_MEMORY) else "staged"
+    found = []
+    like_seconds = 0.0
+    ways = {"stock, like": setup.like(), "direct": setup.direct, "staged": setup.staged}
+    for way, run in ways.items():
+        decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
+        run()
+        if run is not ways["stock, like"]:
+            setup.check()
+        seconds, descriptors, planning = timed(run, repeat)
+        like_seconds = like_seconds or seconds
+        found.append(
+            Measured(
+                pair.model.name,
+                str(pair),
+                f"{way} (auto)" if way == auto else way,
+                seconds,
+                total / seconds / 1e9,
+                like_seconds / seconds,
+                descriptors,
+                planning,
+                POOL_BYTES if way == "staged" else 0,
+            )
+        )
+    return found
+
+
+def show(rows: list[Measured], console: Console) -> None:
+    """One table per model."""
+    for model in dict.fromkeys(row.model for row in rows):
+        table = Table(title=model)
+        for name in ("P -> D", "way", "GB/s", "of stock, like", "descriptors", "plan ms"):
+            table.add_column(name, justify="left" if name in ("P -> D", "way") else "right")
+        for row in (row for row in rows if row.model == model):
+            table.add_row(
+                row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.ratio_to_like:.2f}",
+                f"{row.descriptors:,}", f"{row.plan_seconds * 1e3:.1f}",
+            )  # fmt: skip
+        console.print(table)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=128, help="size of the request's cache")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    options = parser.parse_args()
+    console = Console()
+    size = 2 * options.mib * 1024**2
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    prefill = context.Process(target=prefill_side, args=(theirs, size), daemon=True)
+    prefill.start()
+    decode = Decode(size, ours)
+    rows: list[Measured] = []
+    with console.status("measuring") as status:
+        for pair in PAIRS:
+            status.update(f"{pair}")
+            rows += measure(pair, options.mib, options.repeat, decode)
+    show(rows, console)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    ours.send(None)
+    prefill.join()
+
+
+if __name__ == "__main__":
+    main()
