@@ -69,7 +69,6 @@ class Row:
 
 
 _WINDOW = Single(model="window")
-_MLA = Single(model="mla")
 _ROWS = Single(torch_attention=True)
 
 ROWS: tuple[Row, ...] = (
@@ -86,7 +85,6 @@ ROWS: tuple[Row, ...] = (
     Row("hnd-nhd-48-80", (Side(48, layout="HND"),), Side(80, layout="NHD"), _ROWS),
     Row("window-128-32", (Side(128),), Side(32), _WINDOW),
     Row("window-32-128", (Side(32),), Side(128), _WINDOW),
-    Row("mla-tp1-tp2", (Side(16),), Side(16, ranks=2), _MLA),
 )
 
 
@@ -117,8 +115,7 @@ def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
 def single_setup(single: Single, model: str) -> Setup:
     """The engine that computes alone."""
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
-    block_tokens = 16 if single == _MLA else 32
-    return Setup("single", (_engine(name, single, Side(block_tokens), model, connector=False),))
+    return Setup("single", (_engine(name, single, Side(32), model, connector=False),))
 
 
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:

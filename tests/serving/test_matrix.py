@@ -125,13 +125,14 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
     monkeypatch.setattr(matrix_run, "_observe_single", observe_single)
     monkeypatch.setattr(matrix_run._RowRun, "judge", judge)
     told: list[RowResult] = []
-    rows = choose("128-32,window-128-32,mla-tp1-tp2")
+    rows = choose("128-32,window-128-32,nhd-hnd")
     console = Console(file=io.StringIO())
     work = run_matrix(rows, Options(tmp_path), console, told.append)
     results = asyncio.run(work)
     assert results == told
-    assert [result.passed for result in results] == [True, False, True]
-    assert problems(results)[1] == "window-128-32: no room"
+    assert [result.row.name for result in results] == ["128-32", "nhd-hnd", "window-128-32"]
+    assert [result.passed for result in results] == [True, True, False]
+    assert problems(results)[-1] == "window-128-32: no room"
 
 
 def test_wrong_tokens_and_failures_are_told_apart() -> None:
@@ -165,7 +166,7 @@ def test_rows_say_what_is_unlike() -> None:
 
 def test_every_row_has_a_model_and_a_name_of_its_own() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
-    assert {row.single.model for row in ROWS} == set(MAKERS)
+    assert {row.single.model for row in ROWS} <= set(MAKERS)
     grouped = by_single(ROWS)
     assert sum(map(len, grouped.values())) == len(ROWS)
     names = [single_setup(single, "model").specs[0].name for single in grouped]
