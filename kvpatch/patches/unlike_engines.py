@@ -51,7 +51,7 @@ from kvpatch.vllm.likeness import (
     refuse_smaller_blocks,
     refuse_unreadable,
 )
-from kvpatch.vllm.our_side import our_side
+from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import heads_of, refusal
 from kvpatch.vllm.reader import Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
@@ -232,6 +232,7 @@ def _add_unlike(
         kernel_blocks_per_block=ours.kernel_blocks_per_block,
         layout=layout,
         block_bytes=alike_block_bytes(ours, statement),
+        own=own_regions(worker),
     )
     with layout_called(worker, layout):
         rank.agent = wrapped(alike, statement.tp_rank, statement.tp_size, *more)
@@ -295,15 +296,24 @@ def _build_connector_meta(
     kwargs: dict[str, Any],
     *,
     full_blocks_only: bool,
+    drafted_blocks: bool,
 ) -> Any:
     waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
-    orders.attach_orders(instance, waiting, metadata, full_blocks_only=full_blocks_only)
+    orders.attach_orders(
+        instance,
+        waiting,
+        metadata,
+        full_blocks_only=full_blocks_only,
+        drafted_blocks=drafted_blocks,
+    )
     return metadata
 
 
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)
+# 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
+_DRAFTED_BLOCKS = ("g0230", "g0240")
 # Up to 0.19 both lists are expanded to kernel blocks before the request is read.
 _EXPANDED = ("g0111", "g0130", "g0140", "g0160", "g0180")
 
@@ -323,7 +333,9 @@ PATCH = Patch(
                 _read_blocks_for_req, expanded=g.slug in _EXPANDED
             ),
             _sites.build_connector_meta(g): partial(
-                _build_connector_meta, full_blocks_only=g.slug in _WHOLE_BLOCKS
+                _build_connector_meta,
+                full_blocks_only=g.slug in _WHOLE_BLOCKS,
+                drafted_blocks=g.slug in _DRAFTED_BLOCKS,
             ),
         }
         for g in GENERATIONS

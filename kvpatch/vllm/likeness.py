@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.peers import OurSide, heads_of, refusal
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -36,8 +37,8 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
         )
     same_layout = peer.layout in (None, ours.layout)
-    # Heads of unlike ranks are pieces of a block in HND only.
-    same_heads = peer.tp_size == ours.tp_size or ours.inner_layout == "HND"
+    # Heads of unlike ranks are one piece of a layer's block in HND only.
+    same_heads = peer.tp_size == ours.tp_size or _has_heads_in_pieces(ours)
     if same_blocks and same_layout and same_heads:
         return True
     if ours.key_order is KeyOrder.COLUMN_MAJOR and ours.item_bytes != 4:
@@ -64,6 +65,12 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             "(VLLM_ATTENTION_BACKEND)",
         )
     return False
+
+
+def _has_heads_in_pieces(ours: OurSide) -> bool:
+    if ours.layout in NAMED_LAYOUTS:
+        return ours.layout in ("LBHNC", "BLHNC")
+    return ours.inner_layout == "HND"
 
 
 def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
 from kvpatch.geometry import KeyOrder, Memory
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.peers import OurSide
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
 
 
 def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder) -> OurSide:
@@ -19,14 +22,16 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
     if block_bytes is None:
         block_bytes = [worker.block_len] * len(addresses)
     inner_layout = inner_layout_of(layers)
+    layout = getattr(worker, "kv_cache_layout", inner_layout)  # from 0.10.1
     device_id = getattr(worker, "device_id", worker.tp_rank)  # the rank up to 0.11.0
+    units = units_of(layers) if layout in NAMED_LAYOUTS else None
     return OurSide(
         layers=layers,
         addresses=tuple(addresses),
         block_bytes=tuple(block_bytes),
         block_tokens=int(worker.block_size),
         kernel_blocks_per_block=int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1)),
-        layout=getattr(worker, "kv_cache_layout", inner_layout),  # from 0.10.1
+        layout=layout,
         inner_layout=inner_layout,
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
         tp_rank=int(worker.tp_rank),
@@ -35,7 +40,47 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         backend=str(worker.backend_name),
         key_order=key_order,
         region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
+        units=units,
+        row_layers=None if units is None else row_layers_of(worker, layers),
     )
+
+
+def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | None:
+    """The layers of each tensor; None where keys and values are not in one row."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        if "kv" in layer.order.dimensions:
+            return None
+        found[layer.planes[0].address].append(name)
+    return tuple(tuple(names) for names in found.values())
+
+
+def row_layers_of(worker: Any, layers: Mapping[str, LayerCache]) -> tuple[str, ...] | None:
+    """Layers as the release's plan lets them follow one another; None for several groups.
+
+    The plan is made of the model and the same on both sides, whatever the layout: a
+    tensor of it places its layers one after the other behind those of the one before.
+    """
+    plan = worker.kv_cache_config
+    names = [name for tensor in plan.kv_cache_tensors for name in tensor.layers]
+    if len(plan.kv_cache_groups) != 1 or sorted(names) != sorted(layers):
+        return None
+    return tuple(names)
+
+
+#: What the handshake says of a worker's regions (from 0.30), by the worker's name for it.
+_STATED = {
+    "region_names": "region_names",
+    "region_group_ids": "region_group_ids",
+    "region_members": "region_members",
+    "packed_member_layouts": "_packed_member_layouts",
+}
+
+
+def own_regions(worker: Any) -> dict[str, Any]:
+    """What this worker states of its own regions, copied; empty to 0.29."""
+    found = {field: getattr(worker, name, None) for field, name in _STATED.items()}
+    return {field: copy.copy(value) for field, value in found.items() if value is not None}
 
 
 def inner_layout_of(layers: Mapping[str, LayerCache]) -> str:

@@ -1,14 +1,15 @@
 """A peer's planes, from what it states and from how our own layers lie.
 
 Both ends run one model and one attention backend (the release compares them),
-so a region of the peer's holds what our region of the same number holds: the
-same contents in the same form. Only sizes and the order of heads and tokens
-differ, and those it states.
+so the peer holds the same contents in the same form. To 0.28 a region of its holds
+what our region of the same number holds; only sizes and the order of heads and
+tokens differ, and those it states. From 0.29 on regions differ too, and follow
+from the layout's name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -22,6 +23,7 @@ from kvpatch.geometry import (
     UnreadableGeometry,
 )
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 
@@ -38,6 +40,10 @@ class OurSide:
         total_heads: KV heads of the whole model.
         key_order: COLUMN_MAJOR on the CPU backend.
         region_names: the layer that each region is named after; None to 0.29.
+        units: the layers of each tensor, in the order in which tensors are handed to the
+            registration; None to 0.28, and where keys and values are regions of their own.
+        row_layers: layers as they follow one another in a block's row of all layers, on
+            both sides; None where that is not known.
     """
 
     layers: Mapping[str, LayerCache]
@@ -54,6 +60,8 @@ class OurSide:
     backend: str
     key_order: KeyOrder
     region_names: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] | None = None
+    row_layers: tuple[str, ...] | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -73,12 +81,128 @@ def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 
 def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
-    """Every plane of one rank of a peer, by the region that it lies in.
+    """Every plane of one rank of a peer; those whose blocks lie inside one another together.
 
     Raises:
         PeerRefused: its regions are not those of our layers, or a block's bytes are
             not what its sizes come to.
     """
+    try:
+        if ours.units is None:
+            return _by_address(ours, peer)
+        return _by_layout(ours, ours.units, peer)
+    except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
+        raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
+
+
+def peer_memory(ours: OurSide, peer: Statement) -> Memory:
+    """Where a peer's regions lie; in memory of our kind where it does not say."""
+    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
+
+
+def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
+    """Both geometries and the setting that would help, in one sentence."""
+    return PeerRefused(
+        f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}; {helps}"
+    )
+
+
+def _by_layout(
+    ours: OurSide, units: tuple[tuple[str, ...], ...], peer: Statement
+) -> tuple[tuple[Plane, ...], ...]:
+    """From 0.29: a region is what its layout's name makes it."""
+    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    tokens = peer.block_tokens or ours.block_tokens
+    sizes = {
+        name: LayerSizes(heads if _has_heads(layer) else 1, sum(_widths(layer.planes)))
+        for name, layer in ours.layers.items()
+    }
+    stated = Regions(str(peer.layout), tokens, peer.block_bytes, peer.region_names)
+    try:
+        pieces = stated.pieces(units, ours.row_layers, sizes)
+    except UnknownRegions as error:
+        raise refusal(ours, peer, str(error)) from error
+    _check_packed(pieces, sizes, tokens, ours, peer)
+    return tuple(
+        _piece_planes(layer, piece, first_head if _has_heads(layer) else 0, tokens, ours, peer)
+        for name, layer in ours.layers.items()
+        for piece in pieces[name]
+    )
+
+
+def _check_packed(
+    pieces: Mapping[str, tuple[Piece, ...]],
+    sizes: Mapping[str, LayerSizes],
+    tokens: int,
+    ours: OurSide,
+    peer: Statement,
+) -> None:
+    """Where a peer says how layers follow one another in its rows, it must say the same."""
+    if not peer.packed_layers:
+        return
+    found = {
+        (name, pieces[name][0].offset_bytes, size.heads * tokens * size.row_bytes)
+        for name, size in sizes.items()
+    }
+    if found != set(peer.packed_layers):
+        raise refusal(
+            ours,
+            peer,
+            "its layers follow one another in a block's row in another way than ours would: use "
+            "one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+        )
+
+
+def _piece_planes(
+    layer: LayerCache, piece: Piece, first_head: int, tokens: int, ours: OurSide, peer: Statement
+) -> tuple[Plane, ...]:
+    planes = []
+    offset = 0
+    for plane, width in zip(layer.planes, _widths(layer.planes), strict=True):
+        token_bytes, channel_bytes = piece.token_bytes, plane.item_bytes
+        start = offset
+        if ours.key_order is KeyOrder.COLUMN_MAJOR:
+            # Each head's piece: keys [channel, token], then values [token, channel].
+            if piece.token_bytes != sum(_widths(layer.planes)):
+                raise refusal(
+                    ours, peer, "keys by column need a head's tokens in one piece: use LBHNC on P"
+                )
+            start = offset * tokens
+            is_key = plane.content is Content.KEY
+            token_bytes, channel_bytes = (
+                (plane.item_bytes, tokens * plane.item_bytes)
+                if is_key
+                else (width, plane.item_bytes)
+            )
+        planes.append(
+            Plane(
+                layer=plane.layer,
+                content=plane.content,
+                address=peer.addresses[piece.region] + piece.offset_bytes + start,
+                strides_bytes=Strides(
+                    peer.stride_bytes[piece.region], piece.head_bytes, token_bytes, channel_bytes
+                ),
+                counts=Counts(peer.blocks, piece.heads, tokens, plane.counts.channels),
+                item_bytes=plane.item_bytes,
+                first_head=first_head + piece.first_head,
+                memory=peer_memory(ours, peer),
+            )
+        )
+        offset += width
+    return tuple(planes)
+
+
+def _has_heads(layer: LayerCache) -> bool:
+    return layer.planes[0].content is not Content.LATENT
+
+
+def _widths(planes: Sequence[Plane]) -> list[int]:
+    """Bytes of one token of one head, of each content."""
+    return [plane.counts.channels * plane.item_bytes for plane in planes]
+
+
+def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+    """To 0.28: a region holds what our region of the same number holds."""
     if len(peer.addresses) != len(ours.addresses):
         raise refusal(
             ours,
@@ -93,25 +217,8 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
             f"its regions are {', '.join(peer.region_names)} and ours "
             f"{', '.join(ours.region_names)}: use one model on both sides",
         )
-    try:
-        return tuple(
-            region
-            for name, layer in ours.layers.items()
-            for region in _planes(name, layer, ours, peer)
-        )
-    except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
-        raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
-
-
-def peer_memory(ours: OurSide, peer: Statement) -> Memory:
-    """Where a peer's regions lie; in memory of our kind where it does not say."""
-    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
-
-
-def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
-    """Both geometries and the setting that would help, in one sentence."""
-    return PeerRefused(
-        f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}; {helps}"
+    return tuple(
+        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
     )
 
 
@@ -150,7 +257,7 @@ def _region_planes(
     first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     if not has_heads:
         first_head, heads = 0, 1
-    widths = [plane.counts.channels * plane.item_bytes for plane in members]
+    widths = _widths(members)
     tokens = peer.block_tokens or ours.block_tokens  # unstated only where the bytes are ours
     if prod((heads, tokens, sum(widths))) != peer.block_bytes[region]:
         raise refusal(

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpatch._errors import KvpatchError
 
-#: What a block of a layout looks like inside: a head's tokens are neighbours in
-#: HND, a token's heads in NHD. In LHBNC and BHLNC a block is not one piece.
+#: What a layer's block looks like inside, where it is in one piece: a head's tokens are
+#: neighbours in HND, a token's heads in NHD.
 _INNER = {
     "HND": "HND",
     "LBHNC": "HND",
     "BLHNC": "HND",
     "NHD": "NHD",
     "LBNHC": "NHD",
-    "BLNHC": "NHD",
 }
 #: The name that a release gives to HND, by the name of any layout of its.
 _HND_OF = {"HND": "HND", "NHD": "HND"}
@@ -46,6 +46,8 @@ class Statement:
         backend: the attention backend's name; None where the release does not say.
         region_names: the layer that each region is named after; None where it does not say.
         memory_kind: of all regions, in NIXL's words; None where the release does not say.
+        packed_layers: (layer, offset, bytes) of each layer that it says to lie in a row of
+            all layers (MLA, from 0.31); empty where it says nothing.
     """
 
     engine_id: str
@@ -62,10 +64,11 @@ class Statement:
     device_id: int
     region_names: tuple[str, ...] | None = None
     memory_kind: Literal["DRAM", "VRAM"] | None = None
+    packed_layers: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def inner_layout(self) -> str | None:
-        """HND or NHD; None for a layout that nobody here can read."""
+        """HND or NHD; None where a layer's block is not in one piece of its own."""
         return None if self.layout is None else _INNER.get(self.layout)
 
     def __str__(self) -> str:
@@ -133,6 +136,7 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         device_id=_number("device_id", getattr(metadata, "device_id", tp_rank), least=0),
         region_names=_names("region_names", metadata),  # from 0.30
         memory_kind=_memory_kind(metadata),
+        packed_layers=_packed_layers(metadata),
     )
 
 
@@ -143,41 +147,101 @@ def as_alike(
     kernel_blocks_per_block: int,
     layout: str,
     block_bytes: tuple[int, ...],
+    own: Mapping[str, Any] | None = None,
 ) -> Any:
     """A copy of a peer's metadata that describes the same memory in our geometry.
 
     The release then prepares and books what it does for a peer like us, within
-    what the peer registered; which bytes a read moves is decided elsewhere.
+    what the peer registered; which bytes a read moves is decided elsewhere. Where the
+    peer has other regions than we do, all of ours are shown in the same memory.
+
+    Args:
+        block_bytes: of each of our regions, as the peer's would be.
+        own: what this worker states of its own regions.
 
     Raises:
-        PeerRefused: a region of the peer's is smaller than one of our blocks.
+        PeerRefused: the peer registered less than one of our blocks.
     """
     alike = copy.copy(metadata)
-    room = [
-        ((statement.blocks - 1) * stride + theirs) // ours
-        for stride, theirs, ours in zip(
-            statement.stride_bytes, statement.block_bytes, block_bytes, strict=True
-        )
-    ]
+    count = len(block_bytes)
+    if count == len(statement.addresses):
+        addresses = list(statement.addresses)
+        spans = _spans(statement)
+    else:
+        start, length = _widest_span(statement, max(block_bytes))
+        addresses, spans = [start] * count, [(start, length)] * count
+    room = [length // block for (_, length), block in zip(spans, block_bytes, strict=True)]
     if min(room) < 1:
         raise PeerRefused(
-            f"engine {statement.engine_id} holds less than one of our blocks ({block_bytes[0]} "
+            f"engine {statement.engine_id} holds less than one of our blocks ({max(block_bytes)} "
             f"bytes) in a region: {statement}; give it more KV cache"
         )
     alike.num_blocks = min(room)
-    stated = {
+    stated: dict[str, Any] = {
         "block_len": block_bytes[0],
         "block_lens": list(block_bytes),
         "block_strides": list(block_bytes),
         "block_size": block_tokens,
         "kv_cache_layout": layout,
         "physical_blocks_per_logical_kv_block": kernel_blocks_per_block,
-        "region_num_blocks": [min(room)] * len(block_bytes),
+        "region_num_blocks": [min(room)] * count,
+        "kv_caches_base_addr": addresses,
+        **(own or {}),
     }
+    if statement.memory_kind is not None:
+        stated["region_mem_types"] = [statement.memory_kind] * count
     for name, value in stated.items():
         if getattr(metadata, name, None) is not None:
             setattr(alike, name, value)
     return alike
+
+
+def _spans(statement: Statement) -> list[tuple[int, int]]:
+    """(start, bytes) of each region, its last block without what follows it in its row."""
+    return [
+        (start, (statement.blocks - 1) * stride + length)
+        for start, stride, length in zip(
+            statement.addresses, statement.stride_bytes, statement.block_bytes, strict=True
+        )
+    ]
+
+
+def _widest_span(statement: Statement, enough_bytes: int) -> tuple[int, int]:
+    """(start, bytes) of the most memory in one piece that the peer registered.
+
+    Regions that overlap are one allocation; those that touch may be two, so they are
+    taken together only where less is not enough.
+    """
+    widest = (0, 0)
+    for least_overlap in (1, 0):
+        start = end = 0
+        for address, length in sorted(_spans(statement)):
+            if address + least_overlap > end:
+                start, end = address, address + length
+            end = max(end, address + length)
+            if end - start > widest[1]:
+                widest = (start, end - start)
+        if widest[1] >= enough_bytes:
+            break
+    return widest
+
+
+def _packed_layers(metadata: Any) -> tuple[tuple[str, int, int], ...]:
+    found = getattr(metadata, "packed_member_layouts", None)  # from 0.31
+    if not found:
+        return ()
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(place, (list, tuple)) and len(place) == 2
+        for name, place in found.items()
+    ):
+        raise PeerRefused(
+            f"a peer's handshake has packed_member_layouts={found!r}: expected an offset and a "
+            "length for each layer"
+        )
+    return tuple(
+        (name, *_numbers("packed_member_layouts", place, least=0))
+        for name, place in sorted(found.items())
+    )
 
 
 def _text(name: str, metadata: Any) -> str | None:

@@ -1,0 +1,126 @@
+"""vLLM's six named layouts (0.29 on), read in any combination with kvpatch on D alone."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Report, Sabotage
+from .host import Lab
+from .releases import has_named_layouts
+
+pytestmark = pytest.mark.lab
+
+LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+PAIRS = list(itertools.product(LAYOUTS, repeat=2))
+
+
+@pytest.fixture(autouse=True)
+def _named(lab: Lab) -> None:
+    if not has_named_layouts(lab.release):
+        pytest.skip("this release has no named layouts")
+
+
+def _case(
+    p_layout: str,
+    d_layout: str,
+    p_tokens: int = 32,
+    d_tokens: int = 64,
+    hit: int = 0,
+    **common: object,
+) -> Case:
+    # Three layers and four heads: neither a square nor a power of the other.
+    spec = EngineSpec(planned_blocks=16, layers=3, dtype="bfloat16")
+    spec = replace(spec, **common)  # type: ignore[arg-type]
+    prefill = replace(spec, layout=p_layout, block_tokens=p_tokens)
+    decode = replace(spec, layout=d_layout, block_tokens=d_tokens)
+    name = f"P {p_layout} {p_tokens}, D {d_layout} {d_tokens}"
+    return Case(name, prefill, decode, prompt_tokens=150, prefix_hit_tokens=hit)
+
+
+def _run(lab: Lab, case: Case, **settings: Sabotage) -> Report:
+    return lab.run(case.patched(*SLUGS, prefill=False), **settings)
+
+
+@pytest.mark.parametrize(("p_layout", "d_layout"), PAIRS)
+def test_any_layout_is_read_into_any(lab: Lab, p_layout: str, d_layout: str) -> None:
+    report = _run(lab, _case(p_layout, d_layout))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == 150
+
+
+@pytest.mark.parametrize(
+    ("p_layout", "p_tokens", "d_layout", "d_tokens"),
+    [
+        ("LHBNC", 32, "BLNHC", 32),
+        ("BHLNC", 32, "LBNHC", 32),
+        ("BLNHC", 96, "BHLNC", 64),
+        ("LHBNC", 96, "LHBNC", 64),
+        ("BHLNC", 16, "LHBNC", 128),
+        ("BLNHC", 128, "BLHNC", 16),
+    ],
+)
+def test_other_block_sizes_and_a_prefix_hit(
+    lab: Lab, p_layout: str, p_tokens: int, d_layout: str, d_tokens: int
+) -> None:
+    report = _run(lab, _case(p_layout, d_layout, p_tokens, d_tokens, hit=d_tokens))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == 150 - d_tokens
+
+
+@pytest.mark.parametrize(
+    ("p_layout", "p_tp", "d_layout", "d_tp", "d_tokens"),
+    [
+        ("BHLNC", 1, "LBHNC", 2, 64),
+        ("BHLNC", 1, "BHLNC", 2, 32),
+        ("LHBNC", 1, "BLNHC", 2, 64),
+        ("BLNHC", 2, "LHBNC", 1, 64),
+        ("LHBNC", 2, "LHBNC", 1, 32),
+    ],
+)
+def test_unlike_ranks(
+    lab: Lab, p_layout: str, p_tp: int, d_layout: str, d_tp: int, d_tokens: int
+) -> None:
+    case = _case(p_layout, d_layout, 32, d_tokens)
+    prefill = replace(case.prefill, tp_size=p_tp)
+    report = _run(lab, replace(case, prefill=prefill, decode=replace(case.decode, tp_size=d_tp)))
+
+    assert report.outcome == "identical", report
+
+
+def test_one_head_a_rank(lab: Lab) -> None:
+    """A single head's page is in one piece in every layout; 0.29 does not notice it."""
+    for p_layout, d_layout in (("BHLNC", "LHBNC"), ("LHBNC", "BLNHC"), ("BLNHC", "BHLNC")):
+        report = _run(lab, _case(p_layout, d_layout, kv_heads=1))
+        assert report.outcome == "identical", (p_layout, d_layout, report)
+
+
+@pytest.mark.parametrize(
+    ("p_layout", "d_layout"),
+    [("BHLNC", "LBHNC"), ("LBHNC", "BHLNC"), ("BLNHC", "BLHNC"), ("LHBNC", "BLNHC")],
+)
+def test_latents(lab: Lab, p_layout: str, d_layout: str) -> None:
+    report = _run(lab, _case(p_layout, d_layout, family="mla", head_dim=64))
+
+    assert report.outcome == "identical", report
+
+
+def test_layers_beyond_ten(lab: Lab) -> None:
+    """Sorted as names, the eleventh layer would come before the third."""
+    for p_layout, d_layout in (("BHLNC", "LHBNC"), ("LHBNC", "BLNHC")):
+        report = _run(lab, _case(p_layout, d_layout, layers=12))
+        assert report.outcome == "identical", (p_layout, d_layout, report)
+
+
+@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
+def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    report = _run(lab, _case("LHBNC", "BLHNC"), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
