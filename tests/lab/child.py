@@ -79,7 +79,7 @@ def _engine_process(connection: Connection, message: bytes) -> None:
 
 def _enable_kvpatch(patches: tuple[str, ...]) -> None:
     import kvpatch
-    from kvpatch.patches import EXPERIMENTAL, SLUGS
+    from kvpatch.patches import SLUGS
 
     os.environ["ENABLE_KVPATCH"] = "true"
     if patches:
@@ -87,19 +87,18 @@ def _enable_kvpatch(patches: tuple[str, ...]) -> None:
         if unknown:
             raise ValueError(f"no such patches: {sorted(unknown)}; there are {SLUGS}")
         os.environ["KVPATCH_DISABLE"] = ",".join(s for s in SLUGS if s not in patches)
-        os.environ["KVPATCH_EXPERIMENTAL"] = ",".join(s for s in EXPERIMENTAL if s in patches)
     kvpatch.enable()
 
 
 def _serve(connection: Connection) -> None:
-    from .engine import Engine
+    from .player import Player
 
     engine: Any = None
     while True:
         method, arguments = connection.recv()
         try:
             if method == "start":
-                engine, result = Engine(*arguments), None
+                engine, result = Player(*arguments), None
             elif engine is None:
                 result = None
             else:

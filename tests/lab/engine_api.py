@@ -41,3 +41,47 @@ class Failure:
     trace: str
     #: Raised by the lab's own code rather than under a call into the release.
     by_lab: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request of a stage, the same on every engine that it visits."""
+
+    name: str
+    #: Of all prompts of the stage: what its cache holds follows from it.
+    number: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt, and what the proxy carries of it from P to D, as JSON."""
+
+    prompt: Prompt
+    answer: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What D's worker has reported of some requests so far."""
+
+    received: frozenset[str]
+    #: Requests with blocks that could not be loaded.
+    failed: frozenset[str]
+    waiting: frozenset[str]
+    #: What the release has logged as errors.
+    logged: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a worker holds of transfers, over all ranks."""
+
+    transfers: frozenset[str] = frozenset()
+    metadata: frozenset[str] = frozenset()
+    #: NIXL's transfer handles that are not released.
+    handles: int = 0
+    #: Of kvpatch's staging pool.
+    staging_bytes: int = 0
+    #: Whether kvpatch thinks that a request is being posted.
+    is_reading: bool = False

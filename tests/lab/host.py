@@ -33,7 +33,11 @@ _SETTLE_SECONDS = 0.02
 _TAIL_CHARACTERS = 3000
 _DUMP_SECONDS = 0.5
 # NIXL makes a UCX worker per thread: one is enough for a case, and faster made.
-_EXTRA = {"num_threads": 1}
+EXTRA = {"num_threads": 1}
+
+
+#: What is decided when a process is forked: whether kvpatch is on, its patches, variables.
+Kind = tuple[bool, tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
 class Crashed(RuntimeError):
@@ -43,8 +47,9 @@ class Crashed(RuntimeError):
 class Engine:
     """An engine process, seen from the tests."""
 
-    def __init__(self, connection: Connection, pid: int, log: Path) -> None:
+    def __init__(self, connection: Connection, pid: int, log: Path, kind: Kind) -> None:
         self._connection, self.pid, self._log = connection, pid, log
+        self.kind = kind
         self._written = 0
 
     def send(self, method: str, *arguments: Any) -> None:
@@ -84,7 +89,7 @@ class Engine:
 
 
 class Lab:
-    """All cases of one release, on one pair of processes (two with kvpatch).
+    """All cases of one release; engine processes are forked once and serve many.
 
     ::
 
@@ -94,7 +99,8 @@ class Lab:
 
     def __init__(self, release: str) -> None:
         self.release = release
-        self._engines: dict[tuple[Any, ...], Engine] = {}
+        self._hired: list[Engine] = []
+        self._idle: list[Engine] = []
         self._folder = tempfile.TemporaryDirectory(prefix=f"kvpatch-lab-{release}-")
         self._number = 0
 
@@ -135,9 +141,9 @@ class Lab:
         self.close()
 
     def close(self) -> None:
-        for engine in self._engines.values():
+        for engine in (*self._hired, *self._idle):
             engine.kill()
-        self._engines.clear()
+        self._hired, self._idle = [], []
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -146,24 +152,41 @@ class Lab:
     def run(self, case: Case, sabotage: Sabotage | None = None) -> Report:
         """Plays `case`; `sabotage` spoils what D holds, to see it noticed."""
         started = time.perf_counter()
+        prefill, decode = engines = self.hire(case.prefill), self.hire(case.decode)
         try:
-            report = self._run(case, sabotage)
+            report = self._play(case, prefill, decode, sabotage)
+            self.dismiss(*engines)
         except Crashed as error:
-            for engine in self._engines.values():
-                engine.kill()
-            self._engines.clear()
+            for engine in engines:
+                self.discard(engine)
             report = Report("failed", str(error))
         return replace(report, seconds=time.perf_counter() - started)
 
-    def _run(self, case: Case, sabotage: Sabotage | None) -> Report:
-        prefill = self._engine("prefill", case.prefill)
-        decode = self._engine("decode", case.decode)
-        report = self._play(case, prefill, decode, sabotage)
-        for engine in (prefill, decode):
+    def hire(self, spec: EngineSpec) -> Engine:
+        """A process for an engine of `spec`, in which none is running."""
+        kind = (spec.patched, spec.patches, spec.settings)
+        found = next((engine for engine in self._idle if engine.kind == kind), None)
+        if found is None:
+            found = self._fork(kind)
+        else:
+            self._idle.remove(found)
+        self._hired.append(found)
+        return found
+
+    def dismiss(self, *engines: Engine) -> None:
+        """Shuts the engines in these processes down, which can then be hired again."""
+        for engine in engines:
             engine.send("stop")
-        for engine in (prefill, decode):
+        for engine in engines:
             engine.receive("stop")
-        return report
+        for engine in engines:
+            self._hired.remove(engine)
+            self._idle.append(engine)
+
+    def discard(self, engine: Engine) -> None:
+        """Kills a process."""
+        self._hired.remove(engine)
+        engine.kill()
 
     def _play(
         self, case: Case, prefill: Engine, decode: Engine, sabotage: Sabotage | None
@@ -174,7 +197,7 @@ class Lab:
         for index, (name, engine, spec) in enumerate(sides):
             seed = 2 * self._number + index
             engine.send(
-                "start", Start(spec, f"{name}-{run}", _PORTS.take(spec.tp_size), seed, _EXTRA)
+                "start", Start(spec, f"{name}-{run}", PORTS.take(spec.tp_size), seed, EXTRA)
             )
         for answer in [engine.receive("start") for _, engine, _ in sides]:
             if isinstance(answer, Failure):
@@ -232,20 +255,14 @@ class Lab:
             kept -= prefill.call("told", _SETTLE_SECONDS)
         return kept
 
-    def _engine(self, role: str, spec: EngineSpec) -> Engine:
-        key = (role, spec.patched, spec.patches, spec.settings)
-        if key not in self._engines:
-            self._engines[key] = self._fork(f"{role}-{len(self._engines)}", spec)
-        return self._engines[key]
-
-    def _fork(self, name: str, spec: EngineSpec) -> Engine:
-        log = Path(self._folder.name) / f"{name}-{uuid.uuid4().hex[:6]}.log"
+    def _fork(self, kind: Kind) -> Engine:
+        log = Path(self._folder.name) / f"engine-{uuid.uuid4().hex[:6]}.log"
         ours, theirs = socket.socketpair()
-        request = pickle.dumps(Fork(str(log), spec.patched, spec.patches, spec.settings))
+        request = pickle.dumps(Fork(str(log), *kind))
         socket.send_fds(self._control, [request], [theirs.fileno()])
         theirs.close()
         pid = int(self._control.recv(64))
-        return Engine(Connection(ours.detach()), pid, log)
+        return Engine(Connection(ours.detach()), pid, log, kind)
 
 
 def _refusal(phase: str, failure: Failure) -> Report:
@@ -311,7 +328,7 @@ class Ports:
         raise OSError(f"no {count} free ports from {self._lowest} on")
 
 
-_PORTS = Ports()
+PORTS = Ports()
 
 
 def _is_free(port: int) -> bool:

@@ -1,0 +1,227 @@
+"""An engine whose requests come, go and fail one by one, side by side."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from .engine import Engine
+from .engine_api import Ask, Left, Prompt, Seen
+from .scheduler import Scheduler, Tracked
+
+_POLL_SECONDS = 0.001
+
+
+class Player(Engine):
+    """What `Engine` plays in one go, in the steps that a test chooses.
+
+    One cache group: the requests' blocks come from `scheduler.Scheduler`, which
+    never hands out a block twice, so that a late write is seen wherever it lands.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._received: list[set[str]] = [set() for _ in self.workers]
+        self._broken: set[str] = set()
+        self._by_name: dict[str, Tracked] = {}
+
+    # -- P -----------------------------------------------------------------
+
+    def compute(self, prompts: Sequence[Prompt], chunk_tokens: int = 0) -> list[str]:
+        """Computes prompts; returns what the proxy carries of each, as JSON.
+
+        With `chunk_tokens`, one after the other and so many tokens in a step.
+        """
+        if chunk_tokens:
+            computed = [self._compute_chunks(prompt, chunk_tokens) for prompt in prompts]
+        else:
+            computed = [self.scheduler.prefill(p.number, p.name, p.tokens) for p in prompts]
+            self._compute()
+        self.tracked += computed
+        answers = [json.dumps(self.scheduler.finish(tracked)) for tracked in computed]
+        self._step()
+        return answers
+
+    def _compute_chunks(self, prompt: Prompt, chunk_tokens: int) -> Tracked:
+        """The scheduler tells the connector of the first chunk's blocks, once.
+
+        The later ones' it finds in the steps' outputs, where it looks at them only
+        for a host buffer.
+        """
+        scheduler = self._plain_scheduler()
+        tracked: Tracked | None = None
+        for start in range(0, prompt.tokens, chunk_tokens):
+            end = min(prompt.tokens, start + chunk_tokens)
+            if tracked is None:
+                tracked = scheduler.prefill(prompt.number, prompt.name, end)
+                computation = scheduler.compute()
+                assert computation is not None
+                self._send(computation.metadata)
+            else:
+                blocks = -(-end // self.spec.block_tokens)
+                tracked.tables[0] += scheduler.pool.take(blocks - len(tracked.tables[0]))
+                self._send(scheduler.step())
+            self._write(tracked, range(start, end))
+        assert tracked is not None
+        tracked.tokens = prompt.tokens
+        return tracked
+
+    def heard(self, seconds: float, names: Sequence[str]) -> set[str]:
+        """Those of `names` that P has heard were read, within some steps."""
+        end = time.monotonic() + seconds
+        while True:
+            self._step()
+            for rank, done in enumerate(self._finished()[0]):
+                self.sent[rank] |= done
+            found = set.intersection(*self.sent) & set(names)
+            if len(found) == len(names) or time.monotonic() > end:
+                return found
+            time.sleep(_POLL_SECONDS)
+
+    # -- D -----------------------------------------------------------------
+
+    def ask(self, asks: Sequence[Ask]) -> int:
+        """Schedules prompts that P has computed, and takes the step that posts the reads."""
+        if not self.before:
+            self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
+        tokens = 0
+        for ask in asks:
+            prompt = ask.prompt
+            tracked = self.scheduler.decode(
+                prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
+            )
+            self.tracked.append(tracked)
+            self._by_name[prompt.name] = tracked
+            tokens += tracked.external_tokens
+        self._step()
+        return tokens
+
+    def refuse(self, ask: Ask) -> None:
+        """Ends a prompt that was never scheduled: its client left while it queued."""
+        from vllm.v1.request import RequestStatus
+
+        prompt = ask.prompt
+        params = json.loads(ask.answer)
+        request = self._plain_scheduler()._request(prompt.name, prompt.tokens, params)
+        request.status = RequestStatus.FINISHED_ABORTED
+        self.scheduler.connector.request_finished(request, [])
+        self._step()
+
+    def watch(self, names: Sequence[str], seconds: float) -> Seen:
+        """Steps until each of `names` is received or failed, or the time is over."""
+        end = time.monotonic() + seconds
+        while True:
+            seen = self._look(names)
+            if not seen.waiting or time.monotonic() > end:
+                return seen
+            time.sleep(_POLL_SECONDS)
+            self._step()
+
+    def _look(self, names: Sequence[str]) -> Seen:
+        _, received, broken = self._finished()
+        for rank, done in enumerate(received):
+            self._received[rank] |= done
+        self._broken |= set(broken)
+        done = set.intersection(*self._received)
+        failed = {name for name in names if self._broken & self._parts(name)}
+        return Seen(
+            received=frozenset(done & set(names) - failed),
+            failed=frozenset(failed),
+            waiting=frozenset(set(names) - done - failed),
+            logged=tuple(self.log.errors),
+        )
+
+    def _parts(self, name: str) -> set[str]:
+        """What the release may say is broken: a request, or some of its blocks."""
+        return {f"request {name}"} | {f"block {b}" for b in self._by_name[name].tables[0]}
+
+    def abort(self, name: str) -> None:
+        """Ends a request as the scheduler does when its client is gone."""
+        from vllm.v1.request import RequestStatus
+
+        tracked = self._by_name[name]
+        tracked.request.status = RequestStatus.FINISHED_ABORTED
+        self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
+        self._step()
+
+    def compare(self, names: Sequence[str]) -> tuple[int, int]:
+        """Wrong and total elements of these requests."""
+        wrong = total = 0
+        for name in names:
+            tracked = self._by_name[name]
+            for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
+                wrong += int((array[block, offset] != value).sum())
+                total += value.size
+        return wrong, total
+
+    def strays(self) -> int:
+        """Bytes written outside the blocks of all requests so far, aborted and failed too."""
+        now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
+        stray = self._stray_bytes() if self.before else 0
+        for caches, copies in zip(self.caches, now, strict=True):
+            for memory, copy in zip(caches.memory, copies, strict=True):
+                memory[:] = copy
+        return stray
+
+    def written(self, name: str) -> int:
+        """Bytes in a request's blocks that are not what was there before it asked."""
+        tracked, count = self._by_name[name], 0
+        for caches, before in zip(self.caches, self.before, strict=True):
+            now = [memory.copy() for memory in caches.memory]
+            found = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
+            for memory, old in zip(caches.memory, before, strict=True):
+                memory[:] = old
+            was = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
+            for memory, new in zip(caches.memory, now, strict=True):
+                memory[:] = new
+            count += sum(int((a != b).sum()) for a, b in zip(found, was, strict=True))
+        return count
+
+    # -- what is left behind -------------------------------------------------
+
+    def left(self) -> Left:
+        """What the worker still holds of transfers; nothing of it once all are over."""
+        transfers, metadata, handles, staging, reading = set(), set(), 0, 0, False
+        for connector in self.workers:
+            worker = connector.connector_worker
+            transfers |= set(worker._recving_transfers)
+            metadata |= set(getattr(worker, "_recving_metadata", ()))
+            handles += _handles(worker.nixl_wrapper)
+            reader = _reader_of(worker)
+            if reader is not None:
+                staging += reader.pool.taken_bytes
+                reading |= reader.is_reading() is not None
+        return Left(frozenset(transfers), frozenset(metadata), handles, staging, reading)
+
+    def unlike_peers(self) -> set[str]:
+        """The engines that kvpatch reads from in place of the release."""
+        readers = [_reader_of(connector.connector_worker) for connector in self.workers]
+        return {engine for reader in readers if reader for engine in reader.peers}
+
+    def _plain_scheduler(self) -> Scheduler:
+        if not isinstance(self.scheduler, Scheduler):
+            raise TypeError("a player has one cache group")
+        return self.scheduler
+
+
+def _handles(agent: Any) -> int:
+    """How many of NIXL's transfer handles of an agent are not released."""
+    bindings = agent.agent
+    return sum(
+        type(found).__name__ == "nixl_xfer_handle"
+        and found._agent is bindings
+        and not found._released
+        for found in gc.get_objects()
+    )
+
+
+def _reader_of(worker: Any) -> Any:
+    """kvpatch's state of a worker; None where it is off."""
+    try:
+        from kvpatch.vllm.reader import reader_of
+    except ImportError:
+        return None
+    return reader_of(worker)
