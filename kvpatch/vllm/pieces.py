@@ -109,10 +109,11 @@ class Regions:
                 f"layout {self.layout} makes {sum(counts)} regions of our layers: use one model, "
                 "one attention backend and one --pipeline-parallel-size on both sides"
             )
-        if self.layout == "BHLNC" and len(units) > 1 and any(s.heads > 1 for s in sizes.values()):
+        is_apart = self.layout in ("BLNHC", "BHLNC") and len(units) > 1
+        if is_apart and any(layer.heads > 1 for layer in sizes.values()):
             raise UnknownRegions(
-                "a layer of several heads is not in one piece in layout BHLNC, and has a region "
-                "of its own"
+                f"in layout {self.layout} a layer of several heads is not in one piece, and this "
+                "peer says that it is a region: use one vLLM on both sides"
             )
         found = {}
         start = 0

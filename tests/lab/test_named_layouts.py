@@ -11,6 +11,7 @@ from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
+from .release import HYBRID_MODEL_TOKENS
 from .releases import has_named_layouts
 
 pytestmark = pytest.mark.lab
@@ -124,3 +125,28 @@ def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
 
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
+
+
+def _groups(layout: str, tokens: int) -> EngineSpec:
+    blocks = 3 * (HYBRID_MODEL_TOKENS // tokens + 2)
+    return EngineSpec(
+        layout=layout, block_tokens=tokens, planned_blocks=blocks, layers=4, window_tokens=(0, 64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("p_layout", "d_layout"),
+    [("LHBNC", "LBHNC"), ("LBHNC", "LHBNC"), ("LBHNC", "BHLNC"), ("BLHNC", "BLNHC")],
+)
+def test_several_cache_groups(lab: Lab, p_layout: str, d_layout: str) -> None:
+    report = _run(lab, Case("groups", _groups(p_layout, 32), _groups(d_layout, 64), 300))
+
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("p_layout", ["BLNHC", "BHLNC"])
+def test_rows_of_several_cache_groups_are_refused(lab: Lab, p_layout: str) -> None:
+    report = _run(lab, Case("groups", _groups(p_layout, 32), _groups("LBHNC", 64), 300))
+
+    assert report.outcome in ("refused", "failed"), report
+    assert "cache groups" in report.detail

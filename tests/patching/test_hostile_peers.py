@@ -20,10 +20,11 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import is_alike
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import peer_regions
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.shares import shares_of
 from kvpatch.vllm.wire import Statement, read_statement
 
-from .test_peers import TOKEN, ours_of
+from .test_peers import ours_of, regions_of
 
 pytestmark = pytest.mark.patching
 
@@ -39,20 +40,16 @@ _JUNK = (None, True, 1.5, float("nan"), "", "x" * 1000, b"\x00", {}, [], [[]], [
 _LAYOUTS = ("NHD", "HND", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC", "NOPE", "")
 
 
-def _real_metadata() -> Any:
+def _real_metadata(layout: str = "LBHNC") -> Any:
     """What a prefill engine of 64-token blocks sends, in the release's own class."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 
-    length = 64 * TOKEN
     stated: dict[str, Any] = {
         "engine_id": "p",
         "agent_metadata": b"agent",
-        "kv_caches_base_addr": [1 << 20, 1 << 30],
         "device_id": 0,
         "num_blocks": 6,
-        "block_lens": [length, length],
-        "block_strides": [length, length],
-        "kv_cache_layout": "LBHNC",
+        **regions_of(layout),
         "block_size": 64,
         "ssm_sizes": (0, 0),
         "attn_backend_name": "FLASH_ATTN",
@@ -96,7 +93,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     planes = [plane for layer in ours.layers.values() for plane in layer.planes]
     refused = read = alike = 0
     for _ in range(MUTATIONS):
-        metadata = _real_metadata()
+        metadata = _real_metadata(rng.choice(NAMED_LAYOUTS))
         _mutate(rng, metadata)
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:

@@ -11,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.geometry import KeyOrder, Memory, cross, plan_runs
+from kvpatch.geometry.layouts import CacheSizes, named_layout
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import alike_block_bytes, is_alike, refuse_smaller_blocks
 from kvpatch.vllm.orders import Order
+from kvpatch.vllm.our_side import units_of
 from kvpatch.vllm.peers import OurSide, heads_of, peer_regions
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
 from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.wire import PeerRefused, as_alike, read_statement
@@ -23,20 +26,24 @@ from kvpatch.vllm.wire import PeerRefused, as_alike, read_statement
 pytestmark = pytest.mark.patching
 
 HEADS, CHANNELS, ITEM = 4, 8, 4
+#: Regions of two layers, by layout.
+_COUNTS = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 8, "BLHNC": 2, "BLNHC": 1, "BHLNC": 1}
 TOKEN = HEADS * 2 * CHANNELS * ITEM
 
 
-def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1):
+def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
     heads = HEADS // tp_size
-    tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in "ab"}
+    tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in names}
     registration = replace(
-        REGISTRATIONS["g0100"], orders=lambda worker, layer: (PACKED,), layers=lambda worker: 2
+        REGISTRATIONS["g0100"],
+        orders=lambda worker, layer: (PACKED,),
+        layers=lambda worker: len(names),
     )
     layers = read_layers(registration, None, tensors)
     return tensors, OurSide(
         layers=layers,
         addresses=tuple(t.data_ptr() for t in tensors.values()),
-        block_bytes=(block_tokens * TOKEN // tp_size,) * 2,
+        block_bytes=(block_tokens * TOKEN // tp_size,) * len(names),
         block_tokens=block_tokens,
         kernel_blocks_per_block=1,
         layout=layout,
@@ -47,6 +54,8 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1):
         memory=Memory("DRAM"),
         backend="FLASH_ATTN",
         key_order=KeyOrder.ROW_MAJOR,
+        units=units_of(layers),
+        row_layers=tuple(names),
     )
 
 
@@ -138,11 +147,178 @@ def test_a_refusal_has_both_geometries_and_what_helps():
     assert "4096" in message and "--kv-cache-dtype" in message
 
 
-@pytest.mark.parametrize("layout", ["LHBNC", "BHLNC", "XYZ"])
-def test_a_layout_whose_blocks_are_not_in_one_piece_is_refused(layout):
-    _, ours = ours_of()
-    with pytest.raises(PeerRefused, match=f"layout {layout}"):
-        peer_regions(ours, _statement(kv_cache_layout=layout))
+def regions_of(layout, blocks=6, block_tokens=64, heads=HEADS, layers=2, start=1 << 20):
+    """What a stock worker states of a cache in one buffer, by the rules of the release."""
+    page = block_tokens * heads * 2 * CHANNELS * ITEM
+    if layout in ("LBHNC", "LBNHC"):
+        places = [(start + i * blocks * page, page, page) for i in range(layers)]
+    elif layout == "LHBNC":
+        head = page // heads
+        places = [(start + i * blocks * head, head, head) for i in range(layers * heads)]
+    elif layout == "BLHNC":
+        places = [(start + i * page, page, layers * page) for i in range(layers)]
+    else:
+        places = [(start, layers * page, layers * page)]
+    addresses, lengths, strides = (list(column) for column in zip(*places, strict=True))
+    return {
+        "kv_cache_layout": layout,
+        "kv_caches_base_addr": addresses,
+        "block_lens": lengths,
+        "block_strides": strides,
+    }
+
+
+def _rows(planes):
+    """How each head of each layer lies, however planes divide the heads."""
+    return {
+        (plane.layer, plane.content, plane.first_head + head): (
+            plane.address + head * plane.strides_bytes.head,
+            plane.strides_bytes._replace(head=0),
+            plane.counts._replace(heads=1),
+        )
+        for plane in planes
+        for head in range(plane.counts.heads)
+    }
+
+
+class TestNamedLayouts:
+    """From 0.29: regions follow from the layout's name."""
+
+    @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+    @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (2, 4)])
+    def test_every_head_is_where_the_layout_puts_it(self, layout, rank, size):
+        _, ours = ours_of(names="abc")
+        heads = HEADS // size
+        regions = regions_of(layout, heads=heads, layers=3)
+        peer = read_statement(_metadata(**regions), rank, size)
+        sizes = CacheSizes(3, 6, heads, 64, CHANNELS, ITEM)
+        expected = named_layout(layout).planes(
+            sizes, 1 << 20, Memory("DRAM"), "abc", first_head=rank * heads
+        )
+
+        found = [plane for region in peer_regions(ours, peer) for plane in region]
+
+        assert _rows(found) == _rows(expected)
+
+    @pytest.mark.parametrize("layout", ["LHBNC", "BLHNC"])
+    def test_names_tell_the_order_of_the_regions(self, layout):
+        _, ours = ours_of()
+        regions = regions_of(layout)
+        count = len(regions["kv_caches_base_addr"]) // 2
+        swapped = _statement(**regions, region_names=["b"] * count + ["a"] * count)
+        unnamed = _statement(**regions)
+
+        def start(peer, layer):
+            planes = [p for region in peer_regions(ours, peer) for p in region]
+            return min(p.address for p in planes if p.layer == layer)
+
+        assert start(swapped, "b") == start(unnamed, "a")
+        assert start(swapped, "a") == start(unnamed, "b")
+
+    @pytest.mark.parametrize(
+        "names", [["a", "c"], ["a", "a"], ["a"], ["a", "b", "a"], []], ids=",".join
+    )
+    def test_names_that_are_not_our_layers(self, names):
+        _, ours = ours_of()
+        with pytest.raises(PeerRefused, match="cannot be read"):
+            peer_regions(ours, _statement(region_names=names))
+
+    def test_a_region_of_two_layers(self):
+        _, ours = ours_of()
+        regions = regions_of("LHBNC")
+        with pytest.raises(PeerRefused, match="one model"):
+            peer_regions(ours, _statement(**regions, region_names=["a"] * 3 + ["b"] * 5))
+
+    @pytest.mark.parametrize("layout", ["NHD", "XYZ", None])
+    def test_an_unknown_layout_is_refused(self, layout):
+        _, ours = ours_of()
+        with pytest.raises(PeerRefused, match=f"layout {layout}"):
+            peer_regions(ours, _statement(kv_cache_layout=layout))
+
+    @pytest.mark.parametrize(
+        ("stated", "regions"),
+        [
+            (a, b)
+            for a in NAMED_LAYOUTS
+            for b in NAMED_LAYOUTS
+            # Rows of BLHNC are what latents have.
+            if _COUNTS[a] != _COUNTS[b] and not (a == "BLHNC" and _COUNTS[b] == 1)
+        ],
+    )
+    def test_regions_of_another_layout_are_refused(self, stated, regions):
+        _, ours = ours_of()
+        found = {**regions_of(regions), "kv_cache_layout": stated}
+        with pytest.raises(PeerRefused, match=f"layout {stated}"):
+            peer_regions(ours, _statement(**found))
+
+    @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+    @pytest.mark.parametrize("change", [ITEM, -ITEM])
+    def test_blocks_of_other_lengths_are_refused(self, layout, change):
+        _, ours = ours_of()
+        regions = regions_of(layout)
+        regions["block_lens"][-1] += change  # padding, or a narrower cache
+        regions["block_strides"][-1] += ITEM
+        with pytest.raises(PeerRefused, match="--kv-cache-dtype"):
+            peer_regions(ours, _statement(**regions))
+
+    @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
+    def test_rows_of_an_unknown_order_are_refused(self, layout):
+        _, ours = ours_of()
+        with pytest.raises(PeerRefused, match="several cache groups"):
+            peer_regions(replace(ours, row_layers=None), _statement(**regions_of(layout)))
+
+    @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
+    def test_a_row_is_read_in_the_order_of_the_plan(self, layout):
+        _, ours = ours_of()
+        peer = _statement(**regions_of(layout))
+        turned = peer_regions(replace(ours, row_layers=("b", "a")), peer)
+        first = min((p for region in turned for p in region), key=lambda plane: plane.address)
+        assert first.layer == "b"
+
+    def test_a_row_whose_order_the_peer_contradicts_is_refused(self):
+        _, ours = ours_of()
+        regions = regions_of("BLNHC")
+        page = regions["block_lens"][0] // 2
+        told = {"a": (0, page), "b": (page, page)}
+        turned = {"a": (page, page), "b": (0, page)}
+        assert peer_regions(ours, _statement(**regions, packed_member_layouts=told))
+        with pytest.raises(PeerRefused, match="another way"):
+            peer_regions(ours, _statement(**regions, packed_member_layouts=turned))
+
+    @pytest.mark.parametrize("found", [[1], {"a": 1}, {"a": (0,)}, {1: (0, 1)}, {"a": (0, -1)}])
+    def test_packed_layers_of_no_meaning(self, found):
+        with pytest.raises(PeerRefused, match="packed_member_layouts"):
+            _statement(packed_member_layouts=found)
+
+    def test_heads_outside_blocks_are_no_pieces_of_a_block(self):
+        for layout, alike in (("LBHNC", True), ("LHBNC", False), ("BHLNC", False)):
+            _, ours = ours_of(layout=layout, tp_size=2)
+            peer = _statement(block_tokens=16, kv_cache_layout=layout)
+            assert is_alike(ours, peer) is alike, layout
+
+    @pytest.mark.parametrize("count", [1, 3, 8])
+    @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+    def test_the_peer_like_us_has_as_many_regions_as_we_do(self, layout, count):
+        regions = regions_of(layout)
+        peer = _statement(**regions)
+        own = {"region_names": ["x"] * count, "packed_member_layouts": {"x": (0, 1)}}
+        metadata = _metadata(**regions, region_names=["a"], packed_member_layouts={})
+        alike = as_alike(metadata, peer, 16, 1, "LBHNC", (4096,) * count, own)
+
+        start, end = 1 << 20, (1 << 20) + 2 * 6 * 64 * TOKEN
+        assert len(alike.kv_caches_base_addr) == len(alike.block_lens) == count
+        for address, length in zip(alike.kv_caches_base_addr, alike.block_lens, strict=True):
+            assert start <= address and address + alike.num_blocks * length <= end
+        assert (alike.region_names, alike.packed_member_layouts) == tuple(own.values())
+
+    def test_our_rows_find_room_over_regions_that_touch(self):
+        """A head's region of the peer's is smaller than a row of ours."""
+        peer = _statement(**regions_of("LHBNC"))
+        row = 3 * peer.blocks * peer.block_bytes[0]
+        alike = as_alike(_metadata(), peer, 16, 1, "LBHNC", (row,))
+        assert alike.num_blocks == 2
+        with pytest.raises(PeerRefused, match="more KV cache"):
+            as_alike(_metadata(), peer, 16, 1, "LBHNC", (3 * row,))
 
 
 def test_another_backend_is_refused_where_the_geometry_differs():
