@@ -21,9 +21,10 @@ Limits:
     To 0.11.0 the handshake states no block size, so unlike ones are refused, and on
     0.10.0 no layout, so unlike ones go unnoticed as they do without kvpatch. From
     0.11.1 to 0.20 it states no kernel blocks, so backends that may cut blocks are
-    refused. LHBNC, BHLNC and BLNHC are refused, and so are keys that AMX tiles. A D with
-    a host buffer, Mamba state, shared KV layers or context parallelism leaves unlike
-    peers to the release, but for smaller blocks, which it reads wrongly.
+    refused, and so are keys that AMX tiles. Of several cache groups a P in BLNHC or BHLNC
+    (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
+    D with a host buffer, Mamba state, shared KV layers or context parallelism leaves
+    unlike peers to the release, but for smaller blocks, which it reads wrongly.
 Remove when:
     The connector reads any block size and layout, prefix hits included.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from kvpatch.geometry import KeyOrder, Memory
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.peers import OurSide
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
 
 
 def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder) -> OurSide:
@@ -41,7 +41,7 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         key_order=key_order,
         region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
         units=units,
-        row_layers=None if units is None else row_layers_of(worker, layers),
+        row_layers=None if units is None else row_layers_of(worker, layers, layout),
     )
 
 
@@ -55,15 +55,22 @@ def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | 
     return tuple(tuple(names) for names in found.values())
 
 
-def row_layers_of(worker: Any, layers: Mapping[str, LayerCache]) -> tuple[str, ...] | None:
-    """Layers as the release's plan lets them follow one another; None for several groups.
+def row_layers_of(
+    worker: Any, layers: Mapping[str, LayerCache], layout: str
+) -> tuple[str, ...] | None:
+    """Layers as the release's plan lets them follow one another; None where it is not known.
 
     The plan is made of the model and the same on both sides, whatever the layout: a
     tensor of it places its layers one after the other behind those of the one before.
+    Several groups overlay one another. Where our own layers lie in rows, they must lie
+    in that order.
     """
     plan = worker.kv_cache_config
     names = [name for tensor in plan.kv_cache_tensors for name in tensor.layers]
     if len(plan.kv_cache_groups) != 1 or sorted(names) != sorted(layers):
+        return None
+    starts = [layers[name].planes[0].address for name in names]
+    if layout in LAYERS_INSIDE_BLOCKS and starts != sorted(starts):
         return None
     return tuple(names)
 

@@ -16,8 +16,9 @@ from kvpatch._errors import KvpatchError
 #: Every layout that vLLM names.
 NAMED_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
+#: Those in which a block of all layers is a row.
+LAYERS_INSIDE_BLOCKS = ("BLHNC", "BLNHC", "BHLNC")
 _TOKENS_OUTSIDE_HEADS = ("LBNHC", "BLNHC")
-_LAYERS_INSIDE_BLOCKS = ("BLHNC", "BLNHC", "BHLNC")
 
 
 class UnknownRegions(KvpatchError):
@@ -94,7 +95,7 @@ class Regions:
             raise UnknownRegions(
                 f"{len(self.names)} names for {len(self.block_bytes)} regions cannot be true"
             )
-        is_row = self.layout in _LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
+        is_row = self.layout in LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
         if is_row and len(units) > 1:
             return self._in_a_row(row_layers, sizes)
         return self._in_own_regions(units, sizes)
@@ -152,7 +153,8 @@ class Regions:
         if row_layers is None:
             raise UnknownRegions(
                 f"blocks of layout {self.layout} are rows of all layers, whose order is not known "
-                "where there are several cache groups: use VLLM_KV_CACHE_LAYOUT=LBHNC on P"
+                "to us, as where there are several cache groups: use VLLM_KV_CACHE_LAYOUT=LBHNC "
+                "on the prefill side"
             )
         if self.names is not None and self.names[0] not in sizes:
             raise UnknownRegions(f"its region is named {self.names[0]}: use one model")

@@ -16,7 +16,7 @@ from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import alike_block_bytes, is_alike, refuse_smaller_blocks
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.our_side import units_of
+from kvpatch.vllm.our_side import row_layers_of, units_of
 from kvpatch.vllm.peers import OurSide, heads_of, peer_regions
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
@@ -274,6 +274,29 @@ class TestNamedLayouts:
         turned = peer_regions(replace(ours, row_layers=("b", "a")), peer)
         first = min((p for region in turned for p in region), key=lambda plane: plane.address)
         assert first.layer == "b"
+
+    @pytest.mark.parametrize(
+        ("layout", "plan", "groups", "expected"),
+        [
+            ("LBHNC", ("ab",), 1, ("a", "b")),
+            ("LBHNC", ("b", "a"), 1, ("b", "a")),
+            ("BLNHC", ("a", "b"), 1, ("a", "b")),
+            ("BLNHC", ("b", "a"), 1, None),
+            ("LBHNC", ("a",), 1, None),
+            ("LBHNC", ("ab", "a"), 1, None),
+            ("LBHNC", ("a", "b"), 2, None),
+        ],
+    )
+    def test_the_order_of_a_row_is_the_plans(self, layout, plan, groups, expected):
+        whole = torch.zeros(10, 2, HEADS, 16, 2 * CHANNELS)
+        registration = replace(
+            REGISTRATIONS["g0100"], orders=lambda worker, layer: (PACKED,), layers=lambda worker: 2
+        )
+        layers = read_layers(registration, None, {"a": whole[:, 0], "b": whole[:, 1]})
+        tensors = [SimpleNamespace(layers=list(names)) for names in plan]
+        config = SimpleNamespace(kv_cache_tensors=tensors, kv_cache_groups=[None] * groups)
+        worker = SimpleNamespace(kv_cache_config=config)
+        assert row_layers_of(worker, layers, layout) == expected
 
     def test_a_row_whose_order_the_peer_contradicts_is_refused(self):
         _, ours = ours_of()
