@@ -129,7 +129,9 @@ GENERATIONS: tuple[Generation, ...] = (
     # K and V packed into the last dimension, one region per layer
     _base_worker("g0260", "0.26.0", "0.27.0", "0.27.1", "0.28.0"),
     # named layouts, block strides, block counts per region
-    _base_worker("g0290", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
+    _base_worker("g0290", "0.29.0"),
+    # the worker reports failed requests as what they are
+    _base_worker("g0300", "0.30.0", "0.31.0", "0.32.0", "0.33.0"),
 )
 
 #: Every supported release, oldest first.

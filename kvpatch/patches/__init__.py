@@ -18,6 +18,7 @@ SLUGS = (
     "kvcached_regions",
     "block_count",
     "unlike_engines",
+    "failed_loads",
 )
 
 

@@ -30,7 +30,7 @@ def get_required_kvcache_layout(generation: Generation) -> Site:
 
 def add_remote_agent(generation: Generation) -> Site:
     """Where a worker is told of one rank of a peer, at the handshake."""
-    contexts = ("remote_dcp_size",) if generation.slug == "g0290" else ()
+    contexts = ("remote_dcp_size",) if generation.slug in ("g0290", "g0300") else ()
     return Site(
         module=generation.worker_module,
         owner=generation.worker_class,
@@ -59,4 +59,26 @@ def build_connector_meta(generation: Generation) -> Site:
         name="build_connector_meta",
         kind="function",
         parameters=("self", "scheduler_output"),
+    )
+
+
+def handle_failed_transfer(generation: Generation) -> Site:
+    """Where a worker books a load that failed, from 0.18 to 0.29."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="_handle_failed_transfer",
+        kind="function",
+        parameters=("self", "req_id", "handle"),
+    )
+
+
+def get_finished(generation: Generation) -> Site:
+    """Where vLLM asks which requests have been sent and received."""
+    return Site(
+        module=generation.connector_module,
+        owner=generation.connector_class,
+        name="get_finished",
+        kind="function",
+        parameters=("self", "finished_req_ids"),
     )

@@ -297,15 +297,24 @@ def _build_connector_meta(
     kwargs: dict[str, Any],
     *,
     full_blocks_only: bool,
+    drafted_blocks: bool,
 ) -> Any:
     waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
-    orders.attach_orders(instance, waiting, metadata, full_blocks_only=full_blocks_only)
+    orders.attach_orders(
+        instance,
+        waiting,
+        metadata,
+        full_blocks_only=full_blocks_only,
+        drafted_blocks=drafted_blocks,
+    )
     return metadata
 
 
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)
+# 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
+_DRAFTED_BLOCKS = ("g0230", "g0240")
 # Up to 0.19 both lists are expanded to kernel blocks before the request is read.
 _EXPANDED = ("g0111", "g0130", "g0140", "g0160", "g0180")
 
@@ -325,7 +334,9 @@ PATCH = Patch(
                 _read_blocks_for_req, expanded=g.slug in _EXPANDED
             ),
             _sites.build_connector_meta(g): partial(
-                _build_connector_meta, full_blocks_only=g.slug in _WHOLE_BLOCKS
+                _build_connector_meta,
+                full_blocks_only=g.slug in _WHOLE_BLOCKS,
+                drafted_blocks=g.slug in _DRAFTED_BLOCKS,
             ),
         }
         for g in GENERATIONS

@@ -24,16 +24,23 @@ class Order:
         remote_tokens: how many the peer holds; its blocks end with the last of them.
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
+        hit_tokens: of D's own prefix hit; None where the length of a list tells it.
     """
 
     tokens: int
     remote_tokens: int
     local_blocks: tuple[tuple[int, ...], ...]
     remote_blocks: tuple[tuple[int, ...], ...]
+    hit_tokens: int | None = None
 
 
 def attach_orders(
-    scheduler: Any, waiting: Mapping[str, Any], metadata: Any, *, full_blocks_only: bool
+    scheduler: Any,
+    waiting: Mapping[str, Any],
+    metadata: Any,
+    *,
+    full_blocks_only: bool,
+    drafted_blocks: bool,
 ) -> None:
     """Writes each request's order onto its entry in the connector's metadata.
 
@@ -41,6 +48,7 @@ def attach_orders(
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
         full_blocks_only: whether the release moves whole blocks of D only (0.10.0).
+        drafted_blocks: whether lists may go on behind the prompt where D drafts tokens.
     """
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
@@ -55,8 +63,21 @@ def attach_orders(
         tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
         if full_blocks_only:
             tokens -= tokens % scheduler.block_size
-        order = Order(tokens, held, groups(entry.local_block_ids), groups(remote_blocks(entry)))
+        order = Order(
+            tokens,
+            held,
+            groups(entry.local_block_ids),
+            groups(remote_blocks(entry)),
+            _hit_tokens(request) if drafted_blocks else None,
+        )
         setattr(entry, _ORDER, order)
+
+
+def _hit_tokens(request: Any) -> int | None:
+    """Tokens of D's own prefix cache, as they were counted when the request came in."""
+    stats = getattr(request, "prefill_stats", None)
+    hit = getattr(stats, "num_local_cached_tokens", None)
+    return None if hit is None else int(hit)
 
 
 def order_of(entry: Any) -> Order | None:

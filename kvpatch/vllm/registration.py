@@ -384,4 +384,5 @@ REGISTRATIONS: Mapping[str, Registration] = {
     "g0240": _PLAN_COUNTS,
     "g0260": _ONE_REGION,
     "g0290": _NAMED_LAYOUTS,
+    "g0300": _NAMED_LAYOUTS,
 }

@@ -48,7 +48,7 @@ def shares_of(
         if not order.local_blocks[number]:
             continue
         remote = _remote_blocks(ours, groups, peer, order, number)
-        local = _local_blocks(ours, order, number)
+        local = _local_blocks(ours, groups, order, number)
         start = _first_token(group, remote, local, order)
         segments = pair_blocks(remote, local, start, order.tokens)
         found.append(
@@ -63,7 +63,7 @@ def tails_of(
     """(layers, what no transfer covers in their last blocks), where there is any."""
     for number, group in enumerate(groups):
         if order.local_blocks[number]:
-            tail = uncovered_tail(_local_blocks(ours, order, number), order.tokens)
+            tail = uncovered_tail(_local_blocks(ours, groups, order, number), order.tokens)
             if len(tail):
                 yield group.layers, tail
 
@@ -73,7 +73,15 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, order: Order
     if not group.window_tokens:
         return local.first_token
     # The next token looks at itself and those before it.
-    seen = max(local.first_token, order.tokens - group.window_tokens + 1)
+    seen = order.tokens - group.window_tokens + 1
+    if order.hit_tokens is not None and local.first_token > max(seen, order.hit_tokens):
+        raise ReadRefused(
+            f"the blocks that this engine named begin with token {local.first_token} of a prompt "
+            f"of {order.tokens}, and the sliding window of {group.window_tokens} with {seen}: this "
+            "vLLM leaves out blocks of windows where a draft model reserves some (0.23 to 0.25); "
+            "speculate without one, or use another release"
+        )
+    seen = max(local.first_token, seen)
     if remote.first_token > seen:
         raise ReadRefused(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
@@ -125,11 +133,12 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
     )
 
 
-def _local_blocks(ours: OurSide, order: Order, number: int) -> BlockList:
+def _local_blocks(ours: OurSide, groups: Sequence[Group], order: Order, number: int) -> BlockList:
     """Our blocks; a list that ends with the last token tells by its length where it starts."""
     parts = ours.kernel_blocks_per_block
     logical_tokens = ours.block_tokens * parts
     found = order.local_blocks[number]
+    found = found[: len(found) - _drafted_blocks(groups, order, logical_tokens)]
     first = (-(-order.tokens // logical_tokens) - len(found)) * logical_tokens
     if first < 0:
         raise ReadRefused(
@@ -137,3 +146,17 @@ def _local_blocks(ours: OurSide, order: Order, number: int) -> BlockList:
             "expected no more than it fills"
         )
     return BlockList(kernel_blocks(found, parts), ours.block_tokens, first)
+
+
+def _drafted_blocks(groups: Sequence[Group], order: Order, logical_tokens: int) -> int:
+    """Blocks behind the prompt, for tokens to be drafted: every group has as many (0.23, 0.24).
+
+    Told from the length of a group with full attention, which starts behind the hit.
+    """
+    if order.hit_tokens is None:
+        return 0
+    needed = -(-order.tokens // logical_tokens) - order.hit_tokens // logical_tokens
+    for group, blocks in zip(groups, order.local_blocks, strict=True):
+        if not group.window_tokens and blocks:
+            return max(0, len(blocks) - needed)
+    return 0

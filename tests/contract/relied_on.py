@@ -43,6 +43,7 @@ _WORKER: dict[str, tuple[str, ...]] = {
     "g0240": _FULL_ATTENTION,
     "g0260": (*_FULL_ATTENTION, "_register_packed_kv_cache"),
     "g0290": _FULL_ATTENTION,
+    "g0300": _FULL_ATTENTION,
 }
 
 # What decides whether keys and values are regions of their own.

@@ -27,7 +27,7 @@ def selected() -> list[str]:
 
 def has_named_layouts(release: str) -> bool:
     """Whether the release names its cache layouts (0.29 on)."""
-    return release in GENERATIONS[-1].releases
+    return Version(release) >= Version("0.29")
 
 
 def states_block_size(release: str) -> bool:

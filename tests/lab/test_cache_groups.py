@@ -179,13 +179,22 @@ def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("hit", ["none", "one block"])
-@pytest.mark.parametrize("prompt", [158, 190])
+@pytest.mark.parametrize("prompt", [160, 191])
 def test_a_speculating_decode_engine(lab: Lab, prompt: int, hit: str) -> None:
-    """In 0.23 and 0.24 a D with a draft model has blocks behind the prompt's, too."""
+    """In 0.23 and 0.24 a D with a draft model has blocks behind the prompt's, too.
+
+    Its list of a window is then short of one block where the window begins in the
+    last but one: no read can be right.
+    """
     case = _case("two groups", (32, 64), prompt, hit)
     case = replace(case, decode=replace(case.decode, lookahead_tokens=40))
 
-    _expect_identical(case, lab.run(case.patched(*SLUGS, prefill=False)))
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    if prompt == 160 and Version(lab.release).release[:2] in ((0, 23), (0, 24)):
+        assert report.outcome == "refused" and "draft model" in report.detail, report
+        return
+    _expect_identical(case, report)
 
 
 #: Two tokens more, and a window would begin with a block of P.

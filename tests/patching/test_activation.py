@@ -186,7 +186,7 @@ print(json.dumps([rows, lines]))
 """
     )
     rows, lines = run(
-        tree, script, KVPATCH_DISABLE="block_count,kvcached_layuot", KVPATCH_GENERATON="g0290"
+        tree, script, KVPATCH_DISABLE="block_count,kvcached_layuot", KVPATCH_GENERATON="g0300"
     )
 
     assert rows["block_count"] == "off" and rows["kvcached_regions"] == "applied"
@@ -214,7 +214,7 @@ def test_an_unlisted_build_is_patched_where_its_generation_is_named(tmp_path):
     tree = write_tree(tmp_path, NEWEST, "0.34.0.dev1")
     script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
 
-    built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION="g0290")
+    built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION="g0300")
     assert built == "built" and not refused and set(wrapped) == {"FunctionWrapper"}
 
     built, refused, *_ = run(tree, script, KVPATCH_GENERATION="g9999")
@@ -230,7 +230,7 @@ def test_the_version_is_that_of_the_distribution_that_provides_vllm(tmp_path, di
     status = run(tree, script)
 
     assert status["vllm"] == f"{distribution} 0.32.0{label}"
-    assert status["generation"] == "g0290" and not status["problem"]
+    assert status["generation"] == "g0300" and not status["problem"]
 
 
 def test_two_distributions_of_vllm_are_refused(tmp_path):
