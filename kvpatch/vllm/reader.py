@@ -53,18 +53,24 @@ class Rank:
 
 @dataclass
 class Peer:
-    """A peer of another geometry, as far as its ranks have shaken hands."""
+    """A peer of another geometry, as far as its ranks have shaken hands.
+
+    Attributes:
+        missing: a head of ours that none of the ranks holds, in words.
+    """
 
     ranks: dict[int, Rank] = field(default_factory=dict)
+    missing: str | None = None
 
-    def missing(self, local: Sequence[Plane]) -> str | None:
-        """A head of ours that none of the ranks holds, in words."""
+    def add(self, rank: Rank, local: Sequence[Plane]) -> None:
+        """Books a rank, and what is still missing of our planes."""
+        self.ranks[rank.statement.tp_rank] = rank
         held = [plane for rank in self.ranks.values() for plane in rank.planes]
         missing = missing_heads(held, local)
-        if not missing:
-            return None
-        layer, content, head = missing[0]
-        return f"{content.value} head {head} of layer {layer}"
+        self.missing = None
+        if missing:
+            layer, content, head = missing[0]
+            self.missing = f"{content.value} head {head} of layer {layer}"
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ class Reader:
             or any(r.statement.tp_size != statement.tp_size for r in peer.ranks.values())
         ):
             peer = self.peers[statement.engine_id] = Peer()
-        peer.ranks[statement.tp_rank] = rank
+        peer.add(rank, self._local)
 
     @contextmanager
     def reading(self, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
@@ -161,9 +167,11 @@ class Reader:
         reading = self._reading
         if reading is None:
             raise ReadRefused("a transfer was prepared outside a request")
-        missing = reading.peer.missing(self._local)
-        if missing is not None:
-            raise PeerRefused(f"no rank of engine {reading.engine_id} that we read from: {missing}")
+        if reading.peer.missing is not None:
+            raise PeerRefused(
+                f"no rank of engine {reading.engine_id} that we read from holds "
+                f"{reading.peer.missing}"
+            )
         rank = reading.peer.ranks[number]
         statement = rank.statement
         shares = shares_of(self.ours, self.groups, statement, rank.crossings, reading.order)
