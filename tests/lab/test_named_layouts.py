@@ -150,3 +150,16 @@ def test_rows_of_several_cache_groups_are_refused(lab: Lab, p_layout: str) -> No
 
     assert report.outcome in ("refused", "failed"), report
     assert "cache groups" in report.detail
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize(
+    ("p_layout", "d_layout"),
+    [("LHBNC", "BLNHC"), ("BHLNC", "LHBNC"), ("BLNHC", "BHLNC"), ("BHLNC", "LBNHC")],
+)
+def test_either_way_of_reading(lab: Lab, p_layout: str, d_layout: str, way: str) -> None:
+    case = _case(p_layout, d_layout, 96, 64)
+    decode = replace(case.decode, settings=(("KVPATCH_TRANSFER", way),))
+    report = _run(lab, replace(case, decode=decode))
+
+    assert report.outcome == "identical", report
