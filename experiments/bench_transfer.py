@@ -184,7 +184,7 @@ class Setup:
 
     def _any_space(self) -> Any:
         owner = object.__new__(Setup)
-        space = self.pool.take(owner, 1)
+        space = self.pool.take(owner, "", 1)
         self.pool.leave(owner)
         return space
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 from kvpatch._errors import KvpatchError
@@ -25,12 +25,20 @@ class PoolExhausted(KvpatchError):
     """Space is held by transfers of peers that are gone, and too little is left."""
 
 
+class _Waiting(NamedTuple):
+    """A reader that asked for space; weak, for a release may drop a read without a word."""
+
+    reader: ref[object]
+    peer: str
+
+
 class StagingPool:
     """Space for rounds of reads; made of memory when the first one asks.
 
-    Reads get space in the order in which they first asked; nobody overtakes. A round
-    never waits for more than one space, and whoever holds one gives it back when its
-    own transfer and copy are done, so waiting ends.
+    Reads of one peer get space in the order in which they asked. A peer never holds more
+    than it leaves free, so that one that hangs leaves room for the others; whoever asked
+    first goes first, unless it waits for its own peer. Nobody waits while holding what
+    another one waits for: a round needs one space, and gives it back when it is done.
 
     Args:
         size_bytes: of the whole pool.
@@ -41,8 +49,9 @@ class StagingPool:
         self._room = Room(size_bytes)
         self._make = make
         self._buffer: torch.Tensor | None = None
-        # Weak: a release may drop a read without a word, and nobody may wait behind it.
-        self._queue: deque[ref[object]] = deque()
+        self._queue: list[_Waiting] = []
+        self._held: Counter[str] = Counter()
+        self._owner: dict[Space, str] = {}
         self._lost: list[tuple[Space, Callable[[], bool]]] = []
 
     @property
@@ -60,37 +69,59 @@ class StagingPool:
         """How large a round is at most, if its blocks are no larger."""
         return max(1, min(_ROUND_BYTES, self.size_bytes // _ROUNDS_IN_POOL))
 
-    def take(self, reader: object, size_bytes: int) -> Space | None:
+    def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
         """Space for a round of ``reader``; None where it has to wait and ask again.
 
         Raises:
             PoolExhausted: it would wait for ever.
         """
         self._recover()
-        self._queue = deque(waiting for waiting in self._queue if waiting() is not None)
-        if not any(waiting() is reader for waiting in self._queue):
-            self._queue.append(ref(reader))
-        if self._queue[0]() is not reader:
+        self._queue = [waiting for waiting in self._queue if waiting.reader() is not None]
+        if not any(waiting.reader() is reader for waiting in self._queue):
+            self._queue.append(_Waiting(ref(reader), peer))
+        if not self._is_next(reader, peer) or not self._is_within_share(peer, size_bytes):
             return None
         if self._buffer is None:
             self._buffer = self._make(self.size_bytes)
             _LOG.info("staging pool of %d bytes made and registered", self.size_bytes)
         space = self._room.take(size_bytes)
-        lost = sum(held.end - held.start for held, _ in self._lost)
-        if space is None and lost and self.taken_bytes == lost:
+        if space is None:
+            self._check_losses(size_bytes)
+            return None
+        self._held[peer] += size_bytes
+        self._owner[space] = peer
+        return space
+
+    def _is_next(self, reader: object, peer: str) -> bool:
+        """Whether nobody asked before who could take space now."""
+        for waiting in self._queue:
+            if waiting.reader() is reader:
+                return True
+            if waiting.peer == peer or not self._held[waiting.peer]:
+                return False
+        return False
+
+    def _is_within_share(self, peer: str, size_bytes: int) -> bool:
+        held = self._held[peer]
+        left = self.size_bytes - self.taken_bytes - size_bytes
+        return not held or left >= held + size_bytes
+
+    def _check_losses(self, size_bytes: int) -> None:
+        lost = sum(space.end - space.start for space, _ in self._lost)
+        if lost and self.taken_bytes == lost:
             raise PoolExhausted(
                 f"transfers from peers that are gone hold {lost} of the staging pool's "
                 f"{self.size_bytes} bytes, and a round needs {size_bytes}: restart this engine, or "
                 "give it a larger KVPATCH_STAGING_BYTES"
             )
-        return space
 
     def leave(self, reader: object) -> None:
         """Takes a reader out of the queue: it needs no more space."""
-        self._queue = deque(waiting for waiting in self._queue if waiting() is not reader)
+        self._queue = [waiting for waiting in self._queue if waiting.reader() is not reader]
 
     def give(self, space: Space) -> None:
         """Frees a round's space."""
+        self._held[self._owner.pop(space)] -= space.end - space.start
         self._room.give(space)
 
     def lose(self, space: Space, is_over: Callable[[], bool]) -> None:
@@ -107,7 +138,7 @@ class StagingPool:
         still = []
         for space, is_over in self._lost:
             if is_over():
-                self._room.give(space)
+                self.give(space)
             else:
                 still.append((space, is_over))
         self._lost = still

@@ -171,7 +171,7 @@ class StagedRead:
 
     def _post(self) -> None:
         while self._next is not None:
-            space = self._pool.take(self, self._next.buffer_bytes)
+            space = self._pool.take(self, self._ends.agent, self._next.buffer_bytes)
             if space is None:
                 return
             try:
