@@ -22,7 +22,13 @@ STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 
 #: Read outside the engines: by the experiments and by the test suite.
-TOOLING = ("KVPATCH_PYTHON", "KVPATCH_TORCH_INDEX", "KVPATCH_TEST_CACHE", "KVPATCH_TEST_RELEASES")
+TOOLING = (
+    "KVPATCH_PYTHON",
+    "KVPATCH_TORCH_INDEX",
+    "KVPATCH_TEST_CACHE",
+    "KVPATCH_TEST_FULL",
+    "KVPATCH_TEST_RELEASES",
+)
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _TRANSFERS = ("auto", "direct", "staged")

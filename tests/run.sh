@@ -6,6 +6,7 @@
 #   tests/run.sh PYTEST ARGUMENTS        what they select, e.g. tests/run.sh -m "geometry or patching"
 #
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, or a list; by default one per generation
+#   KVPATCH_TEST_FULL      true: whole products of what is varied, hours; a selection by default
 #   KVPATCH_TEST_CACHE     where the source trees lie, .cache/vllm by default
 #   KVPATCH_PYTHON         a Python that has everything already: nothing is installed
 set -euo pipefail

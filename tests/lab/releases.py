@@ -9,6 +9,7 @@ from packaging.version import Version
 from kvpatch._versions import GENERATIONS, RELEASES
 
 _VARIABLE = "KVPATCH_TEST_RELEASES"
+_FULL = "KVPATCH_TEST_FULL"
 
 
 def selected() -> list[str]:
@@ -23,6 +24,11 @@ def selected() -> list[str]:
     if unknown:
         raise ValueError(f"{_VARIABLE}: {', '.join(unknown)} not among {', '.join(RELEASES)}")
     return chosen
+
+
+def is_full() -> bool:
+    """Whether whole products are played, hours of them, where a selection is otherwise."""
+    return os.environ.get(_FULL, "").lower() in ("true", "1")
 
 
 def has_named_layouts(release: str) -> bool:

@@ -6,9 +6,11 @@ window's layers must hold is what the release keeps of it, and no more.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
+from allpairspy import AllPairs
 from packaging.version import Version
 
 from kvpatch.patches import SLUGS
@@ -16,6 +18,7 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
+from .releases import is_full
 
 pytestmark = pytest.mark.lab
 
@@ -63,13 +66,10 @@ def _case(model: str, sizes: tuple[int, int], prompt: int, hit: str = "none") ->
 
 
 def _cases(all_sizes: dict[str, tuple[int, int]]) -> dict[str, Case]:
-    cases = (
-        _case(model, sizes, prompt, hit)
-        for model in MODELS
-        for sizes in all_sizes.values()
-        for prompt in PROMPTS
-        for hit in HITS
-    )
+    """Every pair of values of any two dimensions at least once, or the whole product."""
+    dimensions = [list(MODELS), list(all_sizes.values()), list(PROMPTS), list(HITS)]
+    rows = itertools.product(*dimensions) if is_full() else AllPairs(dimensions)
+    cases = (_case(model, sizes, prompt, hit) for model, sizes, prompt, hit in rows)
     # Without a whole block there is but one kind of hit.
     return {case.name: case for case in cases if case.prefix_hit_tokens or "none" in case.name}
 

@@ -11,6 +11,7 @@ from .cases import pair
 from .host import Lab
 from .releases import (
     has_named_layouts,
+    is_full,
     moves_full_blocks_only,
     states_block_size,
     states_kernel_blocks,
@@ -21,7 +22,7 @@ from .unlike import Dimensions, cases
 pytestmark = pytest.mark.lab
 
 SEED = 20
-_CASES = {case.name: case for case in cases(Dimensions(), SEED)}
+_CASES = {case.name: case for case in cases(Dimensions(), SEED, full=is_full())}
 
 
 @pytest.mark.parametrize("name", _CASES)
