@@ -38,8 +38,8 @@ from functools import partial
 from typing import Any
 
 from kvpatch import _env
-from kvpatch._patching import Patch
-from kvpatch._versions import GENERATIONS
+from kvpatch._patching import Patch, Site
+from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.geometry import KeyOrder
 from kvpatch.patches import _sites
 from kvpatch.vllm import orders
@@ -284,7 +284,7 @@ def _read_blocks_for_req(
             # A full prefix hit, or an abort: the release only tells P.
             return wrapped(req_id, meta)
         orders.pretend_alike(meta, expanded=expanded)
-        with reader.reading(engine_id, peer, order):
+        with reader.reading(req_id, engine_id, peer, order):
             return wrapped(req_id, meta)
 
     return read(*args, **kwargs)
@@ -311,6 +311,25 @@ def _build_connector_meta(
     return metadata
 
 
+def _get_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def get_finished(finished_req_ids: set[str]) -> Any:
+        worker = instance.connector_worker
+        reader = reader_of(worker) if worker is not None else None
+        if reader is not None:
+            reader.give_up(finished_req_ids)
+        return wrapped(finished_req_ids)
+
+    return get_finished(*args, **kwargs)
+
+
+def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
+    """To 0.15 the blocks of an aborted request are free at once, its read or not."""
+    return {_sites.get_finished(generation): _get_finished} if generation.slug in _ABORTS else {}
+
+
+_ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)
 # 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
@@ -338,6 +357,7 @@ PATCH = Patch(
                 full_blocks_only=g.slug in _WHOLE_BLOCKS,
                 drafted_blocks=g.slug in _DRAFTED_BLOCKS,
             ),
+            **_sites_of_aborts(g),
         }
         for g in GENERATIONS
     },

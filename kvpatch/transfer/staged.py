@@ -78,6 +78,8 @@ class StagedRead:
         self._placing: list[tuple[Callable[[], bool], Space]] = []
         self._read: list[Any] = []
         self._is_done = False
+        #: Of whoever reads; nothing here looks at it.
+        self.request_id = ""
 
     def start(self) -> str:
         """Posts what there is room for."""
@@ -117,6 +119,14 @@ class StagedRead:
         self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
         self._is_done = True
         return "DONE"
+
+    def void(self) -> None:
+        """Ends it as soon as what is on the wire has landed, without placing any of it.
+
+        For a request that was given up, whose blocks may belong to another one by now.
+        """
+        self._place = _place_nothing
+        self._next, self._rounds = None, iter(())
 
     def telemetry(self) -> Telemetry:
         """The sums over all transfers so far."""
@@ -190,6 +200,10 @@ class StagedRead:
             self._nixl.transfer(handle)
             self._next = next(self._rounds, None)
         self._pool.leave(self)
+
+
+def _place_nothing(staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+    return lambda: True
 
 
 class _Release:

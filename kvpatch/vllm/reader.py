@@ -8,11 +8,11 @@ another one, planned between the two geometries: the call that prepares it,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvpatch.geometry import (
     DEVICE_MEMORY,
@@ -75,6 +75,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class _Reading:
+    request_id: str
     engine_id: str
     peer: Peer
     order: Order
@@ -106,6 +107,7 @@ class Reader:
         self._local = [plane for layer in ours.layers.values() for plane in layer.planes]
         self._reading: _Reading | None = None
         self._tails_left = False
+        self._staged: WeakSet[StagedRead] = WeakSet()
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -144,9 +146,9 @@ class Reader:
         peer.add(rank, self._local)
 
     @contextmanager
-    def reading(self, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
+    def reading(self, request_id: str, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
         """While inside, transfers that the release prepares are replaced by ours."""
-        self._reading = _Reading(engine_id, peer, order)
+        self._reading = _Reading(request_id, engine_id, peer, order)
         self._tails_left = True
         try:
             yield
@@ -189,7 +191,16 @@ class Reader:
             return prepare_read(nixl, ends, *runs, notification)
         largest = max(c.slot_bytes for share in staged for c in share.crossings)
         rounds = plan_rounds(staged, max(self.pool.round_bytes, largest))
-        return StagedRead(nixl, self.pool, self._caches.place, ends, notification, plan, rounds)
+        read = StagedRead(nixl, self.pool, self._caches.place, ends, notification, plan, rounds)
+        read.request_id = reading.request_id
+        self._staged.add(read)
+        return read
+
+    def give_up(self, request_ids: Collection[str]) -> None:
+        """Places nothing more of requests that are over (their blocks may be others')."""
+        for read in tuple(self._staged) if request_ids else ():
+            if read.request_id in request_ids:
+                read.void()
 
     def _split(self, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
         """What goes straight to its place, and what goes through the pool."""

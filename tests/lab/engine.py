@@ -66,6 +66,8 @@ class Engine:
         self.tracked: list[Tracked] = []
         self.sent: list[set[str]] = [set() for _ in range(spec.tp_size)]
         self.before: list[list[Array]] = []
+        #: Requests that have ended, as the scheduler tells workers in the next step.
+        self.over: set[str] = set()
 
         backend = release.backend(spec.family)
         layout = release.layout_name(spec)
@@ -263,11 +265,12 @@ class Engine:
                     done = found.finished_sending, found.finished_recving
                     broken += [f"request {name}" for name in sorted(found.failed_recving)]
                 else:
-                    done = worker.get_finished(set())
+                    done = worker.get_finished(self.over)
                 sent.append(set(done[0] or ()))
                 received.append(set(done[1] or ()))
                 errors = getattr(worker, "get_block_ids_with_load_errors", None)
                 broken += [f"block {b}" for b in sorted(errors())] if errors is not None else []
+        self.over = set()
         return sent, received, broken
 
     # -- contents ----------------------------------------------------------

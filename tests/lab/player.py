@@ -147,6 +147,14 @@ class Player(Engine):
         self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
         self._step()
 
+    def give_up(self, name: str) -> None:
+        """Aborts a request and tells the workers, as every step of vLLM's does."""
+        self.abort(name)
+        self.over = {name}
+        received = self._finished()[1]
+        for rank, done in enumerate(received):
+            self._received[rank] |= done
+
     def compare(self, names: Sequence[str]) -> tuple[int, int]:
         """Wrong and total elements of these requests."""
         wrong = total = 0

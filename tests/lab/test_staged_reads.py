@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
-from .case import Case
+from .case import Case, EngineSpec
 from .host import Lab
 from .releases import moves_full_blocks_only, states_block_size
+from .stage import Stage
 from .test_like_pairs import tokens_to_move
 from .test_unlike_engines import is_out_of_reach
 from .unlike import Dimensions, cases
@@ -67,3 +69,31 @@ def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> N
 
     assert report.outcome == "refused", report
     assert "KVPATCH_STAGING_BYTES" in report.detail
+
+
+def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
+    """To 0.15 its blocks are free at once, and may be another request's by now."""
+    if not states_block_size(lab.release) or Version(lab.release) >= Version("0.16"):
+        pytest.skip("no unlike pair here, or blocks are kept until the read is over")
+    prefill_spec, decode_spec = (
+        EngineSpec("flash", "HND", tokens, 64, dtype="float32") for tokens in (32, 64)
+    )
+    decode_spec = replace(
+        decode_spec,
+        settings=(("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 20))),
+    )
+    with Stage(lab) as stage:
+        prefill, decode = stage.prefill(prefill_spec), stage.decode(decode_spec)
+        first, given_up, kept = stage.prompts(3, 300)
+        decode.ask(*prefill.compute(first))
+        assert not decode.watch(first).waiting
+        asks = prefill.compute(given_up, kept)
+        prefill.hold()
+        decode.ask(*asks)
+        decode.call("give_up", given_up.name)
+        prefill.go_on()
+        assert not decode.watch(given_up, kept).waiting
+
+        assert decode.wrong(first, kept)[0] == 0
+        wrong, total = decode.wrong(given_up)
+        assert wrong > 0.9 * total, "nothing of it was placed"

@@ -197,3 +197,15 @@ def test_nixl_says_what_it_can_raise(world):
             world.decode.get_xfer_descs([(1 << 40, 8, 0)], "DRAM"),
             world.ends.agent,
         )
+
+
+def test_a_read_that_was_given_up_places_nothing_more(world):
+    pool = world.pool(3 * 4096)
+    before = world.target.clone()
+    read = world.read(pool)
+    read.start()
+    read.void()
+    assert finish(read) == ["DONE"]
+    assert torch.equal(world.target, before)
+    assert pool.taken_bytes == 0
+    assert notifications(world) == [b"done"], "P may free its blocks"
