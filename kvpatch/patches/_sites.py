@@ -82,3 +82,25 @@ def get_finished(generation: Generation) -> Site:
         kind="function",
         parameters=("self", "finished_req_ids"),
     )
+
+
+def worker_get_finished(generation: Generation) -> Site:
+    """Where a worker says which requests have been sent and received."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="get_finished",
+        kind="function",
+        parameters=("self",),
+    )
+
+
+def pop_done_transfers(generation: Generation) -> Site:
+    """Where a worker asks NIXL which transfers are done."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="_pop_done_transfers",
+        kind="function",
+        parameters=("self", "transfers"),
+    )

@@ -1,107 +1,129 @@
-"""A load that failed is not reported as done where there are several cache groups.
+"""A load that fails does not end the engine, and is not reported as done.
 
 Why:
-    With the hybrid allocator the connector keeps no account of the blocks of a load
-    that failed (a peer that died, a handshake that was refused) and reports the request
-    as received: the model goes on over memory that nobody wrote.
+    A P that dies, or a handshake that is refused, ought to fail one request. To
+    0.11.0 D knows no failed load: ``KeyError`` on the engine that was never met, or
+    NIXL's error, ends it. From 0.11.1 to 0.21 `get_finished` looks up the block size
+    of the refused engine: ``KeyError`` again; and to 0.13.0 a read that breaks off
+    takes its metadata along, which `get_finished` asserts. From 0.18 to 0.29, with
+    several cache groups (the hybrid allocator), a failed load is reported as received,
+    and the model goes on over memory that nobody wrote.
 Where:
-    D's workers, where the model has several cache groups.
+    D's workers.
 How:
-    A request whose load failed is left out of what is reported as received, until the
-    scheduler says that it is finished: it waits, with an error in the log, until its
-    client gives it up, and its blocks are freed then. These releases know no way to
-    fail one request of several groups.
+    From 0.11.1 to 0.21 the release is not shown its failed requests: they are added to
+    what it reports, without the work that follows a received one, as 0.22 does. Their
+    blocks are booked as invalid, so that they fail by the load-failure policy.
+    To 0.11.0, and with several cache groups to 0.29, which know no way to fail one
+    request, it is left waiting with an error in the log, until its client gives it up;
+    its blocks are freed then.
 Upstream:
-    vLLM reports failed requests by themselves from 0.30 on.
+    Failed loads came with 0.11.1; 0.22 passes over failed requests, and 0.30 reports
+    them by themselves.
+Limits:
+    To 0.11.0 a handshake with a P that is dead waits for its answer for ever, and so do
+    the handshakes behind it.
 Remove when:
     0.29 is no longer supported.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from kvpatch._patching import Patch
-from kvpatch._versions import GENERATIONS
+from kvpatch._errors import KvpatchError
+from kvpatch._patching import Patch, Site, Wrapper
+from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.patches import _sites
-
-_LOG = logging.getLogger("kvpatch.failed_loads")
-
-
-class Failures:
-    """The failed loads of one worker."""
-
-    def __init__(self) -> None:
-        self._failed: set[str] = set()
-        self._held_back: set[str] = set()
-        self._over: set[str] = set()
-
-    def add(self, request_id: str) -> None:
-        """Books a failure; a background thread may."""
-        self._failed.add(request_id)
-
-    def sift(self, received: set[str], finished: Iterable[str], loading: Iterable[str]) -> set[str]:
-        """What of `received` the scheduler may be told.
-
-        Args:
-            finished: requests that have ended, those that were aborted included.
-            loading: requests whose load had not ended before.
-        """
-        over = set(finished)
-        self._over |= over & set(loading)
-        failed = received & self._failed
-        self._failed -= failed
-        for request_id in failed - self._over:
-            _LOG.error(
-                "the KV cache of request %s could not be loaded. This vLLM cannot fail one request "
-                "of a model with several cache groups: it waits until its client gives it up. "
-                "--disable-hybrid-kv-cache-manager, or vLLM 0.30 or later, fails it at once",
-                request_id,
-            )
-        self._held_back |= failed - self._over
-        let_go = self._held_back & over
-        self._held_back -= let_go
-        self._over -= received
-        return (received - self._held_back) | let_go
+from kvpatch.transfer.nixl import errors_of
+from kvpatch.vllm.failures import (
+    Unreported,
+    failures_of,
+    leave_waiting,
+    pop_one_by_one,
+    report_failed,
+)
+from kvpatch.vllm.orders import engine_of
 
 
-class _Watched(set[str]):
-    """The worker's own set of failed requests (to 0.22), which it clears."""
+def _read_or_leave_waiting(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def read(req_id: str, meta: Any) -> Any:
+        engine_id = engine_of(meta)
+        if engine_id not in instance._remote_agents:
+            # The release goes on after a handshake whether it failed or not.
+            leave_waiting(req_id, f"the handshake with engine {engine_id} failed")
+            return None
+        errors: tuple[type[Exception], ...] = (KvpatchError, *errors_of(instance.nixl_wrapper))
+        try:
+            return wrapped(req_id, meta)
+        except errors as error:
+            leave_waiting(req_id, error)
+            return None
 
-    def __init__(self, own: Iterable[str], failures: Failures) -> None:
-        super().__init__(own)
-        self._failures = failures
-
-    def add(self, request_id: str) -> None:
-        self._failures.add(request_id)
-        super().add(request_id)
+    return read(*args, **kwargs)
 
 
-_FAILURES: WeakKeyDictionary[Any, Failures] = WeakKeyDictionary()
+def _pop_done_or_leave_waiting(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def pop_done(transfers: dict[str, Any]) -> set[str]:
+        def failed(req_id: str) -> None:
+            leave_waiting(req_id, "its read broke off")
+
+        # The release makes a RuntimeError of the state ERR.
+        return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
+
+    return pop_done(*args, **kwargs)
 
 
-def failures_of(worker: Any) -> Failures:
-    """The worker's own account."""
-    return _FAILURES.setdefault(worker, Failures())
+def _pop_done_or_failed(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def pop_done(transfers: dict[str, Any]) -> set[str]:
+        def failed(req_id: str) -> None:
+            metadata = instance._recving_metadata.get(req_id)
+            if metadata is not None:
+                instance._invalid_block_ids.update(metadata.local_block_ids)
+            instance._failed_recv_reqs.add(req_id)
+
+        done = pop_one_by_one(instance, wrapped, transfers, (), failed)
+        # The release drops the metadata of those that failed, and calls them done.
+        broken = {req_id for req_id in done if req_id not in instance._recving_metadata}
+        for req_id in broken:
+            instance._failed_recv_reqs.add(req_id)
+        return done - broken
+
+    return pop_done(*args, **kwargs)
 
 
 def _register_kv_caches(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     own = instance._failed_recv_reqs
-    if instance._is_hma_required and isinstance(own, set):
-        instance._failed_recv_reqs = _Watched(own, failures_of(instance))
+    if isinstance(own, set) and not isinstance(own, Unreported):  # a queue from 0.22
+        failures = failures_of(instance) if _has_several_groups(instance) else None
+        instance._failed_recv_reqs = Unreported(own, failures)
     return wrapped(*args, **kwargs)
+
+
+def _worker_get_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    sent, received = wrapped(*args, **kwargs)
+    unreported = instance._failed_recv_reqs
+    if isinstance(unreported, Unreported):
+        received = set(received) | report_failed(instance, unreported)
+    return sent, received
 
 
 def _handle_failed_transfer(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def handle_failed(req_id: str, handle: Any) -> Any:
-        if instance._is_hma_required:
+        if _has_several_groups(instance):
             failures_of(instance).add(req_id)
         return wrapped(req_id, handle)
 
@@ -113,7 +135,7 @@ def _get_finished(
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
-        if worker is None or not worker._is_hma_required:
+        if worker is None or not _has_several_groups(worker):
             return wrapped(finished_req_ids)
         loading = set(worker._recving_metadata)
         sent, received = wrapped(finished_req_ids)
@@ -122,25 +144,44 @@ def _get_finished(
     return get_finished(*args, **kwargs)
 
 
-_NEED_IT = ("g0180", "g0200", "g0230", "g0240", "g0260", "g0290")
-_BEFORE = GENERATIONS[: next(i for i, g in enumerate(GENERATIONS) if g.slug == _NEED_IT[0])]
+def _has_several_groups(worker: Any) -> bool:
+    return bool(getattr(worker, "_is_hma_required", False))  # from 0.18
+
+
+# No failed loads at all.
+_NO_FAILURES = ("g0100", "g0101", "g0102", "g0110")
+# Failed requests are treated as received; 0.22, which ends g0200, passes over them.
+_AS_RECEIVED = ("g0111", "g0130", "g0140", "g0160", "g0180", "g0200")
+# Failed reads lose their metadata; to 0.11.2 NIXL's errors are not caught either.
+_WITHOUT_METADATA = ("g0111", "g0130")
+# Several cache groups, none of which can fail.
+_SEVERAL_GROUPS = ("g0180", "g0200", "g0230", "g0240", "g0260", "g0290")
+
+
+def _sites_of(g: Generation) -> dict[Site, Wrapper]:
+    found: dict[Site, Wrapper] = {}
+    if g.slug in _NO_FAILURES:
+        found[_sites.read_blocks_for_req(g)] = _read_or_leave_waiting
+        found[_sites.pop_done_transfers(g)] = _pop_done_or_leave_waiting
+    if g.slug in _AS_RECEIVED:
+        found[_sites.register_kv_caches(g)] = _register_kv_caches
+        found[_sites.worker_get_finished(g)] = _worker_get_finished
+    if g.slug in _WITHOUT_METADATA:
+        found[_sites.pop_done_transfers(g)] = _pop_done_or_failed
+    if g.slug in _SEVERAL_GROUPS:
+        found[_sites.handle_failed_transfer(g)] = _handle_failed_transfer
+        found[_sites.get_finished(g)] = _get_finished
+    return found
+
+
+_NEED_IT = frozenset((*_NO_FAILURES, *_AS_RECEIVED, *_SEVERAL_GROUPS))
 
 PATCH = Patch(
     slug="failed_loads",
     wire_affecting=False,
-    sites={
-        g.slug: {
-            _sites.register_kv_caches(g): _register_kv_caches,
-            _sites.handle_failed_transfer(g): _handle_failed_transfer,
-            _sites.get_finished(g): _get_finished,
-        }
-        for g in GENERATIONS
-        if g.slug in _NEED_IT
-    },
+    sites={g.slug: _sites_of(g) for g in GENERATIONS if g.slug in _NEED_IT},
     not_needed={
-        g.slug: "no model has several cache groups with the connector"
-        if g in _BEFORE
-        else "since 0.30 failed requests are reported as failed"
+        g.slug: "since 0.30 failed requests are reported as failed"
         for g in GENERATIONS
         if g.slug not in _NEED_IT
     },

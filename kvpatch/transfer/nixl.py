@@ -54,7 +54,10 @@ def prepare_read(
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:
     """What an agent's transfers can raise: NIXL's errors have no class in common."""
-    bindings = getattr(sys.modules[nixl.__class__.__module__], "nixlBind", None)
+    # The class may be a subclass of NIXL's, from another module.
+    modules = (sys.modules.get(owner.__module__) for owner in nixl.__class__.__mro__)
+    found_bindings = (vars(m)["nixlBind"] for m in modules if m and "nixlBind" in vars(m))
+    bindings = next(found_bindings, None)
     found = (value for value in vars(bindings).values()) if bindings is not None else ()
     return tuple(e for e in found if isinstance(e, type) and issubclass(e, Exception))
 
