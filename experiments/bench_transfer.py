@@ -247,7 +247,7 @@ class Setup:
         rounds = list(plan_rounds([share], self.pool.round_bytes))
         planned = time.perf_counter() - started
         read = StagedRead(
-            self.decode.agent, self.pool, self.caches.place, self.decode.ends, b"read",
+            self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
             plan_runs([]), iter(rounds),
         )  # fmt: skip
         read.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,16 @@ class BlockList:
         return self.block_ids[index], offset
 
 
+class Kind(NamedTuple):
+    """Segments that differ in their blocks only."""
+
+    remote_offset: int
+    local_offset: int
+    tokens: int
+    remote_block: Int64Array
+    local_block: Int64Array
+
+
 @dataclass(frozen=True)
 class Segments:
     """Runs of tokens that lie in one block on each side: five columns of one length."""
@@ -67,14 +78,21 @@ class Segments:
         return int(self.tokens.size)
 
     @cached_property
-    def kinds(self) -> tuple[tuple[int, int, int, Int64Array], ...]:
-        """(remote offset, local offset, tokens, rows) of segments that differ in blocks only."""
+    def kinds(self) -> tuple[Kind, ...]:
+        """The segments by what they have in common beside their blocks."""
         columns = np.stack((self.remote_offset, self.local_offset, self.tokens), axis=1)
         kinds, kind = np.unique(columns, axis=0, return_inverse=True)
         kind = kind.reshape(-1)  # numpy 2.0 gave it a second axis
         return tuple(
-            (*offsets, np.flatnonzero(kind == number))
-            for number, offsets in enumerate(kinds.tolist())
+            Kind(
+                int(remote),
+                int(local),
+                int(tokens),
+                self.remote_block[chosen],
+                self.local_block[chosen],
+            )
+            for number, (remote, local, tokens) in enumerate(kinds)
+            for chosen in (kind == number,)
         )
 
     def as_array(self) -> Int64Array:

@@ -56,7 +56,11 @@ def _read_or_leave_waiting(
             # The release goes on after a handshake whether it failed or not.
             leave_waiting(req_id, f"the handshake with engine {engine_id} failed")
             return None
-        errors: tuple[type[Exception], ...] = (KvpatchError, *errors_of(instance.nixl_wrapper))
+        errors: tuple[type[Exception], ...] = (
+            KvpatchError,
+            RuntimeError,  # no memory for the staging pool
+            *errors_of(instance.nixl_wrapper),
+        )
         try:
             return wrapped(req_id, meta)
         except errors as error:

@@ -162,7 +162,7 @@ def _rank_of(worker: Any, engine_id: str, handle: Any) -> int:
 def _unlike_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
     reader = reader_of(worker)
-    for engine_id in reader.peers if reader else ():
+    for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
         if any(found == handle for _, found in _handles(worker, engine_id)):
             return engine_id
     return None
@@ -174,7 +174,7 @@ def _handles(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
     if handles is None:
         return []
     if isinstance(handles, Mapping):  # from 0.14
-        return [(int(rank), handle) for rank, handle in handles.items()]
+        return [(int(rank), handle) for rank, handle in list(handles.items())]
     # One rank only, the last that it has shaken hands with.
     reader = reader_of(worker)
     peer = reader.peer(engine_id) if reader else None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.geometry import Placement
-from kvpatch.transfer.place import place_in_host_memory, place_on_device
+from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +45,20 @@ class Caches:
         module = torch.get_device_module(self.device)
         if self._stream is None:
             self._stream = module.Stream(device=self.device)
+        indices = Indices(self.device)
         with module.stream(self._stream):
             for placement in placements:
                 address, cache = self._layer(placement.layer)
-                place_on_device(staging, cache, address, placement)
+                place_on_device(staging, cache, address, placement, indices)
             event = module.Event()
             event.record(self._stream)
         query: Callable[[], bool] = event.query
         return query
+
+    def settle(self) -> None:
+        """Waits for every copy that has been asked for; for reads that end before they are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def _layer(self, name: str) -> tuple[int, torch.Tensor]:
         if name not in self._bytes:

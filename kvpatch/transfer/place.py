@@ -51,11 +51,12 @@ class Move(NamedTuple):
 def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
     """The strided copies of one placement into a cache that starts at ``cache_address``."""
     strides = placement.strides
-    for remote_offset, local_offset, tokens, rows in placement.segments.kinds:
-        run, axes = contiguous(strides, tokens)
+    for kind in placement.segments.kinds:
+        run, axes = contiguous(strides, kind.tokens)
         axes.sort(key=lambda axis: -axis.local_stride)
-        source = placement.staging_offset + remote_offset * strides.token.remote_stride
-        target = placement.local_address - cache_address + local_offset * strides.token.local_stride
+        source = placement.staging_offset + kind.remote_offset * strides.token.remote_stride
+        target = placement.local_address - cache_address
+        target += kind.local_offset * strides.token.local_stride
         steps = strides.block.remote_stride, strides.block.local_stride
         numbers = [run, source, target, *steps]
         numbers += [number for axis in axes for number in axis[1:]]
@@ -69,8 +70,8 @@ def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
             target,
             steps[1],
             (*(axis.local_stride for axis in axes), unit),
-            placement.segments.remote_block[rows],
-            placement.segments.local_block[rows],
+            kind.remote_block,
+            kind.local_block,
         )
 
 
@@ -98,8 +99,28 @@ def place_in_host_memory(
         target[move.blocks] = source[_slots(move.slots)]
 
 
+class Indices:
+    """Block numbers on a device, uploaded once for all layers of a round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[int, tuple[Int64Array, torch.Tensor]] = {}
+
+    def of(self, numbers: Int64Array) -> torch.Tensor:
+        """The numbers as a tensor; they are kept, so that no others take their id."""
+        import torch
+
+        if id(numbers) not in self._known:
+            self._known[id(numbers)] = numbers, torch.from_numpy(numbers).to(self._device)
+        return self._known[id(numbers)][1]
+
+
 def place_on_device(
-    staging: torch.Tensor, cache: torch.Tensor, cache_address: int, placement: Placement
+    staging: torch.Tensor,
+    cache: torch.Tensor,
+    cache_address: int,
+    placement: Placement,
+    indices: Indices,
 ) -> None:
     """As :func:`place_in_host_memory`, on the device of both, in its current stream.
 
@@ -112,20 +133,32 @@ def place_on_device(
     for move in moves_of(placement, cache_address):
         unit = units[move.unit_bytes]
         source, target = (
-            _in_units(memory, unit, move.unit_bytes).as_strided(
-                (_reach(which), *move.shape),
-                tuple(stride // move.unit_bytes for stride in (step, *strides)),
-                offset // move.unit_bytes,
-            )
+            _strided(_in_units(memory, unit, move.unit_bytes), move, which, offset, step, strides)
             for memory, which, offset, step, strides in (
                 (staging, move.slots, move.source, move.source_step, move.source_strides),
                 (cache, move.blocks, move.target, move.target_step, move.target_strides),
             )
         )
         slots = _slots(move.slots)
-        if not isinstance(slots, slice):
-            slots = torch.from_numpy(slots).to(staging.device)
-        target[torch.from_numpy(move.blocks).to(cache.device)] = source[slots]
+        found = source[slots if isinstance(slots, slice) else indices.of(slots)]
+        target[indices.of(move.blocks)] = found
+
+
+def _strided(
+    memory: torch.Tensor,
+    move: Move,
+    which: Int64Array,
+    offset: int,
+    step: int,
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    """[slot or block, the pattern's axes], as a view of memory in units."""
+    return memory.as_strided(
+        (_reach(which), *move.shape),
+        tuple(stride // move.unit_bytes for stride in (step, *strides)),
+        # Counted from the start of the storage, of which this memory may be a part.
+        memory.storage_offset() + offset // move.unit_bytes,
+    )
 
 
 def _reach(numbers: Int64Array) -> int:

@@ -9,10 +9,9 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy as np
-
+from kvpatch._errors import KvpatchError
 from kvpatch.geometry import Placement, Plan, Round
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.pool import StagingPool
@@ -23,7 +22,15 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvpatch.staging")
 
-Place = Callable[["torch.Tensor", tuple[Placement, ...]], Callable[[], bool]]
+
+class Placer(Protocol):
+    """:class:`kvpatch.transfer.caches.Caches`, or what stands for it."""
+
+    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+        """Copies what has landed; what is returned says whether it is done."""
+
+    def settle(self) -> None:
+        """Waits for every copy that has been asked for."""
 
 
 @dataclass
@@ -49,18 +56,20 @@ class StagedRead:
     """One request's read from one rank of a peer.
 
     The peer is told by a notification of its own, once, when the last byte has been read.
+    A read that fails goes on until all that it has on the wire is over: what NIXL was
+    told to cancel may still be written.
 
     Args:
         direct: what goes straight to its place; may have no runs.
         rounds: what goes through the pool, made as it is needed.
-        place: copies a round to its places; :meth:`kvpatch.transfer.caches.Caches.place`.
+        caches: where rounds are placed.
     """
 
     def __init__(
         self,
         nixl: Any,
         pool: StagingPool,
-        place: Place,
+        caches: Placer,
         ends: Ends,
         notification: bytes,
         direct: Plan,
@@ -68,7 +77,7 @@ class StagedRead:
     ) -> None:
         self._nixl = nixl
         self._pool = pool
-        self._place = place
+        self._caches = caches
         self._ends = ends
         self._notification = notification
         self._direct = direct
@@ -77,45 +86,45 @@ class StagedRead:
         self._flights: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
         self._read: list[Any] = []
-        self._is_done = False
+        self._is_void = self._has_failed = self._is_done = False
+        #: NIXL's errors, a round that cannot be, no memory for the pool or for a copy.
+        self._errors: tuple[type[Exception], ...] = (
+            KvpatchError,
+            RuntimeError,
+            MemoryError,
+            *errors_of(nixl),
+        )
         #: Of whoever reads; nothing here looks at it.
         self.request_id = ""
 
     def start(self) -> str:
         """Posts what there is room for."""
-        if len(self._direct):
-            handle = prepare_read(
-                self._nixl,
-                self._ends,
-                self._direct.remote_address,
-                self._direct.local_address,
-                self._direct.length,
-            )
-            self._flights.append(_Flight(handle, None, None))
-            self._nixl.transfer(handle)
-        self._next = next(self._rounds, None)
-        self._post()
+        try:
+            if len(self._direct):
+                plan = self._direct
+                runs = plan.remote_address, plan.local_address, plan.length
+                self._launch(prepare_read(self._nixl, self._ends, *runs), None, None)
+            self._next = next(self._rounds, None)
+            self._post()
+        except self._errors:
+            self._fail()
         return "PROC"
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
         if self._is_done:
             return "DONE"
-        for flight in tuple(self._flights):
-            state = self._nixl.check_xfer_state(flight.handle)
-            if state == "PROC":
-                continue
-            if state != "DONE":
-                return str(state)
-            self._flights.remove(flight)
-            self._read.append(flight.handle)
-            if flight.round is not None and flight.space is not None:
-                landed = self._pool.memory(flight.space)
-                self._placing.append((self._place(landed, flight.round.placements), flight.space))
+        self._land()
         self._give_back()
-        self._post()
+        if not self._has_failed:
+            try:
+                self._post()
+            except self._errors:
+                self._fail()
         if self._flights or self._placing or self._next is not None:
             return "PROC"
+        if self._has_failed:
+            return "ERR"
         self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
         self._is_done = True
         return "DONE"
@@ -125,8 +134,10 @@ class StagedRead:
 
         For a request that was given up, whose blocks may belong to another one by now.
         """
-        self._place = _place_nothing
-        self._next, self._rounds = None, iter(())
+        self._is_void = True
+        self._stop()
+        if self._placing:
+            self._caches.settle()
 
     def telemetry(self) -> Telemetry:
         """The sums over all transfers so far."""
@@ -143,32 +154,75 @@ class StagedRead:
     def release(self) -> None:
         """Lets go of everything, finished or not; a second time does nothing.
 
-        A transfer that cannot be cancelled may still write: its space stays taken until
-        it is over.
+        What is still on the wire to the pool keeps its space until it is over. What goes
+        straight to its place is cancelled, as a release's own transfers are.
+
+        Raises:
+            Exception: NIXL's, where that cannot be cancelled.
         """
-        self._pool.leave(self)
-        self._next, self._rounds = None, iter(())
+        self._is_void = True
+        self._stop()
+        if self._placing:
+            self._caches.settle()
+        self._give_back()
         for handle in self._read:
             self._nixl.release_xfer_handle(handle)
         self._read.clear()
-        for flight in self._flights:
-            over = _Release(self._nixl, flight.handle)
+        for flight in tuple(self._flights):
             if flight.space is None:
-                over()
-            elif over():
-                self._pool.give(flight.space)
+                self._nixl.release_xfer_handle(flight.handle)
             else:
-                _LOG.warning("a read that was given up still holds %s of the pool", flight.space)
-                self._pool.lose(flight.space, over)
-        self._flights.clear()
-        for is_placed, space in self._placing:
-            self._pool.lose(space, is_placed)
-        self._placing.clear()
+                _LOG.debug("a read that was given up still holds %s of the pool", flight.space)
+                self._pool.lose(flight.space, _Over(self._nixl, flight.handle))
+            self._flights.remove(flight)
 
     def __del__(self) -> None:
         # A release that forgets a read must not keep its space from the others.
         if not sys.is_finalizing():
             self.release()
+
+    def _stop(self) -> None:
+        """No more rounds."""
+        self._pool.leave(self)
+        self._next, self._rounds = None, iter(())
+
+    def _fail(self) -> None:
+        """Books the error that is being handled."""
+        _LOG.warning("a read from %s failed", self._ends.agent, exc_info=True)
+        self._has_failed = True
+        self._stop()
+
+    def _land(self) -> None:
+        """What has arrived is placed, unless it is for nothing by now."""
+        for flight in tuple(self._flights):
+            try:
+                state = self._nixl.check_xfer_state(flight.handle)
+            except self._errors:
+                self._fail()
+                state = "ERR"
+            if state == "PROC":
+                continue
+            self._flights.remove(flight)
+            self._read.append(flight.handle)
+            if state != "DONE" and not self._has_failed:
+                _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
+                self._has_failed = True
+                self._stop()
+            if flight.round is not None and flight.space is not None:
+                self._place(flight.round, flight.space)
+
+    def _place(self, landed: Round, space: Space) -> None:
+        if self._has_failed or self._is_void:
+            self._pool.give(space)
+            return
+        try:
+            is_placed = self._caches.place(self._pool.memory(space), landed.placements)
+        except self._errors:
+            self._fail()
+            self._caches.settle()
+            self._pool.give(space)
+        else:
+            self._placing.append((is_placed, space))
 
     def _give_back(self) -> None:
         still = []
@@ -193,21 +247,20 @@ class StagedRead:
                     landing + self._next.staging_offset,
                     self._next.length,
                 )
-            except errors_of(self._nixl):
+            except self._errors:
                 self._pool.give(space)
                 raise
-            self._flights.append(_Flight(handle, self._next, space))
-            self._nixl.transfer(handle)
+            self._launch(handle, self._next, space)
             self._next = next(self._rounds, None)
         self._pool.leave(self)
 
+    def _launch(self, handle: Any, planned: Round | None, space: Space | None) -> None:
+        self._flights.append(_Flight(handle, planned, space))
+        self._nixl.transfer(handle)
 
-def _place_nothing(staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
-    return lambda: True
 
-
-class _Release:
-    """Releases one transfer, as often as it takes; says whether it is over."""
+class _Over:
+    """Whether a transfer that nobody waits for is over; lets go of it then."""
 
     def __init__(self, nixl: Any, handle: Any) -> None:
         self._nixl = nixl
@@ -217,14 +270,10 @@ class _Release:
         if self._handle is None:
             return True
         try:
+            if self._nixl.check_xfer_state(self._handle) == "PROC":
+                return False
             self._nixl.release_xfer_handle(self._handle)
         except errors_of(self._nixl):
-            return False
+            _LOG.debug("a transfer that was given up has failed", exc_info=True)
         self._handle = None
         return True
-
-
-def no_runs() -> Plan:
-    """A plan of nothing."""
-    empty = np.empty(0, dtype=np.int64)
-    return Plan(empty, empty, empty, empty, empty)

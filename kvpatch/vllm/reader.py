@@ -133,14 +133,11 @@ class Reader:
         return Rank(statement, tuple(plane for region in regions for plane in region), crossings)
 
     def admit(self, rank: Rank) -> None:
-        """Books a rank that the release has admitted; an engine that has changed begins anew."""
+        """Books a rank that the release has admitted; another number of ranks begins anew."""
         statement = rank.statement
         peer = self.peers.get(statement.engine_id)
-        before = peer.ranks.get(statement.tp_rank) if peer else None
-        if (
-            peer is None
-            or (before is not None and before.statement != statement)
-            or any(r.statement.tp_size != statement.tp_size for r in peer.ranks.values())
+        if peer is None or any(
+            known.statement.tp_size != statement.tp_size for known in peer.ranks.values()
         ):
             peer = self.peers[statement.engine_id] = Peer()
         peer.add(rank, self._local)
@@ -191,7 +188,7 @@ class Reader:
             return prepare_read(nixl, ends, *runs, notification)
         largest = max(c.slot_bytes for share in staged for c in share.crossings)
         rounds = plan_rounds(staged, max(self.pool.round_bytes, largest))
-        read = StagedRead(nixl, self.pool, self._caches.place, ends, notification, plan, rounds)
+        read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, rounds)
         read.request_id = reading.request_id
         self._staged.add(read)
         return read

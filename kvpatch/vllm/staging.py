@@ -19,6 +19,9 @@ def staging_pool(nixl: Any, memory: Memory, device: torch.device) -> StagingPool
         import torch
 
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        if device.type != "cpu":
+            # Whoever had this memory before may have work in the queue; NIXL waits for nobody.
+            torch.get_device_module(device).synchronize(device)
         place = (buffer.data_ptr(), size_bytes, memory.device_id, "")
         nixl.register_memory(nixl.get_reg_descs([place], memory.kind))
         return buffer

@@ -25,7 +25,7 @@ from kvpatch.geometry import (
     pair_blocks,
     plan_rounds,
 )
-from kvpatch.transfer.place import place_in_host_memory, place_on_device
+from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
 
 from .reference import slow_copy
 from .test_plan import SOURCE, TARGET, Side, head_ranges, noise, transfers
@@ -74,8 +74,12 @@ def do(rounds: Sequence[Round], source: bytes, target: bytearray, way: str) -> N
             if way == "numpy":
                 place_in_host_memory(staging, cache, TARGET, placement)
             else:
+                # As in a pool: a part of a larger buffer, behind other rounds.
+                pool = torch.from_numpy(
+                    np.frombuffer(noise(9, 64) + bytes(buffer), np.uint8).copy()
+                )
                 place_on_device(
-                    torch.from_numpy(staging), torch.from_numpy(cache), TARGET, placement
+                    pool[64:], torch.from_numpy(cache), TARGET, placement, Indices(pool.device)
                 )
 
 

@@ -72,7 +72,7 @@ class World:
         rounds = plan_rounds([Share(segments, crossings)], max(least, pool.round_bytes))
         caches = Caches(dict.fromkeys(layers, self.target))
         return StagedRead(
-            agent or self.decode, pool, caches.place, self.ends, b"done", plan_runs([]), rounds
+            agent or self.decode, pool, caches, self.ends, b"done", plan_runs([]), rounds
         )
 
     def pool(self, size_bytes: int) -> StagingPool:
