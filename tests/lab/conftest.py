@@ -9,7 +9,7 @@ import pytest
 from tests.releases.fetch import fetch
 
 from .host import Lab
-from .releases import selected
+from .releases import ends_of_generations, is_full, plays_all, selected
 
 
 @pytest.fixture(scope="session", params=selected())
@@ -21,9 +21,21 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the mark
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under pytest-xdist one process takes all of a release's cases."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under pytest-xdist one process takes all of a release's cases.
+
+    Of all releases those alone that end a generation play what is marked
+    ``one_per_generation``: seconds a test, and the same code in between.
+    """
+    left_out = []
     for item in items:
         release = getattr(item, "callspec", None) and item.callspec.params.get("lab")
-        if release:
-            item.add_marker(pytest.mark.xdist_group(release))
+        if not release:
+            continue
+        item.add_marker(pytest.mark.xdist_group(release))
+        is_once = item.get_closest_marker("one_per_generation") and not is_full()
+        if is_once and plays_all() and release not in ends_of_generations():
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -16,14 +16,24 @@ def selected() -> list[str]:
     """The newest release of each generation; all, or a comma list, by variable."""
     wanted = os.environ.get(_VARIABLE, "")
     if not wanted:
-        return [generation.releases[-1] for generation in GENERATIONS]
-    if wanted == "all":
+        return ends_of_generations()
+    if plays_all():
         return list(RELEASES)
     chosen = [release.strip() for release in wanted.split(",") if release.strip()]
     unknown = sorted(set(chosen) - set(RELEASES))
     if unknown:
         raise ValueError(f"{_VARIABLE}: {', '.join(unknown)} not among {', '.join(RELEASES)}")
     return chosen
+
+
+def ends_of_generations() -> list[str]:
+    """The newest release of each generation."""
+    return [generation.releases[-1] for generation in GENERATIONS]
+
+
+def plays_all() -> bool:
+    """Whether every release was asked for."""
+    return os.environ.get(_VARIABLE) == "all"
 
 
 def is_full() -> bool:

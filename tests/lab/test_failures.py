@@ -34,7 +34,7 @@ from .test_several_peers import (
     unlike,
 )
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 # 64 tokens of keys and values of 2 heads of 16 channels of float32, twice.
 POOL_BYTES = 2 * 64 * 2 * 2 * 16 * 4

@@ -15,7 +15,7 @@ from .host import Lab
 from .releases import moves_full_blocks_only, states_block_size
 from .stage import Actor, Stage
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 TOKENS = 150
 SPEC = EngineSpec(
