@@ -20,7 +20,7 @@ from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
 from .releases import is_full
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 WINDOW = 64
 #: Layers by turns: full attention and a window, and full attention and two windows.
@@ -92,7 +92,6 @@ def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     _expect_identical(case, report)
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("name", _LIKE)
 def test_like_pair_stays_as_stock_has_it(lab: Lab, name: str) -> None:
     case = _LIKE[name]
@@ -104,7 +103,6 @@ def test_like_pair_stays_as_stock_has_it(lab: Lab, name: str) -> None:
     assert replace(patched, seconds=0.0) == replace(stock, seconds=0.0)
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("layouts", [("HND", "NHD"), ("NHD", "HND")])
 def test_unlike_layouts(lab: Lab, layouts: tuple[str, str]) -> None:
     case = _case("three groups", (64, 64), 300, "one block")
@@ -118,7 +116,6 @@ def test_unlike_layouts(lab: Lab, layouts: tuple[str, str]) -> None:
     )
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
 def test_several_requests_in_chunks(lab: Lab, sizes: str) -> None:
     """Blocks that slide out of one request's window become another's."""
@@ -128,7 +125,6 @@ def test_several_requests_in_chunks(lab: Lab, sizes: str) -> None:
     _expect_identical(chunked, lab.run(chunked.patched(*SLUGS, prefill=False)))
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 @pytest.mark.parametrize("sizes", [(32, 64), (32, 32)])
 @pytest.mark.parametrize("model", MODELS)
@@ -157,7 +153,6 @@ def _speculating(sizes: tuple[int, int], prompt: int) -> Case:
 _WITH_A_BLOCK_MORE = (96, 158, 159, 256)
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
 def test_a_speculating_prefill_engine(lab: Lab, sizes: str, prompt: int) -> None:
@@ -173,7 +168,6 @@ def test_a_speculating_prefill_engine(lab: Lab, sizes: str, prompt: int) -> None
     _expect_identical(case, report)
 
 
-@pytest.mark.one_per_generation
 def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
     """The same pair without kvpatch: a like one, which stock reads a block off to 0.24."""
     case = _speculating((32, 32), 159)
@@ -184,7 +178,6 @@ def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
     assert report.outcome == ("corrupt" if sends_drafts else "identical"), report
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("hit", ["none", "one block"])
 @pytest.mark.parametrize("prompt", [160, 191])
 def test_a_speculating_decode_engine(lab: Lab, prompt: int, hit: str) -> None:
@@ -208,7 +201,6 @@ def test_a_speculating_decode_engine(lab: Lab, prompt: int, hit: str) -> None:
 _AT_THE_EDGE = 158
 
 
-@pytest.mark.one_per_generation
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
 def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
     """To 0.19 P counts its answer's token too, and frees a block that D still looks at."""
@@ -223,7 +215,6 @@ def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
     _expect_identical(case, report)
 
 
-@pytest.mark.one_per_generation
 def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
     """The same without kvpatch and with like engines: stock reads one token too few to 0.19."""
     report = lab.run(_case("two groups", (32, 32), _AT_THE_EDGE))

@@ -14,7 +14,7 @@ from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
 from .releases import has_named_layouts
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 PAIRS = list(itertools.product(LAYOUTS, repeat=2))

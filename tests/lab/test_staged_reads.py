@@ -17,7 +17,7 @@ from .test_like_pairs import tokens_to_move
 from .test_unlike_engines import is_out_of_reach
 from .unlike import Dimensions, cases
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 SEED = 3
 # Two of the largest blocks among the cases (128 tokens of 2 heads, K and V, 16 channels
