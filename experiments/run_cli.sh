@@ -5,9 +5,9 @@
 #
 # Makes the environment for that release first (experiments/env.sh), then replaces the shell.
 
-run_cli() {
-    local here release="" previous="" argument python
-    here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+# What --release names among the arguments; nothing where it is not there.
+release_of() {
+    local release="" previous="" argument
     for argument in "$@"; do
         case "$argument" in
             --release=*) release="${argument#--release=}" ;;
@@ -15,6 +15,13 @@ run_cli() {
         esac
         previous="$argument"
     done
+    echo "$release"
+}
+
+run_cli() {
+    local here release python
+    here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+    release="$(release_of "$@")"
     python="$("$here/env.sh" ${release:+"$release"})"
     if ! "$python" -c "import kvpatch" 2>/dev/null; then
         export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"

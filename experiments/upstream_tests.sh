@@ -10,16 +10,10 @@ set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
-release=""
-previous=""
-for argument in "$@"; do
-    case "$argument" in
-        --release=*) release="${argument#--release=}" ;;
-        *) [[ "$previous" == --release ]] && release="$argument" ;;
-    esac
-    previous="$argument"
-done
+# shellcheck source=experiments/run_cli.sh
+source "$here/run_cli.sh"
 
+release="$(release_of "$@")"
 python="$("$here/env.sh" ${release:+"$release"})"
 
 # What vLLM's test tree imports and vLLM itself does not bring, as module:distribution.
