@@ -119,7 +119,7 @@ def command(spec: EngineSpec, port: int) -> list[str]:
     if spec.connector:
         arguments += ["--kv-transfer-config", json.dumps(_TRANSFER_CONFIG)]
     arguments += spec.arguments  # last, so that they override
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    return [sys.executable, "-m", "kvpatch.verify.serve", *arguments]
 
 
 def environment(

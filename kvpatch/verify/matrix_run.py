@@ -149,8 +149,12 @@ class _RowRun:
                 return
             for engine in prefill:
                 await engine.forget_prefixes(self.client)
-            async with running(stock.decode, self.client, self.options, self.console) as decode:
-                observations["stock"] = await self._serve(stock, prefill, decode)
+            try:
+                async with running(stock.decode, self.client, self.options, self.console) as decode:
+                    observations["stock"] = await self._serve(stock, prefill, decode)
+            except EngineFailed as error:
+                # What stock does is shown beside the row and decides nothing about it.
+                self.reasons["stock"] = f"not observed to the end: {error}"
 
     async def _serve(
         self, setup: Setup, prefill: Sequence[Engine], decode: Sequence[Engine]
