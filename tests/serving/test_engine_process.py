@@ -40,10 +40,10 @@ _STUBBORN = """
 
 
 def _group_is_empty(group: int) -> bool:
-    members = subprocess.run(
-        ["ps", "-o", "stat=", "-g", str(group)], capture_output=True, text=True
-    )
-    return all(state.startswith("Z") for state in members.stdout.split())
+    """Nobody but zombies, which have ended and wait for whoever inherits them."""
+    found = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True, check=True)
+    members = (line.split() for line in found.stdout.splitlines())
+    return all(state.startswith("Z") for pgid, state in members if int(pgid) == group)
 
 
 def _wait(condition: object, timeout_s: float = 20.0) -> None:
