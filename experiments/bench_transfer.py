@@ -6,6 +6,7 @@ Two processes, one NIXL agent each. "stock, like" is what a release does between
 with P's geometry: one prepared descriptor per block and layer. Every other row reads the
 same tokens into another geometry, with all that a request costs: pairing, planning, posting,
 copying, waiting. Each row's bytes are compared before it is timed. Blocks are scattered.
+"extra MiB" is what a read took at its peak beyond the caches and the pool (resident memory).
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Measured:
     ratio_to_like: float
     descriptors: int
     plan_seconds: float
-    pool_bytes: int
+    extra_bytes: int
 
 
 def make_agent(name: str) -> Any:
@@ -189,7 +190,7 @@ class Setup:
         return space
 
     def _register(self, size_bytes: int) -> torch.Tensor:
-        buffer = torch.zeros(size_bytes, dtype=torch.uint8)
+        buffer = torch.full((size_bytes,), 1, dtype=torch.uint8)  # all of it resident
         self.decode.agent.register_memory([(buffer.data_ptr(), size_bytes, 0, "")], "DRAM")
         return buffer
 
@@ -273,6 +274,22 @@ class Setup:
                 raise SystemExit(f"{self.pair}: {ours} is not what P holds")
 
 
+def resident_bytes(field: str) -> int:
+    """``VmRSS`` (now) or ``VmHWM`` (at its peak) of this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
+
+
+def extra_bytes(run: Callable[[], tuple[int, float]]) -> int:
+    """What one run needs at its peak beyond what the process held before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = resident_bytes("VmRSS")
+    run()
+    return max(0, resident_bytes("VmHWM") - before)
+
+
 def timed(run: Callable[[], tuple[int, float]], repeat: int) -> tuple[float, int, float]:
     """(median seconds, descriptors, median seconds of planning)."""
     seconds, planning, descriptors = [], [], 0
@@ -299,6 +316,7 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
         run()
         if run is not ways["stock, like"]:
             setup.check()
+        extra = extra_bytes(run)
         seconds, descriptors, planning = timed(run, repeat)
         like_seconds = like_seconds or seconds
         found.append(
@@ -311,7 +329,7 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
                 like_seconds / seconds,
                 descriptors,
                 planning,
-                POOL_BYTES if way == "staged" else 0,
+                extra,
             )
         )
     return found
@@ -321,12 +339,21 @@ def show(rows: list[Measured], console: Console) -> None:
     """One table per model."""
     for model in dict.fromkeys(row.model for row in rows):
         table = Table(title=model)
-        for name in ("P -> D", "way", "GB/s", "of stock, like", "descriptors", "plan ms"):
+        for name in (
+            "P -> D",
+            "way",
+            "GB/s",
+            "of stock, like",
+            "descriptors",
+            "plan ms",
+            "extra MiB",
+        ):
             table.add_column(name, justify="left" if name in ("P -> D", "way") else "right")
         for row in (row for row in rows if row.model == model):
             table.add_row(
                 row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.ratio_to_like:.2f}",
                 f"{row.descriptors:,}", f"{row.plan_seconds * 1e3:.1f}",
+                f"{row.extra_bytes / 1024**2:.0f}",
             )  # fmt: skip
         console.print(table)
 

@@ -74,6 +74,13 @@ def test_unlike_block_sizes(tmp_path: Path) -> None:
         assert _stock_is_wrong_or_fails(records)
 
 
+def test_unlike_ranks_and_several_peers(tmp_path: Path) -> None:
+    """Heads split and joined, and two unlike P for one D; like blocks stay on stock's path."""
+    rows = _run(tmp_path, "64-64,tp1-tp2,tp2-tp1,2p1d", "--no-stock")
+    for records in rows.values():
+        _require_identical(records, layers=4)
+
+
 def test_a_sliding_window(tmp_path: Path) -> None:
     """Several cache groups, of which some hold a window only."""
     rows = _run(tmp_path, "window-128-32", "--no-stock")
