@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ENABLE = "ENABLE_KVPATCH"
 DISABLE = "KVPATCH_DISABLE"
 GENERATION = "KVPATCH_GENERATION"
+HOST_BUFFER = "KVPATCH_HOST_BUFFER"
+HOST_BUFFER_BYTES = "KVPATCH_HOST_BUFFER_BYTES"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
@@ -31,7 +33,9 @@ TOOLING = (
 )
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_HOST_BUFFERS = ("auto", "always", "never")
 _TRANSFERS = ("auto", "direct", "staged")
+_DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 _DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -78,27 +82,37 @@ def log_level() -> str | None:
     return value
 
 
+def host_buffer() -> str:
+    """When KV caches go through host memory: ``auto``, ``always`` or ``never``."""
+    return _choice(HOST_BUFFER, _HOST_BUFFERS)
+
+
+def host_buffer_bytes() -> int:
+    """The most that a worker's host buffer may take; no more than its KV cache takes is used."""
+    return _byte_count(HOST_BUFFER_BYTES, _DEFAULT_HOST_BUFFER_BYTES)
+
+
 def staging_bytes() -> int:
     """The size of a worker's staging pool."""
-    value = os.environ.get(STAGING_BYTES, "")
-    if not value:
-        return _DEFAULT_STAGING_BYTES
-    if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise _settings_error(f"{STAGING_BYTES}={value!r} is not a whole number of bytes above 0")
-    return int(value)
+    return _byte_count(STAGING_BYTES, _DEFAULT_STAGING_BYTES)
 
 
 def transfer_mode() -> str:
     """How unlike caches are read: ``auto``, ``direct`` or ``staged``."""
-    value = os.environ.get(TRANSFER, "").lower() or "auto"
-    if value not in _TRANSFERS:
-        raise _settings_error(f"{TRANSFER}={value!r} is not one of {', '.join(_TRANSFERS)}")
-    return value
+    return _choice(TRANSFER, _TRANSFERS)
 
 
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
-    real = (DISABLE, GENERATION, LOG_LEVEL, STAGING_BYTES, TRANSFER)
+    real = (
+        DISABLE,
+        GENERATION,
+        HOST_BUFFER,
+        HOST_BUFFER_BYTES,
+        LOG_LEVEL,
+        STAGING_BYTES,
+        TRANSFER,
+    )
     found = []
     for name in sorted(os.environ):
         if name.startswith("KVPATCH_") and name not in real + TOOLING:
@@ -108,6 +122,23 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         if slug not in known:
             found.append(f"{DISABLE} names {slug!r}, which is no patch{_nearest(slug, known)}")
     return found
+
+
+def _byte_count(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    if not value:
+        return default
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise _settings_error(f"{name}={value!r} is not a whole number of bytes above 0")
+    return int(value)
+
+
+def _choice(name: str, choices: tuple[str, ...]) -> str:
+    """One of the choices, the first where nothing is set."""
+    value = os.environ.get(name, "").lower() or choices[0]
+    if value not in choices:
+        raise _settings_error(f"{name}={value!r} is not one of {', '.join(choices)}")
+    return value
 
 
 def _settings_error(message: str) -> SettingsError:
