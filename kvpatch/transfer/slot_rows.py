@@ -1,0 +1,239 @@
+"""Where a block's bytes lie in a storage, and where a slot's do in one with fewer of them.
+
+Pure. A block's bytes in one storage are a few rows: all of them where blocks are
+outermost; one for keys and one for values where those are apart; one a layer, or one a
+layer and head. The copy has the same rows in the same order, and as many of them as
+there are slots, so that strides inside a block stay and strides across blocks shrink.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from kvpatch._errors import RegistrationRefused
+from kvpatch.geometry.tensor import axes_nest, extent_bytes
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """One layer's tensor in a storage; sizes and strides in elements.
+
+    Attributes:
+        offset_bytes: of the first element, in the storage.
+        block_dimension: counts kernel blocks.
+        parts: kernel blocks in a block.
+    """
+
+    layer: str
+    offset_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    block_dimension: int
+    parts: int
+
+    @property
+    def step_bytes(self) -> int:
+        """From block to block."""
+        return self.strides[self.block_dimension] * self.parts * self.item_bytes
+
+    def outer(self) -> tuple[int, ...]:
+        """Dimensions that step over all blocks."""
+        step = self.strides[self.block_dimension]
+        return tuple(
+            dimension
+            for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
+            if dimension != self.block_dimension and size > 1 and stride > step
+        )
+
+    def row_bytes(self) -> int:
+        """Of one block under one index of the outer dimensions, gaps included."""
+        axes = [
+            (self.parts if dimension == self.block_dimension else size, stride * self.item_bytes)
+            for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
+            if dimension not in self.outer()
+        ]
+        return extent_bytes(axes, self.item_bytes)
+
+    def starts(self) -> dict[tuple[int, ...], int]:
+        """Offset of block 0's row under each index of the outer dimensions."""
+        outer = self.outer()
+        return {
+            index: self.offset_bytes
+            + sum(i * self.strides[d] for i, d in zip(index, outer, strict=True)) * self.item_bytes
+            for index in product(*(range(self.shape[d]) for d in outer))
+        }
+
+    def check(self) -> None:
+        """Refuses a tensor whose blocks are not apart.
+
+        Raises:
+            RegistrationRefused: with its shape and strides.
+        """
+        axes = [
+            (size, stride * self.item_bytes)
+            for size, stride in zip(self.shape, self.strides, strict=True)
+        ]
+        if min(self.shape) < 1 or min(self.strides) < 0 or not axes_nest(axes, self.item_bytes):
+            raise RegistrationRefused(
+                f"layer {self.layer}: shape {self.shape} and strides {self.strides} overlap or "
+                "are empty, so that no slot can hold a block"
+            )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The same run of bytes of every block of a storage.
+
+    Attributes:
+        start: offset of block 0's.
+        step_bytes: from block to block.
+        row_bytes: of one.
+    """
+
+    start: int
+    step_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """Rows that are evenly apart, in the storage and in its copy.
+
+    Attributes:
+        count: how many rows a block has in the sheet.
+        source, target: offset of the first row of block 0 and of slot 0.
+        source_apart, target_apart: bytes from one row of a block to its next.
+    """
+
+    count: int
+    source: int
+    source_apart: int
+    target: int
+    target_apart: int
+    step_bytes: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class SlotStorage:
+    """A storage's copy with slots for blocks.
+
+    Attributes:
+        size_bytes: of the copy.
+        sheets: what to copy.
+        places: of each layer's tensor: (offset in bytes, shape, strides in elements).
+    """
+
+    size_bytes: int
+    sheets: tuple[Sheet, ...]
+    places: Mapping[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
+
+
+def rows_of(tensors: Sequence[BlockTensor], blocks: int) -> tuple[Rows, ...]:
+    """The distinct rows of a block in one storage, by their place.
+
+    Tensors that lie in each other, or beside each other inside a block, share a row.
+
+    Raises:
+        RegistrationRefused: tensors lie across each other.
+    """
+    found = sorted(
+        (start, tensor.step_bytes, tensor.row_bytes(), tensor.layer)
+        for tensor in tensors
+        for start in tensor.starts().values()
+    )
+    merged: list[Rows] = []
+    for start, step, size, layer in found:
+        last = merged[-1] if merged else None
+        if last is None or start >= last.start + (blocks - 1) * last.step_bytes + last.row_bytes:
+            merged.append(Rows(start, step, size))
+            continue
+        both = max(last.row_bytes, start - last.start + size)
+        if step != last.step_bytes or both > step:
+            raise RegistrationRefused(
+                f"layer {layer}: blocks of {size} bytes, {step} apart from offset {start} on, lie "
+                f"across others of {last.row_bytes} bytes, {last.step_bytes} apart from "
+                f"{last.start} on: a host buffer cannot hold some of them alone"
+            )
+        merged[-1] = Rows(last.start, step, both)
+    return tuple(merged)
+
+
+def slot_storage(tensors: Sequence[BlockTensor], blocks: int, slots: int) -> SlotStorage:
+    """The copy of one storage's tensors that has `slots` for `blocks`.
+
+    Raises:
+        RegistrationRefused: they are not laid out in blocks.
+    """
+    for tensor in tensors:
+        tensor.check()
+    rows = rows_of(tensors, blocks)
+    alignment = max(tensor.item_bytes for tensor in tensors)
+    targets, end = [], 0
+    for row in rows:
+        targets.append(-(-end // alignment) * alignment)
+        end = targets[-1] + row.step_bytes * slots
+    places = {t.layer: _place(t, rows, targets, slots) for t in tensors}
+    return SlotStorage(end, _sheets(rows, targets), places)
+
+
+def _place(
+    tensor: BlockTensor, rows: Sequence[Rows], targets: Sequence[int], slots: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    begins = [row.start for row in rows]
+    starts = {}
+    for index, start in tensor.starts().items():
+        row = bisect_right(begins, start) - 1
+        starts[index] = targets[row] + start - begins[row]
+    outer = tensor.outer()
+    origin = starts[(0,) * len(outer)]
+    strides = list(tensor.strides)
+    for position, dimension in enumerate(outer):
+        one = tuple(int(other == position) for other in range(len(outer)))
+        strides[dimension] = (starts[one] - origin) // tensor.item_bytes
+    for index, start in starts.items():
+        steps = sum(i * strides[d] for i, d in zip(index, outer, strict=True)) * tensor.item_bytes
+        if origin + steps != start:
+            raise RegistrationRefused(
+                f"layer {tensor.layer}: shape {tensor.shape} and strides {tensor.strides} have "
+                "other tensors between them at uneven distances, so that no tensor of slots has "
+                "their form"
+            )
+    shape = list(tensor.shape)
+    shape[tensor.block_dimension] = slots * tensor.parts
+    return origin, tuple(shape), tuple(strides)
+
+
+def _sheets(rows: Sequence[Rows], targets: Sequence[int]) -> tuple[Sheet, ...]:
+    """Neighbouring rows of one size at one distance as one."""
+    found: list[Sheet] = []
+    for row, target in zip(rows, targets, strict=True):
+        last = found[-1] if found else None
+        if last is not None and _continues(last, row, target):
+            found[-1] = Sheet(
+                last.count + 1,
+                last.source,
+                (row.start - last.source) // last.count,
+                last.target,
+                (target - last.target) // last.count,
+                row.step_bytes,
+                row.row_bytes,
+            )
+        else:
+            found.append(Sheet(1, row.start, 0, target, 0, row.step_bytes, row.row_bytes))
+    return tuple(found)
+
+
+def _continues(sheet: Sheet, row: Rows, target: int) -> bool:
+    if (row.step_bytes, row.row_bytes) != (sheet.step_bytes, sheet.row_bytes):
+        return False
+    if sheet.count == 1:
+        return True
+    return (
+        row.start == sheet.source + sheet.count * sheet.source_apart
+        and target == sheet.target + sheet.count * sheet.target_apart
+    )
