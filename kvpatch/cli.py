@@ -59,6 +59,8 @@ def _show(diagnosis: Diagnosis) -> None:
         installed.add_row(name, version)
     installed.add_row("generation", status.generation or "unknown")
     installed.add_row("ENABLE_KVPATCH", "on" if diagnosis.gate else "off in this environment")
+    for name, value in diagnosis.settings.items():
+        installed.add_row(name, value)
     console.print(installed)
     styles = {"applied": "green", "refused": "red", "off": "yellow"}
     patches = Table("patch", "outcome", "why")

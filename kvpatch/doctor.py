@@ -24,12 +24,14 @@ class Diagnosis:
     Attributes:
         versions: of what kvpatch touches; "not installed" where it is missing.
         gate: the value of ``ENABLE_KVPATCH``, as kvpatch takes it.
+        settings: variables that decide how caches travel, as kvpatch takes them.
         status: the outcome of enabling kvpatch here, now.
         connector: why the connector cannot be imported, or empty.
     """
 
     versions: dict[str, str]
     gate: bool
+    settings: dict[str, str]
     status: Status
     connector: str
 
@@ -47,7 +49,19 @@ def diagnose() -> Diagnosis:
     """Enables kvpatch in this process, imports the connector and reports what came of it."""
     kvpatch.enable()
     connector = _import_connector()
-    return Diagnosis(_installed(), _env.is_enabled(), kvpatch.status(), connector)
+    return Diagnosis(_installed(), _env.is_enabled(), settings(), kvpatch.status(), connector)
+
+
+def settings() -> dict[str, str]:
+    """The variables that decide how caches travel.
+
+    Raises:
+        SettingsError: one of them holds a value that kvpatch cannot take.
+    """
+    return {
+        _env.HOST_BUFFER: _env.host_buffer(),
+        _env.HOST_BUFFER_BYTES: f"{_env.host_buffer_bytes()} a worker at most, or its KV cache",
+    }
 
 
 def _import_connector() -> str:

@@ -1,0 +1,71 @@
+"""What the variables may hold; each is read where it is needed, and refused there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch import _env, doctor
+from kvpatch._errors import SettingsError
+
+pytestmark = pytest.mark.patching
+
+SIZES = {"KVPATCH_HOST_BUFFER_BYTES": _env.host_buffer_bytes}
+SIZES["KVPATCH_STAGING_BYTES"] = _env.staging_bytes
+CHOICES = {"KVPATCH_HOST_BUFFER": _env.host_buffer, "KVPATCH_TRANSFER": _env.transfer_mode}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch):
+    for name in (*SIZES, *CHOICES):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_a_whole_number_of_bytes(monkeypatch, name):
+    monkeypatch.setenv(name, "123456789")
+    assert SIZES[name]() == 123456789
+    for value in ("4GiB", "0", "-1", "1.5", "1e9", " 12", "²", "0x10"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(SettingsError, match="whole number of bytes above 0") as error:
+            SIZES[name]()
+        assert f"{name}={value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_is_one_of_those_there_are(monkeypatch, name):
+    assert CHOICES[name]() == "auto"
+    monkeypatch.setenv(name, "AUTO")
+    assert CHOICES[name]() == "auto"
+    for value in ("yes", "true", "1", "auto,always"):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(SettingsError, match="is not one of auto, ") as error:
+            CHOICES[name]()
+        assert f"{name}={value!r}" in str(error.value)
+
+
+def test_the_host_buffer_is_on_where_it_is_needed_and_has_4_gib(monkeypatch):
+    assert _env.host_buffer_bytes() == 4 * 2**30
+    for value in ("always", "never", "auto"):
+        monkeypatch.setenv("KVPATCH_HOST_BUFFER", value)
+        assert _env.host_buffer() == value
+
+
+def test_a_variable_that_nobody_reads_is_named_with_the_nearest_real_one(monkeypatch):
+    assert _env.complaints(()) == []
+    for name in (*SIZES, *CHOICES):
+        monkeypatch.setenv(name, "auto")
+    assert _env.complaints(()) == []
+    monkeypatch.setenv("KVPATCH_HOST_BUFER_BYTES", "1")
+    (complaint,) = _env.complaints(())
+    assert complaint.endswith("did you mean KVPATCH_HOST_BUFFER_BYTES?")
+
+
+def test_doctor_shows_the_host_buffers_settings(monkeypatch):
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER", "always")
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "1048576")
+    shown = doctor.settings()
+    assert shown["KVPATCH_HOST_BUFFER"] == "always"
+    assert shown["KVPATCH_HOST_BUFFER_BYTES"].startswith("1048576 ")
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "many")
+    with pytest.raises(SettingsError, match="KVPATCH_HOST_BUFFER_BYTES='many'"):
+        doctor.settings()
