@@ -1,0 +1,398 @@
+"""The slot table, against a model that remembers what was written where.
+
+The model's host is a list of what each slot holds, changed by the copies that the table
+asks for and by nothing else. A block's content is a number that grows when it is written.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvpatch.vllm.slots import NeverFits, NotReserved, NotSaved, SlotTable
+
+pytestmark = pytest.mark.patching
+
+
+class Host:
+    """What a worker would hold: the device's blocks, and slots that copies alone change."""
+
+    def __init__(self, slots: int) -> None:
+        self.blocks: dict[int, int] = {}
+        self.slots: list[int | None] = [None] * slots
+        self.copied = 0
+
+    def write(self, block: int) -> None:
+        self.blocks[block] = max(self.blocks.values(), default=0) + 1
+
+    def copy(self, pairs: list[tuple[int, int]]) -> None:
+        for block, slot in pairs:
+            self.slots[slot] = self.blocks[block]
+        self.copied += len(pairs)
+
+    def holds(self, slot: int, block: int) -> bool:
+        return self.slots[slot] == self.blocks[block]
+
+
+class Table(RuleBasedStateMachine):
+    """Any order of calls; after each, what was published is still what it was."""
+
+    table_class: type[SlotTable] = SlotTable
+
+    @initialize(slots=st.integers(1, 6))
+    def start(self, slots: int) -> None:
+        self.table = self.table_class(slots)
+        self.host = Host(slots)
+        self.size = slots
+        self.reserved: dict[str, int] = {}
+        self.queue: OrderedDict[str, int] = OrderedDict()
+        #: Content of each block when the request saved it, and how many slots it took.
+        self.saved: dict[str, dict[int, int]] = {}
+        self.spent: dict[str, int] = {}
+        #: (request, slot) -> content that was published.
+        self.published: dict[tuple[str, int], int] = {}
+
+    # Few, so that they meet.
+    names = st.sampled_from([f"r{n}" for n in range(3)])
+    some_blocks = st.lists(st.integers(1, 5), max_size=3)
+
+    @rule(name=names, blocks=st.integers(0, 7))
+    def reserve(self, name: str, blocks: int) -> None:
+        if name in self.reserved:
+            assert self.table.reserve(name, min(blocks, self.reserved[name]))
+            return
+        if blocks > self.size:
+            with pytest.raises(NeverFits) as error:
+                self.table.reserve(name, blocks)
+            assert (error.value.blocks, error.value.slots) == (blocks, self.size)
+            self.queue.pop(name, None)
+            return
+        self.queue[name] = blocks
+        first = next(iter(self.queue)) == name
+        fits = sum(self.reserved.values()) + blocks <= self.size
+        assert self.table.reserve(name, blocks) == (first and fits)
+        if first and fits:
+            self.reserved[name] = self.queue.pop(name)
+            self.saved[name], self.spent[name] = {}, 0
+
+    @rule(blocks=some_blocks)
+    def write(self, blocks: list[int]) -> None:
+        self.table.written(blocks)
+        for block in dict.fromkeys(blocks):
+            self.host.write(block)
+            for name, contents in self.saved.items():
+                # What nobody was told of is forgotten, what somebody may read is not.
+                if block in contents and not self._is_published(name, contents[block]):
+                    del contents[block]
+                    self.spent[name] -= 1
+
+    def _is_published(self, name: str, content: int) -> bool:
+        return any(n == name and found == content for (n, _), found in self.published.items())
+
+    @rule(name=names, blocks=some_blocks)
+    def save(self, name: str, blocks: list[int]) -> None:
+        for block in blocks:
+            if block not in self.host.blocks:
+                self.write([block])
+        contents = self.saved.get(name, {})
+        new = {b for b in blocks if contents.get(b) != self.host.blocks[b]}
+        if name not in self.reserved or self.spent[name] + len(new) > self.reserved[name]:
+            with pytest.raises(NotReserved):
+                self.table.save(name, blocks)
+            return
+        there = {content for content in self.host.slots if content is not None}
+        pairs = self.table.save(name, blocks)
+        assert {block for block, _ in pairs} <= new
+        for block, _ in pairs:
+            assert all(
+                self.host.blocks[block] not in others.values() for others in self.saved.values()
+            ), "somebody holds it: copying it again is not needed"
+        assert len({slot for _, slot in pairs}) == len({block for block, _ in pairs}) == len(pairs)
+        self.host.copy(pairs)
+        kept = {self.host.blocks[block] for block in new} & there
+        assert len(pairs) >= len(new) - len(kept)
+        for block in new:
+            contents[block] = self.host.blocks[block]
+        self.spent[name] += len(new)
+
+    @rule(name=names, picks=st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    def publish(self, name: str, picks: list[int]) -> None:
+        contents = self.saved.get(name, {})
+        known = sorted(contents)
+        blocks = [known[pick % len(known)] for pick in picks if known]
+        if name not in self.reserved:
+            with pytest.raises(NotSaved):
+                self.table.slots_of(name, blocks)
+            return
+        unknown = next(block for block in range(1, 99) if block not in contents)
+        with pytest.raises(NotSaved, match=f"1 of {len(blocks) + 1} blocks"):
+            self.table.slots_of(name, [*blocks, unknown])
+        slots = self.table.slots_of(name, blocks)
+        for block, slot in zip(blocks, slots, strict=True):
+            assert self.host.slots[slot] == contents[block]
+            self.published[name, slot] = contents[block]
+
+    @rule(name=names)
+    def release(self, name: str) -> None:
+        self.table.release(name)
+        self.queue.pop(name, None)
+        for known in (self.reserved, self.saved, self.spent):
+            known.pop(name, None)
+        self.published = {key: c for key, c in self.published.items() if key[0] != name}
+
+    @precondition(lambda self: hasattr(self, "table"))
+    @invariant()
+    def what_was_published_is_still_there(self) -> None:
+        for (_, slot), content in self.published.items():
+            assert self.host.slots[slot] == content
+
+    @precondition(lambda self: hasattr(self, "table"))
+    @invariant()
+    def numbers_agree(self) -> None:
+        assert self.table.free == self.size - sum(self.reserved.values())
+        assert self.table.waiting == len(self.queue)
+        assert self.table.held <= sum(self.spent.values())
+        held = {content for contents in self.saved.values() for content in contents.values()}
+        assert self.table.held >= len(held), "two contents in one slot"
+
+    def teardown(self) -> None:
+        if hasattr(self, "table"):
+            for name in [*self.reserved, *self.queue]:
+                self.table.release(name)
+            assert (self.table.free, self.table.held, self.table.waiting) == (self.size, 0, 0)
+
+
+TestTable = Table.TestCase
+TestTable.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+class _TakesWhatIsHeld(SlotTable):
+    """A fault, for the control: slots are taken whoever holds them."""
+
+    def _take(self) -> int:
+        self._turn = (getattr(self, "_turn", -1) + 1) % self._slots
+        self._idle.pop(self._turn, None)
+        block = self._block_in[self._turn]
+        if block is not None:
+            del self._slot_of[block]
+        return self._turn
+
+
+class _KeepsWhatIsWritten(SlotTable):
+    """A fault, for the control: a block that is written is taken for saved."""
+
+    def written(self, blocks: Any) -> None:
+        pass
+
+
+class _OverwritesWhatIsPublished(SlotTable):
+    """A fault, for the control: a request's slot is used again for its block's new content."""
+
+    def save(self, request_id: str, blocks: Any) -> list[tuple[int, int]]:
+        request = self._requests.get(request_id)
+        held = dict(request.held) if request else {}
+        return [(block, held.get(block, slot)) for block, slot in super().save(request_id, blocks)]
+
+
+def walk(table_class: type[SlotTable], seed: int) -> None:
+    """The same model on a long random walk, which comes to what takes many calls."""
+    generator = random.Random(seed)
+
+    class Walked(Table):
+        pass
+
+    Walked.table_class = table_class
+    machine = Walked()
+    machine.start(slots=generator.randint(1, 6))
+    for _ in range(300):
+        name = f"r{generator.randint(0, 2)}"
+        numbers = [generator.randint(1, 5) for _ in range(generator.randint(1, 3))]
+        step = generator.choice(("reserve", "reserve", "write", "save", "save", "publish", "end"))
+        if step == "reserve":
+            machine.reserve(name=name, blocks=generator.randint(0, 7))
+        elif step == "write":
+            machine.write(blocks=numbers)
+        elif step == "save":
+            machine.save(name=name, blocks=numbers)
+        elif step == "publish":
+            machine.publish(name=name, picks=numbers)
+        elif generator.random() < 0.5:
+            machine.release(name=name)
+        machine.what_was_published_is_still_there()
+        machine.numbers_agree()
+    machine.teardown()
+
+
+def test_long_walks():
+    for seed in range(200):
+        walk(SlotTable, seed)
+
+
+@pytest.mark.parametrize(
+    "fault", [_TakesWhatIsHeld, _KeepsWhatIsWritten, _OverwritesWhatIsPublished]
+)
+def test_the_model_notices_a_fault(fault):
+    noticed = 0
+    for seed in range(50):
+        try:
+            walk(fault, seed)
+        except (AssertionError, KeyError, pytest.fail.Exception):
+            noticed += 1
+    assert noticed > 10
+
+
+def _request(number: int, generator: random.Random) -> tuple[str, int]:
+    return f"r{number}", generator.randint(1, 8)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_64_requests_get_through_a_pool_for_four_in_their_order(seed):
+    """Chunks, aborts and readers that take their time, in any order; no slot is left."""
+    generator = random.Random(seed)
+    slots = 4 * 8
+    table, host = SlotTable(slots), Host(slots)
+    requests = [_request(number, generator) for number in range(64)]
+    waiting, running, published = list(requests), {}, {}
+    started, fresh, most = [], iter(range(1, 10_000)), 0
+    for _ in range(2_000):
+        for name, count in tuple(waiting):
+            if table.reserve(name, count):
+                waiting.remove((name, count))
+                running[name] = ([next(fresh) for _ in range(count)], 0)
+                started.append(name)
+            elif generator.random() < 0.02:
+                table.release(name)  # its client gave up
+                waiting.remove((name, count))
+        most = max(most, len(running) + len(published))
+        for name, (blocks, done) in tuple(running.items()):
+            until = min(len(blocks), done + generator.randint(1, 3))
+            table.written(blocks[done:until])
+            for block in blocks[done:until]:
+                host.write(block)
+            host.copy(table.save(name, blocks[done:until]))
+            running[name] = blocks, until
+            if until == len(blocks):
+                del running[name]
+                published[name] = blocks, table.slots_of(name, blocks)
+        for name, (blocks, found) in tuple(published.items()):
+            assert all(host.holds(slot, block) for block, slot in zip(blocks, found, strict=True))
+            if generator.random() < 0.3:
+                table.release(name)
+                del published[name]
+        if not waiting and not running and not published:
+            break
+    assert not waiting and not running and not published, "somebody waits for ever"
+    assert started == [name for name, _ in requests if name in started]
+    assert len(started) > 32 and most >= 4
+    assert (table.free, table.held, table.waiting) == (slots, 0, 0)
+
+
+def test_nobody_overtakes_a_large_request_and_an_abort_makes_way():
+    table = SlotTable(4)
+    assert table.reserve("a", 3)
+    assert not table.reserve("large", 4)
+    assert not table.reserve("small", 1), "there is a slot, but the large one asked first"
+    assert table.waiting == 2
+    table.release("large")
+    assert table.reserve("small", 1)
+    assert (table.free, table.waiting) == (0, 0)
+
+
+def test_a_request_that_never_fits_is_told_at_once_and_blocks_nobody():
+    table = SlotTable(4)
+    with pytest.raises(NeverFits, match="needs 5 slots of the host buffer, which has 4"):
+        table.reserve("a", 5)
+    assert table.reserve("b", 4)
+
+
+def test_another_size_than_was_reserved_is_an_error():
+    table = SlotTable(4)
+    assert table.reserve("a", 2) and table.reserve("a", 2)
+    with pytest.raises(ValueError, match="has reserved 2 slots and asks for 3"):
+        table.reserve("a", 3)
+
+
+def test_what_a_slot_still_holds_is_not_copied_again():
+    table = SlotTable(4)
+    assert table.reserve("a", 2)
+    pairs = table.save("a", [7, 8])
+    assert table.save("a", [7, 8]) == []
+    assert table.reserve("b", 2)
+    assert table.save("b", [7]) == [], "while another holds it"
+    table.release("a")
+    table.release("b")
+    assert table.held == 0
+    assert table.reserve("c", 3)
+    (copied,) = table.save("c", [8, 7, 9])
+    assert copied[0] == 9
+    assert table.slots_of("c", [7, 8]) == tuple(slot for _, slot in pairs)
+
+
+def test_a_block_that_was_written_is_copied_again():
+    table = SlotTable(4)
+    assert table.reserve("a", 1)
+    table.save("a", [7])
+    table.release("a")
+    table.written([7])
+    assert table.reserve("b", 1)
+    assert [block for block, _ in table.save("b", [7])] == [7]
+
+
+def test_slots_unused_for_longest_are_taken_first_and_empty_ones_before_them():
+    table = SlotTable(3)
+    for name, block in (("a", 1), ("b", 2)):
+        assert table.reserve(name, 1)
+        table.save(name, [block])
+        table.release(name)
+    assert table.reserve("c", 2)
+    table.save("c", [3])  # the one that never held anything
+    ((_, slot),) = table.save("c", [4])  # where block 1 was
+    table.release("c")
+    assert table.reserve("d", 1)
+    assert table.save("d", [2]) == []
+    assert slot == 0
+
+
+def test_new_blocks_get_slots_beside_each_other():
+    table = SlotTable(8)
+    assert table.reserve("a", 4)
+    table.save("a", [9, 3, 5, 1])
+    table.release("a")
+    table.written([9, 3, 5, 1])
+    assert table.reserve("b", 4)
+    slots = [slot for _, slot in table.save("b", [20, 21, 22, 23])]
+    assert slots == list(range(slots[0], slots[0] + 4))
+
+
+def test_a_preempted_request_starts_anew():
+    table = SlotTable(4)
+    assert table.reserve("a", 3)
+    table.save("a", [1, 2])
+    table.release("a")
+    assert not table.held and table.free == 4
+    with pytest.raises(NotReserved):
+        table.save("a", [1])
+    with pytest.raises(NotSaved):
+        table.slots_of("a", [1])
+    assert table.reserve("a", 3)
+    assert [block for block, _ in table.save("a", [1, 2, 3])] == [3]
+
+
+def test_unknown_requests_are_released_without_a_word():
+    table = SlotTable(1)
+    table.release("nobody")
+    assert table.free == 1
+    with pytest.raises(ValueError, match="expected a slot or more, found 0"):
+        SlotTable(0)
