@@ -104,3 +104,96 @@ def pop_done_transfers(generation: Generation) -> Site:
         kind="function",
         parameters=("self", "transfers"),
     )
+
+
+def worker_init(generation: Generation) -> Site:
+    """Where a worker asks whether its device's memory can be registered."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="__init__",
+        kind="function",
+        parameters=_init_parameters(generation),
+    )
+
+
+def scheduler_init(generation: Generation) -> Site:
+    """Where the connector's scheduler half is made."""
+    return Site(
+        module=generation.scheduler_module,
+        owner=generation.scheduler_class,
+        name="__init__",
+        kind="function",
+        parameters=_init_parameters(generation),
+    )
+
+
+def _init_parameters(generation: Generation) -> tuple[str, ...]:
+    plan = () if generation.slug in _WITHOUT_PLAN else ("kv_cache_config",)
+    return ("self", "vllm_config", "engine_id", *plan)
+
+
+def _connector(generation: Generation, name: str, *parameters: str) -> Site:
+    return Site(
+        module=generation.connector_module,
+        owner=generation.connector_class,
+        name=name,
+        kind="function",
+        parameters=("self", *parameters),
+    )
+
+
+def get_num_new_matched_tokens(generation: Generation) -> Site:
+    """Where vLLM asks, of a request that it could schedule, what will be loaded."""
+    return _connector(generation, "get_num_new_matched_tokens", "request", "num_computed_tokens")
+
+
+def connector_meta(generation: Generation) -> Site:
+    """Where vLLM asks for a step's metadata, in pull and in push mode."""
+    return _connector(generation, "build_connector_meta", "scheduler_output")
+
+
+def request_finished(generation: Generation) -> tuple[Site, ...]:
+    """Where vLLM says that a request is over, and gets what P's answer carries."""
+    names = ["request_finished"]
+    if generation.slug not in _WITHOUT_PLAN:
+        names.append("request_finished_all_groups")
+    return tuple(_connector(generation, name, "request", "block_ids") for name in names)
+
+
+def wait_for_save(generation: Generation) -> Site:
+    """What vLLM calls in a worker once the model has run."""
+    return _connector(generation, "wait_for_save")
+
+
+def set_host_xfer_buffer_ops(generation: Generation) -> Site:
+    """Where a platform's runner hands over its copies for the release's own buffer."""
+    return _connector(generation, "set_host_xfer_buffer_ops", "copy_operation")
+
+
+def schedule(generation: Generation) -> Site:
+    """A step of vLLM's scheduler."""
+    throttle = ("throttle_prefills",) if generation.slug in _THROTTLES else ()
+    return Site(
+        module="vllm.v1.core.sched.scheduler",
+        owner="Scheduler",
+        name="schedule",
+        kind="function",
+        parameters=("self", *throttle),
+    )
+
+
+def free_blocks(generation: Generation) -> Site:
+    """Where a request's blocks are let go of: read, finished, aborted or preempted."""
+    return Site(
+        module="vllm.v1.core.kv_cache_manager",
+        owner="KVCacheManager",
+        name="free",
+        kind="function",
+        parameters=("self", "request"),
+    )
+
+
+# To 0.17 a connector knows one cache group.
+_WITHOUT_PLAN = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
+_THROTTLES = ("g0240", "g0260", "g0290", "g0300")

@@ -46,6 +46,7 @@ from kvpatch.vllm import orders
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
     is_alike,
@@ -58,9 +59,12 @@ from kvpatch.vllm.reader import Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
-from kvpatch.vllm.wire import Statement, as_alike, hnd_like, read_statement
+from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+#: All layers, the groups that they are in, and how keys lie in a block.
+Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
 
 
 def _register_kv_caches(
@@ -74,21 +78,17 @@ def _register_kv_caches(
     def register(kv_caches: Mapping[str, Any]) -> Any:
         # Read first: what registering makes of split tensors is not what they are.
         cache = read_cache(registration, instance, kv_caches)
+        buffer = buffer_of(instance)
+        behind = None if buffer is None else read_cache(registration, instance, buffer.tensors)
         result = wrapped(kv_caches)
         if (
             cache is not None
             and is_plain(instance)
             and has_blocks_of(instance.block_size, cache[0])
         ):
-            layers, groups, key_order = cache
-            ours = our_side(instance, layers, key_order)
             agent = own_agent(instance.nixl_wrapper)
-            reader = Reader(
-                ours,
-                groups,
-                kv_caches,
-                staging_pool(agent, ours.memory, next(iter(kv_caches.values())).device),
-                _env.transfer_mode(),
+            reader = reader_for(
+                instance, agent, kv_caches, cache, None if behind is None else behind[0]
             )
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
@@ -98,6 +98,29 @@ def _register_kv_caches(
         return result
 
     return register(*args, **kwargs)
+
+
+def reader_for(
+    worker: Any,
+    agent: Any,
+    kv_caches: Mapping[str, Any],
+    cache: Cache,
+    behind: Mapping[str, LayerCache] | None,
+) -> Reader:
+    """The reader of what a worker has registered, or of the device's cache behind it.
+
+    Args:
+        behind: the device's layers where what is registered is a host buffer.
+    """
+    layers, groups, key_order = cache
+    ours = our_side(worker, layers, key_order)
+    device = next(iter(kv_caches.values())).device
+    buffer = buffer_of(worker)
+    if buffer is None or behind is None:
+        pool = staging_pool(agent, ours.memory, device)
+        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
+    pool = staging_pool(agent, ours.memory, device, for_device=True)
+    return Reader(ours, groups, buffer.tensors, pool, "staged", behind)
 
 
 def is_plain(worker: Any) -> bool:
@@ -126,7 +149,7 @@ def has_blocks_of(block_tokens: int, layers: Mapping[str, LayerCache]) -> bool:
 
 def read_cache(
     registration: Registration, worker: Any, kv_caches: Mapping[str, Any]
-) -> tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder] | None:
+) -> Cache | None:
     """All layers, where copies need every byte named; None where one cannot be.
 
     Peers are then left to the release, which refuses the ones it cannot read.
@@ -197,6 +220,12 @@ def _add_remote_agent(
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         reader = reader_of(instance)
         if reader is None:
+            if is_on(instance):
+                raise PeerRefused(
+                    f"engine {nixl_agent_meta.engine_id} cannot be read: this engine's cache is "
+                    "not one that kvpatch reads into (keys in tiles, context parallelism), and its "
+                    "host buffer needs that; use KVPATCH_HOST_BUFFER=never"
+                )
             if registration.key_order(instance) is None:
                 peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
                 refuse_unreadable(instance, peer)
@@ -204,7 +233,7 @@ def _add_remote_agent(
                 refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-        if is_alike(reader.ours, peer):
+        if is_alike(reader.ours, peer) and not reader.is_for_all:
             # An engine may come back alike under the id of an unlike one.
             reader.peers.pop(peer.engine_id, None)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
@@ -274,6 +303,13 @@ def _read_blocks_for_req(
         peer = reader.peer(engine_id) if reader else None
         order = orders.order_of(meta)
         if reader is None or peer is None:
+            # From 0.32 this is where hands are shaken, and the request comes again.
+            is_known = engine_id in instance._remote_agents
+            if is_known and is_on(instance) and order is not None and any(order.local_blocks):
+                raise ReadRefused(
+                    f"request {req_id} reads from engine {engine_id}, which has not shaken hands "
+                    "with the host buffer's reader"
+                )
             return wrapped(req_id, meta)
         if order is None:
             raise ReadRefused(

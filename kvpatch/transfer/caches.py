@@ -32,7 +32,7 @@ class Caches:
         they are done, so that whatever the model runs then comes after them.
 
         Args:
-            staging: a round's buffer, ``uint8``, one-dimensional.
+            staging: a round's buffer, ``uint8``, one-dimensional, on the device or the host.
         """
         if self.device.type == "cpu":
             landed = staging.numpy()
@@ -47,6 +47,8 @@ class Caches:
             self._stream = module.Stream(device=self.device)
         indices = Indices(self.device)
         with module.stream(self._stream):
+            # From host memory in one copy; its space is the round's until the event.
+            staging = staging.to(self.device, non_blocking=True)
             for placement in placements:
                 address, cache = self._layer(placement.layer)
                 place_on_device(staging, cache, address, placement, indices)

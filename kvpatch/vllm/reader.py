@@ -31,6 +31,7 @@ from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.zeros import zero_tokens
+from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
@@ -85,8 +86,11 @@ class Reader:
     """State of one worker; :func:`reader_of` finds it.
 
     Args:
+        tensors: where reads are placed.
         pool: where staged reads land.
         mode: ``auto``, ``direct`` or ``staged``.
+        layers: of `tensors`, where what is registered is a host buffer of the same layout
+            and other blocks; None where it is `tensors`.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class Reader:
         tensors: Mapping[str, torch.Tensor],
         pool: StagingPool,
         mode: str = "auto",
+        layers: Mapping[str, LayerCache] | None = None,
     ) -> None:
         self.ours = ours
         self.groups = groups
@@ -104,7 +109,8 @@ class Reader:
         self._tensors = tensors
         self._caches = Caches(tensors)
         self._mode = mode
-        self._local = [plane for layer in ours.layers.values() for plane in layer.planes]
+        self._layers = ours.layers if layers is None else layers
+        self._local = [plane for layer in self._layers.values() for plane in layer.planes]
         self._reading: _Reading | None = None
         self._tails_left = False
         self._staged: WeakSet[StagedRead] = WeakSet()
@@ -141,6 +147,11 @@ class Reader:
         ):
             peer = self.peers[statement.engine_id] = Peer()
         peer.add(rank, self._local)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether peers like us are read by us too: the release would fill the host buffer."""
+        return self._layers is not self.ours.layers
 
     @contextmanager
     def reading(self, request_id: str, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
@@ -229,7 +240,7 @@ class Reader:
     def _zero_tails(self, order: Order) -> None:
         for layers, tail in tails_of(self.ours, self.groups, order):
             for name in layers:
-                for plane in self.ours.layers[name].planes:
+                for plane in self._layers[name].planes:
                     zero_tokens(self._tensors[name], plane, tail)
 
 

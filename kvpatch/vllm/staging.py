@@ -12,13 +12,20 @@ if TYPE_CHECKING:
     import torch
 
 
-def staging_pool(nixl: Any, memory: Memory, device: torch.device) -> StagingPool:
-    """The pool; it becomes memory, registered with NIXL, when the first read needs it."""
+def staging_pool(
+    nixl: Any, memory: Memory, device: torch.device, *, for_device: bool = False
+) -> StagingPool:
+    """The pool; it becomes memory, registered with NIXL, when the first read needs it.
+
+    Args:
+        for_device: whether it is host memory from which a device copies.
+    """
 
     def make(size_bytes: int) -> torch.Tensor:
         import torch
 
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        pinned = for_device and torch.accelerator.is_available()
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         if device.type != "cpu":
             # Whoever had this memory before may have work in the queue; NIXL waits for nobody.
             torch.get_device_module(device).synchronize(device)

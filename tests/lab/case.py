@@ -48,6 +48,8 @@ class EngineSpec:
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
     lookahead_tokens: int = 0
+    #: Whether the release's own scheduler hands out blocks where there is one group, too.
+    own_scheduler: bool = False
     patched: bool = False
     #: kvpatch slugs to switch on; empty for all.
     patches: tuple[str, ...] = ()
@@ -61,8 +63,8 @@ class EngineSpec:
             raise ValueError("patches are named but patched is False")
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads do not divide over TP {self.tp_size}")
-        if not self.is_hybrid and (self.lookahead_tokens or self.step_tokens != 2048):
-            raise ValueError("only an engine with windows has the release's own scheduler")
+        if not self.has_core and (self.lookahead_tokens or self.step_tokens != 2048):
+            raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
 
     @property
     def blocks(self) -> int:
@@ -73,6 +75,11 @@ class EngineSpec:
     def is_hybrid(self) -> bool:
         """Whether there are several cache groups."""
         return any(self.window_tokens)
+
+    @property
+    def has_core(self) -> bool:
+        """Whether the release's own scheduler hands out blocks."""
+        return self.is_hybrid or self.own_scheduler
 
     def window_of(self, layer: int) -> int:
         """The sliding window of a layer in tokens; 0 for full attention."""

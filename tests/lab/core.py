@@ -10,6 +10,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
+
 from .case import EngineSpec
 from .release import accepted
 from .scheduler import TO_BE_READ, Computation, Tracked, new_request
@@ -19,15 +21,16 @@ _ANSWER_TOKEN = 7
 
 
 class CoreScheduler:
-    """As `scheduler.Scheduler`, for engines with several cache groups, full attention first."""
+    """As `scheduler.Scheduler`; of several cache groups full attention is the first."""
 
     def __init__(self, config: Any, plan: Any, spec: EngineSpec, seed: int) -> None:
-        from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+        from vllm.v1.core import kv_cache_utils
         from vllm.v1.core.sched.scheduler import Scheduler
 
+        merge = getattr(kv_cache_utils, "generate_scheduler_kv_cache_config", None)  # from 0.11
         wanted = {
             "vllm_config": config,
-            "kv_cache_config": generate_scheduler_kv_cache_config([plan]),
+            "kv_cache_config": merge([plan]) if merge else plan,
             "structured_output_manager": NoStructuredOutput(),
             "block_size": spec.block_tokens,
             "hash_block_size": spec.block_tokens,
@@ -73,6 +76,7 @@ class CoreScheduler:
         """Schedules a step; None once all prompts are computed."""
         output = self._core.schedule()
         if not output.num_scheduled_tokens:
+            # Nothing to compute: the metadata goes with the next step.
             self._metadata.append(output.kv_connector_metadata)
             return None
         computed = []
@@ -85,23 +89,39 @@ class CoreScheduler:
 
     def computed(self, computation: Computation) -> None:
         """Answers prompts that are complete with a token, which ends them."""
-        from vllm.v1.outputs import ModelRunnerOutput
+        self._update(computation, set())
 
+    def sent(self, request_ids: set[str]) -> None:
+        """Tells the scheduler, in a step that computes nothing, what has been read."""
+        output = self._core.schedule()
+        if output.num_scheduled_tokens:
+            raise ValueError("a step that was to compute nothing")
+        self._metadata.append(output.kv_connector_metadata)
+        self._update(Computation(output.kv_connector_metadata, (), output), request_ids)
+
+    def _update(self, computation: Computation, sent: set[str]) -> None:
+        from vllm.v1 import outputs as of_release
+
+        kind = of_release.ModelRunnerOutput
+        # 0.11.1 and 0.11.2 have arrays.
+        as_listed = np.array if "ndarray" in str(kind.__annotations__) else list
         ids = [tracked.request.request_id for tracked, _ in computation.computed]
         wanted = {
             "req_ids": ids,
             "req_id_to_index": {request_id: i for i, request_id in enumerate(ids)},
             "sampled_token_ids": [
-                [_ANSWER_TOKEN] if tokens.stop == tracked.tokens else []
+                as_listed([_ANSWER_TOKEN] if tokens.stop == tracked.tokens else [])
                 for tracked, tokens in computation.computed
             ],
+            "spec_token_ids": None,  # to 0.10
             "logprobs": None,
             "prompt_logprobs_dict": {},
             "pooler_output": [],
+            "finished_sending": sent,  # in 0.10.0
         }
-        outputs = self._core.update_from_output(
-            computation.output, ModelRunnerOutput(**accepted(ModelRunnerOutput, wanted))
-        )
+        if hasattr(of_release, "KVConnectorOutput"):
+            wanted["kv_connector_output"] = of_release.KVConnectorOutput(finished_sending=sent)
+        outputs = self._core.update_from_output(computation.output, kind(**accepted(kind, wanted)))
         for of_client in outputs.values():
             for output in of_client.outputs:
                 self._finished(output)
@@ -109,9 +129,10 @@ class CoreScheduler:
     def _finished(self, output: Any) -> None:
         self._answers[output.request_id] = output.kv_transfer_params
         tracked = self._tracked[output.request_id]
-        if output.kv_transfer_params is None:  # freed at once
+        tables = self._tables(output.request_id)
+        if output.kv_transfer_params is None or not any(tables):  # freed at once
             return
-        tracked.tables = self._tables(output.request_id)
+        tracked.tables = tables
         # What P no longer has it need not keep.
         tracked.first_tokens = tuple(
             self.spec.block_tokens * next((i for i, block in enumerate(t) if block), len(t))
@@ -121,6 +142,16 @@ class CoreScheduler:
     def finish(self, tracked: Tracked) -> dict[str, Any] | None:
         """P's answer to a computed prompt: what the proxy forwards."""
         return self._answers[tracked.request.request_id]  # type: ignore[no-any-return]
+
+    def answers(self) -> dict[str, dict[str, Any] | None]:
+        """P's answers so far, by request."""
+        return dict(self._answers)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request whose client is gone."""
+        from vllm.v1.request import RequestStatus
+
+        self._core.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def decode(
         self, number: int, request_id: str, prompt_tokens: int, hit: int, params: dict[str, Any]
@@ -151,10 +182,21 @@ class CoreScheduler:
 
 
 def _block_hasher(config: Any, block_tokens: int) -> Any:
-    """As the engine core makes it."""
-    from vllm.utils.hashing import get_hash_fn_by_name
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    """As the engine core makes it; None in 0.10.0, where the block manager hashes."""
+    from vllm.v1.core import kv_cache_utils
 
-    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-    init_none_hash(hash_function)
-    return get_request_block_hasher(block_tokens, hash_function)
+    hash_function = _hash_function(config.cache_config.prefix_caching_hash_algo)
+    kv_cache_utils.init_none_hash(hash_function)
+    make = getattr(kv_cache_utils, "get_request_block_hasher", None)
+    return make(block_tokens, hash_function) if make else None
+
+
+def _hash_function(name: str) -> Any:
+    try:
+        from vllm.utils.hashing import get_hash_fn_by_name
+    except ImportError:  # to 0.11.0
+        import vllm.utils
+
+        by_name = getattr(vllm.utils, "get_hash_fn_by_name", None)  # from 0.10.2
+        return by_name(name) if by_name else vllm.utils.sha256
+    return get_hash_fn_by_name(name)

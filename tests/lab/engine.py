@@ -109,7 +109,7 @@ class Engine:
 
     def _scheduler(self, connector: type[Any]) -> Scheduler | CoreScheduler:
         spec, seed = self.spec, self.start.seed
-        if not spec.is_hybrid:
+        if not spec.has_core:
             return Scheduler(self._connector(connector, "SCHEDULER"), spec, seed)
         from vllm.config import set_current_vllm_config
 
@@ -171,9 +171,7 @@ class Engine:
     def _compute(self) -> None:
         """Runs the model, if filling the blocks of the tokens it is given is that."""
         while computation := self.scheduler.compute():
-            self._send(computation.metadata)
-            for tracked, tokens in computation.computed:
-                self._write(tracked, tokens)
+            self._send(computation.metadata, computation.computed)
             self.scheduler.computed(computation)
 
     def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
@@ -247,12 +245,19 @@ class Engine:
     def _step(self) -> None:
         self._send(self.scheduler.step())
 
-    def _send(self, metadata: Any) -> None:
+    def _send(self, metadata: Any, computed: Sequence[tuple[Tracked, range]] = ()) -> None:
+        """One step of the workers, with the model's part in it where there is any."""
         metadata = pickle.dumps(metadata)
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 worker.bind_connector_metadata(pickle.loads(metadata))
                 worker.start_load_kv(None)
+        for tracked, tokens in computed:
+            self._write(tracked, tokens)
+        for rank, worker in enumerate(self.workers):
+            with standins.tensor_parallel(rank, self.spec.tp_size):
+                if computed:
+                    worker.wait_for_save()
                 worker.clear_connector_metadata()
 
     def _finished(self) -> tuple[list[set[str]], list[set[str]], list[str]]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from .core import CoreScheduler
 from .engine import Engine
 from .engine_api import Ask, Left, Prompt, Seen
 from .scheduler import Scheduler, Tracked
@@ -27,6 +28,10 @@ class Player(Engine):
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}
+        #: Requests that P has answered, and those whose blocks it has let go of.
+        self._answered: set[str] = set()
+        self._let_go: set[str] = set()
+        self._copied = 0
 
     # -- P -----------------------------------------------------------------
 
@@ -69,6 +74,68 @@ class Player(Engine):
         tracked.tokens = prompt.tokens
         return tracked
 
+    def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Takes prompts that the release's own scheduler computes when it can."""
+        for p in prompts:
+            self._by_name[p.name] = self.scheduler.prefill(p.number, p.name, p.tokens)
+
+    def work(self) -> dict[str, str]:
+        """Computes what can be; returns the answers since the last time, as JSON."""
+        self._compute()
+        self._step()
+        answers = self._core_scheduler().answers()
+        new = {name: json.dumps(answers[name]) for name in answers if name not in self._answered}
+        self._answered |= set(new)
+        return new
+
+    def tick(self) -> None:
+        """One step of the model, or none where nothing can be computed."""
+        computation = self.scheduler.compute()
+        if computation is not None:
+            self._send(computation.metadata, computation.computed)
+            self.scheduler.computed(computation)
+
+    def cancel(self, name: str) -> None:
+        """Ends a prompt before P has answered it."""
+        self._core_scheduler().abort(name)
+
+    def slots(self) -> dict[str, int]:
+        """kvpatch's account of P's host buffer."""
+        from kvpatch.vllm.host_buffer_saves import saves_of
+
+        saves = saves_of(self.scheduler.connector)
+        assert saves is not None
+        table = saves.table
+        return {"free": table.free, "waiting": table.waiting, "held": table.held}
+
+    def watch_saves(self) -> None:
+        """Counts blocks that are copied to the host buffer from now on."""
+        for pool in self._pools():
+            pool.save = self._counting(pool.save)
+
+    def _counting(self, save: Any) -> Any:
+        def counted(blocks: Sequence[int], rows: Sequence[int]) -> None:
+            self._copied += len(blocks)
+            save(blocks, rows)
+
+        return counted
+
+    def copied(self) -> int:
+        """How many those were, over all ranks."""
+        return self._copied
+
+    def spoil_saves(self, how: str) -> None:
+        """From now on leaves out the first block of each save, or exchanges rows."""
+        spoilt = {"skip": _without_the_first, "shift": _in_the_next_row}[how]
+        for pool in self._pools():
+            pool.save = spoilt(pool.save)
+
+    def _pools(self) -> list[Any]:
+        from kvpatch.vllm.host_buffer_worker import buffer_of
+
+        found = [buffer_of(connector.connector_worker) for connector in self.workers]
+        return [buffer.pool for buffer in found if buffer is not None]
+
     def heard(self, seconds: float, names: Sequence[str]) -> set[str]:
         """Those of `names` that P has heard were read, within some steps."""
         end = time.monotonic() + seconds
@@ -77,6 +144,9 @@ class Player(Engine):
             for rank, done in enumerate(self._finished()[0]):
                 self.sent[rank] |= done
             found = set.intersection(*self.sent) & set(names)
+            if isinstance(self.scheduler, CoreScheduler):
+                self.scheduler.sent(found - self._let_go)
+                self._let_go |= found
             if len(found) == len(names) or time.monotonic() > end:
                 return found
             time.sleep(_POLL_SECONDS)
@@ -209,10 +279,23 @@ class Player(Engine):
         readers = [_reader_of(connector.connector_worker) for connector in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
 
+    def _core_scheduler(self) -> CoreScheduler:
+        if not isinstance(self.scheduler, CoreScheduler):
+            raise TypeError("this engine's scheduler is the lab's")
+        return self.scheduler
+
     def _plain_scheduler(self) -> Scheduler:
         if not isinstance(self.scheduler, Scheduler):
             raise TypeError("a player has one cache group")
         return self.scheduler
+
+
+def _without_the_first(save: Any) -> Any:
+    return lambda blocks, rows: save(blocks[1:], rows[1:])
+
+
+def _in_the_next_row(save: Any) -> Any:
+    return lambda blocks, rows: save(blocks, (*rows[1:], *rows[:1]))
 
 
 def _handles(agent: Any) -> int:

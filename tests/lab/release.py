@@ -224,6 +224,11 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     config.parallel_config.world_size = spec.tp_size
     if spec.is_hybrid:
         cache.num_gpu_blocks_override = spec.planned_blocks
+    if spec.has_core:  # the engine's own defaults, which to 0.11.0 its arguments set
+        cache.enable_prefix_caching = True
+        for name in ("enable_chunked_prefill", "chunked_prefill_enabled"):
+            if hasattr(config.scheduler_config, name):
+                setattr(config.scheduler_config, name, True)
     config.scheduler_config.disable_hybrid_kv_cache_manager = not spec.is_hybrid
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = layout_name(spec)

@@ -175,6 +175,10 @@ class Stage:
             spec = replace(spec, patched=True, patches=SLUGS)
         return self._start("decode", spec)
 
+    def start(self, spec: EngineSpec) -> Actor:
+        """Starts an engine as its spec has it, kvpatch and its variables included."""
+        return self._start("engine", spec)
+
     def prompt(self, tokens: int) -> Prompt:
         """A prompt unlike any other of this stage."""
         self._prompts += 1

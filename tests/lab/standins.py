@@ -249,8 +249,11 @@ class NoStructuredOutput:
     """The engine's keeper of grammars, for prompts that have none.
 
     Why: the scheduler asks it of every request; its own needs a tokenizer.
-    Releases: all that have several cache groups (0.18 on).
+    Releases: all, where their own scheduler hands out blocks.
     """
+
+    def grammar_bitmask(self, *arguments: Any) -> None:
+        return None
 
     def should_advance(self, request: Any, new_token_ids: Any = None) -> bool:
         return False

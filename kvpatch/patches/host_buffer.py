@@ -1,0 +1,253 @@
+"""KV goes through a bounded buffer in host memory where NIXL cannot reach the device's.
+
+Why:
+    TPUs and other devices hold caches that NIXL cannot register. The connector then
+    mirrors the whole device cache in host memory, as many blocks as the device has; on
+    0.10.0 not at all, later on a fixed list of platforms; and such an engine refuses
+    peers of another block size.
+Where:
+    Schedulers and workers, on the side whose device needs it; P, D or both.
+How:
+    The release is told that its memory is the host's, and is handed a pool of rows in
+    place of the device's blocks. On P its scheduler keeps rows for a request that D will
+    read before it is scheduled, each step copies the blocks that it completes, and P's
+    answer names rows; they are free when the blocks are. A request that never fits is
+    answered without parameters, so that D computes it. D reads every peer through its
+    staging pool, in host memory, and places it on the device.
+Upstream:
+    vLLM #18293, the mirror.
+Limits:
+    Attention in blocks only, and in pull mode. A stock peer must hold its own cache in
+    host memory as well, or state what it holds (from 0.30).
+Remove when:
+    Every device can be registered, or the connector's own buffer is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from kvpatch import _env
+from kvpatch._patching import Patch, Site, Wrapper
+from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.patches import _sites
+from kvpatch.vllm import host_buffer_saves as saves
+from kvpatch.vllm import host_buffer_worker as workers
+from kvpatch.vllm.host_buffer import HostBufferRefused, is_wanted_here
+from kvpatch.vllm.registration import REGISTRATIONS, Registration
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+
+#: What a release calls its table of devices.
+_TABLES = ("_NIXL_SUPPORTED_DEVICE", "_NIXL_SUPPORTED_XPUS")
+
+
+def supported_devices(module: str) -> dict[str, tuple[str, ...]] | None:
+    """The release's own table of devices, by the memory they can use; None in 0.10.0."""
+    names = vars(sys.modules[module])
+    return next((names[table] for table in _TABLES if table in names), None)
+
+
+# --- the workers ---------------------------------------------------------------
+
+
+def _worker_init(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    module: str,
+    only_known_devices: bool,
+) -> None:
+    def init(vllm_config: Any, *more: Any, **named: Any) -> None:
+        supported = supported_devices(module)
+        if not is_wanted_here(vllm_config, supported):
+            wrapped(vllm_config, *more, **named)
+            return
+        with workers.taken_for_host_memory(vllm_config, supported):
+            wrapped(vllm_config, *more, **named)
+        workers.become_plain(instance, only_known_devices=only_known_devices)
+        workers.want(instance)
+
+    init(*args, **kwargs)
+
+
+def _register_kv_caches(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    registration: Registration,
+) -> Any:
+    def register(kv_caches: Mapping[str, Any]) -> Any:
+        if not workers.is_on(instance):
+            return wrapped(kv_caches)
+        if not hasattr(instance, "_read_blocks_for_req"):
+            raise HostBufferRefused(
+                "in push mode P writes to D's memory, past a host buffer: use NixlConnector, which "
+                "pulls, or KVPATCH_HOST_BUFFER=never"
+            )
+        if "unlike_engines" in _env.disabled_slugs():
+            raise HostBufferRefused(
+                "what D reads goes through the host buffer by unlike_engines, which "
+                "KVPATCH_DISABLE turns off: leave it on, or use KVPATCH_HOST_BUFFER=never"
+            )
+        return wrapped(workers.make(registration, instance, kv_caches).pool.tensors)
+
+    return register(*args, **kwargs)
+
+
+def _wait_for_save(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    result = wrapped(*args, **kwargs)
+    buffer = workers.buffer_of(instance.connector_worker)
+    copies = saves.copies_of(instance._connector_metadata)
+    if buffer is not None and copies is not None:
+        buffer.save(copies)
+    return result
+
+
+def _set_host_xfer_buffer_ops(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if workers.is_on(instance.connector_worker):
+        return None  # copies for a buffer that this worker does not have
+    return wrapped(*args, **kwargs)
+
+
+# --- the connector's scheduler half ----------------------------------------------
+
+
+def _scheduler_init(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    module: str,
+    full_blocks_only: bool,
+) -> None:
+    def init(vllm_config: Any, *more: Any, **named: Any) -> None:
+        wrapped(vllm_config, *more, **named)
+        if is_wanted_here(vllm_config, supported_devices(module)):
+            instance.use_host_buffer = False
+            saves.attach(instance, saves.Saves(full_blocks_only=full_blocks_only))
+
+    init(*args, **kwargs)
+
+
+def _get_num_new_matched_tokens(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def matched(request: Any, num_computed_tokens: int) -> Any:
+        account = saves.saves_of(instance)
+        if account is not None and saves.is_to_be_read(request) and not account.admit(request):
+            return None, False  # asked again in the next step
+        return wrapped(request, num_computed_tokens)
+
+    return matched(*args, **kwargs)
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def build(scheduler_output: Any) -> Any:
+        metadata = wrapped(scheduler_output)
+        account = saves.saves_of(instance)
+        if account is not None:
+            account.plan(scheduler_output, metadata)
+        return metadata
+
+    return build(*args, **kwargs)
+
+
+def _request_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finished(request: Any, block_ids: Any) -> Any:
+        answer = wrapped(request, block_ids)
+        account = saves.saves_of(instance)
+        if account is None:
+            return answer
+        return saves.finished(account, instance.connector_scheduler, request, answer)
+
+    return finished(*args, **kwargs)
+
+
+# --- vLLM's scheduler --------------------------------------------------------------
+
+
+def _schedule(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    knows_later: bool,
+) -> Any:
+    saves.link(instance)
+    held = [] if knows_later else saves.without_room(instance)
+    if not held:
+        return wrapped(*args, **kwargs)
+    order = list(instance.waiting)
+    instance.waiting.remove_requests(held)
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        saves.put_back(instance.waiting, order, held)
+
+
+def _free(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def free(request: Any) -> Any:
+        result = wrapped(request)
+        saves.freed(instance, request.request_id)
+        return result
+
+    return free(*args, **kwargs)
+
+
+# 0.10.0 publishes whole blocks only, and has no copies of its own.
+_FIRST = ("g0100",)
+# To 0.10.1 a connector cannot say "later".
+_NOW_OR_NEVER = ("g0100", "g0101")
+
+
+def _sites_of(g: Generation) -> dict[Site, Wrapper]:
+    found: dict[Site, Wrapper] = {
+        _sites.worker_init(g): partial(
+            _worker_init, module=g.worker_module, only_known_devices=g.slug == "g0101"
+        ),
+        _sites.register_kv_caches(g): partial(
+            _register_kv_caches, registration=REGISTRATIONS[g.slug]
+        ),
+        _sites.wait_for_save(g): _wait_for_save,
+        _sites.scheduler_init(g): partial(
+            _scheduler_init, module=g.worker_module, full_blocks_only=g.slug in _FIRST
+        ),
+        _sites.get_num_new_matched_tokens(g): _get_num_new_matched_tokens,
+        _sites.connector_meta(g): _build_connector_meta,
+        _sites.schedule(g): partial(_schedule, knows_later=g.slug not in _NOW_OR_NEVER),
+        _sites.free_blocks(g): _free,
+    }
+    found |= dict.fromkeys(_sites.request_finished(g), _request_finished)
+    if g.slug not in _FIRST:
+        found[_sites.set_host_xfer_buffer_ops(g)] = _set_host_xfer_buffer_ops
+    return found
+
+
+PATCH = Patch(
+    slug="host_buffer",
+    wire_affecting=True,
+    sites={g.slug: _sites_of(g) for g in GENERATIONS},
+    not_needed={},
+    document=__doc__,
+)

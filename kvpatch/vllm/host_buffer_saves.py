@@ -1,0 +1,330 @@
+"""P's scheduler: which blocks go to the host buffer, and under which number D finds them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from kvpatch import _env
+from kvpatch.vllm.host_buffer import NULL_ROWS, HostBufferRefused, block_bytes_of, rows_in
+from kvpatch.vllm.orders import groups
+from kvpatch.vllm.slots import NeverFits, NotReserved, NotSaved, SlotTable
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+_ATTRIBUTE = "kvpatch_saves"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a step's workers copy after the model ran.
+
+    Attributes:
+        blocks: of the device.
+        rows: of the host buffer, one for each block.
+        buffer_rows: how many the scheduler believes there are.
+        is_last: whether a prompt ends with this step, so that D may read after it.
+    """
+
+    blocks: tuple[int, ...]
+    rows: tuple[int, ...]
+    buffer_rows: int
+    is_last: bool
+
+
+def copies_of(metadata: Any) -> Copies | None:
+    """What the scheduler wrote onto a step's metadata; None where there is nothing to copy."""
+    found = getattr(metadata, _ATTRIBUTE, None)
+    return found if isinstance(found, Copies) else None
+
+
+@dataclass(frozen=True)
+class GroupBlocks:
+    """How a cache group's blocks are published.
+
+    Attributes:
+        block_tokens: of one of the group's blocks.
+        last_blocks: of a sliding window, how many of the last ones; 0 for all.
+    """
+
+    block_tokens: int
+    last_blocks: int
+
+    def needed(self, tokens: int, *, full_blocks_only: bool) -> int:
+        """Blocks that a request of so many tokens publishes."""
+        count = tokens // self.block_tokens
+        if not full_blocks_only and tokens % self.block_tokens:
+            count += 1
+        return min(count, self.last_blocks) if self.last_blocks else count
+
+    def written(self, blocks: Sequence[int], start: int) -> list[int]:
+        """Those that a step writes, which computes tokens from `start` on."""
+        return [block for block in blocks[start // self.block_tokens :] if block]
+
+    def ready(
+        self, blocks: Sequence[int], end: int, prompt_tokens: int, *, full_blocks_only: bool
+    ) -> list[int]:
+        """Those that have their last content once the tokens before `end` are computed.
+
+        Before the prompt's end a window's are left out: most of them will have slid out.
+        """
+        if end < prompt_tokens:
+            stop = 0 if self.last_blocks else end // self.block_tokens
+        else:
+            stop = end // self.block_tokens if full_blocks_only else len(blocks)
+        first = max(0, stop - self.last_blocks) if self.last_blocks else 0
+        return [block for block in blocks[first:stop] if block]
+
+
+class Saves:
+    """The host buffer as one connector's scheduler half sees it.
+
+    Args:
+        full_blocks_only: whether a last, partly filled block is not published (0.10.0).
+    """
+
+    def __init__(self, *, full_blocks_only: bool) -> None:
+        self._full_blocks_only = full_blocks_only
+        self._core: ReferenceType[Any] | None = None
+        self._table: SlotTable | None = None
+        self._rows = 0
+        self._block_bytes = 0
+        self._is_used = False
+        self._groups: tuple[GroupBlocks, ...] = ()
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the engine's scheduler is known."""
+        return self._core is not None
+
+    @property
+    def table(self) -> SlotTable:
+        """Which slot holds which block.
+
+        Raises:
+            HostBufferRefused: the engine's scheduler has not been seen.
+        """
+        if self._table is None:
+            raise HostBufferRefused(
+                "a request came before vLLM's own Scheduler was seen: the host buffer needs it to "
+                "know when blocks are freed; use it, or KVPATCH_HOST_BUFFER=never"
+            )
+        return self._table
+
+    def link(self, core: Any, connector_scheduler: Any) -> None:
+        """Learns the blocks and their sizes from vLLM's scheduler."""
+        plan = core.kv_cache_config
+        self._block_bytes = block_bytes_of(plan)
+        self._rows = rows_in(_env.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks))
+        self._table = SlotTable(self._rows - NULL_ROWS)
+        found = getattr(plan, "transfer_groups", plan.kv_cache_groups)
+        windows = getattr(connector_scheduler, "blocks_per_sw", None) or [0] * len(found)
+        clips = getattr(connector_scheduler, "_is_hma_required", False)
+        self._groups = tuple(
+            GroupBlocks(int(group.kv_cache_spec.block_size), int(window) if clips else 0)
+            for group, window in zip(found, windows, strict=True)
+        )
+        self._core = ref(core)
+
+    # -- arrival -------------------------------------------------------------
+
+    def admit(self, request: Any) -> bool:
+        """Whether there is room for a request that D will read; it has to wait otherwise.
+
+        One that never fits loses its parameters: it is then a prompt like any other, and
+        D, which is told nothing, computes it as well.
+        """
+        blocks = self._needed(request)
+        self._is_used = True
+        try:
+            return self.table.reserve(request.request_id, blocks)
+        except NeverFits:
+            _LOG.warning(
+                "request %s needs %d bytes of host buffer (%d blocks) and there are %d: the decode "
+                "engine computes it itself; set KVPATCH_HOST_BUFFER_BYTES to %d or more",
+                request.request_id,
+                blocks * self._block_bytes,
+                blocks,
+                (self._rows - NULL_ROWS) * self._block_bytes,
+                (blocks + NULL_ROWS) * self._block_bytes,
+            )
+            request.kv_transfer_params = None
+            return True
+
+    def _needed(self, request: Any) -> int:
+        core = self._core() if self._core is not None else None
+        drafted = int(getattr(core, "num_lookahead_tokens", 0) or 0)
+        # P answers with one token, whose own keys nobody computes.
+        tokens = request.num_prompt_tokens + drafted + max(0, int(request.max_tokens) - 1)
+        return sum(
+            group.needed(tokens, full_blocks_only=self._full_blocks_only) for group in self._groups
+        )
+
+    # -- each step -----------------------------------------------------------
+
+    def plan(self, output: Any, metadata: Any) -> None:
+        """Writes what to copy after this step onto its metadata."""
+        core = self._core() if self._core is not None else None
+        if core is None or self._table is None or not self._is_used:
+            return  # a decode engine, or a prefill engine before its first request
+        for entry in metadata.reqs_to_recv.values():
+            self._table.written(b for group in groups(entry.local_block_ids) for b in group if b)
+        steps = [
+            (core.requests[request_id], int(count), self._blocks_of(core, request_id))
+            for request_id, count in (output.num_scheduled_tokens.items() if output else ())
+        ]
+        # All of them first: a request may hit a block that another one computes in this step.
+        for request, _, tables in steps:
+            for group, blocks in zip(self._groups, tables, strict=True):
+                self._table.written(group.written(blocks, request.num_computed_tokens))
+        pairs: list[tuple[int, int]] = []
+        is_last = False
+        for request, count, tables in steps:
+            if not is_to_be_read(request):
+                continue
+            end = request.num_computed_tokens + count
+            is_last |= end >= request.num_prompt_tokens
+            for group, blocks in zip(self._groups, tables, strict=True):
+                ready = group.ready(
+                    blocks, end, request.num_prompt_tokens, full_blocks_only=self._full_blocks_only
+                )
+                try:
+                    pairs += self._table.save(request.request_id, ready)
+                except NotReserved as error:  # it is not published then
+                    _LOG.error("%s", error)
+        if pairs or is_last:
+            copies = Copies(
+                tuple(block for block, _ in pairs),
+                tuple(slot + NULL_ROWS for _, slot in pairs),
+                self._rows,
+                is_last,
+            )
+            setattr(metadata, _ATTRIBUTE, copies)
+
+    def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
+        found = core.kv_cache_manager.get_block_ids(request_id)
+        select = getattr(core.kv_cache_config, "select_transfer_block_ids", None)  # from 0.29
+        return found if select is None else select(found)  # type: ignore[no-any-return]
+
+    # -- the end -------------------------------------------------------------
+
+    def publish(self, request_id: str, params: dict[str, Any]) -> None:
+        """Gives D the rows of a finished request's blocks in place of the blocks.
+
+        Raises:
+            NotSaved: one of them was not saved.
+        """
+        blocks = params.get("remote_block_ids")
+        if not blocks or not any(groups(blocks)):
+            return
+        if hasattr(blocks[0], "__len__"):
+            rows = [self._rows_of(request_id, group) for group in blocks]
+            params["remote_block_ids"] = type(blocks)(rows)
+        else:
+            params["remote_block_ids"] = self._rows_of(request_id, blocks)
+
+    def _rows_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
+        slots = self.table.slots_of(request_id, [block for block in blocks if block])
+        rows = iter(slots)
+        # A window's list begins with null blocks.
+        return [next(rows) + NULL_ROWS if block else 0 for block in blocks]
+
+    def release(self, request_id: str) -> None:
+        """A request's blocks are free."""
+        if self._table is not None:
+            self._table.release(request_id)
+
+
+def is_to_be_read(request: Any) -> bool:
+    """Whether a decode engine will read this request's blocks."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_decode"))
+
+
+def finished(
+    saves: Saves, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
+) -> tuple[bool, Any]:
+    """The connector's answer to a finished request, with rows in place of blocks.
+
+    One whose blocks were not saved is let go of at once, and nobody is told of it.
+    """
+    keeps_blocks, params = answer
+    if not keeps_blocks or not params:
+        saves.release(request.request_id)
+        return answer
+    try:
+        saves.publish(request.request_id, params)
+    except NotSaved as error:
+        _LOG.error("request %s is not published: %s", request.request_id, error)
+        connector_scheduler._reqs_need_send.pop(request.request_id, None)
+        dropped = getattr(connector_scheduler, "_reqs_not_processed", None)  # from 0.11.1
+        if dropped is not None:
+            dropped.add(request.request_id)
+        saves.release(request.request_id)
+        return False, None
+    return answer
+
+
+_SAVES: WeakKeyDictionary[Any, Saves] = WeakKeyDictionary()
+_BY_MANAGER: WeakKeyDictionary[Any, list[Saves]] = WeakKeyDictionary()
+
+
+def attach(connector_scheduler: Any, saves: Saves) -> None:
+    """Gives a connector's scheduler half its account of the host buffer."""
+    _SAVES[connector_scheduler] = saves
+
+
+def saves_of(connector: Any) -> Saves | None:
+    """The account of a connector; None in workers, and without a host buffer."""
+    scheduler = getattr(connector, "connector_scheduler", None)
+    return None if scheduler is None else _SAVES.get(scheduler)
+
+
+def link(core: Any) -> None:
+    """Brings vLLM's scheduler and the accounts of its connectors together."""
+    for connector in connectors_of(core):
+        saves = saves_of(connector)
+        if saves is not None and not saves.is_linked:
+            saves.link(core, connector.connector_scheduler)
+            _BY_MANAGER.setdefault(core.kv_cache_manager, []).append(saves)
+
+
+def connectors_of(core: Any) -> Iterator[Any]:
+    """The scheduler's connector, or those that a MultiConnector stands for."""
+    connector = getattr(core, "connector", None)
+    if connector is not None:
+        yield from getattr(connector, "_connectors", None) or (connector,)
+
+
+def freed(manager: Any, request_id: str) -> None:
+    """The block manager has let go of a request's blocks."""
+    for saves in _BY_MANAGER.get(manager, ()):
+        saves.release(request_id)
+
+
+def without_room(core: Any) -> list[Any]:
+    """Requests in the queue that the host buffer has no room for yet (to 0.10.1)."""
+    accounts = [saves for saves in map(saves_of, connectors_of(core)) if saves is not None]
+    if not accounts:
+        return []
+    return [
+        request
+        for request in core.waiting
+        if request.num_computed_tokens == 0
+        and is_to_be_read(request)
+        and not all(saves.admit(request) for saves in accounts)
+    ]
+
+
+def put_back(queue: Any, order: Iterable[Any], held: Sequence[Any]) -> None:
+    """Puts requests back among those that are still in the queue, in the order from before.
+
+    Those that were not there before, as preempted ones, stay in front.
+    """
+    place = {request.request_id: number for number, request in enumerate(order)}
+    merged = sorted((*queue, *held), key=lambda request: place.get(request.request_id, -1))
+    queue.remove_requests(list(queue))
+    for request in merged:
+        queue.add_request(request)

@@ -1,0 +1,180 @@
+"""A worker's host buffer: what is registered with NIXL in place of the device's tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import wrapt
+
+from kvpatch import _env
+from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
+from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.host_buffer import HostBufferRefused, rows_in
+from kvpatch.vllm.host_buffer_saves import Copies
+from kvpatch.vllm.registration import ALL_LAYERS, Registration
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+
+
+@dataclass(frozen=True)
+class HostBuffer:
+    """One worker's buffer.
+
+    Attributes:
+        pool: whose tensors are registered.
+        tensors: the device's, by layer.
+        rows: blocks that the pool holds.
+    """
+
+    pool: HostPool
+    tensors: Mapping[str, torch.Tensor]
+    rows: int
+
+    def save(self, copies: Copies) -> None:
+        """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
+
+        Raises:
+            HostBufferRefused: the scheduler believes in rows that there are not.
+        """
+        if copies.buffer_rows > self.rows:
+            raise HostBufferRefused(
+                f"the scheduler counts {copies.buffer_rows} blocks in the host buffer and this "
+                f"worker has room for {self.rows}: all ranks need tensors of one size"
+            )
+        if copies.blocks:
+            self.pool.save(copies.blocks, copies.rows)
+        if copies.is_last:
+            self.pool.settle()
+
+
+_WANTED: WeakSet[Any] = WeakSet()
+_BUFFERS: WeakKeyDictionary[Any, HostBuffer] = WeakKeyDictionary()
+
+
+def want(worker: Any) -> None:
+    """This worker registers a host buffer."""
+    _WANTED.add(worker)
+
+
+def is_on(worker: Any) -> bool:
+    """Whether this worker's KV goes through a host buffer."""
+    return worker in _WANTED
+
+
+def buffer_of(worker: Any) -> HostBuffer | None:
+    """The worker's buffer; None without one, and before it registers."""
+    return None if worker is None else _BUFFERS.get(worker)
+
+
+def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) -> HostBuffer:
+    """The buffer for a worker's caches; registering again makes a new one.
+
+    Raises:
+        HostBufferRefused: a cache that is not attention in blocks.
+    """
+    layers = read_layers(registration, worker, kv_caches)
+    if len(layers) < len(kv_caches) or ALL_LAYERS in kv_caches:
+        left = ", ".join(sorted(kv_caches.keys() - layers.keys()))
+        raise HostBufferRefused(
+            f"{left}: no cache of attention layers in blocks, which alone go through a host buffer"
+        )
+    block_tokens = {plane.counts.block_tokens for c in layers.values() for plane in c.planes}
+    parts = registration.kernel_blocks_per_block(worker)
+    if parts is None:  # these releases find out while they register
+        parts = int(worker.block_size) // min(block_tokens)
+    dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
+    blocks = blocks_of(layers, registration.planned_blocks(worker), parts)
+    size = block_bytes(kv_caches, dimensions, blocks)
+    rows = rows_in(_env.host_buffer_bytes(), size, blocks)
+    pool = HostPool(kv_caches, dimensions, blocks, rows)
+    _LOG.info(
+        "host buffer of %d bytes for %d blocks of %d bytes; vLLM's own would take %d bytes",
+        pool.size_bytes,
+        rows,
+        size,
+        mirror_bytes(kv_caches),
+    )
+    found = _BUFFERS[worker] = HostBuffer(pool, dict(kv_caches), rows)
+    return found
+
+
+def blocks_of(layers: Mapping[str, LayerCache], planned: int | None, parts: int) -> int:
+    """How many blocks ids count; a tensor may have them whole or in kernel blocks."""
+    counts = {cache.blocks for cache in layers.values()}
+    if planned is not None and counts <= {planned, planned * parts}:
+        return planned
+    return min(counts) // parts
+
+
+@contextmanager
+def taken_for_host_memory(
+    vllm_config: Any, supported: MutableMapping[str, tuple[str, ...]] | None
+) -> Iterator[None]:
+    """While inside, a worker can be made for this device, whatever the release knows of it.
+
+    Args:
+        supported: the release's table of devices and the memory they can use.
+    """
+    from vllm.platforms import current_platform
+
+    if supported is None:  # 0.10.0 does not ask
+        yield
+        return
+    transfer = vllm_config.kv_transfer_config
+    device, asked = current_platform.device_type, transfer.kv_buffer_device
+    known = supported.get(device)
+    supported[device] = ("cpu",)
+    transfer.kv_buffer_device = "cpu"
+    try:
+        yield
+    finally:
+        transfer.kv_buffer_device = asked
+        if known is None:
+            del supported[device]
+        else:
+            supported[device] = known
+
+
+def become_plain(worker: Any, *, only_known_devices: bool) -> None:
+    """Has a worker that was just made register what it is handed, as host memory.
+
+    Args:
+        only_known_devices: whether it looks at the device's name again when it registers
+            (0.10.1): any other than a TPU's tensors are shaped like CUDA's.
+    """
+    worker.nixl_memory_type = "DRAM"
+    if not hasattr(worker, "use_host_buffer"):  # 0.10.0
+        worker.nixl_wrapper = HostMemoryAgent(worker.nixl_wrapper)
+        return
+    worker.use_host_buffer = False
+    if worker.device_type != "cpu":
+        worker.kv_buffer_device = worker.device_type
+    if only_known_devices and worker.device_type != "tpu":
+        worker.device_type = "cuda"
+
+
+class HostMemoryAgent(wrapt.ObjectProxy[Any]):
+    """A NIXL agent of 0.10.0, which calls all memory VRAM and asks tensors for their device."""
+
+    def get_reg_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for host memory."""
+        if isinstance(descs, list):
+            descs = [(address, length, 0, tag) for address, length, _, tag in descs]
+        return self.__wrapped__.get_reg_descs(descs, "DRAM", *args, **kwargs)
+
+    def get_xfer_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for host memory."""
+        if isinstance(descs, list):
+            descs = [(address, length, 0) for address, length, _ in descs]
+        else:
+            descs = descs.copy()
+            descs[:, 2] = 0
+        return self.__wrapped__.get_xfer_descs(descs, "DRAM", *args, **kwargs)

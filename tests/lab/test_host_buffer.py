@@ -1,0 +1,309 @@
+"""KV through a host buffer on P, on D and on both, by real connectors over real NIXL.
+
+P has the release's own scheduler, block manager and prefix cache. The lab's caches lie in
+host memory themselves, so that what is saved and placed is a copy all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec
+from .engine_api import Ask, Prompt
+from .host import Lab
+from .releases import moves_full_blocks_only, states_block_size
+from .stage import Actor, Stage
+from .test_like_pairs import tokens_to_move
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+TOKENS = 150
+BLOCK_TOKENS = 32
+ALWAYS = (("KVPATCH_HOST_BUFFER", "always"),)
+#: What the tests vary, and what they do not.
+SPEC = EngineSpec(
+    block_tokens=BLOCK_TOKENS,
+    planned_blocks=80,
+    layers=2,
+    kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+)
+#: Keys and values of 2 layers, 2 heads of 16 channels of float32.
+BLOCK_BYTES = BLOCK_TOKENS * 2 * 2 * 2 * 16 * 4
+REQUEST_BLOCKS = -(-TOKENS // BLOCK_TOKENS)
+
+
+def buffered(blocks: int | None = None, **more: object) -> EngineSpec:
+    """An engine with a host buffer, of so many blocks beside the null block."""
+    size = () if blocks is None else (("KVPATCH_HOST_BUFFER_BYTES", _bytes(blocks)),)
+    return EngineSpec(
+        **{**vars(SPEC), "patched": True, "patches": SLUGS, "settings": ALWAYS + size, **more}  # type: ignore[arg-type]
+    )
+
+
+def _bytes(blocks: int) -> str:
+    return str((blocks + 1) * BLOCK_BYTES)
+
+
+def prefilling(blocks: int | None = None, **more: object) -> EngineSpec:
+    return buffered(blocks, own_scheduler=True, **more)
+
+
+PAIRS = {
+    "P": (prefilling(), SPEC),
+    "D": (SPEC, buffered()),
+    "both": (prefilling(), buffered()),
+    "P, in chunks": (prefilling(step_tokens=48), SPEC),
+    "P with a small buffer": (prefilling(3 * REQUEST_BLOCKS), SPEC),
+    "D in rounds": (
+        SPEC,
+        buffered(settings=(*ALWAYS, ("KVPATCH_STAGING_BYTES", str(2 * BLOCK_BYTES)))),
+    ),
+}
+UNLIKE = {
+    "128 to 32": (prefilling(block_tokens=128), buffered()),
+    "32 to 128": (prefilling(), buffered(block_tokens=128)),
+    "NHD to HND": (prefilling(layout="NHD"), buffered()),
+}
+
+
+def case(name: str, pair: tuple[EngineSpec, EngineSpec], **more: object) -> Case:
+    return Case(name, *pair, **{"prompt_tokens": TOKENS, "n_requests": 3, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_like_pair_is_identical(lab: Lab, name: str) -> None:
+    wanted = case(name, PAIRS[name])
+
+    report = lab.run(wanted)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+
+
+@pytest.mark.parametrize("prompt", [1, 31, 32, 33, 128])
+def test_prompts_around_a_block(lab: Lab, prompt: int) -> None:
+    wanted = case("both", PAIRS["both"], prompt_tokens=prompt)
+
+    report = lab.run(wanted)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+
+
+@pytest.mark.parametrize("side", ["P", "D", "both"])
+def test_a_prefix_that_d_has(lab: Lab, side: str) -> None:
+    wanted = case(side, PAIRS[side], prefix_hit_tokens=2 * BLOCK_TOKENS)
+
+    report = lab.run(wanted)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+
+
+@pytest.mark.parametrize("family", ["mla", "flashinfer"])
+def test_other_shapes(lab: Lab, family: str) -> None:
+    sizes = {"family": family, "head_dim": 64 if family == "mla" else 16, "dtype": "bfloat16"}
+    layout = "NHD" if family == "mla" else "HND"
+    pair = prefilling(layout=layout, **sizes), buffered(layout=layout, **sizes)
+
+    report = lab.run(case(family, pair))
+
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
+    if moves_full_blocks_only(lab.release) or (
+        "to HND" not in name and not states_block_size(lab.release)
+    ):
+        pytest.skip("this release's handshake does not state what sets these apart")
+    wanted = case(name, UNLIKE[name])
+
+    report = lab.run(wanted)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+
+
+def test_ranks(lab: Lab) -> None:
+    pair = prefilling(tp_size=2), buffered(tp_size=2)
+
+    report = lab.run(case("two ranks", pair))
+
+    assert report.outcome == "identical", report
+
+
+def test_windows(lab: Lab) -> None:
+    """Several cache groups over shared tensors: a block of any of them is a row."""
+    if Version(lab.release) < Version("0.20"):
+        pytest.skip("no cache groups, or P frees a block that D looks at (to 0.19)")
+    windows = {
+        "window_tokens": (0, 64),
+        "layers": 4,
+        "dtype": "bfloat16",
+        "own_scheduler": True,
+    }
+    pair = buffered(**windows), buffered(**windows)
+
+    for prompt in (40, TOKENS, 300):
+        report = lab.run(case("windows", pair, prompt_tokens=prompt, n_requests=1))
+        assert report.outcome == "identical", (prompt, report)
+
+
+@pytest.mark.parametrize("blocks", [0, -1])
+def test_a_buffer_without_a_block_is_refused(lab: Lab, blocks: int) -> None:
+    report = lab.run(case("none", (prefilling(blocks), SPEC)))
+
+    assert report.outcome == "refused", report
+    assert "KVPATCH_HOST_BUFFER_BYTES" in report.detail
+
+
+# --- one request at a time ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scene:
+    """P with room for four requests in its host buffer, and a stock D."""
+
+    stage: Stage
+    release: str
+    prefill: Actor
+    decode: Actor
+
+    def read(self, asks: Sequence[Ask]) -> None:
+        """Has D read, and P hear of it."""
+        prompts = [ask.prompt for ask in asks]
+        tokens = self.decode.ask(*asks)
+        assert tokens == sum(loaded(prompt, self.release) for prompt in prompts)
+        seen = self.decode.watch(*prompts)
+        assert seen.received == {prompt.name for prompt in prompts}, seen
+        wrong, total = self.decode.wrong(*prompts)
+        assert total == tokens * SPEC.layers * 2 * SPEC.kv_heads * SPEC.head_dim
+        assert wrong == 0
+        assert self.decode.strays() == 0
+        assert self.prefill.heard(prompts) == {prompt.name for prompt in prompts}
+
+    def work(self, prompts: Sequence[Prompt]) -> list[Ask]:
+        """What P can answer by now."""
+        answers = self.prefill.call("work")
+        return [Ask(p, answers[p.name]) for p in prompts if p.name in answers]
+
+    def slots(self) -> dict[str, int]:
+        found: dict[str, int] = self.prefill.call("slots")
+        return found
+
+
+def loaded(prompt: Prompt, release: str) -> int:
+    """Tokens that D loads: 0.10.0 leaves the last, partial block to D."""
+    rest = prompt.tokens % BLOCK_TOKENS if moves_full_blocks_only(release) else 0
+    return prompt.tokens - rest
+
+
+ROOM = 4 * REQUEST_BLOCKS
+
+
+@pytest.fixture
+def scene(lab: Lab) -> Iterator[Scene]:
+    with Stage(lab) as stage:
+        prefill = stage.start(prefilling(ROOM, planned_blocks=200))
+        yield Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=400)))
+
+
+def test_many_requests_share_a_buffer_for_four(scene: Scene) -> None:
+    prompts = scene.stage.prompts(24, TOKENS)
+    scene.prefill.call("begin", prompts)
+    served: list[Prompt] = []
+
+    while len(served) < len(prompts):
+        asks = scene.work(prompts)
+        assert 0 < len(asks) <= ROOM // (loaded(prompts[0], scene.release) // BLOCK_TOKENS)
+        assert scene.slots()["held"] <= ROOM
+        served += [ask.prompt for ask in asks]
+        scene.read(asks)
+
+    assert served == prompts, "in the order in which they came"
+    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+
+
+def test_an_abort_gives_slots_back(scene: Scene) -> None:
+    """Of a request that was answered and not read, one that is computed, one that waits."""
+    prompts = scene.stage.prompts(6, TOKENS)
+    scene.prefill.call("begin", prompts)
+    asks = scene.work(prompts)
+    assert scene.slots()["waiting"] > 0
+    waiting = prompts[len(asks) :]
+
+    for prompt in waiting:
+        scene.prefill.call("cancel", prompt.name)
+    assert scene.slots()["waiting"] == 0
+    scene.read(asks)
+    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+
+
+def test_an_abort_in_the_middle_of_a_prompt(lab: Lab) -> None:
+    with Stage(lab) as stage:
+        prefill = stage.start(prefilling(ROOM, planned_blocks=200, step_tokens=BLOCK_TOKENS))
+        scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
+        lost, kept = stage.prompts(2, TOKENS)
+        prefill.call("begin", [lost])
+        prefill.call("tick")
+        prefill.call("tick")
+        assert scene.slots()["held"] == 2
+        prefill.call("cancel", lost.name)
+        assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+
+        prefill.call("begin", [kept])
+        scene.read(scene.work([kept]))
+
+
+def test_a_prefix_that_p_has_is_not_copied_again(scene: Scene) -> None:
+    first, *others = scene.stage.prompts(3, TOKENS)
+    again = replace(first, name=f"{first.name}-again")
+    scene.prefill.call("watch_saves")
+    scene.prefill.call("begin", [first])
+    scene.read(scene.work([first]))
+    copied = scene.prefill.call("copied")
+    scene.prefill.call("begin", [again, *others])
+
+    scene.read(scene.work([again, *others]))
+
+    blocks = loaded(first, scene.release) // BLOCK_TOKENS
+    partial = 0 if moves_full_blocks_only(scene.release) else 1
+    whole = TOKENS // BLOCK_TOKENS
+    assert copied == blocks + partial
+    # Of the repeated one only what is not in whole blocks.
+    assert scene.prefill.call("copied") - copied == 2 * (whole + partial) + partial
+
+
+def test_a_request_larger_than_the_buffer_is_left_to_d(scene: Scene) -> None:
+    large, small = scene.stage.prompt(TOKENS * 5), scene.stage.prompt(TOKENS)
+    scene.prefill.call("begin", [large, small])
+
+    asks = scene.work([large, small])
+
+    assert {ask.prompt.name: ask.answer == "null" for ask in asks} == {
+        large.name: True,
+        small.name: False,
+    }
+    scene.read([ask for ask in asks if ask.answer != "null"])
+    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+
+
+@pytest.mark.parametrize("how", ["skip", "shift"])
+def test_a_spoilt_save_is_noticed(scene: Scene, how: str) -> None:
+    """The negative control: what is not in its row is not right on D."""
+    prompts = scene.stage.prompts(2, TOKENS)
+    scene.prefill.call("spoil_saves", how)
+    scene.prefill.call("begin", prompts)
+    scene.decode.ask(*scene.work(prompts))
+
+    assert not scene.decode.watch(*prompts).waiting
+    assert scene.decode.wrong(*prompts)[0] > 0
