@@ -137,7 +137,8 @@ class HostPool:
             whole = whole.set_(storage, 0, (storage.nbytes(),), (1,))
             self._copies.append((whole, host, copy.sheets))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
-        self._streams = _streams_of(self._device)
+        self._is_on_host = _is_on_host(self._device)
+        self._streams = None if self._is_on_host else _streams_of(self._device)
         self._stream: Any = None
         self._event: Any = None
         self._try()
@@ -158,7 +159,7 @@ class HostPool:
         into = np.asarray(slots, dtype=np.int64)[order]
         of = np.asarray(blocks, dtype=np.int64)[order]
         runs = tuple(_runs(into))
-        if self._device.type == "cpu" and self._streams is None:
+        if self._is_on_host:
             for source, host, sheets in self._copies:
                 for sheet in sheets:
                     _copy_on_host(source, host, sheet, of, runs)
@@ -240,7 +241,7 @@ class HostPool:
             wrong = [
                 layer
                 for layer, pair in pairs.items()
-                if not torch.equal(*(half.contiguous().view(torch.uint8) for half in pair))
+                if not torch.equal(*(half.view(_kinds()[half.element_size()]) for half in pair))
             ]
         except (RuntimeError, NotImplementedError) as error:
             raise RegistrationRefused(
@@ -303,12 +304,15 @@ def _check_room(size_bytes: int, slots: int) -> None:
         )
 
 
+def _is_on_host(device: torch.device) -> bool:
+    """Whether "device" blocks are in host memory, where KVPATCH_HOST_BUFFER is always."""
+    return device.type == "cpu"
+
+
 def _streams_of(device: torch.device) -> Any:
     """The module of the device's streams; None where it has none."""
     import torch
 
-    if device.type == "cpu":
-        return None
     module = torch.get_device_module(device)
     return module if hasattr(module, "Stream") and hasattr(module, "Event") else None
 

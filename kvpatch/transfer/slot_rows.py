@@ -41,12 +41,12 @@ class BlockTensor:
         return self.strides[self.block_dimension] * self.parts * self.item_bytes
 
     def outer(self) -> tuple[int, ...]:
-        """Dimensions that step over all blocks."""
+        """Dimensions that step over all blocks, be there only one."""
         step = self.strides[self.block_dimension]
         return tuple(
             dimension
             for dimension, (size, stride) in enumerate(zip(self.shape, self.strides, strict=True))
-            if dimension != self.block_dimension and size > 1 and stride > step
+            if dimension != self.block_dimension and size > 1 and stride >= step
         )
 
     def row_bytes(self) -> int:

@@ -1,0 +1,553 @@
+"""The host pool against a copy of one element at a time; what a device does is a stand-in here.
+
+Caches are made by naming axes from the outermost to the innermost in memory, and the
+dimensions of the tensor that shows them, apart from what the pool works out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch._errors import RegistrationRefused
+from kvpatch.transfer import host_memory, host_pool
+from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes, slots_in, slots_that_fit
+
+pytestmark = pytest.mark.patching
+
+DTYPES = {1: torch.float8_e4m3fn, 2: torch.bfloat16, 4: torch.float32}
+INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Layers of one form.
+
+    Attributes:
+        memory: axes from the outermost to the innermost. Where "layer" comes first and
+            `own` is true, each has a storage of its own.
+        dimensions: of each layer's tensor.
+        parts: kernel blocks in a block.
+        gap: elements between one step of the outermost axis and the next, unused.
+        lead: unused elements at the start of each storage.
+    """
+
+    memory: tuple[str, ...]
+    dimensions: tuple[str, ...]
+    sizes: dict[str, int] = field(
+        default_factory=lambda: {
+            "layer": 2,
+            "kv": 2,
+            "block": 5,
+            "token": 4,
+            "head": 2,
+            "channel": 3,
+            "packed": 6,
+        }
+    )
+    own: bool = True
+    parts: int = 1
+    gap: int = 0
+    lead: int = 0
+    item_bytes: int = 2
+
+    @property
+    def blocks(self) -> int:
+        return self.sizes["block"]
+
+    def tensors(self, prefix: str = "layer") -> Tensors:
+        sizes = {**self.sizes, "block": self.blocks * self.parts}
+        strides, step = {}, 1
+        for axis in reversed(self.memory):
+            strides[axis] = step + (self.gap if axis == self._gapped() else 0)
+            step = strides[axis] * sizes[axis]
+        apart = self.own and self.memory[0] == "layer"
+        found = {}
+        if not apart:
+            store = noise(self.lead + step, self.item_bytes)
+        for layer in range(sizes["layer"]):
+            offset = self.lead + (0 if apart else layer * strides["layer"])
+            if apart:
+                store = noise(self.lead + strides["layer"], self.item_bytes)
+            found[f"{prefix}.{layer}"] = store.as_strided(
+                [sizes[d] for d in self.dimensions], [strides[d] for d in self.dimensions], offset
+            )
+        return found
+
+    def _gapped(self) -> str:
+        return self.memory[1] if self.memory[0] == "layer" else self.memory[0]
+
+    def block_dimensions(self, tensors: Tensors) -> dict[str, int]:
+        return dict.fromkeys(tensors, self.dimensions.index("block"))
+
+
+def noise(count: int, item_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    raw = torch.randint(0, 256, (count * item_bytes,), dtype=torch.uint8, generator=generator)
+    return raw.view(DTYPES[item_bytes])
+
+
+KV_FIRST = ("kv", "block", "token", "head", "channel")
+BLOCKS_FIRST = ("block", "kv", "token", "head", "channel")
+PACKED = ("block", "head", "token", "packed")
+LATENT = ("block", "token", "channel")
+
+CASES = {
+    "NHD, keys first": Cache(("layer", *KV_FIRST), KV_FIRST),
+    "HND, keys first": Cache(("layer", "kv", "block", "head", "token", "channel"), KV_FIRST),
+    "NHD in a block": Cache(("layer", *BLOCKS_FIRST), BLOCKS_FIRST),
+    "HND in a block": Cache(("layer", "block", "kv", "head", "token", "channel"), BLOCKS_FIRST),
+    "keys first, kernel blocks": Cache(("layer", *KV_FIRST), KV_FIRST, parts=3),
+    "HND in a block, kernel blocks": Cache(
+        ("layer", "block", "kv", "head", "token", "channel"), BLOCKS_FIRST, parts=2
+    ),
+    "halves far apart, blocks first": Cache(("layer", *KV_FIRST), BLOCKS_FIRST, gap=600),
+    "packed, own storages": Cache(("layer", *PACKED), PACKED),
+    **{
+        name: Cache(
+            tuple({"L": "layer", "B": "block", "H": "head", "N": "token"}[a] for a in name[:4])
+            + ("packed",),
+            PACKED,
+            own=False,
+        )
+        for name in ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
+    },
+    "latent": Cache(("layer", *LATENT), LATENT),
+    "latent, kernel blocks": Cache(("layer", *LATENT), LATENT, parts=2),
+    "blocks padded": Cache(("layer", *PACKED), PACKED, gap=5),
+    "not at its storage's start": Cache(("layer", *KV_FIRST), KV_FIRST, lead=7),
+}
+
+
+def expected(source: torch.Tensor, before: torch.Tensor, dimension: int, pairs, parts: int):
+    """What the slots' tensor must be: an element at a time, from its indices."""
+    slot_of = {
+        slot * parts + part: block * parts + part for block, slot in pairs for part in range(parts)
+    }
+    found = before.clone()
+    for index in product(*(range(size) for size in before.shape)):
+        block = slot_of.get(index[dimension])
+        if block is not None:
+            found[index] = source[(*index[:dimension], block, *index[dimension + 1 :])]
+    return found
+
+
+def as_ints(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTS[tensor.element_size()])
+
+
+def differing(
+    pool: HostPool,
+    tensors: Tensors,
+    dimensions: dict[str, int],
+    blocks: int,
+    before: Tensors,
+    pairs: Sequence[tuple[int, int]],
+) -> list[str]:
+    """Layers whose slots are not what a copy of single elements makes of them."""
+    return [
+        layer
+        for layer, source in tensors.items()
+        if not torch.equal(
+            as_ints(pool.tensors[layer]),
+            expected(
+                as_ints(source),
+                before[layer],
+                dimensions[layer],
+                pairs,
+                source.shape[dimensions[layer]] // blocks,
+            ),
+        )
+    ]
+
+
+def fill(pool: HostPool) -> Tensors:
+    """Noise in every slot; returns what it was."""
+    for number, tensor in enumerate(pool.tensors.values()):
+        ints = as_ints(tensor)
+        ints.copy_(
+            torch.arange(ints.numel()).reshape(ints.shape).mul(31 + number).remainder(127).to(ints)
+        )
+    return {layer: as_ints(tensor).clone() for layer, tensor in pool.tensors.items()}
+
+
+def check(tensors: Tensors, dimensions: dict[str, int], blocks: int, slots: int, pairs) -> HostPool:
+    device = {layer: as_ints(tensor).clone() for layer, tensor in tensors.items()}
+    pool = HostPool(tensors, dimensions, blocks, slots)
+    before = fill(pool)
+    pool.save([block for block, _ in pairs], [slot for _, slot in pairs])
+    pool.settle()
+    assert differing(pool, tensors, dimensions, blocks, before, pairs) == []
+    for layer, tensor in tensors.items():
+        assert torch.equal(as_ints(tensor), device[layer]), "the device's blocks are only read"
+        like = pool.tensors[layer]
+        assert like.dtype == tensor.dtype and like.device.type == "cpu"
+        assert like.shape[dimensions[layer]] == slots * tensor.shape[dimensions[layer]] // blocks
+        axes = [axis for axis, size in enumerate(like.shape) if size > 1]
+        assert sorted(axes, key=like.stride) == sorted(axes, key=tensor.stride)
+    return pool
+
+
+class StandInStream:
+    """In place of a device's stream: nothing runs later here, the order is written down."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: StandInStream) -> None:
+        CALLS.append("wait for the model")
+
+
+class StandInEvent:
+    """In place of a device's event."""
+
+    def record(self, stream: StandInStream) -> None:
+        CALLS.append("record")
+
+    def synchronize(self) -> None:
+        CALLS.append("synchronize")
+
+
+class StandInStreams:
+    """In place of ``torch.cuda``; tensors are in host memory and copies end at once."""
+
+    Stream = StandInStream
+    Event = StandInEvent
+
+    @staticmethod
+    def current_stream(device: Any) -> StandInStream:
+        return StandInStream()
+
+    @staticmethod
+    @contextmanager
+    def stream(stream: StandInStream):
+        CALLS.append("in the side stream")
+        yield
+
+
+CALLS: list[str] = []
+
+
+@pytest.fixture(params=["host", "device", "device with streams"])
+def way(request, monkeypatch):
+    """Each of the ways to copy, all on host memory."""
+    CALLS.clear()
+    monkeypatch.setattr(host_pool, "_is_on_host", lambda device: request.param == "host")
+    streams = StandInStreams if request.param == "device with streams" else None
+    monkeypatch.setattr(host_pool, "_streams_of", lambda device: streams)
+    return request.param
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_like_single_elements(way, name, item_bytes):
+    cache = replace(CASES[name], item_bytes=item_bytes)
+    tensors = cache.tensors()
+    pairs = [(3, 0), (0, 2), (1, 3), (4, 1)]
+    pool = check(tensors, cache.block_dimensions(tensors), cache.blocks, 4, pairs)
+    assert pool.size_bytes == sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held(pool)}.values()
+    )
+
+
+def held(pool: HostPool) -> list[torch.Tensor]:
+    return list(pool.tensors.values())
+
+
+AXES = ("layer", "kv", "block", "token", "head", "channel")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    memory=st.permutations(AXES),
+    dimensions=st.permutations(AXES[1:]),
+    sizes=st.tuples(*[st.integers(1, 3)] * len(AXES)),
+    own=st.booleans(),
+    parts=st.integers(1, 2),
+    lead=st.integers(0, 3),
+    item_bytes=st.sampled_from([1, 2, 4]),
+    on_host=st.booleans(),
+    data=st.data(),
+)
+def test_any_order_of_axes(memory, dimensions, sizes, own, parts, lead, item_bytes, on_host, data):
+    cache = Cache(
+        tuple(memory),
+        tuple(dimensions),
+        dict(zip(AXES, sizes, strict=True)),
+        own,
+        parts,
+        lead=lead,
+        item_bytes=item_bytes,
+    )
+    tensors = cache.tensors()
+    slots = data.draw(st.integers(1, cache.blocks))
+    numbers = st.permutations(range(slots))
+    into = data.draw(numbers)[: data.draw(st.integers(0, slots))]
+    pairs = [(data.draw(st.integers(0, cache.blocks - 1)), slot) for slot in into]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_pool, "_is_on_host", lambda device: on_host)
+        patch.setattr(host_pool, "_streams_of", lambda device: None)
+        check(tensors, cache.block_dimensions(tensors), cache.blocks, slots, pairs)
+
+
+def test_layers_that_share_a_tensor_are_copied_once(way, monkeypatch):
+    cache = CASES["NHD, keys first"]
+    own = cache.tensors()
+    first = own["layer.0"]
+    tensors = {**own, "again": first, "third": first}
+    pool = check(tensors, cache.block_dimensions(tensors), 5, 3, [(4, 2), (1, 0)])
+    assert pool.tensors["again"].data_ptr() == pool.tensors["layer.0"].data_ptr()
+    assert pool.size_bytes == 2 * first.numel() * first.element_size() * 3 // 5
+    assert mirror_bytes(tensors) == 4 * first.numel() * first.element_size()
+    assert block_bytes(tensors, cache.block_dimensions(tensors), 5) * 3 == pool.size_bytes
+    moved = count_rows(monkeypatch)
+    pool.save([0], [0])
+    assert sum(moved) in (0, 2 * first.numel() * first.element_size() // 5)
+    assert moved or way != "host"
+
+
+def count_rows(monkeypatch) -> list[int]:
+    """Bytes that each sheet moved on the host."""
+    moved: list[int] = []
+    copy = host_pool._copy_on_host
+
+    def counting(source: Any, host: Any, sheet: Any, of: Any, runs: Any) -> None:
+        moved.append(sheet.count * sheet.row_bytes * len(of))
+        copy(source, host, sheet, of, runs)
+
+    monkeypatch.setattr(host_pool, "_copy_on_host", counting)
+    return moved
+
+
+def test_groups_that_see_the_same_pages_differently(way):
+    """The hybrid allocator: one group's 4 heads of 4 tokens are the other's 2 heads of 8."""
+    store = noise(2 * 5 * 4 * 4 * 3, 2)
+    wide = store.view(2, 5, 4, 4, 3)
+    long = store.view(2, 5, 8, 2, 3)
+    kernel = store.view(2, 10, 4, 2, 3)  # in kernel blocks of half the size
+    tensors = {"wide": wide, "long": long, "kernel": kernel}
+    pool = check(tensors, dict.fromkeys(tensors, 1), 5, 3, [(4, 2), (1, 0), (2, 1)])
+    assert len({t.data_ptr() for t in held(pool)}) == 1
+    assert pool.size_bytes == store.numel() * 2 * 3 // 5
+
+
+def test_tensors_of_unlike_kinds_side_by_side(way):
+    """Items of 1 and 4 bytes, other forms, logical and kernel blocks in one pool."""
+    left, right = CASES["HND in a block"], CASES["latent, kernel blocks"]
+    tensors = replace(left, item_bytes=4).tensors("a") | replace(right, item_bytes=1).tensors("b")
+    dimensions = dict.fromkeys(tensors, 0)
+    check(tensors, dimensions, 5, 4, [(4, 2), (1, 0), (2, 3)])
+
+
+def test_rows_of_all_layers_stay_one_storage():
+    """A release tells layouts apart by whether layers share an allocation."""
+    for name, storages in (("BLHNC", 1), ("LBHNC", 1), ("packed, own storages", 2)):
+        tensors = CASES[name].tensors()
+        pool = HostPool(tensors, CASES[name].block_dimensions(tensors), 5, 3)
+        assert len({t.untyped_storage().data_ptr() for t in held(pool)}) == storages
+        starts = [t.data_ptr() for t in held(pool)]
+        if storages == 1:
+            assert starts == sorted(starts)
+
+
+def test_saves_are_in_order_and_a_slot_may_be_taken_again(way):
+    cache = CASES["LHBNC"]
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    pool = HostPool(tensors, dimensions, 5, 3)
+    before = fill(pool)
+    pool.save([0, 1], [1, 2])
+    pool.save([4], [1])
+    pool.save([], [])
+    pool.settle()
+    pairs = [(4, 1), (1, 2)]
+    assert differing(pool, tensors, dimensions, 5, before, pairs) == []
+
+
+def test_one_block_may_be_in_two_slots(way):
+    cache = CASES["latent"]
+    tensors = cache.tensors()
+    check(tensors, cache.block_dimensions(tensors), 5, 3, [(4, 1), (4, 2)])
+
+
+def test_more_than_is_gathered_at_once(way, monkeypatch):
+    monkeypatch.setattr(host_pool, "_GATHERED_BYTES", 200)
+    for name in ("NHD, keys first", "LHBNC", "blocks padded"):
+        tensors = CASES[name].tensors()
+        pairs = [(3, 0), (4, 1), (0, 2), (1, 3)]
+        check(tensors, CASES[name].block_dimensions(tensors), 5, 4, pairs)
+
+
+@pytest.mark.parametrize("way", ["device with streams"], indirect=True)
+def test_copies_wait_for_the_model_and_settle_waits_for_the_copies(way):
+    cache = CASES["latent"]
+    tensors = cache.tensors()
+    pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+    CALLS.clear()
+    pool.save([1], [1])
+    pool.save([2], [2])
+    once = ["in the side stream", "wait for the model", "record"]
+    assert once * 2 == CALLS
+    pool.settle()
+    assert CALLS[6:] == ["synchronize"]
+    pool.settle()
+    assert len(CALLS) == 7
+
+
+# --- negative controls --------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["NHD, keys first", "LHBNC", "latent, kernel blocks"])
+def test_the_comparison_notices_every_byte_and_every_wrong_slot(way, name):
+    cache = CASES[name]
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    pairs = [(3, 0), (0, 2)]
+
+    def compare(pool: HostPool, before: Tensors) -> list[str]:
+        return differing(pool, tensors, dimensions, 5, before, pairs)
+
+    pool = HostPool(tensors, dimensions, 5, 4)
+    before = fill(pool)
+    assert compare(pool, before) == list(tensors), "nothing saved yet"
+    pool.save([3, 0], [2, 0])
+    pool.settle()
+    assert compare(pool, before) == list(tensors), "swapped"
+    pool.save([3, 0], [0, 2])
+    pool.settle()
+    assert compare(pool, before) == []
+    flat = as_ints(pool.tensors["layer.1"])
+    for index in ([0] * flat.ndim, [size - 1 for size in flat.shape]):
+        flat[tuple(index)] ^= 1
+        assert compare(pool, before) == ["layer.1"]
+        flat[tuple(index)] ^= 1
+    pool.save([1], [3])
+    pool.settle()
+    assert compare(pool, before) == list(tensors), "a slot that nobody asked for"
+
+
+@pytest.mark.parametrize("field_name", ["source", "source_apart", "target_apart", "row_bytes"])
+def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name):
+    cache = replace(CASES["NHD, keys first"], lead=8)
+    tensors = cache.tensors()
+    real = host_pool.slot_storage
+
+    def wrong(*args: Any) -> Any:
+        found = real(*args)
+        sheet = found.sheets[0]
+        sheet = replace(sheet, **{field_name: getattr(sheet, field_name) - 8})
+        return replace(found, sheets=(sheet,))
+
+    monkeypatch.setattr(host_pool, "slot_storage", wrong)
+    with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
+        HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+
+
+# --- refusals -----------------------------------------------------------------
+
+
+def test_sizes_that_a_budget_comes_to():
+    cache = CASES["NHD, keys first"]
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    size = block_bytes(tensors, dimensions, 5)
+    assert size == 2 * 2 * math.prod((4, 2, 3)) * 2
+    assert slots_that_fit(3 * size + 1, tensors, dimensions, 5) == 3
+    assert slots_that_fit(3 * size - 1, tensors, dimensions, 5) == 2
+    assert slots_that_fit(2**32, tensors, dimensions, 5) == 5
+    assert slots_in(size, size, 5) == 1
+    with pytest.raises(RegistrationRefused) as error:
+        slots_that_fit(size - 1, tensors, dimensions, 5)
+    assert f"{size} bytes and the host buffer has {size - 1}" in str(error.value)
+    assert f"KVPATCH_HOST_BUFFER_BYTES to {size} or more" in str(error.value)
+
+
+def test_a_host_without_so_much_memory_is_refused_with_both_numbers(monkeypatch):
+    cache = CASES["latent"]
+    tensors = cache.tensors()
+    monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 100)
+    with pytest.raises(RegistrationRefused, match="3 slots .* take 144 bytes, .* has 100 free"):
+        HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+
+
+def test_free_memory_is_what_the_host_and_the_container_have(tmp_path):
+    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
+    cgroup.mkdir()
+    assert host_memory.free_host_bytes(meminfo, cgroup) is None
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 1 kB\nMemAvailable: 1000 kB\n")
+    assert host_memory.free_host_bytes(meminfo, cgroup) == 1000 * 1024
+    (cgroup / "memory.max").write_text("max\n")
+    (cgroup / "memory.current").write_text("900000\n")
+    assert host_memory.free_host_bytes(meminfo, cgroup) == 1000 * 1024
+    (cgroup / "memory.max").write_text("1000000\n")
+    assert host_memory.free_host_bytes(meminfo, cgroup) == 100_000
+    (cgroup / "memory.stat").write_text("anon 5\ninactive_file 50000\n")
+    assert host_memory.free_host_bytes(meminfo, cgroup) == 150_000
+    assert host_memory.free_host_bytes() > 0
+
+
+def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
+    cache = CASES["latent"]
+    tensors = cache.tensors()
+    arguments = tensors, cache.block_dimensions(tensors), 5, 3
+    monkeypatch.setattr(host_pool, "_copy_on_host", lambda *_: None)
+    with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
+        HostPool(*arguments)
+
+    def no_copies(*_: Any) -> None:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(host_pool, "_copy_on_host", no_copies)
+    with pytest.raises(RegistrationRefused, match="on cpu cannot be copied.*no such kernel"):
+        HostPool(*arguments)
+
+
+def test_tensors_that_are_not_in_blocks_are_refused():
+    store = noise(4000, 2)
+    whole = store.as_strided((5, 4, 6), (24, 6, 1))
+    cases = {
+        "a multiple of 4 was planned": ({"a": whole}, 4),
+        "overlap": ({"a": store.as_strided((5, 4, 6), (20, 6, 1))}, 5),
+        "lie across others": ({"a": whole, "b": store.as_strided((5, 4, 6), (24, 6, 1), 12)}, 5),
+        "uneven distances": (
+            {
+                "a": store.as_strided((5, 3, 6), (6, 200, 1)),
+                "b": store.as_strided((5, 6), (6, 1), 100),
+            },
+            5,
+        ),
+    }
+    for message, (tensors, blocks) in cases.items():
+        with pytest.raises(RegistrationRefused, match=message):
+            HostPool(tensors, dict.fromkeys(tensors, 0), blocks, 2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "message"),
+    [
+        ([0, 1], [0], "2 blocks for 1 of 1 slots"),
+        ([0, 1], [2, 2], "2 blocks for 1 of 2 slots"),
+        ([-1], [0], "block -1 of 5"),
+        ([5], [0], "block 5 of 5"),
+        ([0], [-1], "slot -1 of 3"),
+        ([0], [3], "slot 3 of 3"),
+    ],
+)
+def test_numbers_that_name_nothing_are_errors_and_nothing_is_copied(way, blocks, slots, message):
+    cache = CASES["latent"]
+    tensors = cache.tensors()
+    pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
+    before = fill(pool)
+    with pytest.raises(ValueError, match=message):
+        pool.save(blocks, slots)
+    assert differing(pool, tensors, cache.block_dimensions(tensors), 5, before, []) == []
