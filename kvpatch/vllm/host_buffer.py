@@ -60,16 +60,45 @@ def is_wanted_here(vllm_config: Any, supported: Mapping[str, Any] | None) -> boo
 
     Args:
         supported: the release's own table of devices; None where it has none (0.10.0).
+
+    Raises:
+        HostBufferRefused: it is forbidden where it is needed, or not possible here.
     """
     from vllm.platforms import current_platform
 
-    return is_wanted(
+    wanted = is_wanted(
         _env.host_buffer(),
         str(current_platform.device_type),
         # No choice in 0.10.0, which registers everything as CUDA's memory.
         getattr(vllm_config.kv_transfer_config, "kv_buffer_device", "cuda") or "cuda",
         frozenset(("cuda",) if supported is None else supported),
     )
+    if wanted:
+        refuse_shares(vllm_config.parallel_config)
+    return wanted
+
+
+#: Ranks that hold other tokens or layers than the scheduler's own count of blocks tells.
+_SHARES = (
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+    "pipeline_parallel_size",
+)
+
+
+def refuse_shares(parallel_config: Any) -> None:
+    """Refuses ranks whose blocks are not alike.
+
+    Raises:
+        HostBufferRefused: there are some.
+    """
+    for name in _SHARES:
+        size = getattr(parallel_config, name, 1)  # some came with later releases
+        if size > 1:
+            raise HostBufferRefused(
+                f"{name} is {size}, and blocks go through a host buffer where all ranks have the "
+                "same tokens and layers: use 1, or KVPATCH_HOST_BUFFER=never"
+            )
 
 
 def rows_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:

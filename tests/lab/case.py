@@ -50,6 +50,8 @@ class EngineSpec:
     lookahead_tokens: int = 0
     #: Whether the release's own scheduler hands out blocks where there is one group, too.
     own_scheduler: bool = False
+    #: What the platform calls its device; empty for what the release can take for a CPU.
+    device: str = ""
     patched: bool = False
     #: kvpatch slugs to switch on; empty for all.
     patches: tuple[str, ...] = ()

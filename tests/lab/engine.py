@@ -95,17 +95,18 @@ class Engine:
             with standins.tensor_parallel(rank, spec.tp_size):
                 self._count_on(worker.connector_worker.nixl_wrapper)
                 worker.register_kv_caches(self.caches[rank].tensors())
-            if self.pretends_cuda:
+            if self.pretends:
                 standins.stop_pretending(worker.connector_worker)
         self._share_handshake(self.scheduler.connector)
 
     def _stand_in(self, backend: type[Any]) -> None:
         for module in release.worker_modules():
             standins.backend_choice(module, backend)
-        self.pretends_cuda = standins.must_pretend_cuda(self.spec.family)
-        device = "cuda" if self.pretends_cuda else "cpu"
+        is_cuda = not self.spec.device and standins.must_pretend_cuda(self.spec.family)
+        device = self.spec.device or ("cuda" if is_cuda else "cpu")
+        self.pretends = device != "cpu"
         standins.set_device_type(device)
-        self.config.kv_transfer_config.kv_buffer_device = device
+        self.config.kv_transfer_config.kv_buffer_device = "cuda" if is_cuda else "cpu"
 
     def _scheduler(self, connector: type[Any]) -> Scheduler | CoreScheduler:
         spec, seed = self.spec, self.start.seed

@@ -119,6 +119,16 @@ def test_other_shapes(lab: Lab, family: str) -> None:
     assert report.outcome == "identical", report
 
 
+def test_keys_and_values_far_apart(lab: Lab) -> None:
+    """kvcached's tensors, which have more blocks than are planned."""
+    apart = {"allocation": "split_half", "planned_blocks": 60, "tensor_blocks": 80}
+    pair = prefilling(**apart), buffered(**apart)
+
+    report = lab.run(case("split halves", pair))
+
+    assert report.outcome == "identical", report
+
+
 @pytest.mark.parametrize("name", UNLIKE)
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     if moves_full_blocks_only(lab.release) or (
@@ -156,6 +166,20 @@ def test_windows(lab: Lab) -> None:
     for prompt in (40, TOKENS, 300):
         report = lab.run(case("windows", pair, prompt_tokens=prompt, n_requests=1))
         assert report.outcome == "identical", (prompt, report)
+
+
+def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
+    """A platform from elsewhere, whose runner hands over no copies: nothing is set for it."""
+    strange = replace(SPEC, device="npu", own_scheduler=True)
+    stock = case("a device of its own", (strange, strange))
+
+    report = lab.run(stock.patched(*SLUGS))
+
+    assert report.outcome == "identical", report
+    report = lab.run(stock)
+    assert report.outcome == "refused", report
+    # 0.10.0 asks nobody, and NIXL cannot have what it calls VRAM.
+    assert moves_full_blocks_only(lab.release) or "npu" in report.detail, report
 
 
 @pytest.mark.parametrize("blocks", [0, -1])

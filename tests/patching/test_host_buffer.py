@@ -1,0 +1,161 @@
+"""When there is a host buffer, how large it is, and which blocks a step saves."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch.vllm.host_buffer import (
+    HostBufferRefused,
+    block_bytes_of,
+    is_wanted,
+    refuse_shares,
+    rows_in,
+)
+from kvpatch.vllm.host_buffer_saves import GroupBlocks, Saves, put_back
+
+KNOWN = frozenset({"cuda", "tpu", "cpu"})
+
+
+class TestIsWanted:
+    @pytest.mark.parametrize(
+        ("device", "buffer_device", "expected"),
+        [
+            ("cpu", "cpu", False),
+            ("cuda", "cuda", False),
+            ("cuda", "cpu", True),
+            ("tpu", "cpu", True),
+            ("npu", "npu", True),
+            ("npu", "cuda", True),
+        ],
+    )
+    def test_by_itself_where_the_device_cannot_be_registered(
+        self, device: str, buffer_device: str, expected: bool
+    ) -> None:
+        assert is_wanted("auto", device, buffer_device, KNOWN) is expected
+
+    def test_not_on_a_cpu_that_the_release_does_not_know(self) -> None:
+        assert not is_wanted("auto", "cpu", "cpu", frozenset({"cuda"}))
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+    def test_always(self, device: str) -> None:
+        assert is_wanted("always", device, "cuda", KNOWN)
+
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    def test_never(self, device: str) -> None:
+        assert not is_wanted("never", device, device, KNOWN)
+
+    @pytest.mark.parametrize(
+        ("device", "buffer_device", "fact"),
+        [("npu", "npu", "registers cpu, cuda, tpu"), ("cuda", "cpu", "kv_buffer_device is cpu")],
+    )
+    def test_never_where_nothing_else_is_possible(
+        self, device: str, buffer_device: str, fact: str
+    ) -> None:
+        with pytest.raises(HostBufferRefused, match=fact) as refused:
+            is_wanted("never", device, buffer_device, KNOWN)
+        assert "KVPATCH_HOST_BUFFER=never" in str(refused.value)
+        assert device in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "pipeline_parallel_size",
+    ],
+)
+def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
+    with pytest.raises(HostBufferRefused, match=share):
+        refuse_shares(SimpleNamespace(**{share: 2}))
+    refuse_shares(SimpleNamespace(**{share: 1}))
+
+
+class TestRows:
+    def test_as_many_as_the_budget_holds(self) -> None:
+        assert rows_in(1000, 100, 50) == 10
+
+    def test_no_more_than_the_device_has(self) -> None:
+        assert rows_in(10_000, 100, 50) == 50
+
+    def test_the_null_block_alone_is_refused_with_what_is_needed(self) -> None:
+        with pytest.raises(HostBufferRefused, match="KVPATCH_HOST_BUFFER_BYTES to 200"):
+            rows_in(199, 100, 50)
+
+    def test_tensors_of_their_own_are_added(self) -> None:
+        tensors = [SimpleNamespace(size=400), SimpleNamespace(size=800)]
+        assert block_bytes_of(SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)) == 300
+
+    def test_ranges_of_one_allocation_are_counted_once(self) -> None:
+        tensors = [SimpleNamespace(size=800, layer_stride=8) for _ in range(2)]
+        assert block_bytes_of(SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)) == 200
+
+
+class TestGroupBlocks:
+    FULL = GroupBlocks(block_tokens=16, last_blocks=0)
+    WINDOW = GroupBlocks(block_tokens=16, last_blocks=2)
+
+    def test_a_chunk_makes_the_blocks_ready_that_it_completes(self) -> None:
+        found = self.FULL.ready([5, 6, 7], end=40, prompt_tokens=60, full_blocks_only=False)
+        assert found == [5, 6]
+
+    @pytest.mark.parametrize(("full_only", "expected"), [(False, [5, 6, 7]), (True, [5, 6])])
+    def test_the_last_chunk_completes_the_last_block(
+        self, full_only: bool, expected: list[int]
+    ) -> None:
+        found = self.FULL.ready([5, 6, 7], end=40, prompt_tokens=40, full_blocks_only=full_only)
+        assert found == expected
+
+    def test_of_a_window_the_end_is_saved_at_the_end(self) -> None:
+        blocks = [0, 0, 7, 8]
+        assert not self.WINDOW.ready(blocks, end=50, prompt_tokens=60, full_blocks_only=False)
+        found = self.WINDOW.ready(blocks, end=60, prompt_tokens=60, full_blocks_only=False)
+        assert found == [7, 8]
+
+    def test_what_is_computed_in_a_block_rewrites_it_and_those_behind_it(self) -> None:
+        assert self.FULL.written([5, 6, 7], start=16) == [6, 7]
+        assert self.FULL.written([5, 6, 7], start=17) == [6, 7]
+        assert self.FULL.written([0, 0, 7], start=0) == [7]
+
+    @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (16, 1), (17, 2), (100, 7)])
+    def test_needed(self, tokens: int, expected: int) -> None:
+        assert self.FULL.needed(tokens, full_blocks_only=False) == expected
+        assert self.FULL.needed(tokens, full_blocks_only=True) == tokens // 16
+        assert self.WINDOW.needed(tokens, full_blocks_only=False) == min(2, expected)
+
+
+@dataclass(eq=False)
+class _Request:
+    request_id: str
+
+
+class _Queue(deque[_Request]):
+    """A stand-in for vLLM's queue, as far as it is used."""
+
+    def remove_requests(self, requests: list[_Request]) -> None:
+        kept = [request for request in self if request not in requests]
+        self.clear()
+        self.extend(kept)
+
+    def add_request(self, request: _Request) -> None:
+        self.append(request)
+
+
+def test_held_requests_come_back_to_their_places_behind_preempted_ones() -> None:
+    a, b, c, d, preempted = (_Request(name) for name in "abcdp")
+    queue = _Queue([preempted, b, d])
+
+    put_back(queue, [a, b, c, d], [a, c])
+
+    assert list(queue) == [preempted, a, b, c, d]
+
+
+def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
+    with pytest.raises(HostBufferRefused, match="Scheduler"):
+        Saves(full_blocks_only=False).admit(
+            SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
+        )
