@@ -9,6 +9,8 @@ same order, and each byte of a block is copied once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 #: Of device memory at once, for blocks on their way.
 _GATHERED_BYTES = 32 * 1024**2
 _WIDEST_BYTES = 8
+#: On the host, what is worth threads; two or three fill what memory can take.
+_LONG_BYTES = 4 * 1024**2
+_MOST_THREADS = 4
 
 
 class _Run(NamedTuple):
@@ -50,35 +55,6 @@ def block_bytes(
     for _, found in _by_storage(tensors, block_dimensions, blocks):
         total += sum(row.step_bytes for row in rows_of(found, blocks))
     return total
-
-
-def slots_that_fit(
-    budget_bytes: int,
-    tensors: Mapping[str, torch.Tensor],
-    block_dimensions: Mapping[str, int],
-    blocks: int,
-) -> int:
-    """As many slots as the budget has room for; no more than there are blocks.
-
-    Raises:
-        RegistrationRefused: there is no room for one.
-    """
-    return slots_in(budget_bytes, block_bytes(tensors, block_dimensions, blocks), blocks)
-
-
-def slots_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
-    """As :func:`slots_that_fit`, for a process that knows a block's bytes only.
-
-    Raises:
-        RegistrationRefused: there is no room for one.
-    """
-    slots = min(budget_bytes // block_bytes, blocks)
-    if slots < 1:
-        raise RegistrationRefused(
-            f"a block takes {block_bytes} bytes and the host buffer has {budget_bytes}: set "
-            f"KVPATCH_HOST_BUFFER_BYTES to {block_bytes} or more"
-        )
-    return slots
 
 
 def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -139,6 +115,7 @@ class HostPool:
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
         self._is_on_host = _is_on_host(self._device)
         self._streams = None if self._is_on_host else _streams_of(self._device)
+        self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
         self._event: Any = None
         self._try()
@@ -160,9 +137,7 @@ class HostPool:
         of = np.asarray(blocks, dtype=np.int64)[order]
         runs = tuple(_runs(into))
         if self._is_on_host:
-            for source, host, sheets in self._copies:
-                for sheet in sheets:
-                    _copy_on_host(source, host, sheet, of, runs)
+            self._copy_on_host(of, runs)
             return
         self._copy_from_device(of, runs)
 
@@ -171,6 +146,23 @@ class HostPool:
         if self._event is not None:
             self._event.synchronize()
             self._event = None
+
+    def _copy_on_host(self, of: Any, runs: Sequence[_Run]) -> None:
+        """In threads where it takes long: numpy lets go of the interpreter while it copies."""
+        tasks = [
+            partial(_copy_row, source, host, sheet, row, of, runs)
+            for source, host, sheets in self._copies
+            for sheet in sheets
+            for row in range(sheet.count)
+        ]
+        if self._threads is None and len(of) * self.size_bytes // self.slots >= _LONG_BYTES:
+            self._threads = ThreadPoolExecutor(_most_threads(), "kvpatch-host-pool")
+        if self._threads is None:
+            for task in tasks:
+                task()
+        else:
+            for done in [self._threads.submit(task) for task in tasks]:
+                done.result()
 
     def _copy_from_device(self, of: Any, runs: Sequence[_Run]) -> None:
         import torch
@@ -306,7 +298,14 @@ def _check_room(size_bytes: int, slots: int) -> None:
 
 def _is_on_host(device: torch.device) -> bool:
     """Whether "device" blocks are in host memory, where KVPATCH_HOST_BUFFER is always."""
-    return device.type == "cpu"
+    return bool(device.type == "cpu")
+
+
+def _most_threads() -> int:
+    """No more than the model itself has."""
+    import torch
+
+    return max(1, min(_MOST_THREADS, int(torch.get_num_threads())))
 
 
 def _streams_of(device: torch.device) -> Any:
@@ -338,32 +337,35 @@ def _within(runs: Sequence[_Run], start: int, count: int, split: bool) -> Iterat
             yield _Run(slot, first, end - first)
 
 
-def _copy_on_host(
-    source: torch.Tensor, host: torch.Tensor, sheet: Sheet, of: Any, runs: Sequence[_Run]
+def _copy_row(
+    source: torch.Tensor,
+    host: torch.Tensor,
+    sheet: Sheet,
+    row: int,
+    of: Any,
+    runs: Sequence[_Run],
 ) -> None:
-    """One sheet's rows, in one pass over memory: numpy's, which needs no other threads."""
+    """One of a sheet's rows, of all blocks, in one pass over memory."""
     unit = _unit_bytes(source, host, sheet)
     blocks, slots = int(of.max()) + 1, runs[-1].slot + runs[-1].length
     kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
-    whole = sheet.step_bytes == sheet.row_bytes
-    for row in range(sheet.count):
-        rows, into = (
-            np.ndarray((count, sheet.row_bytes // unit), kind, memory.numpy(), offset, strides)
-            for memory, count, offset in (
-                (source, blocks, sheet.source + row * sheet.source_apart),
-                (host, slots, sheet.target + row * sheet.target_apart),
-            )
+    rows, into = (
+        np.ndarray((count, sheet.row_bytes // unit), kind, memory.numpy(), offset, strides)
+        for memory, count, offset in (
+            (source, blocks, sheet.source + row * sheet.source_apart),
+            (host, slots, sheet.target + row * sheet.target_apart),
         )
-        for slot, first, length in runs:
-            numbers = of[first : first + length]
-            if (np.diff(numbers) == 1).all():
-                into[slot : slot + length] = rows[numbers[0] : numbers[0] + length]
-            elif whole:
-                # Every number is in range; clip alone writes to `out` without a copy of it.
-                np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
-            else:  # take would make a copy of all rows first
-                for at, number in enumerate(numbers.tolist(), start=slot):
-                    into[at] = rows[number]
+    )
+    for slot, first, length in runs:
+        numbers = of[first : first + length]
+        if (np.diff(numbers) == 1).all():
+            into[slot : slot + length] = rows[numbers[0] : numbers[0] + length]
+        elif sheet.step_bytes == sheet.row_bytes:
+            # Every number is in range; clip alone writes to `out` without a copy of it.
+            np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
+        else:  # take would make a copy of all rows first
+            for at, number in enumerate(numbers.tolist(), start=slot):
+                into[at] = rows[number]
 
 
 def _sheet_view(

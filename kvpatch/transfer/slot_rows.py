@@ -139,8 +139,10 @@ def rows_of(tensors: Sequence[BlockTensor], blocks: int) -> tuple[Rows, ...]:
     Tensors that lie in each other, or beside each other inside a block, share a row.
 
     Raises:
-        RegistrationRefused: tensors lie across each other.
+        RegistrationRefused: tensors lie across each other, or overlap themselves.
     """
+    for tensor in tensors:
+        tensor.check()
     found = sorted(
         (start, tensor.step_bytes, tensor.row_bytes(), tensor.layer)
         for tensor in tensors
@@ -169,8 +171,6 @@ def slot_storage(tensors: Sequence[BlockTensor], blocks: int, slots: int) -> Slo
     Raises:
         RegistrationRefused: they are not laid out in blocks.
     """
-    for tensor in tensors:
-        tensor.check()
     rows = rows_of(tensors, blocks)
     alignment = max(tensor.item_bytes for tensor in tensors)
     targets, end = [], 0

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kvpatch._errors import RegistrationRefused
 from kvpatch.transfer import host_memory, host_pool
-from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes, slots_in, slots_that_fit
+from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
 
 pytestmark = pytest.mark.patching
 
@@ -317,15 +317,15 @@ def test_layers_that_share_a_tensor_are_copied_once(way, monkeypatch):
 
 
 def count_rows(monkeypatch) -> list[int]:
-    """Bytes that each sheet moved on the host."""
+    """Bytes that each row moved on the host."""
     moved: list[int] = []
-    copy = host_pool._copy_on_host
+    copy = host_pool._copy_row
 
-    def counting(source: Any, host: Any, sheet: Any, of: Any, runs: Any) -> None:
-        moved.append(sheet.count * sheet.row_bytes * len(of))
-        copy(source, host, sheet, of, runs)
+    def counting(source: Any, host: Any, sheet: Any, row: int, of: Any, runs: Any) -> None:
+        moved.append(sheet.row_bytes * len(of))
+        copy(source, host, sheet, row, of, runs)
 
-    monkeypatch.setattr(host_pool, "_copy_on_host", counting)
+    monkeypatch.setattr(host_pool, "_copy_row", counting)
     return moved
 
 
@@ -378,6 +378,22 @@ def test_one_block_may_be_in_two_slots(way):
     cache = CASES["latent"]
     tensors = cache.tensors()
     check(tensors, cache.block_dimensions(tensors), 5, 3, [(4, 1), (4, 2)])
+
+
+def test_long_copies_go_in_threads_and_their_errors_come_back(monkeypatch):
+    monkeypatch.setattr(host_pool, "_LONG_BYTES", 1)
+    cache = CASES["keys first, kernel blocks"]
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    pool = check(tensors, dimensions, 5, 4, [(3, 0), (4, 1), (0, 2)])
+    assert pool._threads is not None
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr(host_pool, "_copy_row", fails)
+    with pytest.raises(RuntimeError, match="no copy"):
+        pool.save([0], [0])
 
 
 def test_more_than_is_gathered_at_once(way, monkeypatch):
@@ -456,20 +472,14 @@ def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name
 # --- refusals -----------------------------------------------------------------
 
 
-def test_sizes_that_a_budget_comes_to():
-    cache = CASES["NHD, keys first"]
-    tensors = cache.tensors()
-    dimensions = cache.block_dimensions(tensors)
-    size = block_bytes(tensors, dimensions, 5)
+def test_bytes_of_a_block():
+    tensors = CASES["NHD, keys first"].tensors()
+    size = block_bytes(tensors, dict.fromkeys(tensors, 1), 5)
     assert size == 2 * 2 * math.prod((4, 2, 3)) * 2
-    assert slots_that_fit(3 * size + 1, tensors, dimensions, 5) == 3
-    assert slots_that_fit(3 * size - 1, tensors, dimensions, 5) == 2
-    assert slots_that_fit(2**32, tensors, dimensions, 5) == 5
-    assert slots_in(size, size, 5) == 1
-    with pytest.raises(RegistrationRefused) as error:
-        slots_that_fit(size - 1, tensors, dimensions, 5)
-    assert f"{size} bytes and the host buffer has {size - 1}" in str(error.value)
-    assert f"KVPATCH_HOST_BUFFER_BYTES to {size} or more" in str(error.value)
+    kernel = CASES["keys first, kernel blocks"].tensors()
+    assert block_bytes(kernel, dict.fromkeys(kernel, 1), 5) == 3 * size
+    rows = CASES["BLHNC"].tensors()
+    assert block_bytes(rows, dict.fromkeys(rows, 0), 5) == size
 
 
 def test_a_host_without_so_much_memory_is_refused_with_both_numbers(monkeypatch):
@@ -500,14 +510,14 @@ def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
     cache = CASES["latent"]
     tensors = cache.tensors()
     arguments = tensors, cache.block_dimensions(tensors), 5, 3
-    monkeypatch.setattr(host_pool, "_copy_on_host", lambda *_: None)
+    monkeypatch.setattr(host_pool, "_copy_row", lambda *_: None)
     with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(*arguments)
 
     def no_copies(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(host_pool, "_copy_on_host", no_copies)
+    monkeypatch.setattr(host_pool, "_copy_row", no_copies)
     with pytest.raises(RegistrationRefused, match="on cpu cannot be copied.*no such kernel"):
         HostPool(*arguments)
 
