@@ -34,6 +34,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -233,10 +234,15 @@ def _add_remote_agent(
                 refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-        if is_alike(reader.ours, peer) and not reader.is_for_all:
-            # An engine may come back alike under the id of an unlike one.
-            reader.peers.pop(peer.engine_id, None)
-            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        if is_alike(reader.ours, peer):
+            if not reader.is_for_all:
+                # An engine may come back alike under the id of an unlike one.
+                reader.peers.pop(peer.engine_id, None)
+                return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            if reader.ours.units is None:
+                # What it calls its layout, our tensors may be in another one by that name
+                # (kvcached from 0.26 on): its blocks are byte for byte like ours.
+                peer = replace(peer, layout=None)
         return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, more)
 
     return add(*args, **kwargs)

@@ -171,7 +171,7 @@ def test_windows(lab: Lab) -> None:
 def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
     """A platform from elsewhere, whose runner hands over no copies: nothing is set for it."""
     strange = replace(SPEC, device="npu", own_scheduler=True)
-    stock = case("a device of its own", (strange, strange))
+    stock = case("a device of its own", (strange, replace(strange, own_scheduler=False)))
 
     report = lab.run(stock.patched(*SLUGS))
 
