@@ -28,6 +28,9 @@ _GATHERED_BYTES = 32 * 1024**2
 _WIDEST_BYTES = 8
 #: On the host, what is worth threads; two or three fill what memory can take.
 _LONG_BYTES = 4 * 1024**2
+#: Slots that are worth a call of their own, and what is copied twice while it is in the cache.
+_LONG_RUN = 4
+_CACHED_BYTES = 256 * 1024
 _MOST_THREADS = 4
 
 
@@ -137,7 +140,7 @@ class HostPool:
         of = np.asarray(blocks, dtype=np.int64)[order]
         runs = tuple(_runs(into))
         if self._is_on_host:
-            self._copy_on_host(of, runs)
+            self._copy_on_host(of, into, runs)
             return
         self._copy_from_device(of, runs)
 
@@ -147,10 +150,10 @@ class HostPool:
             self._event.synchronize()
             self._event = None
 
-    def _copy_on_host(self, of: Any, runs: Sequence[_Run]) -> None:
+    def _copy_on_host(self, of: Any, into: Any, runs: Sequence[_Run]) -> None:
         """In threads where it takes long: numpy lets go of the interpreter while it copies."""
         tasks = [
-            partial(_copy_row, source, host, sheet, row, of, runs)
+            partial(_copy_row, source, host, sheet, row, of, into, runs)
             for source, host, sheets in self._copies
             for sheet in sheets
             for row in range(sheet.count)
@@ -343,29 +346,34 @@ def _copy_row(
     sheet: Sheet,
     row: int,
     of: Any,
+    slots: Any,
     runs: Sequence[_Run],
 ) -> None:
-    """One of a sheet's rows, of all blocks, in one pass over memory."""
+    """One of a sheet's rows, of all blocks: in one pass over memory where runs are long."""
     unit = _unit_bytes(source, host, sheet)
-    blocks, slots = int(of.max()) + 1, runs[-1].slot + runs[-1].length
     kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
     rows, into = (
         np.ndarray((count, sheet.row_bytes // unit), kind, memory.numpy(), offset, strides)
         for memory, count, offset in (
-            (source, blocks, sheet.source + row * sheet.source_apart),
-            (host, slots, sheet.target + row * sheet.target_apart),
+            (source, int(of.max()) + 1, sheet.source + row * sheet.source_apart),
+            (host, int(slots[-1]) + 1, sheet.target + row * sheet.target_apart),
         )
     )
-    for slot, first, length in runs:
-        numbers = of[first : first + length]
-        if (np.diff(numbers) == 1).all():
-            into[slot : slot + length] = rows[numbers[0] : numbers[0] + length]
-        elif sheet.step_bytes == sheet.row_bytes:
+    # take would make a copy of all rows first where there are gaps between them.
+    if sheet.step_bytes == sheet.row_bytes and len(of) >= _LONG_RUN * len(runs):
+        for slot, first, length in runs:
             # Every number is in range; clip alone writes to `out` without a copy of it.
+            numbers = of[first : first + length]
             np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
-        else:  # take would make a copy of all rows first
-            for at, number in enumerate(numbers.tolist(), start=slot):
-                into[at] = rows[number]
+        return
+    at_once = _CACHED_BYTES // sheet.row_bytes
+    if at_once < _LONG_RUN:
+        for slot, number in zip(slots.tolist(), of.tolist(), strict=True):
+            into[slot] = rows[number]
+        return
+    for start in range(0, len(of), at_once):
+        part = slice(start, start + at_once)
+        into[slots[part]] = rows[of[part]]
 
 
 def _sheet_view(

@@ -321,9 +321,9 @@ def count_rows(monkeypatch) -> list[int]:
     moved: list[int] = []
     copy = host_pool._copy_row
 
-    def counting(source: Any, host: Any, sheet: Any, row: int, of: Any, runs: Any) -> None:
+    def counting(source: Any, host: Any, sheet: Any, row: int, of: Any, *more: Any) -> None:
         moved.append(sheet.row_bytes * len(of))
-        copy(source, host, sheet, row, of, runs)
+        copy(source, host, sheet, row, of, *more)
 
     monkeypatch.setattr(host_pool, "_copy_row", counting)
     return moved
@@ -396,12 +396,16 @@ def test_long_copies_go_in_threads_and_their_errors_come_back(monkeypatch):
         pool.save([0], [0])
 
 
-def test_more_than_is_gathered_at_once(way, monkeypatch):
+@pytest.mark.parametrize("cached_bytes", [100, 400, 2**20])
+@pytest.mark.parametrize("long_run", [1, 4])
+def test_more_than_is_copied_at_once(way, monkeypatch, long_run, cached_bytes):
     monkeypatch.setattr(host_pool, "_GATHERED_BYTES", 200)
+    monkeypatch.setattr(host_pool, "_CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(host_pool, "_LONG_RUN", long_run)
     for name in ("NHD, keys first", "LHBNC", "blocks padded"):
         tensors = CASES[name].tensors()
-        pairs = [(3, 0), (4, 1), (0, 2), (1, 3)]
-        check(tensors, CASES[name].block_dimensions(tensors), 5, 4, pairs)
+        for pairs in ([(3, 0), (4, 1), (0, 2), (1, 3)], [(3, 3), (4, 1), (0, 0)]):
+            check(tensors, CASES[name].block_dimensions(tensors), 5, 4, pairs)
 
 
 @pytest.mark.parametrize("way", ["device with streams"], indirect=True)
