@@ -34,6 +34,7 @@ from kvpatch._versions import GENERATIONS
 from kvpatch.geometry import Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 
 #: How the blocks of one layer lie: keys and values inside a block, in a region
@@ -62,6 +63,7 @@ def _register_kv_caches(
                 f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register "
                 "one or the other; set ENABLE_KVCACHED=false for this model"
             )
+        call_layout_by_its_strides(instance, layers)
         return wrapped(registration.show_split(instance, kv_caches))
 
     return register(*args, **kwargs)

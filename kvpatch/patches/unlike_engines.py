@@ -23,8 +23,8 @@ Limits:
     0.11.1 to 0.20 it states no kernel blocks, so backends that may cut blocks are
     refused, and so are keys that AMX tiles. Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
-    D with a host buffer, Mamba state, shared KV layers or context parallelism leaves
-    unlike peers to the release, but for smaller blocks, which it reads wrongly.
+    D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
+    leaves unlike peers to the release, but for smaller blocks, which it reads wrongly.
 Remove when:
     The connector reads any block size and layout, prefix hits included.
 """
@@ -34,7 +34,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -234,15 +233,10 @@ def _add_remote_agent(
                 refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-        if is_alike(reader.ours, peer):
-            if not reader.is_for_all:
-                # An engine may come back alike under the id of an unlike one.
-                reader.peers.pop(peer.engine_id, None)
-                return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-            if reader.ours.units is None:
-                # What it calls its layout, our tensors may be in another one by that name
-                # (kvcached from 0.26 on): its blocks are byte for byte like ours.
-                peer = replace(peer, layout=None)
+        if is_alike(reader.ours, peer) and not reader.is_for_all:
+            # An engine may come back alike under the id of an unlike one.
+            reader.peers.pop(peer.engine_id, None)
+            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, more)
 
     return add(*args, **kwargs)

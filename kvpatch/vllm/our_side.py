@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from kvpatch.geometry import KeyOrder, Memory
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.peers import OurSide
 from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
+
+_LOG = logging.getLogger("kvpatch.registration")
 
 
 def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder) -> OurSide:
@@ -91,10 +94,38 @@ def own_regions(worker: Any) -> dict[str, Any]:
 
 
 def inner_layout_of(layers: Mapping[str, LayerCache]) -> str:
-    """HND or NHD, by the strides: in NHD the heads of a token are neighbours."""
+    """HND or NHD, by the strides; HND where the two are the same bytes."""
+    return layout_shown_by(layers) or "HND"
+
+
+def layout_shown_by(layers: Mapping[str, LayerCache]) -> str | None:
+    """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
+
+    None with one head, or blocks of one token: the two are the same bytes then.
+    """
     for layer in layers.values():
         plane = layer.planes[0]
         if plane.counts.heads > 1 and plane.counts.block_tokens > 1:
             strides = plane.strides_bytes
             return "NHD" if strides.token > strides.head else "HND"
-    return "HND"  # with one head, or blocks of one token, the two are the same bytes
+    return None
+
+
+#: What releases from 0.29 on call the two where each layer has a tensor of its own.
+_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
+
+
+def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
+    """Has the worker state the layout that its tensors have, where it believes in another.
+
+    An allocator may hand out NHD where the release planned HND; a peer of other blocks
+    would read heads for tokens.
+    """
+    stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
+    shown = layout_shown_by(layers)
+    if stated is None or shown is None:
+        return
+    found = _NAMES[shown] if stated in NAMED_LAYOUTS else shown
+    if stated in (*_NAMES, *_NAMES.values()) and stated != found:
+        _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
+        worker.kv_cache_layout = found

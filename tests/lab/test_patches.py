@@ -10,9 +10,10 @@ import pytest
 
 from kvpatch._versions import generation_of
 
-from .case import Case, Report
+from .case import Case, EngineSpec, Report
 from .cases import known_failures
 from .host import Lab
+from .releases import states_block_size
 
 pytestmark = pytest.mark.lab
 
@@ -72,6 +73,24 @@ def test_kvcached_regions(lab: Lab, name: str) -> None:
         # One release moves bytes that are not its own and dies of it.
         assert stock.outcome in ("corrupt", "failed"), stock
     assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
+
+
+@pytest.mark.parametrize("blocks", [(32, 64), (64, 32)], ids=str)
+def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> None:
+    """Their tensors are NHD, whatever layout the release had planned."""
+    prefill, decode = (
+        EngineSpec(
+            "flash", block_tokens=n, planned_blocks=60, tensor_blocks=80, allocation="split_half"
+        )
+        for n in blocks
+    )
+    case = Case("split halves", prefill, decode, prompt_tokens=150)
+
+    report = lab.run(case.patched())
+
+    assert report.outcome == ("identical" if states_block_size(lab.release) else "refused"), report
+    if report.outcome == "identical":
+        assert lab.run(case.patched(), sabotage="shift_block").outcome == "corrupt"
 
 
 def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> None:
