@@ -55,6 +55,27 @@ def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
     assert len(set(fingerprints)) == len(records), "unlike prompts must have unlike fingerprints"
 
 
+def test_an_unlike_pair_behind_host_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both caches are out of NIXL's reach; the buffers hold a 32nd of them."""
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER", "always")
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", str(32 * 1024**2))
+
+    done = _verify(
+        tmp_path,
+        *("--setups", "single,kvpatch"),
+        *("--p-args", "--block-size 128", "--d-args", "--block-size 32"),
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 23 identical to single" in done.stdout
+    assert "negative control: differs (as it must), 3 of 3" in done.stdout
+    for side, blocks in (("prefill", 64), ("decode", 256)):
+        log = (tmp_path / f"kvpatch-{side}.log").read_text()
+        assert f"host buffer of 33554432 bytes for {blocks} blocks" in log
+
+
 def test_a_release_that_is_not_installed_is_refused(tmp_path: Path) -> None:
     done = _verify(tmp_path, "--release", "0.1.0")
     assert done.returncode == 2
