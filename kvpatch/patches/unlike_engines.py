@@ -79,17 +79,16 @@ def _register_kv_caches(
         # Read first: what registering makes of split tensors is not what they are.
         cache = read_cache(registration, instance, kv_caches)
         buffer = buffer_of(instance)
-        behind = None if buffer is None else read_cache(registration, instance, buffer.tensors)
+        behind = cache if buffer is None else read_cache(registration, instance, buffer.tensors)
         result = wrapped(kv_caches)
         if (
             cache is not None
+            and behind is not None
             and is_plain(instance)
             and has_blocks_of(instance.block_size, cache[0])
         ):
             agent = own_agent(instance.nixl_wrapper)
-            reader = reader_for(
-                instance, agent, kv_caches, cache, None if behind is None else behind[0]
-            )
+            reader = reader_for(instance, agent, kv_caches, cache, behind[0])
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
                 agent, reader, partial(_rank_of, instance), partial(_unlike_engine_of, instance)
@@ -105,18 +104,18 @@ def reader_for(
     agent: Any,
     kv_caches: Mapping[str, Any],
     cache: Cache,
-    behind: Mapping[str, LayerCache] | None,
+    behind: Mapping[str, LayerCache],
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it.
 
     Args:
-        behind: the device's layers where what is registered is a host buffer.
+        behind: the device's layers where what is registered is a host buffer; else the same.
     """
     layers, groups, key_order = cache
     ours = our_side(worker, layers, key_order)
     device = next(iter(kv_caches.values())).device
     buffer = buffer_of(worker)
-    if buffer is None or behind is None:
+    if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
         return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
     pool = staging_pool(agent, ours.memory, device, for_device=True)
