@@ -72,6 +72,9 @@ class Engine:
         backend = release.backend(spec.family)
         layout = release.layout_name(spec)
         release.use_layout(layout)
+        # A process plays many cases, and this torch has only the CPU: the device of the case
+        # before, "npu" say, must not reach the configuration of this one.
+        standins.set_device_type("cpu")
         self.config = release.vllm_config(spec, start.engine_id, "kv_both", start.extra_config)
         self.plan = release.kv_cache_config(spec, self.config)
         self.groups = release.groups_of_layers(spec, self.plan)
