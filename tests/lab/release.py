@@ -67,6 +67,7 @@ def preload() -> None:
     for module in _PRELOAD:
         importlib.import_module(module)
     standins.model_inspection()
+    standins.patient_agents()
     model_config(EngineSpec())
 
 
