@@ -1,6 +1,6 @@
-"""The only reader of ``os.environ``.
+"""The only reader of settings in ``os.environ``; the entry point asks whether one is set.
 
-The gate is read by every vLLM process, patched or not, so the module imports
+The gate may be read by every vLLM process, so the module imports
 nothing but ``os`` until a setting is really asked for.
 """
 

@@ -1,12 +1,13 @@
 """The ``vllm.general_plugins`` entry point.
 
 vLLM calls it in the API server, the engine core and every worker. Without
-``ENABLE_KVPATCH`` it must cost nothing, so it imports nothing before it asks.
+``ENABLE_KVPATCH`` it must cost nothing, so it imports no module of ours, not
+even the one that reads settings, before it knows that the variable is set.
 """
 
 from __future__ import annotations
 
-from kvpatch import _env
+import os
 
 
 def load() -> None:
@@ -15,8 +16,10 @@ def load() -> None:
     Raises:
         SettingsError: the variable holds something that is no yes and no no.
     """
-    if not _env.is_enabled():
+    if not os.environ.get("ENABLE_KVPATCH"):
         return
     import kvpatch
+    from kvpatch import _env
 
-    kvpatch.enable()
+    if _env.is_enabled():
+        kvpatch.enable()
