@@ -40,6 +40,17 @@ def add_remote_agent(generation: Generation) -> Site:
     )
 
 
+def nixl_handshake(generation: Generation) -> Site:
+    """Where a worker asks a peer for its metadata; these parameters to 0.11.0."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="_nixl_handshake",
+        kind="function",
+        parameters=("self", "host", "port", "remote_tp_size", "expected_engine_id"),
+    )
+
+
 def read_blocks_for_req(generation: Generation) -> Site:
     """Where a worker posts the reads of one request."""
     return Site(

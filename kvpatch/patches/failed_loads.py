@@ -16,20 +16,21 @@ How:
     blocks are booked as invalid, so that they fail by the load-failure policy.
     To 0.11.0, and with several cache groups to 0.29, which know no way to fail one
     request, it is left waiting with an error in the log, until its client gives it up;
-    its blocks are freed then.
+    its blocks are freed then. To 0.11.0 a peer is first asked on a socket of our own,
+    for 5 s at most as from 0.11.1 on: the release waits for the answer of a dead one for
+    ever, and so do the handshakes behind it.
 Upstream:
-    Failed loads came with 0.11.1; 0.22 passes over failed requests, and 0.30 reports
-    them by themselves.
-Limits:
-    To 0.11.0 a handshake with a P that is dead waits for its answer for ever, and so do
-    the handshakes behind it.
+    Failed loads came with 0.11.1, and with it an end to the wait for a handshake; 0.22
+    passes over failed requests, and 0.30 reports them by themselves.
 Remove when:
     0.29 is no longer supported.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvpatch._errors import KvpatchError
@@ -37,6 +38,7 @@ from kvpatch._patching import Patch, Site, Wrapper
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.patches import _sites
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.vllm.answers import require_answer
 from kvpatch.vllm.failures import (
     Unreported,
     failures_of,
@@ -68,6 +70,27 @@ def _read_or_leave_waiting(
             return None
 
     return read(*args, **kwargs)
+
+
+def _handshake_with_the_living(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    module: str,
+) -> Any:
+    def handshake(
+        host: str, port: int, remote_tp_size: int, expected_engine_id: str
+    ) -> dict[int, str]:
+        ratio = instance._tp_size[instance.engine_id] // remote_tp_size
+        if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
+            release = sys.modules[module]
+            address = release.make_zmq_path("tcp", host, port + instance.tp_rank // ratio)
+            require_answer(address, release.GET_META_MSG)
+        return wrapped(host, port, remote_tp_size, expected_engine_id)  # type: ignore[no-any-return]
+
+    return handshake(*args, **kwargs)
 
 
 def _pop_done_or_leave_waiting(
@@ -166,6 +189,9 @@ def _sites_of(g: Generation) -> dict[Site, Wrapper]:
     found: dict[Site, Wrapper] = {}
     if g.slug in _NO_FAILURES:
         found[_sites.read_blocks_for_req(g)] = _read_or_leave_waiting
+        found[_sites.nixl_handshake(g)] = partial(
+            _handshake_with_the_living, module=g.worker_module
+        )
         found[_sites.pop_done_transfers(g)] = _pop_done_or_leave_waiting
     if g.slug in _AS_RECEIVED:
         found[_sites.register_kv_caches(g)] = _register_kv_caches

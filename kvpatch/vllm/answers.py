@@ -1,0 +1,41 @@
+"""Whether a peer answers at all, where the release would wait for its answer for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch._errors import KvpatchError
+
+#: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
+ANSWER_SECONDS = 5.0
+
+
+class NoAnswer(KvpatchError):
+    """A peer that says nothing: it is dead, hangs, or is not where P said."""
+
+
+def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECONDS) -> None:
+    """Asks a peer's handshake listener once, on a socket of its own.
+
+    Args:
+        address: ``tcp://host:port``.
+        question: what the release itself asks; the answer is thrown away.
+
+    Raises:
+        NoAnswer: nothing came within `seconds`.
+    """
+    import zmq
+
+    context: Any = zmq.Context()
+    try:
+        socket = context.socket(zmq.REQ)
+        socket.connect(address)
+        socket.send(question)  # queued where nobody is connected
+        if not socket.poll(round(seconds * 1000), zmq.POLLIN):
+            raise NoAnswer(
+                f"the prefill engine's handshake listener at {address} did not answer within "
+                f"{seconds:g} s: is the engine alive, and VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT "
+                "at it what this host can reach?"
+            )
+    finally:
+        context.destroy(linger=0)
