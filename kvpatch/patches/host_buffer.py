@@ -12,8 +12,8 @@ How:
     place of the device's blocks. On P its scheduler keeps rows for a request that D will
     read before it is scheduled, each step copies the blocks that it completes, and P's
     answer names rows; they are free when the blocks are. A request that never fits is
-    answered without parameters, so that D computes it. D reads every peer through its
-    staging pool, in host memory, and places it on the device.
+    answered with the reason in place of parameters, and D computes it. D reads every peer
+    through its staging pool, in host memory, and places it on the device.
 Upstream:
     vLLM #18293, the mirror.
 Limits:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvpatch.verify.engine import EngineSpec
 from kvpatch.verify.setups import BadOptions, Setup, small_engine
@@ -51,16 +52,23 @@ class Single:
 
 @dataclass(frozen=True)
 class Row:
-    """One pair, or several prefill engines with one decode engine."""
+    """One pair, or several prefill engines with one decode engine.
+
+    Attributes:
+        host_buffer_bytes: of each worker's host buffer, on prefill engines and on the decode
+            engine with kvpatch; None where caches are read where they are.
+    """
 
     name: str
     prefill: tuple[Side, ...]
     decode: Side
     single: Single = Single()
+    host_buffer_bytes: int | None = None
 
     def __str__(self) -> str:
         kind = "" if self.single.model == "llama" else f", {self.single.model}"
-        return f"{' + '.join(map(str, self.prefill))} -> {self.decode}{kind}"
+        buffer = "" if self.host_buffer_bytes is None else ", host buffers"
+        return f"{' + '.join(map(str, self.prefill))} -> {self.decode}{kind}{buffer}"
 
     @property
     def same_prefill(self) -> bool:
@@ -70,6 +78,9 @@ class Row:
 
 _WINDOW = Single(model="window")
 _ROWS = Single(torch_attention=True)
+
+_EIGHTH_BYTES = 128 * 1024**2
+"""Of a cache of 1 GiB, which is what each rank of these engines has."""
 
 ROWS: tuple[Row, ...] = (
     Row("128-32", (Side(128),), Side(32)),
@@ -85,6 +96,14 @@ ROWS: tuple[Row, ...] = (
     Row("hnd-nhd-48-80", (Side(48, layout="HND"),), Side(80, layout="NHD"), _ROWS),
     Row("window-128-32", (Side(128),), Side(32), _WINDOW),
     Row("window-32-128", (Side(32),), Side(128), _WINDOW),
+    Row("host-64-64", (Side(64),), Side(64), host_buffer_bytes=_EIGHTH_BYTES),
+    Row("host-128-32", (Side(128),), Side(32), host_buffer_bytes=_EIGHTH_BYTES),
+    Row(
+        "host-tp2-tp2",
+        (Side(64, ranks=2),),
+        Side(64, ranks=2),
+        host_buffer_bytes=_EIGHTH_BYTES,
+    ),
 )
 
 
@@ -119,13 +138,38 @@ def single_setup(single: Single, model: str) -> Setup:
 
 
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
-    """The set-ups ``stock`` and ``kvpatch``, on the same prefill engines without kvpatch."""
+    """The set-ups ``stock`` and ``kvpatch``, on the same prefill engines.
+
+    Those have kvpatch only where they have a host buffer, which a stock decode engine reads too.
+    """
+    buffer = (
+        {}
+        if row.host_buffer_bytes is None
+        else {
+            "KVPATCH_HOST_BUFFER": "always",
+            "KVPATCH_HOST_BUFFER_BYTES": str(row.host_buffer_bytes),
+        }
+    )
     prefill = tuple(
-        _engine(f"{row.name}-prefill-{number}", row.single, side, model)
+        _engine(
+            f"{row.name}-prefill-{number}",
+            row.single,
+            side,
+            model,
+            kvpatch=bool(buffer),
+            settings=buffer,
+        )
         for number, side in enumerate(row.prefill)
     )
     stock = _engine(f"{row.name}-decode-stock", row.single, row.decode, model)
-    patched = _engine(f"{row.name}-decode-kvpatch", row.single, row.decode, model, kvpatch=True)
+    patched = _engine(
+        f"{row.name}-decode-kvpatch",
+        row.single,
+        row.decode,
+        model,
+        kvpatch=True,
+        settings=buffer,
+    )
     return Setup("stock", prefill, (stock,)), Setup("kvpatch", prefill, (patched,))
 
 
@@ -136,15 +180,16 @@ def _engine(
     model: str,
     connector: bool = True,
     kvpatch: bool = False,
+    settings: Mapping[str, str] = MappingProxyType({}),
 ) -> EngineSpec:
     arguments: tuple[str, ...] = ("--block-size", str(side.block_tokens))
     if side.ranks > 1:
         arguments += ("--tensor-parallel-size", str(side.ranks))
     if single.torch_attention:
         arguments += _TORCH_ATTENTION
-    environment: Mapping[str, str] = (
-        {"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout is not None else {}
-    )
+    environment = dict(settings)
+    if side.layout is not None:
+        environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
     return small_engine(
         name, model, DTYPE, arguments, connector, kvpatch, tuple(environment.items())
     )

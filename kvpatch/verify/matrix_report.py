@@ -129,7 +129,7 @@ def matrix_summary(results: Sequence[RowResult]) -> str:
     passed = sum(result.passed for result in results)
     spoiled = sum(len(result.comparison.control.get("kvpatch", {})) for result in results)
     return (
-        f"{passed} of {len(results)} pairs identical with kvpatch on the decode side; "
+        f"{passed} of {len(results)} pairs identical with kvpatch; "
         f"negative control: {spoiled} prompts spoiled"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PATCH = "unlike_engines"
+
+HOST_BUFFER = re.compile(
+    r"host buffer of (\d+) bytes for (\d+) blocks of (\d+) bytes; vLLM's own would take (\d+) bytes"
+)
+"""What each worker logs of its own: bytes, blocks, bytes of one, bytes of vLLM's mirror."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,7 @@ class _RowRun:
             count = len(patched.prefill)
             prefill, decode = engines[:count], engines[count:]
             await self._require_patch(decode)
+            self._require_host_buffers(engines)
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             stop_all(decode)
             if not self.with_stock:
@@ -168,6 +175,15 @@ class _RowRun:
         if reason and any(found.error for found in observations.values()):
             self.reasons[setup.name] = reason
         return observations
+
+    def _require_host_buffers(self, engines: Sequence[Engine]) -> None:
+        """Where the row has them, every rank must have said how large its own is."""
+        if self.row.host_buffer_bytes is None:
+            return
+        for engine in engines:
+            ranks = HOST_BUFFER.findall(engine.log.read_text(errors="replace"))
+            if not ranks:
+                raise EngineFailed(f"{engine.spec.name}: expected a host buffer, found none")
 
     async def _require_patch(self, engines: Sequence[Engine]) -> None:
         for engine in engines:

@@ -15,6 +15,8 @@ from kvpatch.vllm.slots import NeverFits, NotReserved, NotSaved, SlotTable
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 _ATTRIBUTE = "kvpatch_saves"
+#: In an answer's transfer parameters: why there is nothing to read.
+REFUSED = "kvpatch_refused"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class Saves:
         self._rows = 0
         self._block_bytes = 0
         self._is_used = False
+        #: Why requests that are not over yet are not saved.
+        self._refusals: dict[str, str] = {}
         self._groups: tuple[GroupBlocks, ...] = ()
 
     @property
@@ -133,23 +137,23 @@ class Saves:
     def admit(self, request: Any) -> bool:
         """Whether there is room for a request that D will read; it has to wait otherwise.
 
-        One that never fits loses its parameters: it is then a prompt like any other, and
-        D, which is told nothing, computes it as well.
+        One that never fits loses its parameters: it is then a prompt like any other, its
+        answer says why, and D, which is told of nothing to read, computes it as well.
         """
         blocks = self._needed(request)
         self._is_used = True
         try:
             return self.table.reserve(request.request_id, blocks)
         except NeverFits:
-            _LOG.warning(
-                "request %s needs %d bytes of host buffer (%d blocks) and there are %d: the decode "
-                "engine computes it itself; set KVPATCH_HOST_BUFFER_BYTES to %d or more",
-                request.request_id,
-                blocks * self._block_bytes,
-                blocks,
-                (self._rows - NULL_ROWS) * self._block_bytes,
-                (blocks + NULL_ROWS) * self._block_bytes,
+            why = (
+                f"request {request.request_id} needs {blocks * self._block_bytes} bytes of host "
+                f"buffer ({blocks} blocks) and there are "
+                f"{(self._rows - NULL_ROWS) * self._block_bytes}: the decode engine computes it "
+                "itself; set KVPATCH_HOST_BUFFER_BYTES to "
+                f"{(blocks + NULL_ROWS) * self._block_bytes} or more"
             )
+            _LOG.warning("%s", why)
+            self._refusals[request.request_id] = why
             request.kv_transfer_params = None
             return True
 
@@ -231,6 +235,16 @@ class Saves:
         # A window's list begins with null blocks.
         return [next(rows) + NULL_ROWS if block else 0 for block in blocks]
 
+    def refusal(self, request_id: str) -> dict[str, Any] | None:
+        """What to answer, once, to a request that could never be saved; None for any other.
+
+        Whoever passes it on to a decode engine asks that for an ordinary answer.
+        """
+        why = self._refusals.pop(request_id, None)
+        if why is None:
+            return None
+        return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED: why}
+
     def release(self, request_id: str) -> None:
         """A request's blocks are free."""
         if self._table is not None:
@@ -253,7 +267,7 @@ def finished(
     keeps_blocks, params = answer
     if not keeps_blocks or not params:
         saves.release(request.request_id)
-        return answer
+        return keeps_blocks, params or saves.refusal(request.request_id)
     try:
         saves.publish(request.request_id, params)
     except NotSaved as error:

@@ -50,6 +50,10 @@ class EngineSpec:
     lookahead_tokens: int = 0
     #: Whether the release's own scheduler hands out blocks where there is one group, too.
     own_scheduler: bool = False
+    #: Tokens of every answer: of P's that D reads, one in all that proxies ask for.
+    answer_tokens: int = 1
+    #: Whether the connector is one of a MultiConnector's.
+    in_multi: bool = False
     #: What the platform calls its device; empty for what the release can take for a CPU.
     device: str = ""
     patched: bool = False
@@ -65,7 +69,8 @@ class EngineSpec:
             raise ValueError("patches are named but patched is False")
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads do not divide over TP {self.tp_size}")
-        if not self.has_core and (self.lookahead_tokens or self.step_tokens != 2048):
+        cuts = self.lookahead_tokens or self.step_tokens != 2048 or self.answer_tokens != 1
+        if not self.has_core and cuts:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
 
     @property

@@ -44,7 +44,13 @@ class CoreScheduler:
         self._tracked: dict[str, Tracked] = {}
         self._answers: dict[str, Any] = {}
         self._metadata: list[Any] = []
+        #: Requests that have been read, which the scheduler hears of with the next step.
+        self._read: set[str] = set()
         self._scatter(seed)
+
+    def limit_chunks(self, tokens: int) -> None:
+        """Has a step compute no more than so many tokens of a prompt, so that others run too."""
+        self._core.scheduler_config.long_prefill_token_threshold = tokens
 
     def _scatter(self, seed: int) -> None:
         """Frees all blocks in another order: a new pool hands out neighbours."""
@@ -66,7 +72,9 @@ class CoreScheduler:
     ) -> Tracked:
         # Distinct from the first token on: prefixes of other requests are no hits.
         token_ids = [1 + (i + 31 * number) % 100 for i in range(prompt_tokens)]
-        request = new_request(request_id, token_ids, params, self._hasher)
+        request = new_request(
+            request_id, token_ids, params, self._hasher, answer_tokens=self.spec.answer_tokens
+        )
         self._core.add_request(request)
         tracked = Tracked(number, request, [], prompt_tokens)
         self._tracked[request_id] = tracked
@@ -78,6 +86,8 @@ class CoreScheduler:
         if not output.num_scheduled_tokens:
             # Nothing to compute: the metadata goes with the next step.
             self._metadata.append(output.kv_connector_metadata)
+            if self._read:
+                self._update(Computation(output.kv_connector_metadata, (), output))
             return None
         computed = []
         for request_id, count in output.num_scheduled_tokens.items():
@@ -89,17 +99,14 @@ class CoreScheduler:
 
     def computed(self, computation: Computation) -> None:
         """Answers prompts that are complete with a token, which ends them."""
-        self._update(computation, set())
+        self._update(computation)
 
     def sent(self, request_ids: set[str]) -> None:
-        """Tells the scheduler, in a step that computes nothing, what has been read."""
-        output = self._core.schedule()
-        if output.num_scheduled_tokens:
-            raise ValueError("a step that was to compute nothing")
-        self._metadata.append(output.kv_connector_metadata)
-        self._update(Computation(output.kv_connector_metadata, (), output), request_ids)
+        """What has been read; the next step tells the scheduler."""
+        self._read |= request_ids
 
-    def _update(self, computation: Computation, sent: set[str]) -> None:
+    def _update(self, computation: Computation) -> None:
+        sent, self._read = self._read, set()
         from vllm.v1 import outputs as of_release
 
         kind = of_release.ModelRunnerOutput
@@ -110,7 +117,7 @@ class CoreScheduler:
             "req_ids": ids,
             "req_id_to_index": {request_id: i for i, request_id in enumerate(ids)},
             "sampled_token_ids": [
-                as_listed([_ANSWER_TOKEN] if tokens.stop == tracked.tokens else [])
+                as_listed([_ANSWER_TOKEN] if tokens.stop >= tracked.tokens else [])
                 for tracked, tokens in computation.computed
             ],
             "spec_token_ids": None,  # to 0.10

@@ -88,7 +88,7 @@ class Engine:
                 memory[:] = noise.integers(0, 256, memory.size, dtype=np.uint8)
 
         self._stand_in(backend)
-        connector = release.connector_module().NixlConnector
+        connector = release.connector_class(spec)
         self.scheduler = self._scheduler(connector)
         self.workers = []
         for rank in range(spec.tp_size):
@@ -96,10 +96,10 @@ class Engine:
                 self.workers.append(self._connector(connector, "WORKER"))
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, spec.tp_size):
-                self._count_on(worker.connector_worker.nixl_wrapper)
+                self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
                 worker.register_kv_caches(self.caches[rank].tensors())
             if self.pretends:
-                standins.stop_pretending(worker.connector_worker)
+                standins.stop_pretending(release.nixl_of(worker).connector_worker)
         self._share_handshake(self.scheduler.connector)
 
     def _stand_in(self, backend: type[Any]) -> None:
@@ -109,7 +109,10 @@ class Engine:
         device = self.spec.device or ("cuda" if is_cuda else "cpu")
         self.pretends = device != "cpu"
         standins.set_device_type(device)
-        self.config.kv_transfer_config.kv_buffer_device = "cuda" if is_cuda else "cpu"
+        transfer = self.config.kv_transfer_config
+        transfer.kv_buffer_device = "cuda" if is_cuda else "cpu"
+        for inner in transfer.kv_connector_extra_config.get("connectors", ()):
+            inner["kv_buffer_device"] = transfer.kv_buffer_device
 
     def _scheduler(self, connector: type[Any]) -> Scheduler | CoreScheduler:
         spec, seed = self.spec, self.start.seed
@@ -387,8 +390,9 @@ class Engine:
         """
         logging.getLogger("vllm").removeHandler(self.log)
         for worker in self.workers:
-            vars(worker.connector_worker.nixl_wrapper).pop("make_prepped_xfer")
-            vars(worker.connector_worker.nixl_wrapper).pop("register_memory")
+            agent = release.nixl_of(worker).connector_worker.nixl_wrapper
+            vars(agent).pop("make_prepped_xfer")
+            vars(agent).pop("register_memory")
         for connector in (*self.workers, self.scheduler.connector):
             shutdown = getattr(connector, "shutdown", None)
             if shutdown is not None:

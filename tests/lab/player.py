@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from . import release
 from .core import CoreScheduler
 from .engine import Engine
 from .engine_api import Ask, Left, Prompt, Seen
@@ -79,10 +80,23 @@ class Player(Engine):
         for p in prompts:
             self._by_name[p.name] = self.scheduler.prefill(p.number, p.name, p.tokens)
 
+    def begin_own(self, prompts: Sequence[Prompt]) -> None:
+        """Takes prompts that nobody will read."""
+        for p in prompts:
+            self._by_name[p.name] = self._core_scheduler().seed(p.number, p.name, p.tokens)
+
+    def take_turns(self, tokens: int) -> None:
+        """From now on a step computes no more than so many tokens of a prompt."""
+        self._core_scheduler().limit_chunks(tokens)
+
     def work(self) -> dict[str, str]:
         """Computes what can be; returns the answers since the last time, as JSON."""
         self._compute()
         self._step()
+        return self.answers()
+
+    def answers(self) -> dict[str, str]:
+        """P's answers since the last time, as JSON."""
         answers = self._core_scheduler().answers()
         new = {name: json.dumps(answers[name]) for name in answers if name not in self._answered}
         self._answered |= set(new)
@@ -91,7 +105,9 @@ class Player(Engine):
     def tick(self) -> None:
         """One step of the model, or none where nothing can be computed."""
         computation = self.scheduler.compute()
-        if computation is not None:
+        if computation is None:
+            self._step()
+        else:
             self._send(computation.metadata, computation.computed)
             self.scheduler.computed(computation)
 
@@ -103,10 +119,19 @@ class Player(Engine):
         """kvpatch's account of P's host buffer."""
         from kvpatch.vllm.host_buffer_saves import saves_of
 
-        saves = saves_of(self.scheduler.connector)
+        saves = saves_of(release.nixl_of(self.scheduler.connector))
         assert saves is not None
         table = saves.table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """Of the first rank's host buffer: its size, that of its tensors' memory, and blocks."""
+        pool = self._pools()[0]
+        memory = {
+            t.untyped_storage().data_ptr(): t.untyped_storage() for t in pool.tensors.values()
+        }
+        held = sum(storage.nbytes() for storage in memory.values())
+        return {"size": pool.size_bytes, "held": held, "blocks": pool.slots}
 
     def watch_saves(self) -> None:
         """Counts blocks that are copied to the host buffer from now on."""
@@ -133,20 +158,24 @@ class Player(Engine):
     def _pools(self) -> list[Any]:
         from kvpatch.vllm.host_buffer_worker import buffer_of
 
-        found = [buffer_of(connector.connector_worker) for connector in self.workers]
+        found = [buffer_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return [buffer.pool for buffer in found if buffer is not None]
 
     def heard(self, seconds: float, names: Sequence[str]) -> set[str]:
         """Those of `names` that P has heard were read, within some steps."""
         end = time.monotonic() + seconds
+        is_core = isinstance(self.scheduler, CoreScheduler)
         while True:
-            self._step()
+            if not is_core:
+                self._step()
             for rank, done in enumerate(self._finished()[0]):
                 self.sent[rank] |= done
             found = set.intersection(*self.sent) & set(names)
-            if isinstance(self.scheduler, CoreScheduler):
-                self.scheduler.sent(found - self._let_go)
+            if is_core:
+                # Other prompts may be under way, which a step computes as well.
+                self._core_scheduler().sent(found - self._let_go)
                 self._let_go |= found
+                self.tick()
             if len(found) == len(names) or time.monotonic() > end:
                 return found
             time.sleep(_POLL_SECONDS)
@@ -264,7 +293,7 @@ class Player(Engine):
         """What the worker still holds of transfers; nothing of it once all are over."""
         transfers, metadata, handles, staging, reading = set(), set(), 0, 0, False
         for connector in self.workers:
-            worker = connector.connector_worker
+            worker = release.nixl_of(connector).connector_worker
             transfers |= set(worker._recving_transfers)
             metadata |= set(getattr(worker, "_recving_metadata", ()))
             handles += _handles(worker.nixl_wrapper)
@@ -276,7 +305,7 @@ class Player(Engine):
 
     def unlike_peers(self) -> set[str]:
         """The engines that kvpatch reads from in place of the release."""
-        readers = [_reader_of(connector.connector_worker) for connector in self.workers]
+        readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
 
     def _core_scheduler(self) -> CoreScheduler:

@@ -81,6 +81,19 @@ def connector_module() -> Any:
         return importlib.import_module(f"{_PACKAGE}.nixl")
 
 
+def connector_class(spec: EngineSpec) -> Any:
+    """What an engine of `spec` makes of its connector's name."""
+    nixl = connector_module().NixlConnector
+    if not spec.in_multi:
+        return nixl
+    return importlib.import_module(f"{_PACKAGE}.multi_connector").MultiConnector
+
+
+def nixl_of(connector: Any) -> Any:
+    """The NixlConnector that is meant: itself, or the only one of a MultiConnector."""
+    return getattr(connector, "_connectors", (connector,))[0]
+
+
 def worker_modules() -> list[Any]:
     """All loaded modules of the connector: each has its own imported names."""
     prefix = connector_module().__name__
@@ -208,13 +221,18 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         )
     )
     cache.num_gpu_blocks = spec.planned_blocks
-    transfer = KVTransferConfig(
-        kv_connector="NixlConnector",
-        kv_role=role,
-        kv_buffer_device="cpu",
-        engine_id=engine_id,
-        kv_connector_extra_config=extra,
-    )
+    nixl = {
+        "kv_connector": "NixlConnector",
+        "kv_role": role,
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": extra,
+    }
+    outer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"connectors": [nixl]},
+    }
+    transfer = KVTransferConfig(**(outer if spec.in_multi else nixl), engine_id=engine_id)
     config = VllmConfig(
         model_config=model_config(spec),
         cache_config=cache,

@@ -146,13 +146,19 @@ TO_BE_READ = {
 
 
 def new_request(
-    request_id: str, token_ids: list[int], params: dict[str, Any] | None, block_hasher: Any = None
+    request_id: str,
+    token_ids: list[int],
+    params: dict[str, Any] | None,
+    block_hasher: Any = None,
+    answer_tokens: int = 1,
 ) -> Any:
-    """The release's own request, for one token of an answer."""
+    """The release's own request, for an answer of so many tokens."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
 
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    sampling = SamplingParams(
+        max_tokens=answer_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}
+    )
     wanted = {
         "request_id": request_id,
         "prompt_token_ids": token_ids,

@@ -14,7 +14,7 @@ from kvpatch.verify import matrix_run
 from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
 from kvpatch.verify.engine import EngineFailed
 from kvpatch.verify.handoff import Completion
-from kvpatch.verify.matrix import ROWS, Single, by_single, choose, row_setups, single_setup
+from kvpatch.verify.matrix import ROWS, Row, Single, by_single, choose, row_setups, single_setup
 from kvpatch.verify.matrix_report import (
     matrix_json_lines,
     matrix_summary,
@@ -79,7 +79,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
         "128-32: stock: AssertionError: local block size",
     ]
     assert row_line(result) == "128-32 (128 -> 32): stock failed 3/3, kvpatch identical"
-    assert "1 of 1 pairs identical" in matrix_summary([result])
+    assert "1 of 1 pairs identical with kvpatch" in matrix_summary([result])
 
 
 @pytest.mark.parametrize(
@@ -162,6 +162,7 @@ def test_rows_say_what_is_unlike() -> None:
     assert said["tp1-tp2"] == "128 -> 32 TP2"
     assert said["nhd-hnd-128-32"] == "128 NHD -> 32 HND"
     assert said["window-128-32"] == "128 -> 32, window"
+    assert said["host-128-32"] == "128 -> 32, host buffers"
 
 
 def test_every_row_has_a_model_and_a_name_of_its_own() -> None:
@@ -174,11 +175,18 @@ def test_every_row_has_a_model_and_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_only_the_decode_side_has_kvpatch(row: object) -> None:
-    stock, patched = row_setups(row, "model")  # type: ignore[arg-type]
+def test_prefill_engines_have_kvpatch_with_a_host_buffer_only(row: Row) -> None:
+    stock, patched = row_setups(row, "model")
     assert stock.prefill == patched.prefill
-    assert [spec.kvpatch for spec in patched.specs] == [False] * len(stock.prefill) + [True]
-    assert not any(spec.kvpatch for spec in stock.specs)
+    has_buffer = row.host_buffer_bytes is not None
+    assert [spec.kvpatch for spec in patched.specs] == [has_buffer] * len(stock.prefill) + [True]
+    for spec in patched.specs:
+        settings = dict(spec.environment)
+        assert settings.get("KVPATCH_HOST_BUFFER") == ("always" if has_buffer else None)
+        wanted = str(row.host_buffer_bytes) if has_buffer else None
+        assert settings.get("KVPATCH_HOST_BUFFER_BYTES") == wanted
+    assert not any(spec.kvpatch for spec in stock.decode)
+    assert "KVPATCH_HOST_BUFFER" not in dict(stock.decode[0].environment)
     assert all(spec.connector for spec in (*stock.specs, *patched.specs))
     assert stock.decode[0].arguments == patched.decode[0].arguments
     assert len({spec.name for spec in (*stock.specs, *patched.specs)}) == len(stock.prefill) + 2
