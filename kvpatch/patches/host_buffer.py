@@ -117,9 +117,16 @@ def _wait_for_save(
 def _set_host_xfer_buffer_ops(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if workers.is_on(instance.connector_worker):
-        return None  # copies for a buffer that this worker does not have
-    return wrapped(*args, **kwargs)
+    def set_operation(copy_operation: Any) -> Any:
+        if not workers.is_on(instance.connector_worker):
+            return wrapped(copy_operation)
+        # For the mirror of the release, which this worker does not have.
+        buffer = workers.buffer_of(instance.connector_worker)
+        if buffer is not None:
+            buffer.offer(copy_operation)
+        return None
+
+    return set_operation(*args, **kwargs)
 
 
 # --- the connector's scheduler half ----------------------------------------------

@@ -18,11 +18,21 @@ import numpy as np
 
 from kvpatch._errors import RegistrationRefused
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
+from kvpatch.transfer.own_copies import Operation, OwnCopies
 from kvpatch.transfer.slot_rows import BlockTensor, Sheet, rows_of, slot_storage
 
 if TYPE_CHECKING:
     import torch
 
+#: What torch and platforms' own copies say where they cannot.
+_CANNOT = (
+    RuntimeError,
+    NotImplementedError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    IndexError,
+)
 #: Of device memory at once, for blocks on their way.
 _GATHERED_BYTES = 32 * 1024**2
 _WIDEST_BYTES = 8
@@ -58,6 +68,21 @@ def block_bytes(
     for _, found in _by_storage(tensors, block_dimensions, blocks):
         total += sum(row.step_bytes for row in rows_of(found, blocks))
     return total
+
+
+def unreachable(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Why none of these bytes can be named: a device whose tensors have no storage (XLA).
+
+    None where every tensor has one.
+    """
+    for layer, tensor in tensors.items():
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError) as error:
+            return f"{layer} of shape {tuple(tensor.shape)} has no storage: {error}"
+        if tensor.numel() and not address:
+            return f"the storage of {layer}, of shape {tuple(tensor.shape)}, is nowhere in memory"
+    return None
 
 
 def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -118,6 +143,7 @@ class HostPool:
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
         self._is_on_host = _is_on_host(self._device)
         self._streams = None if self._is_on_host else _streams_of(self._device)
+        self._own: OwnCopies | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._stream: Any = None
         self._event: Any = None
@@ -135,6 +161,9 @@ class HostPool:
         self._check(blocks, slots)
         if not blocks:
             return
+        if self._own is not None:
+            self._own.save(blocks, slots)
+            return
         order = np.argsort(np.asarray(slots, dtype=np.int64))
         into = np.asarray(slots, dtype=np.int64)[order]
         of = np.asarray(blocks, dtype=np.int64)[order]
@@ -143,6 +172,23 @@ class HostPool:
             self._copy_on_host(of, into, runs)
             return
         self._copy_from_device(of, runs)
+
+    def use(self, operation: Operation) -> None:
+        """From now on copies as the platform does, once that is seen to be right.
+
+        Raises:
+            RegistrationRefused: it raises, or what it copies is something else. What copied
+                before goes on.
+        """
+        before, self._own = (
+            self._own,
+            OwnCopies(operation, self._sources, self.tensors, self._block_dimensions, self._blocks),
+        )
+        try:
+            self._try()
+        except RegistrationRefused:
+            self._own = before
+            raise
 
     def settle(self) -> None:
         """Waits until all that was saved is in host memory."""
@@ -238,7 +284,7 @@ class HostPool:
                 for layer, pair in pairs.items()
                 if not torch.equal(*(half.view(_kinds()[half.element_size()]) for half in pair))
             ]
-        except (RuntimeError, NotImplementedError) as error:
+        except _CANNOT as error:
             raise RegistrationRefused(
                 f"KV caches on {self._device} cannot be copied to host memory: {error}"
             ) from error

@@ -42,7 +42,7 @@ _EXCEPTION = re.compile(
 _PORTS = (15_000, 32_000)
 _PORT_TAKEN = "Address already in use"
 
-_TRANSFER_CONFIG = {
+TRANSFER_CONFIG = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
@@ -124,7 +124,7 @@ def command(spec: EngineSpec, port: int) -> list[str]:
         *("--worker-extension-cls", "kvpatch.verify.probe.CacheProbe"),
     ]
     if spec.connector:
-        arguments += ["--kv-transfer-config", json.dumps(_TRANSFER_CONFIG)]
+        arguments += ["--kv-transfer-config", json.dumps(TRANSFER_CONFIG)]
     arguments += spec.arguments  # last, so that they override
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
@@ -190,6 +190,11 @@ class Engine:
     def url(self) -> str:
         """Where it serves."""
         return f"http://{HOST}:{self.port}"
+
+    @property
+    def group(self) -> int | None:
+        """The number of its process group; None while it does not run."""
+        return self._process.pid if self._process else None
 
     def start(self) -> None:
         """Start the process, in a process group of its own; returns at once."""

@@ -296,6 +296,11 @@ def saves_of(connector: Any) -> Saves | None:
     return None if scheduler is None else _SAVES.get(scheduler)
 
 
+def accounts() -> tuple[Saves, ...]:
+    """All of this process."""
+    return tuple(_SAVES.values())
+
+
 def link(core: Any) -> None:
     """Brings vLLM's scheduler and the accounts of its connectors together."""
     for connector in connectors_of(core):

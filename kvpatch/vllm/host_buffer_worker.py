@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import wrapt
 
 from kvpatch import _env
-from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
+from kvpatch._errors import RegistrationRefused
+from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes, unreachable
+from kvpatch.transfer.own_copies import Operation
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer import HostBufferRefused, rows_in
 from kvpatch.vllm.host_buffer_saves import Copies
@@ -54,6 +56,34 @@ class HostBuffer:
         if copies.is_last:
             self.pool.settle()
 
+    def offer(self, operation: Operation) -> None:
+        """What the platform's runner copies with is used where it is the platform's own."""
+        if not is_own(operation):
+            return
+        name = f"{operation.__module__}.{getattr(operation, '__qualname__', operation)}"
+        try:
+            self.pool.use(operation)
+        except RegistrationRefused as error:
+            _LOG.warning("%s is not used to save blocks, torch copies them: %s", name, error)
+        else:
+            _LOG.info("blocks are saved by %s, the platform's own", name)
+
+
+_VLLMS_OPERATION = "vllm.distributed.kv_transfer.kv_connector.utils"
+
+
+def is_own(operation: Operation) -> bool:
+    """Whether a copy operation is more than indexing by torch, as vLLM's own is.
+
+    That one leaves the copies to the platform's class, which may be from elsewhere.
+    """
+    from vllm.platforms import current_platform
+
+    if operation.__module__ != _VLLMS_OPERATION:
+        return True
+    copies = getattr(current_platform, "swap_out_blocks_to_host", None)
+    return copies is not None and not copies.__module__.startswith("vllm.")
+
 
 _WANTED: WeakSet[Any] = WeakSet()
 _BUFFERS: WeakKeyDictionary[Any, HostBuffer] = WeakKeyDictionary()
@@ -78,8 +108,17 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     """The buffer for a worker's caches; registering again makes a new one.
 
     Raises:
-        HostBufferRefused: a cache that is not attention in blocks.
+        HostBufferRefused: a cache that is not attention in blocks, or not in any storage.
     """
+    reason = unreachable(kv_caches)
+    if reason is not None:
+        device = next(iter(kv_caches.values())).device
+        raise HostBufferRefused(
+            f"KV caches on {device} cannot be copied to a host buffer: {reason}. kvpatch copies "
+            "between addresses, and a copy operation of the platform's own, which knows the way, "
+            "fills vLLM's own buffer alone: run this engine without kvpatch, or with a device "
+            "whose tensors have storages"
+        )
     layers = read_layers(registration, worker, kv_caches)
     if len(layers) < len(kv_caches) or ALL_LAYERS in kv_caches:
         left = ", ".join(sorted(kv_caches.keys() - layers.keys()))

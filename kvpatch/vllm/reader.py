@@ -252,6 +252,11 @@ def reader_of(worker: Any) -> Reader | None:
     return _READERS.get(worker)
 
 
+def readers() -> tuple[Reader, ...]:
+    """All of this process."""
+    return tuple(_READERS.values())
+
+
 def attach(worker: Any, reader: Reader) -> None:
     """Gives a worker its reader; registering again gives it a new one."""
     _READERS[worker] = reader

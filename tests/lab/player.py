@@ -133,6 +133,27 @@ class Player(Engine):
         held = sum(storage.nbytes() for storage in memory.values())
         return {"size": pool.size_bytes, "held": held, "blocks": pool.slots}
 
+    def hand_over(self, how: str) -> int:
+        """Hands copies over as a platform's runner does; how often they were called with that."""
+        self._own_calls = 0
+
+        def copies(sources: Any, targets: Any, of: Any, into: Any, direction: str) -> None:
+            self._own_calls += 1
+            assert direction == "d2h"
+            for name, source in sources.items():
+                at = next(i for i, n in enumerate(source.shape) if n == self.spec.planned_blocks)
+                for block, row in zip(of, into, strict=True):
+                    found = source.select(at, block if how == "right" else 0)
+                    targets[name].select(at, row).copy_(found)
+
+        for worker in self.workers:
+            worker.set_host_xfer_buffer_ops(copies)
+        return self._own_calls
+
+    def own_calls(self) -> int:
+        """How often those were called so far."""
+        return self._own_calls
+
     def watch_saves(self) -> None:
         """Counts blocks that are copied to the host buffer from now on."""
         for pool in self._pools():

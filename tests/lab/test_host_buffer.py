@@ -184,6 +184,23 @@ def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
     assert moves_full_blocks_only(lab.release) or "npu" in report.detail, report
 
 
+@pytest.mark.parametrize("how", ["right", "wrong"])
+def test_a_platforms_own_copies_are_kept_where_they_are_right(lab: Lab, how: str) -> None:
+    if moves_full_blocks_only(lab.release):
+        pytest.skip("0.10.0's connector is handed no copies")
+    with Stage(lab) as stage:
+        prefill = stage.start(prefilling(ROOM, planned_blocks=77))
+        scene = Scene(stage, lab.release, prefill, stage.prefill(SPEC))
+        tried = prefill.call("hand_over", how)
+        assert tried == 1, "with one block, before any request"
+        prompts = stage.prompts(3, TOKENS)
+        prefill.call("begin", prompts)
+
+        scene.read(scene.work(prompts))
+
+        assert (prefill.call("own_calls") > tried) is (how == "right")
+
+
 @pytest.mark.parametrize("blocks", [0, -1])
 def test_a_buffer_without_a_block_is_refused(lab: Lab, blocks: int) -> None:
     report = lab.run(case("none", (prefilling(blocks), SPEC)))

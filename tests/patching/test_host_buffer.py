@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from kvpatch.vllm.host_buffer import (
     HostBufferRefused,
@@ -16,6 +19,7 @@ from kvpatch.vllm.host_buffer import (
     rows_in,
 )
 from kvpatch.vllm.host_buffer_saves import GroupBlocks, Saves, put_back
+from kvpatch.vllm.host_buffer_worker import is_own, make
 
 KNOWN = frozenset({"cuda", "tpu", "cpu"})
 
@@ -73,6 +77,46 @@ def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     with pytest.raises(HostBufferRefused, match=share):
         refuse_shares(SimpleNamespace(**{share: 2}))
     refuse_shares(SimpleNamespace(**{share: 1}))
+
+
+class TestOwnOperation:
+    """A stand-in for the platform: whose class it is tells whose copies they are."""
+
+    @pytest.fixture
+    def platform(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        found = SimpleNamespace()
+        module = ModuleType("vllm.platforms")
+        module.current_platform = found  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm.platforms", module)
+        return found
+
+    @staticmethod
+    def of(module: str) -> Any:
+        def copies(*_: Any) -> None: ...
+
+        copies.__module__ = module
+        return copies
+
+    @pytest.mark.usefixtures("platform")
+    def test_of_a_runner_of_its_own(self) -> None:
+        assert is_own(self.of("vllm.v1.worker.tpu_model_runner"))
+        assert is_own(self.of("vllm_ascend.worker"))
+
+    def test_vllms_is_the_platforms_where_that_is_from_elsewhere(
+        self, platform: SimpleNamespace
+    ) -> None:
+        vllms = self.of("vllm.distributed.kv_transfer.kv_connector.utils")
+        assert not is_own(vllms)
+        platform.swap_out_blocks_to_host = self.of("vllm.platforms.cuda")
+        assert not is_own(vllms)
+        platform.swap_out_blocks_to_host = self.of("vllm_strange.platform")
+        assert is_own(vllms)
+
+
+def test_a_device_without_storages_is_refused_with_both_facts() -> None:
+    with pytest.raises(HostBufferRefused, match="is nowhere in memory") as refused:
+        make(None, None, {"layer.0": torch.empty(5, 2, device="meta")})  # type: ignore[arg-type]
+    assert "meta" in str(refused.value) and "copy operation" in str(refused.value)
 
 
 class TestRows:

@@ -526,6 +526,93 @@ def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
         HostPool(*arguments)
 
 
+class Copying:
+    """A stand-in for a platform's own copies, which remembers what it was asked for."""
+
+    def __init__(self, dimension: int, shift: int = 0) -> None:
+        self.calls: list[tuple[list[str], list[int], list[int], str]] = []
+        self._dimension = dimension
+        self._shift = shift
+
+    def __call__(self, sources: Any, targets: Any, of: Any, into: Any, direction: str) -> None:
+        self.calls.append((list(sources), of, into, direction))
+        for layer, source in sources.items():
+            count = source.shape[self._dimension]
+            for block, slot in zip(of, into, strict=True):
+                found = source.select(self._dimension, (block + self._shift) % count)
+                targets[layer].select(self._dimension, slot).copy_(found)
+
+
+def test_a_platforms_own_copies_are_used(monkeypatch):
+    """In kernel blocks, and of layers with one tensor between them once."""
+    cache = CASES["keys first, kernel blocks"]
+    tensors = cache.tensors()
+    tensors["layer.9"] = tensors["layer.0"]
+    dimensions = cache.block_dimensions(tensors)
+    pool = HostPool(tensors, dimensions, 5, 3)
+    own = Copying(dimensions["layer.0"])
+    pool.use(own)
+    monkeypatch.setattr(host_pool, "_copy_row", lambda *_: pytest.fail("torch's copies"))
+    before = fill(pool)
+    own.calls.clear()
+
+    pool.save([4, 1], [0, 2])
+
+    pairs = [(4, 0), (1, 2)]
+    assert differing(pool, tensors, dimensions, 5, before, pairs) == []
+    asked = [12, 13, 14, 3, 4, 5], [0, 1, 2, 6, 7, 8], "d2h"
+    assert own.calls == [(["layer.0", "layer.1"], *asked)]
+
+
+def no_copies(*_: Any) -> None:
+    raise NotImplementedError("no such kernel")
+
+
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        (Copying(1, shift=1), "is not itself"),
+        (Copying(0), "cannot be copied|is not itself"),
+        (no_copies, "no such kernel"),
+        (lambda: None, "cannot be copied"),
+    ],
+    ids=["another block", "another axis", "no copies", "other parameters"],
+)
+def test_own_copies_that_are_wrong_are_refused_and_torch_goes_on(operation, message):
+    cache = CASES["NHD, keys first"]
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    pool = HostPool(tensors, dimensions, 5, 3)
+
+    with pytest.raises(RegistrationRefused, match=message):
+        pool.use(operation)
+
+    before = fill(pool)
+    pool.save([4, 1], [0, 2])
+    assert differing(pool, tensors, dimensions, 5, before, [(4, 0), (1, 2)]) == []
+
+
+class NoStorage(torch.Tensor):
+    """A stand-in for a device's tensor that has a shape and no bytes that could be named."""
+
+    @staticmethod
+    def __new__(cls, *shape: int):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def untyped_storage(self):
+        raise NotImplementedError("Cannot access storage of NoStorage")
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(str(function))
+
+
+def test_tensors_without_a_storage_are_told_apart():
+    assert "Cannot access storage" in (host_pool.unreachable({"a": NoStorage(5, 2)}) or "")
+    assert "nowhere" in (host_pool.unreachable({"a": torch.empty(5, 2, device="meta")}) or "")
+    assert host_pool.unreachable({"a": torch.empty(5, 2)}) is None
+
+
 def test_tensors_that_are_not_in_blocks_are_refused():
     store = noise(4000, 2)
     whole = store.as_strided((5, 4, 6), (24, 6, 1))

@@ -1,0 +1,386 @@
+"""Many requests through host buffers on P and D; experiments/soak.sh runs this.
+
+P and D are unlike (64 and 32 tokens in a block) and send KV through host buffers with room for
+about eight requests. Of all clients a tenth give up while P computes, a tenth after P's answer,
+which leaves rows to the lease, and a tenth while D answers. In the middle P is stopped and another
+one takes its place; what was under way is asked again.
+
+A prompt is taken only if the single engine prefers each of its tokens by a margin, so that another
+rounding in a batch of another size cannot change an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
+from kvpatch.verify.handoff import RequestFailed, complete, prefill_then_decode
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, small_engine
+
+LEASE_S = 30
+#: Of P's blocks of 64 tokens: 4 layers, 2 heads and keys, 4 heads of 32 channels of 4 bytes.
+ROW_BYTES = 64 * 4 * 2 * 4 * 32 * 4
+ROWS = 33
+CACHE_TOKENS = 16384
+ANSWER_TOKENS = 4
+LONGEST = 260
+MARGIN = 1e-3
+TRIES = 4
+#: Engines grow a little whatever runs in them; a slot left behind each time would be far more.
+GROWTH_BYTES = 64 * 1024**2
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request and what the single engine answers to it."""
+
+    token_ids: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass
+class Tally:
+    """What has become of requests, and how much memory engines took when."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    memory: list[dict[str, int]] = field(default_factory=list)
+
+
+def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpec:
+    """P, D or the single engine, with a cache that the soak fills many times over."""
+    config = {
+        **TRANSFER_CONFIG,
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+    }
+    arguments = (
+        *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
+        *("--num-gpu-blocks-override", str(CACHE_TOKENS // block_tokens)),
+    )
+    if kvpatch:
+        arguments += ("--kv-transfer-config", json.dumps(config))
+    settings = (
+        ("KVPATCH_HOST_BUFFER", "always"),
+        ("KVPATCH_HOST_BUFFER_BYTES", str(ROWS * ROW_BYTES)),
+        # Glibc keeps what threads free, which is no growth of ours.
+        ("MALLOC_ARENA_MAX", "2"),
+    )
+    return small_engine(
+        name, model, "float32", arguments, kvpatch, kvpatch, settings if kvpatch else ()
+    )
+
+
+async def references(
+    client: httpx.AsyncClient, single: Engine, count: int, console: Console
+) -> list[Prompt]:
+    """So many prompts, with the answers of one engine alone."""
+    ids = sorted(set(await vocabulary(client, single)))
+    chance = random.Random(11)
+    limit = asyncio.Semaphore(16)
+    # Some begin as an earlier one does.
+    prefixes = [tuple(chance.choices(ids, k=chance.randint(32, 130))) for _ in range(40)]
+
+    async def ask() -> Prompt | None:
+        begin = chance.choice(prefixes) if chance.random() < 0.2 else ()
+        own = chance.choices(ids, k=chance.randint(2, LONGEST - len(begin)))
+        tokens = (*begin, *own)
+        async with limit:
+            response = await client.post(
+                f"{single.url}/v1/completions",
+                json={
+                    "model": single.spec.model,
+                    "prompt": list(tokens),
+                    "max_tokens": ANSWER_TOKENS,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "return_token_ids": True,
+                    "logprobs": 2,
+                },
+                timeout=300,
+            )
+        response.raise_for_status()
+        choice = response.json()["choices"][0]
+        margins = [
+            max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]
+        ]
+        return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > MARGIN else None
+
+    found: list[Prompt] = []
+    while len(found) < count:
+        batch = await asyncio.gather(*(ask() for _ in range(min(200, count - len(found) + 8))))
+        found += [prompt for prompt in batch if prompt is not None]
+        console.print(f"single engine: {len(found)} of {count} prompts", highlight=False)
+    return found[:count]
+
+
+@dataclass
+class Soak:
+    """The pair, and all requests through it."""
+
+    client: httpx.AsyncClient
+    options: Options
+    console: Console
+    model: str
+    prefill: Engine
+    decode: Engine
+    prompts: list[Prompt]
+    tally: Tally = field(default_factory=Tally)
+    restarts: int = 0
+    is_down: bool = False
+    under_way: int = 0
+
+    async def run(self, connections: int) -> None:
+        """All prompts, so many at once; P restarts in the middle."""
+        queue = list(enumerate(self.prompts))
+        queue.reverse()
+        total = len(queue)
+        chance = random.Random(5)
+
+        async def connection() -> None:
+            while queue:
+                number, prompt = queue.pop()
+                if number == total // 2:
+                    await self.restart()
+                while self.is_down:
+                    await asyncio.sleep(0.2)
+                await self.serve(number, prompt, chance)
+                if number % (total // 8 or 1) == 0:
+                    self.note(number)
+
+        await asyncio.gather(*(connection() for _ in range(connections)))
+        self.note(total)
+
+    async def restart(self) -> None:
+        """Stops P whatever it is doing, and starts another in its place."""
+        self.is_down = True
+        self.restarts += 1
+        self.note(-1)
+        self.console.print(f"P restarts, {self.under_way} requests under way", highlight=False)
+        await asyncio.to_thread(self.prefill.stop)
+        spec = engine("soak-prefill-again", self.model, 64, kvpatch=True)
+        self.prefill = Engine(spec, self.options.work_dir / f"{spec.name}.log")
+        self.prefill.start()
+        await self.prefill.ready(self.client, self.options.startup_timeout_s)
+        self.is_down = False
+
+    async def serve(self, number: int, prompt: Prompt, chance: random.Random) -> None:
+        """One request; what fails because of the restart is asked again."""
+        how = chance.random()
+        patience = chance.uniform(0.0, 0.3)
+        for attempt in range(TRIES):
+            restarts = self.restarts
+            self.under_way += 1
+            try:
+                outcome = await self.ask(prompt, how, patience)
+            except (RequestFailed, httpx.HTTPError) as error:
+                if (self.restarts > restarts or self.is_down) and attempt + 1 < TRIES:
+                    self.tally.outcomes["asked again because P restarted"] += 1
+                    while self.is_down:
+                        await asyncio.sleep(0.2)
+                    continue
+                self.tally.outcomes["failed"] += 1
+                self.tally.failures.append(f"{number}: {error!r}")
+                return
+            finally:
+                self.under_way -= 1
+            self.tally.outcomes[outcome] += 1
+            if outcome == "wrong":
+                self.tally.wrong.append(f"{number}: {len(prompt.token_ids)} tokens")
+            return
+
+    async def ask(self, prompt: Prompt, how: float, patience: float) -> str:
+        """What became of it."""
+        name = f"kvpatch{uuid.uuid4().hex}"
+        answering = prefill_then_decode(
+            self.client,
+            self.prefill.url,
+            self.decode.url,
+            self.model,
+            prompt.token_ids,
+            ANSWER_TOKENS,
+            name,
+        )
+        if how < 0.1:
+            return await self.give_up(answering, patience, "given up at once")
+        if how < 0.2:
+            await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
+            return "given up after P"
+        if how < 0.3:
+            return await self.give_up(answering, 0.2 + 3 * patience, "given up later")
+        answer = await answering
+        return "right" if answer.token_ids == prompt.answer else "wrong"
+
+    async def give_up(self, answering: Any, patience: float, what: str) -> str:
+        """The client leaves, whoever has the request."""
+        try:
+            await asyncio.wait_for(answering, patience)
+        except asyncio.TimeoutError:
+            return what
+        return "answered before the client gave up"
+
+    def note(self, number: int) -> None:
+        """How much memory both engines take now."""
+        found = {"request": number, "P": resident(self.prefill), "D": resident(self.decode)}
+        found["restarts"] = self.restarts
+        self.tally.memory.append(found)
+        sizes = ", ".join(f"{side} {found[side] / 2**20:.0f} MiB" for side in ("P", "D"))
+        self.console.print(
+            f"request {number}: {sizes}; {dict(self.tally.outcomes)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+    async def held_at_the_end(self) -> dict[str, dict[str, int]]:
+        """What is still held when every lease has ended: P looks only in a step of its own."""
+        end = time.monotonic() + 3 * LEASE_S
+        while True:
+            for side in (self.prefill, self.decode):
+                for _ in range(2):
+                    await complete(
+                        self.client,
+                        side.url,
+                        self.model,
+                        self.prompts[0].token_ids[:2],
+                        2,
+                        f"kvpatch{uuid.uuid4().hex}",
+                    )
+            held = {
+                side: (await one.rpc(self.client, "kvpatch_held"))[0]
+                for side, one in (("P", self.prefill), ("D", self.decode))
+            }
+            clean = all(not any(v for k, v in h.items() if k != "tables") for h in held.values())
+            if clean or time.monotonic() > end:
+                return held
+            await asyncio.sleep(1)
+
+
+async def complete_at_p_alone(
+    client: httpx.AsyncClient, url: str, model: str, prompt: Prompt, name: str
+) -> None:
+    """A prompt that P computes for a D that never asks."""
+    response = await client.post(
+        f"{url}/v1/completions",
+        json={
+            "model": model,
+            "prompt": list(prompt.token_ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+        },
+        headers={"X-Request-Id": name},
+        timeout=300,
+    )
+    if response.status_code != 200:
+        raise RequestFailed(f"{url}: HTTP {response.status_code}")
+
+
+def resident(one: Engine) -> int:
+    """Bytes that an engine's processes have of their own, and their share of the rest."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(status.read_text().rpartition(")")[2].split()[2]) != one.group:
+                continue
+            rollup = (status.parent / "smaps_rollup").read_text()
+        except OSError:  # it has ended meanwhile
+            continue
+        total += sum(
+            int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")
+        )
+    return total
+
+
+def growth(tally: Tally, side: str) -> int:
+    """From the last quarter's beginning on; before, caches and buffers fill for the first time."""
+    last = tally.memory[-1]
+    since = [m for m in tally.memory if m["restarts"] == last["restarts"] and m["request"] >= 0]
+    start = since[len(since) // 2]
+    return last[side] - start[side]
+
+
+async def soak(options: argparse.Namespace, console: Console) -> bool:
+    """Whether all went well."""
+    folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    of_run = Options(work_dir=folder.resolve())
+    console.print(f"logs: {of_run.work_dir}", highlight=False)
+    model = str(make_tiny_llama(of_run.work_dir / "model"))
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
+        single = engine("soak-single", model, 32, kvpatch=False)
+        async with running((single,), client, of_run, console) as (alone,):
+            prompts = await references(client, alone, options.requests, console)
+        pair = (
+            engine("soak-prefill", model, 64, kvpatch=True),
+            engine("soak-decode", model, 32, kvpatch=True),
+        )
+        async with running(pair, client, of_run, console) as engines:
+            await require_kvpatch_as_asked(client, engines)
+            run = Soak(client, of_run, console, model, *engines, prompts)
+            started = time.monotonic()
+            try:
+                await run.run(options.connections)
+                seconds = time.monotonic() - started
+                held = await run.held_at_the_end()
+            finally:
+                run.prefill.stop()  # of the restart, which running() does not know
+    tally = run.tally
+    grown = {side: growth(tally, side) for side in ("P", "D")}
+    console.print(
+        f"{options.requests} requests over {options.connections} connections in {seconds:.0f} s, "
+        f"{run.restarts} restart of P",
+        highlight=False,
+    )
+    for outcome, count in sorted(tally.outcomes.items()):
+        console.print(f"  {count:6d} {outcome}", highlight=False)
+    for line in (*tally.wrong[:20], *tally.failures[:20]):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"held at the end: {held}", highlight=False, soft_wrap=True)
+    console.print(
+        "growth since the middle: "
+        + ", ".join(f"{side} {size / 2**20:+.1f} MiB" for side, size in grown.items()),
+        highlight=False,
+    )
+    return (
+        not tally.wrong
+        and not tally.failures
+        and tally.outcomes["right"] > options.requests // 2
+        and all(found["tables"] == 1 for found in held.values())
+        and not any(v for found in held.values() for k, v in found.items() if k != "tables")
+        and all(bytes_ <= GROWTH_BYTES for bytes_ in grown.values())
+    )
+
+
+def main() -> int:
+    """Exit status 0 if all went well."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    passed = asyncio.run(soak(parser.parse_args(), console))
+    console.print("passed" if passed else "FAILED")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A platform from elsewhere, whose device vLLM's connector has never heard of, serves P and D."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpatch.verify.engine import Engine
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.setups import small_engine
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
+    ),
+]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_TIMEOUT_S = 900
+_REFUSAL_S = 300
+
+
+@pytest.fixture
+def strange_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Puts the platform, with its entry point, where every vLLM process looks."""
+    package = str(Path(__file__).parent / "out_of_tree")
+    paths = [package, os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+@pytest.mark.usefixtures("strange_platform")
+def test_a_strange_platform_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself (auto): nothing but the platform asks for a host buffer."""
+    monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", str(32 * 1024**2))
+
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvpatch.cli", "verify", "--work-dir", str(tmp_path)),
+            *("--setups", "single,kvpatch", "--p-args", "--block-size 64"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        cwd=_ROOT,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 23 identical to single" in done.stdout
+    assert "negative control: differs (as it must), 3 of 3" in done.stdout
+    for side in ("prefill", "decode"):
+        log = (tmp_path / f"kvpatch-{side}.log").read_text()
+        assert "Platform plugin strange is activated" in log
+        assert "host buffer of 33554432 bytes" in log
+
+
+@pytest.mark.usefixtures("strange_platform")
+def test_without_kvpatch_the_connector_refuses_it(tmp_path: Path) -> None:
+    model = str(make_tiny_llama(tmp_path / "model"))
+    spec = small_engine("stock", model, "float32", (), connector=True, kvpatch=False)
+    engine = Engine(spec, tmp_path / "stock.log")
+    engine.start()
+    try:
+        end = time.monotonic() + _REFUSAL_S
+        while "strange is not supported" not in engine.log.read_text(errors="replace"):
+            assert time.monotonic() < end, engine.log.read_text()[-3000:]
+            engine.require_alive()
+            time.sleep(1)
+    finally:
+        engine.stop()
