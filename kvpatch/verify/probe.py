@@ -162,6 +162,17 @@ class CacheProbe:
             "staging_bytes": sum(reader.pool.taken_bytes for reader in readers()),
         }
 
+    def kvpatch_saved(self) -> dict[str, float]:
+        """What saving to this process's host buffers has taken so far."""
+        from kvpatch.vllm.host_buffer_worker import buffers
+
+        found = buffers()
+        return {
+            "blocks": sum(buffer.spent.blocks for buffer in found),
+            "seconds": sum(buffer.spent.seconds for buffer in found),
+            "bytes_per_block": sum(buffer.pool.size_bytes // buffer.rows for buffer in found),
+        }
+
     def kvpatch_process_status(self) -> dict[str, Any]:
         """What kvpatch has done in this worker's process."""
         import kvpatch

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
 
+@dataclass
+class Spent:
+    """What saving has taken of the steps so far."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class HostBuffer:
     """One worker's buffer.
@@ -34,11 +43,13 @@ class HostBuffer:
         pool: whose tensors are registered.
         tensors: the device's, by layer.
         rows: blocks that the pool holds.
+        spent: on saves; on a device with streams, on asking for them.
     """
 
     pool: HostPool
     tensors: Mapping[str, torch.Tensor]
     rows: int
+    spent: Spent = field(default_factory=Spent)
 
     def save(self, copies: Copies) -> None:
         """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
@@ -51,10 +62,13 @@ class HostBuffer:
                 f"the scheduler counts {copies.buffer_rows} blocks in the host buffer and this "
                 f"worker has room for {self.rows}: all ranks need tensors of one size"
             )
+        started = perf_counter()
         if copies.blocks:
             self.pool.save(copies.blocks, copies.rows)
         if copies.is_last:
             self.pool.settle()
+        self.spent.blocks += len(copies.blocks)
+        self.spent.seconds += perf_counter() - started
 
     def offer(self, operation: Operation) -> None:
         """What the platform's runner copies with is used where it is the platform's own."""
@@ -102,6 +116,11 @@ def is_on(worker: Any) -> bool:
 def buffer_of(worker: Any) -> HostBuffer | None:
     """The worker's buffer; None without one, and before it registers."""
     return None if worker is None else _BUFFERS.get(worker)
+
+
+def buffers() -> tuple[HostBuffer, ...]:
+    """All of this process."""
+    return tuple(_BUFFERS.values())
 
 
 def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) -> HostBuffer:

@@ -1,0 +1,182 @@
+"""What a host buffer costs in real engines; experiments/bench_host_buffer.sh runs this.
+
+Prompts of one length go one by one through a pair of engines with the release's own path and
+through one with host buffers on both sides. On a CPU the caches lie in host memory themselves, so
+that the difference is what the detour costs: P's copies into the buffer, D's placement out of its
+staging pool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+import uuid
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from kvpatch.verify.engine import Engine
+from kvpatch.verify.matrix_run import HOST_BUFFER
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, small_engine
+
+BLOCK_TOKENS = 64
+BUFFER_BYTES = 128 * 1024**2
+WARM_UP = 3
+ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass
+class Measured:
+    """One pair; seconds, of each request."""
+
+    name: str
+    prefill_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
+    saving_s: list[float] = field(default_factory=list)
+    saved_bytes: int = 0
+    host_bytes: int = 0
+    mirror_bytes: int = 0
+
+
+async def ask(client: httpx.AsyncClient, engine: Engine, tokens: list[int], params: Any) -> Any:
+    """One token of an answer."""
+    response = await client.post(
+        f"{engine.url}/v1/completions",
+        json={
+            "model": engine.spec.model,
+            "prompt": tokens,
+            "max_tokens": 1,
+            "temperature": 0,
+            "kv_transfer_params": params,
+        },
+        headers={"X-Request-Id": f"kvpatch{uuid.uuid4().hex}"},
+        timeout=120,
+    )
+    response.raise_for_status()
+    return response.json().get("kv_transfer_params")
+
+
+async def measure(
+    client: httpx.AsyncClient,
+    options: Options,
+    console: Console,
+    model: str,
+    into: Measured,
+    arguments: argparse.Namespace,
+    chance: random.Random,
+) -> None:
+    """One pair, started for the purpose."""
+    is_buffered = into.name == "host buffer"
+    settings = (
+        (
+            ("KVPATCH_HOST_BUFFER", "always"),
+            ("KVPATCH_HOST_BUFFER_BYTES", str(BUFFER_BYTES)),
+        )
+        if is_buffered
+        else ()
+    )
+    specs = [
+        small_engine(
+            f"{into.name.replace(' ', '-')}-{side}",
+            model,
+            "float32",
+            ("--block-size", str(BLOCK_TOKENS)),
+            True,
+            is_buffered,
+            settings,
+        )
+        for side in ("prefill", "decode")
+    ]
+    async with running(specs, client, options, console) as (prefill, decode):
+        await require_kvpatch_as_asked(client, (prefill, decode))
+        ids = sorted(set(await vocabulary(client, prefill)))
+        for number in range(-WARM_UP, arguments.requests):
+            prompt = chance.choices(ids, k=arguments.tokens)
+            before = await prefill.rpc(client, "kvpatch_saved")
+            started = time.perf_counter()
+            params = await ask(client, prefill, prompt, ASK_PREFILL)
+            prefilled = time.perf_counter()
+            await ask(client, decode, prompt, params)
+            ended = time.perf_counter()
+            after = await prefill.rpc(client, "kvpatch_saved")
+            if number < 0:
+                continue
+            into.prefill_s.append(prefilled - started)
+            into.first_token_s.append(ended - started)
+            into.saving_s.append(after[0]["seconds"] - before[0]["seconds"])
+            blocks = after[0]["blocks"] - before[0]["blocks"]
+            into.saved_bytes = int(blocks * after[0]["bytes_per_block"])
+        found = HOST_BUFFER.search(prefill.log.read_text(errors="replace"))
+        if found:
+            into.host_bytes, into.mirror_bytes = int(found[1]), int(found[4])
+
+
+def show(rows: list[Measured], console: Console) -> None:
+    """One table."""
+    table = Table(
+        "pair", "prefill ms", "first token ms", "saving ms", "saving/prefill", "saved MiB"
+    )
+    for row in rows:
+        saving, prefill = median(row.saving_s), median(row.prefill_s)
+        table.add_row(
+            row.name,
+            f"{prefill * 1e3:.1f}",
+            f"{median(row.first_token_s) * 1e3:.1f}",
+            f"{saving * 1e3:.2f}" if row.host_bytes else "-",
+            f"{saving / prefill:.3f}" if row.host_bytes else "-",
+            f"{row.saved_bytes / 2**20:.2f}" if row.host_bytes else "-",
+        )
+    console.print(table)
+    direct, buffered = rows
+    ratio = median(buffered.first_token_s) / median(direct.first_token_s)
+    console.print(f"first token, host buffer to direct: {ratio:.2f}", highlight=False)
+    console.print(
+        f"host memory of P: {buffered.host_bytes} bytes; vLLM's mirror of the same cache: "
+        f"{buffered.mirror_bytes} bytes ({buffered.host_bytes / buffered.mirror_bytes:.3f})",
+        highlight=False,
+    )
+
+
+async def run(arguments: argparse.Namespace, console: Console) -> list[Measured]:
+    """Both pairs in turn, twice."""
+    folder = Path(tempfile.mkdtemp(prefix="kvpatch-bench-"))
+    options = Options(work_dir=folder)
+    model = str(make_tiny_llama(folder / "model"))
+    rows = [Measured("direct"), Measured("host buffer")]
+    chance = random.Random(3)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for _ in range(arguments.rounds):
+            for row in rows:
+                await measure(client, options, console, model, row, arguments, chance)
+    return rows
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=30, help="of each pair and round")
+    parser.add_argument("--tokens", type=int, default=800, help="of each prompt")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    arguments = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    rows = asyncio.run(run(arguments, console))
+    show(rows, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# What a host buffer costs in real engines: time to first token against the direct path, saving
+# against prefill, and host memory against vLLM's own mirror of the cache.
+#
+#   experiments/bench_host_buffer.sh [--requests 30] [--tokens 800] [--json FILE]
+#
+# Two pairs of engines on CPU, one after the other, twice; wants the machine to itself.
+# Makes its own environment first; experiments/env.sh says how and which variables steer it.
+set -euo pipefail
+
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+
+python="$("$here/env.sh")"
+if ! "$python" -c "import kvpatch" 2>/dev/null; then
+    export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
+fi
+exec "$python" "$here/bench_host_buffer.py" "$@"
