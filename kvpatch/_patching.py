@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import wrapt
 
+from kvpatch import _kvcached
 from kvpatch._errors import SiteDrifted
 
 #: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
@@ -91,8 +92,16 @@ class Ledger:
 
     _changes: list[_Change] = field(default_factory=list)
 
-    def apply(self, slug: str, sites: Mapping[Site, Wrapper]) -> None:
+    def apply(
+        self, slug: str, sites: Mapping[Site, Wrapper], *, supersede: bool = False
+    ) -> list[str]:
         """Wraps all of `sites`, or none; what it has wrapped before is not wrapped again.
+
+        Args:
+            supersede: whether what kvcached's own patch has replaced is wrapped in place of
+                its replacement, which :meth:`undo` puts back.
+
+        Returns the places where that was so.
 
         Raises:
             SiteDrifted: a site is not what the patch was written for. Nothing is set.
@@ -100,11 +109,17 @@ class Ledger:
         # One that undo() had to leave in place is checked no more: what stands
         # there now is somebody else's wrapper, with ours below it.
         left = {change.site for change in self._of(slug)}
-        new = [(resolve(s), s, wrapper) for s, wrapper in sites.items() if s not in left]
+        new = [
+            (*resolve(s, supersede=supersede), s, wrapper)
+            for s, wrapper in sites.items()
+            if s not in left
+        ]
         for change in self._of(slug):
             change.active = True
-        for owner, site, wrapper in new:
-            self._wrap(slug, owner, site.name, vars(owner)[site.name], wrapper, site)
+        behind = [str(s) for owner, target, s, _ in new if vars(owner)[s.name] is not target]
+        for owner, target, site, wrapper in new:
+            self._wrap(slug, owner, site.name, target, wrapper, site)
+        return behind
 
     def guard(self, slug: str, owner: type, wrapper: Wrapper) -> None:
         """Wraps the construction of `owner`: how a tripwire is installed."""
@@ -113,6 +128,38 @@ class Ledger:
             change.active = True
         if not standing:
             self._wrap(slug, owner, "__init__", owner.__init__, wrapper)  # type: ignore[misc]
+
+    def wrap(self, slug: str, owner: type, name: str, wrapper: Wrapper) -> None:
+        """Wraps a method of a class that is not vLLM's, once."""
+        standing = [c for c in self._of(slug) if (c.owner, c.name) == (owner, name)]
+        for change in standing:
+            change.active = True
+        if not standing:
+            self._wrap(slug, owner, name, vars(owner)[name], wrapper)
+
+    def supersede(self, slug: str) -> list[str]:
+        """Puts aside what kvcached's own patch has put over or before our wrappers.
+
+        Returns the places; :meth:`undo` puts back what was there.
+        """
+        places = {(c.owner, c.name): c for c in self._changes if c.active and c.site is not None}
+        found = []
+        for (owner, name), change in places.items():
+            if _kvcached.is_theirs(name, vars(owner).get(name)):
+                self._replace(slug, owner, name, change.ours)
+                found.append(f"{owner.__qualname__}.{name}")
+            for kind in tuple(_kvcached.shadows(owner, name)):
+                self._replace(slug, kind, name, _MISSING)
+                found.append(f"{kind.__qualname__}.{name}")
+        return found
+
+    def _replace(self, slug: str, owner: type, name: str, ours: Any) -> None:
+        change = _Change(slug, owner, name, vars(owner)[name], None, ours)
+        if ours is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, ours)
+        self._changes.append(change)
 
     def undo(self) -> list[str]:
         """Restores what was there before, last change first.
@@ -150,8 +197,11 @@ class Ledger:
         self._changes.append(change)
 
 
-def resolve(site: Site) -> type:
-    """The class that defines `site`, checked.
+def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
+    """The class that defines `site` and what to wrap there, checked.
+
+    Args:
+        supersede: whether to look behind kvcached's own replacement.
 
     Raises:
         SiteDrifted: the module, the class, the method or its shape is another.
@@ -165,6 +215,8 @@ def resolve(site: Site) -> type:
         holder = next((c for c in owner.__mro__ if site.name in vars(c)), None)
         found = "no such method" if holder is None else f"one inherited from {holder.__qualname__}"
         raise SiteDrifted(str(site), f"a method that {site.owner} itself defines", found)
+    if supersede:
+        attribute = _kvcached.original_of(owner, site.name) or attribute
     kind = kind_of(attribute)
     if kind != site.kind:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
@@ -173,7 +225,7 @@ def resolve(site: Site) -> type:
         raise SiteDrifted(
             str(site), f"parameters ({', '.join(site.parameters)})", f"({', '.join(parameters)})"
         )
-    return owner
+    return owner, attribute
 
 
 def _module(site: Site) -> ModuleType:

@@ -16,7 +16,7 @@ from typing import Any
 import wrapt
 
 import kvpatch
-from kvpatch import _env, _logging, _versions
+from kvpatch import _env, _kvcached, _logging, _versions
 from kvpatch._errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch._patching import Ledger, Patch
 from kvpatch._status import PatchStatus, Status
@@ -25,6 +25,10 @@ from kvpatch.patches import SLUGS, load
 _LOG = logging.getLogger("kvpatch")
 
 _TRIPWIRE = "tripwire"
+_SUPERSEDING = "superseding"
+
+#: What kvcached's own NIXL patch does is done by these; without one of them it stays.
+_DO_KVCACHEDS_PART = ("kvcached_layout", "kvcached_regions", "block_count")
 
 
 class Session:
@@ -58,6 +62,7 @@ class Session:
         )
         for module in modules:
             self._hook(module)
+        self._watch_kvcached()
 
     def disable(self) -> None:
         """See :func:`kvpatch.disable`."""
@@ -108,6 +113,37 @@ class Session:
             self._hooked.add(module)
             wrapt.register_post_import_hook(self._on_import, module)
 
+    def _watch_kvcached(self) -> None:
+        """kvcached's own patch may come after ours, and more than once."""
+        loaded = sys.modules.get(_kvcached.MODULE)
+        if loaded is not None:
+            self._on_kvcached(loaded)
+        elif _kvcached.MODULE not in self._hooked:
+            self._hooked.add(_kvcached.MODULE)
+            wrapt.register_post_import_hook(self._on_kvcached, _kvcached.MODULE)
+
+    def _on_kvcached(self, module: ModuleType) -> None:
+        patch = vars(module).get(_kvcached.PATCH_CLASS)
+        if self._enabled and isinstance(patch, type) and _kvcached.APPLY in vars(patch):
+            self._ledger.wrap(_SUPERSEDING, patch, _kvcached.APPLY, self._after_kvcached)
+
+    def _after_kvcached(
+        self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = wrapped(*args, **kwargs)
+        self._supersede()
+        return result
+
+    def _does_kvcacheds_part(self) -> bool:
+        return not set(_DO_KVCACHEDS_PART) & set(_env.disabled_slugs())
+
+    def _supersede(self) -> None:
+        if not self._does_kvcacheds_part():
+            return
+        places = self._ledger.supersede(_SUPERSEDING)
+        if places:
+            _LOG.info("kvpatch takes the place of kvcached's own NIXL patch: %s", ", ".join(places))
+
     def _on_import(self, module: ModuleType) -> None:
         if not self._enabled:
             return
@@ -130,15 +166,24 @@ class Session:
         for patch in load():
             if self._rows[patch.slug].outcome == "waiting":
                 self._rows[patch.slug] = self._apply_one(patch, self._generation.slug)
+        self._supersede()
 
     def _apply_one(self, patch: Patch, generation: str) -> PatchStatus:
         reason = patch.not_needed.get(generation)
         if reason is not None:
             return PatchStatus(patch.slug, "not needed", reason)
         try:
-            self._ledger.apply(patch.slug, patch.sites[generation])
+            behind = self._ledger.apply(
+                patch.slug, patch.sites[generation], supersede=self._does_kvcacheds_part()
+            )
         except SiteDrifted as error:
             return PatchStatus(patch.slug, "refused", str(error))
+        if behind:
+            _LOG.info(
+                "kvpatch: %s takes the place of kvcached's own NIXL patch at %s",
+                patch.slug,
+                ", ".join(behind),
+            )
         return PatchStatus(patch.slug, "applied")
 
     def _trip(self, module: ModuleType, status: Status) -> None:

@@ -1,11 +1,14 @@
-"""Keys and values that lie far apart are registered as regions of their own.
+"""Tensors over kvcached's memory are registered as they lie: halves apart, or rows.
 
 Why:
     kvcached lays a layer out split-half: the keys of all blocks, then, far away,
     the values of all blocks. Where the backend's shape is ``[blocks, 2, ...]``,
     stock takes keys and values to be neighbours inside a block: for 16 tokens,
     8 heads and 128 channels it steps 32768 elements a block where the tensor
-    steps 16384, sends keys where values belong, and never sends a value.
+    steps 16384, sends keys where values belong, and never sends a value. Its default,
+    contiguous layout has the layers of a block side by side in one pool,
+    ``[blocks, layers, 2, 16, 8, 128]``: stock computes addresses from one layer's page
+    and moves other layers' bytes, to 0.23 and in part later without an error.
 Where:
     The worker, on P and on D.
 How:
@@ -13,8 +16,9 @@ How:
     is told that its keys and values are apart; from 0.26 on, which knows one
     region a layer, each half is registered as a layer. A peer that does not do
     the same has another number of regions or another block length and refuses
-    the handshake. Tensors whose blocks hold other layers too (kvcached's
-    contiguous layout) are refused until they are supported.
+    the handshake. Of the contiguous layout NIXL is handed the pool once, and peers
+    are told of rows of all layers, which a peer without kvpatch refuses; reads go
+    through ``unlike_engines``, between two such pools one descriptor a block.
 Upstream:
     kvcached #313 and #391.
 Remove when:
@@ -31,11 +35,13 @@ from kvpatch import _env
 from kvpatch._errors import RegistrationRefused
 from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
-from kvpatch.geometry import Plane
+from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.host_buffer_worker import is_on
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.rows import forget_rows, register_rows
 
 #: How the blocks of one layer lie: keys and values inside a block, in a region
 #: each, or with other layers' between them.
@@ -52,8 +58,11 @@ def _register_kv_caches(
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
         layers = read_layers(registration, instance, kv_caches)
-        if _env.is_kvcached_enabled():
-            refuse_interleaved(layers)
+        forget_rows(instance)
+        expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
+        if _env.is_kvcached_enabled() and is_in_rows(layers, expected):
+            refuse_without_reader(instance)
+            return register_rows(wrapped, registration, instance, kv_caches, layers)
         apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
         if not apart:
             return wrapped(kv_caches)
@@ -95,21 +104,43 @@ def is_split_inside(cache: LayerCache) -> bool:
     return blocks_first and arrangement(cache.planes) == "apart"
 
 
-def refuse_interleaved(layers: Mapping[str, LayerCache]) -> None:
-    """Refuses kvcached's contiguous layout.
+def is_in_rows(layers: Mapping[str, LayerCache], expected: Mapping[str, DimensionOrder]) -> bool:
+    """Whether any layer's blocks have other layers' between them.
 
-    Raises:
-        RegistrationRefused: with the layer's strides and the setting that helps.
+    A single layer's have not, and are rows all the same where this release has keys and
+    values in regions of their own, or packed.
     """
     for layer, cache in layers.items():
-        if arrangement(cache.planes) == "interleaved":
-            plane = cache.planes[0]
-            raise RegistrationRefused(
-                f"layer {layer}: blocks lie {plane.strides_bytes.block} bytes apart and hold "
-                f"{block_content_bytes(plane)} bytes of {plane.content.value} each, so that other "
-                "layers' blocks lie between them (kvcached's contiguous layout), which cannot be "
-                "registered yet: set KVCACHED_CONTIGUOUS_LAYOUT=false"
-            )
+        arranged = arrangement(cache.planes)
+        as_expected = expected[layer].dimensions[:2] == ("block", "kv")
+        if arranged == "interleaved" or (
+            arranged == "together" and "kv" in cache.order.dimensions and not as_expected
+        ):
+            return True
+    return False
+
+
+def refuse_without_reader(worker: Any) -> None:
+    """Refuses a worker whose reads the release would do itself, which knows no rows.
+
+    Raises:
+        RegistrationRefused: with the setting that helps.
+    """
+    if "unlike_engines" in _env.disabled_slugs():
+        raise RegistrationRefused(
+            "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
+            "off: leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    if not hasattr(worker, "_read_blocks_for_req"):
+        raise RegistrationRefused(
+            "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
+            "read: use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    if is_on(worker):
+        raise RegistrationRefused(
+            "kvcached's contiguous layout does not go through a host buffer: set "
+            "KVPATCH_HOST_BUFFER=never, or KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
 
 
 PATCH = Patch(

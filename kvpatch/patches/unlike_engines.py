@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch import _env
+from kvpatch._errors import RegistrationRefused
 from kvpatch._patching import Patch, Site
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.geometry import KeyOrder
@@ -57,6 +58,7 @@ from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import heads_of, refusal
 from kvpatch.vllm.reader import Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
@@ -81,12 +83,19 @@ def _register_kv_caches(
         buffer = buffer_of(instance)
         behind = cache if buffer is None else read_cache(registration, instance, buffer.tensors)
         result = wrapped(kv_caches)
-        if (
+        rows = rows_of(instance)
+        can_read = (
             cache is not None
-            and behind is not None
             and is_plain(instance)
             and has_blocks_of(instance.block_size, cache[0])
-        ):
+        )
+        if rows is not None and not can_read:
+            raise RegistrationRefused(
+                "kvcached's contiguous layout cannot be read into here (context parallelism, "
+                "vLLM's own host buffer, or kernel blocks smaller than the tensors'): set "
+                "KVCACHED_CONTIGUOUS_LAYOUT=false"
+            )
+        if can_read and cache is not None and behind is not None:
             agent = own_agent(instance.nixl_wrapper)
             reader = reader_for(instance, agent, kv_caches, cache, behind[0])
             attach(instance, reader)
@@ -112,9 +121,13 @@ def reader_for(
         behind: the device's layers where what is registered is a host buffer; else the same.
     """
     layers, groups, key_order = cache
-    ours = our_side(worker, layers, key_order)
-    device = next(iter(kv_caches.values())).device
     buffer = buffer_of(worker)
+    rows = rows_of(worker)
+    ours = our_side(worker, layers if rows is None else rows.shown, key_order)
+    device = next(iter(kv_caches.values())).device
+    if rows is not None:
+        pool = staging_pool(agent, ours.memory, device)
+        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), layers, rows)
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
         return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())

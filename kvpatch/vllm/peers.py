@@ -10,7 +10,7 @@ from the layout's name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from kvpatch.geometry import (
@@ -21,9 +21,13 @@ from kvpatch.geometry import (
     Plane,
     Strides,
     UnreadableGeometry,
+    in_order,
+    part_bytes,
+    part_planes,
 )
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
+from kvpatch.vllm.row_form import RowForm
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 
@@ -88,6 +92,8 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
             not what its sizes come to.
     """
     try:
+        if peer.rows is not None:
+            return _in_rows(ours, peer, peer.rows)
         if ours.units is None:
             return _by_address(ours, peer)
         return _by_layout(ours, ours.units, peer)
@@ -105,6 +111,44 @@ def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
     return PeerRefused(
         f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}; {helps}"
     )
+
+
+def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane, ...], ...]:
+    """Rows of all layers, of any release: each layer's part follows the one before."""
+    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+        raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
+    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    address, stride_bytes = peer.addresses[0], peer.stride_bytes[0]
+    found = []
+    offset = 0
+    for name in in_order(ours.layers):
+        planes = ours.layers[name].planes
+        has_heads = _has_heads(ours.layers[name])
+        if has_heads != ("head" in form.axes) or len(set(_widths(planes))) > 1:
+            raise refusal(
+                ours, peer, f"its rows {form} have no place for layer {name}: use one model"
+            )
+        counts = Counts(
+            peer.blocks, heads if has_heads else 1, form.block_tokens, planes[0].counts.channels
+        )
+        like = replace(
+            planes[0],
+            first_head=first_head if has_heads else 0,
+            memory=peer_memory(ours, peer),
+        )
+        found.append(
+            part_planes(like, address + offset, form.axes, counts, len(planes), stride_bytes)
+        )
+        offset += part_bytes(counts, len(planes), like.item_bytes)
+    if offset != peer.block_bytes[0]:
+        raise refusal(
+            ours,
+            peer,
+            f"{form.block_tokens} tokens of all our layers come to {offset} bytes and not to "
+            f"{peer.block_bytes[0]}: both sides need one model, one --kv-cache-dtype and one "
+            "--pipeline-parallel-size",
+        )
+    return tuple(found)
 
 
 def _by_layout(

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
+
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
@@ -23,11 +25,12 @@ from kvpatch.geometry import (
     cross,
     is_direct,
     missing_heads,
+    pair_rows,
     plan_rounds,
     plan_runs,
 )
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.zeros import zero_tokens
@@ -35,6 +38,7 @@ from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
+from kvpatch.vllm.rows import RegisteredRows
 from kvpatch.vllm.shares import ReadRefused, shares_of, tails_of
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -89,8 +93,9 @@ class Reader:
         tensors: where reads are placed.
         pool: where staged reads land.
         mode: ``auto``, ``direct`` or ``staged``.
-        layers: of `tensors`, where what is registered is a host buffer of the same layout
-            and other blocks; None where it is `tensors`.
+        layers: of `tensors`, where the release was shown others: a host buffer of the same
+            layout and other blocks, or what stands for rows; None where it was `tensors`.
+        rows: what is registered, where blocks are rows of all layers.
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class Reader:
         pool: StagingPool,
         mode: str = "auto",
         layers: Mapping[str, LayerCache] | None = None,
+        rows: RegisteredRows | None = None,
     ) -> None:
         self.ours = ours
         self.groups = groups
@@ -109,6 +115,7 @@ class Reader:
         self._tensors = tensors
         self._caches = Caches(tensors)
         self._mode = mode
+        self._rows = rows
         self._layers = ours.layers if layers is None else layers
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
         self._reading: _Reading | None = None
@@ -150,7 +157,7 @@ class Reader:
 
     @property
     def is_for_all(self) -> bool:
-        """Whether peers like us are read by us too: the release would fill the host buffer."""
+        """Whether peers like us are read by us too: the release does not know our tensors."""
         return self._layers is not self.ours.layers
 
     @contextmanager
@@ -185,10 +192,13 @@ class Reader:
         rank = reading.peer.ranks[number]
         statement = rank.statement
         shares = shares_of(self.ours, self.groups, statement, rank.crossings, reading.order)
+        ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
+        whole = self._whole_rows(statement, shares)
+        if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
+            return prepare_read(nixl, ends, *whole, notification)
         if self._tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.order)
             self._tails_left = False
-        ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
         direct, staged = self._split(shares)
         plan = plan_runs(
             (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])
@@ -209,6 +219,31 @@ class Reader:
         for read in tuple(self._staged) if request_ids else ():
             if read.request_id in request_ids:
                 read.void()
+
+    def _whole_rows(
+        self, statement: Statement, shares: Sequence[Share]
+    ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
+        """(remote address, local address, bytes) of each row, where rows are read as they are."""
+        rows = self._rows
+        if (
+            rows is None
+            or self._mode == "staged"
+            or statement.rows != rows.form
+            or statement.block_bytes[0] != rows.row.row_bytes
+            or statement.tp_size != self.ours.tp_size
+            or len(self.groups) != 1
+            or len(shares) != 1
+        ):
+            return None
+        pairs = pair_rows(shares[0].segments)
+        if pairs is None or not pairs[0].size:
+            return None
+        remote, local = pairs
+        return (
+            statement.addresses[0] + remote * statement.stride_bytes[0],
+            rows.row.address + local * rows.row.row_bytes,
+            np.full(remote.size, rows.row.row_bytes, dtype=np.int64),
+        )
 
     def _split(self, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
         """What goes straight to its place, and what goes through the pool."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpatch._errors import KvpatchError
+from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, without_form
 
 #: What a layer's block looks like inside, where it is in one piece: a head's tokens are
 #: neighbours in HND, a token's heads in NHD.
@@ -48,6 +49,8 @@ class Statement:
         memory_kind: of all regions, in NIXL's words; None where the release does not say.
         packed_layers: (layer, offset, bytes) of each layer that it says to lie in a row of
             all layers (MLA, from 0.31); empty where it says nothing.
+        rows: what its only region's blocks look like, where they are rows of all layers
+            that kvpatch registered; else None.
     """
 
     engine_id: str
@@ -65,10 +68,13 @@ class Statement:
     region_names: tuple[str, ...] | None = None
     memory_kind: Literal["DRAM", "VRAM"] | None = None
     packed_layers: tuple[tuple[str, int, int], ...] = ()
+    rows: RowForm | None = None
 
     @property
     def inner_layout(self) -> str | None:
         """HND or NHD; None where a layer's block is not in one piece of its own."""
+        if self.rows is not None:
+            return self.rows.inner_layout
         return None if self.layout is None else _INNER.get(self.layout)
 
     def __str__(self) -> str:
@@ -112,8 +118,13 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
     blocks = _number("num_blocks", metadata.num_blocks)
     if counts is not None:
         blocks = min((blocks, *_numbers("region_num_blocks", counts)))
+    rows = _rows(metadata)
+    if rows is not None and len(addresses) != 1:
+        raise PeerRefused(f"a peer has rows of all layers in {len(addresses)} regions: expected 1")
     block_tokens = _optional("block_size", metadata)  # from 0.11.1
     parts = _optional("physical_blocks_per_logical_kv_block", metadata)  # from 0.21
+    if rows is not None:
+        block_tokens, parts = rows.block_tokens, rows.kernel_blocks_per_block
     if (parts or 1) > blocks or (block_tokens or 1) * (parts or 1) > _MOST_TOKENS:
         raise PeerRefused(
             f"a peer's handshake has blocks of {parts} times {block_tokens} tokens, {blocks} of "
@@ -131,12 +142,14 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         addresses=addresses,
         block_bytes=block_bytes,
         stride_bytes=stride_bytes,
-        backend=_text("attn_backend_name", metadata),  # absent in 0.13 to 0.19
+        # Absent in 0.13 to 0.19.
+        backend=without_form(_text("attn_backend_name", metadata)),
         # Up to 0.11.0 descriptors carry the rank in its place.
         device_id=_number("device_id", getattr(metadata, "device_id", tp_rank), least=0),
         region_names=_names("region_names", metadata),  # from 0.30
         memory_kind=_memory_kind(metadata),
         packed_layers=_packed_layers(metadata),
+        rows=rows,
     )
 
 
@@ -186,6 +199,7 @@ def as_alike(
         "physical_blocks_per_logical_kv_block": kernel_blocks_per_block,
         "region_num_blocks": [min(room)] * count,
         "kv_caches_base_addr": addresses,
+        "attn_backend_name": statement.backend,
         **(own or {}),
     }
     if statement.memory_kind is not None:
@@ -224,6 +238,13 @@ def _widest_span(statement: Statement, enough_bytes: int) -> tuple[int, int]:
         if widest[1] >= enough_bytes:
             break
     return widest
+
+
+def _rows(metadata: Any) -> RowForm | None:
+    try:
+        return form_in(_text("kv_cache_layout", metadata), _text("attn_backend_name", metadata))
+    except UnknownForm as error:
+        raise PeerRefused(str(error)) from error
 
 
 def _packed_layers(metadata: Any) -> tuple[tuple[str, int, int], ...]:

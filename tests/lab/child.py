@@ -19,9 +19,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.releases import kvcached
+
 from .engine_api import Failure, Fork
 
 _PR_SET_PDEATHSIG = 1
+#: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.
+KVCACHEDS_OWN = "LAB_KVCACHEDS_OWN_PATCH"
 _LAB = str(Path(__file__).resolve().parent)
 
 
@@ -63,8 +67,13 @@ def _engine_process(connection: Connection, message: bytes) -> None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # the host asks a hung engine where it is
         os.environ.update(fork.settings)
+        theirs = os.environ.get(KVCACHEDS_OWN, "")
+        if theirs == "before":
+            _apply_kvcacheds_own()
         if fork.patched:
             _enable_kvpatch(fork.patches)
+        if theirs == "after":
+            _apply_kvcacheds_own()
         _serve(connection)
         status = 0
     except EOFError:
@@ -75,6 +84,16 @@ def _engine_process(connection: Connection, message: bytes) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _apply_kvcacheds_own() -> None:
+    """Applies the NIXL patch of kvcached's source distribution, as it is, to the release."""
+    sys.path.append(str(kvcached.tree(kvcached.NEWEST)))
+    os.environ["ENABLE_KVCACHED"] = "true"
+    from kvcached.integration.vllm import nixl_compat
+
+    if not nixl_compat.patch_nixl_connector():
+        raise RuntimeError("kvcached did not apply its own patch")
 
 
 def _enable_kvpatch(patches: tuple[str, ...]) -> None:

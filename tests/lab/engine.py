@@ -137,6 +137,7 @@ class Engine:
 
     def _count_on(self, agent: Any) -> None:
         make, register = agent.make_prepped_xfer, agent.register_memory
+        initialize = agent.initialize_xfer
 
         def make_prepped_xfer(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.get("local_indices", args[2] if len(args) > 2 else ())
@@ -147,7 +148,12 @@ class Engine:
             self.registrations += descs.descCount() if hasattr(descs, "descCount") else 1
             return register(descs, *args, **kwargs)
 
+        def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:
+            self.descriptors += local.descCount()
+            return initialize(operation, local, *args, **kwargs)
+
         agent.make_prepped_xfer, agent.register_memory = make_prepped_xfer, register_memory
+        agent.initialize_xfer = initialize_xfer
 
     def _share_handshake(self, scheduler: Any) -> None:
         """As the engine core does after its workers have registered."""

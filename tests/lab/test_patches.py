@@ -23,7 +23,6 @@ _ELASTIC = [name for name in _CASES if "allocated" in name]
 _SHARED = "34 layers over 5 tensors"
 _SPLIT = [name for name in _CASES if "split-half" in name and "plain" not in name]
 _MIXED = "kvcached split-half P, plain D"
-_CONTIGUOUS = "kvcached contiguous NHD"
 
 #: Generations that count blocks in the tensors, as kvpatch does everywhere.
 _COUNT_TENSORS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
@@ -97,13 +96,6 @@ def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> No
     report = lab.run(_CASES[_MIXED].patched())
 
     assert report.outcome == ("identical" if _generation(lab) in _KEYS_FIRST else "refused"), report
-
-
-def test_the_contiguous_layout_is_refused_with_the_setting_that_helps(lab: Lab) -> None:
-    report = lab.run(_CASES[_CONTIGUOUS].patched())
-
-    assert report.outcome == "refused", report
-    assert "KVCACHED_CONTIGUOUS_LAYOUT=false" in report.detail
 
 
 def test_without_one_patch_its_problem_is_back(lab: Lab) -> None:

@@ -15,10 +15,11 @@ import torch
 from kvpatch._errors import RegistrationRefused
 from kvpatch.geometry import UnreadableGeometry
 from kvpatch.patches.block_count import common_blocks, is_as_planned
-from kvpatch.patches.kvcached_regions import arrangement, is_split_inside, refuse_interleaved
+from kvpatch.patches.kvcached_regions import arrangement, is_in_rows, is_split_inside
 from kvpatch.patches.shared_tensors import first_layers
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, REGISTRATIONS
+from kvpatch.vllm.rows import whole_row
 
 pytestmark = pytest.mark.patching
 
@@ -85,16 +86,76 @@ class TestArrangement:
 
         assert arrangement(cache.planes) == "together"
 
-    def test_the_contiguous_layout_is_refused_with_the_setting_that_helps(self):
-        caches = _read({"a": _blocks_first(), "b": _contiguous()}, BLOCKS_FIRST)
+    @pytest.mark.parametrize(
+        ("tensor", "order", "expected", "found"),
+        [
+            (_contiguous(), BLOCKS_FIRST, BLOCKS_FIRST, True),
+            (_contiguous().transpose(0, 1), KEYS_FIRST, KEYS_FIRST, True),
+            (_split_half(), BLOCKS_FIRST, BLOCKS_FIRST, False),
+            (_keys_first(), KEYS_FIRST, KEYS_FIRST, False),
+            # A single layer's: right where the release has both in a block, and nowhere else.
+            (_blocks_first(), BLOCKS_FIRST, BLOCKS_FIRST, False),
+            (_blocks_first(), BLOCKS_FIRST, PACKED, True),
+            (_blocks_first().transpose(0, 1), KEYS_FIRST, KEYS_FIRST, True),
+        ],
+    )
+    def test_rows_are_told_by_what_the_release_expects(self, tensor, order, expected, found):
+        assert is_in_rows(_read({"a": tensor}, order), {"a": expected}) is found
 
-        with pytest.raises(
-            RegistrationRefused, match="KVCACHED_CONTIGUOUS_LAYOUT=false"
-        ) as refused:
-            refuse_interleaved(caches)
 
-        assert "layer b" in str(refused.value)
-        assert str(LAYERS * 2 * BLOCK * 4) in str(refused.value), "the stride, in bytes"
+class TestRows:
+    def _pool(self, layers=LAYERS):
+        return torch.zeros(BLOCKS, layers, 2, TOKENS, HEADS, CHANNELS)
+
+    def _row(self, tensors):
+        return whole_row(tensors, _read(tensors, BLOCKS_FIRST))
+
+    def test_are_one_pool_of_all_layers(self):
+        pool = self._pool()
+
+        row = self._row({f"layers.{n}": pool[:, n] for n in range(LAYERS)})
+
+        assert (row.address, row.rows, row.row_bytes) == (
+            pool.data_ptr(),
+            BLOCKS,
+            LAYERS * 2 * BLOCK * 4,
+        )
+        assert row.axes == ("kv", "token", "head", "channel")
+
+    def test_a_tensor_of_another_pool_is_refused(self):
+        tensors = {"layers.0": self._pool()[:, 0], "layers.1": self._pool()[:, 1]}
+
+        with pytest.raises(RegistrationRefused, match="2 allocations: expected kvcached's"):
+            self._row(tensors)
+
+    def test_a_row_with_a_gap_is_refused(self):
+        pool = self._pool(3)
+
+        with pytest.raises(RegistrationRefused, match=r"KVCACHED_CONTIGUOUS_LAYOUT=false"):
+            self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 2]})
+
+    def test_layers_in_another_order_are_refused(self):
+        """A peer knows where a layer lies by its number alone."""
+        pool = self._pool(11)
+        names = [f"layers.{n}" for n in range(11)]
+
+        assert self._row(dict(zip(names, pool.unbind(1), strict=True))).layers == tuple(names)
+        with pytest.raises(RegistrationRefused, match=r"expected layers\.0, layers\.1, layers\.2"):
+            self._row(dict(zip(sorted(names), pool.unbind(1), strict=True)))
+
+    def test_two_layers_over_one_place_are_refused(self):
+        pool = self._pool()
+
+        with pytest.raises(RegistrationRefused, match="in a row of all layers"):
+            self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 0]})
+
+    def test_recurrent_state_beside_it_is_refused(self):
+        pool = self._pool()
+        tensors = {"layers.0": pool[:, 0]}
+        layers = _read(tensors, BLOCKS_FIRST)
+
+        with pytest.raises(RegistrationRefused, match="state.0 are no attention caches"):
+            whole_row(tensors | {"state.0": pool}, layers)
 
 
 class TestBlockCount:

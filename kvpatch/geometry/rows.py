@@ -1,0 +1,203 @@
+"""Blocks of all layers that lie in one row: a block's bytes of every layer are neighbours.
+
+kvcached's contiguous layout is such a row for each kernel block: layer by layer, each
+with its keys and values, in ``[blocks, layers, K/V, tokens, heads, channels]`` or, packed,
+``[blocks, layers, heads, tokens, K and V]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.segments import Int64Array, Segments
+
+PartAxis = Literal["kv", "head", "token", "channel"]
+#: Axes of a layer's part, from the outermost to the innermost.
+PartAxes = tuple[PartAxis, ...]
+
+#: Every order in which a layer's part of a row may lie.
+PART_AXES: tuple[PartAxes, ...] = (
+    ("kv", "token", "head", "channel"),
+    ("kv", "head", "token", "channel"),
+    ("token", "head", "kv", "channel"),
+    ("head", "token", "kv", "channel"),
+    ("token", "channel"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the rows of one allocation lie.
+
+    Attributes:
+        layers: as they follow one another in a row.
+        axes: of each layer's part.
+        address: of the first row.
+        part_bytes: of each layer in a row, in their order.
+        rows: how many there are, one behind the other.
+    """
+
+    layers: tuple[str, ...]
+    axes: PartAxes
+    address: int
+    part_bytes: tuple[int, ...]
+    rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block of all layers."""
+        return sum(self.part_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
+
+
+def read_row(layers: Mapping[str, Sequence[Plane]]) -> Row:
+    """The rows that these layers' planes are.
+
+    Raises:
+        UnreadableGeometry: their parts overlap, leave gaps, are strided in unlike or
+            unknown ways, or follow one another in another order than their numbers.
+    """
+    names = sorted(layers, key=lambda name: layers[name][0].address)
+    first = layers[names[0]]
+    address = first[0].address
+    parts: list[int] = []
+    axes = part_axes(first)
+    for name in names:
+        planes = layers[name]
+        expected = part_planes(planes[0], address + sum(parts), axes, planes[0].counts, len(planes))
+        if _places(planes) != _places(expected):
+            raise UnreadableGeometry(
+                f"layer {name!r}: expected it in a row of all layers at {address + sum(parts):#x}, "
+                f"its axes {axes} from the outermost to the innermost, found "
+                f"{', '.join(map(str, planes))}"
+            )
+        parts.append(part_bytes(planes[0].counts, len(planes), planes[0].item_bytes))
+    counts = {planes[0].counts.blocks for planes in layers.values()}
+    strides = {plane.strides_bytes.block for planes in layers.values() for plane in planes}
+    if counts != {first[0].counts.blocks} or strides != {sum(parts)}:
+        raise UnreadableGeometry(
+            f"layers {', '.join(names)}: expected rows of {sum(parts)} bytes one behind the other, "
+            f"found {sorted(counts)} of them every {sorted(strides)} bytes"
+        )
+    if names != in_order(names):
+        raise UnreadableGeometry(
+            f"layers lie in the order {', '.join(names)} in a row of all layers: expected "
+            f"{', '.join(in_order(names))}"
+        )
+    return Row(tuple(names), axes, address, tuple(parts), counts.pop())
+
+
+def part_axes(planes: Sequence[Plane]) -> PartAxes:
+    """How a layer's part of a row lies, by its strides.
+
+    Raises:
+        UnreadableGeometry: in no way that is known here.
+    """
+    first = planes[0]
+    for axes in PART_AXES:
+        if ("kv" in axes) != (len(planes) == 2):
+            continue
+        expected = part_planes(first, first.address, axes, first.counts, len(planes))
+        if _places(planes) == _places(expected):
+            return axes
+    raise UnreadableGeometry(
+        f"{', '.join(map(str, planes))}: expected a block in one piece, its axes in one of the "
+        f"orders {', '.join('-'.join(axes) for axes in PART_AXES)}"
+    )
+
+
+def part_planes(
+    like: Plane,
+    address: int,
+    axes: PartAxes,
+    counts: Counts,
+    contents: int,
+    block_stride_bytes: int | None = None,
+) -> tuple[Plane, ...]:
+    """Planes of a layer whose block is one dense piece at `address` in the first row.
+
+    Args:
+        like: a plane of the layer, for all that the other arguments do not say.
+        contents: 2 for keys and values, 1 for a latent.
+    """
+    extents = {
+        "kv": contents,
+        "head": counts.heads,
+        "token": counts.block_tokens,
+        "channel": counts.channels,
+    }
+    strides = dict.fromkeys(extents, 0)
+    step = like.item_bytes
+    for axis in reversed(axes):
+        strides[axis] = step
+        step *= extents[axis]
+    inner = Strides(
+        like.strides_bytes.block if block_stride_bytes is None else block_stride_bytes,
+        strides["head"],
+        strides["token"],
+        strides["channel"],
+    )
+    found = (Content.KEY, Content.VALUE) if contents == 2 else (like.content,)
+    return tuple(
+        Plane(
+            layer=like.layer,
+            content=content,
+            address=address + number * strides["kv"],
+            strides_bytes=inner,
+            counts=counts,
+            item_bytes=like.item_bytes,
+            first_head=like.first_head,
+            memory=like.memory,
+        )
+        for number, content in enumerate(found)
+    )
+
+
+def _places(planes: Sequence[Plane]) -> list[tuple[Content, int, list[int]]]:
+    """Where the elements of a block lie; a stride along an axis of one element says nothing."""
+    return [
+        (
+            plane.content,
+            plane.address,
+            [
+                stride if count > 1 else 0
+                for stride, count in zip(plane.strides_bytes[1:], plane.counts[1:], strict=True)
+            ],
+        )
+        for plane in planes
+    ]
+
+
+def part_bytes(counts: Counts, contents: int, item_bytes: int) -> int:
+    """Bytes of a layer in a row."""
+    return contents * prod((counts.heads, counts.block_tokens, counts.channels)) * item_bytes
+
+
+def pair_rows(segments: Segments) -> tuple[Int64Array, Int64Array] | None:
+    """(remote block, local block) of segments that all begin with a block on both sides.
+
+    None where one does not: a whole row would then write over tokens that are there.
+    """
+    if segments.remote_offset.any() or segments.local_offset.any():
+        return None
+    return segments.remote_block, segments.local_block
+
+
+def in_order(layers: Iterable[str]) -> list[str]:
+    """Layers by the numbers in their names, so that both ends have one order of them."""
+    return sorted(layers, key=_numbers)
+
+
+def _numbers(name: str) -> tuple[tuple[int, str], ...]:
+    parts = re.split(r"(\d+)", name)
+    return tuple((int(p), "") if p.isdigit() else (-1, p) for p in parts)

@@ -1,0 +1,73 @@
+"""How a worker says at the handshake that its blocks are rows of all layers.
+
+No release has a field for it. The layout's name carries it, which every release from
+0.11.1 on compares with its own, and the attention backend's, which those to 0.12
+compare: a peer that does not know the words refuses the handshake.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvpatch._errors import KvpatchError
+from kvpatch.geometry import PART_AXES, PartAxes
+
+_WORD = "kvpatch_rows"
+_LETTERS = {"kv": "K", "token": "N", "head": "H", "channel": "C"}
+_BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in PART_AXES}
+_FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)")
+
+
+class UnknownForm(KvpatchError):
+    """Rows of a form that is not known here."""
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """What a row of all layers looks like, whatever its sizes.
+
+    Attributes:
+        block_tokens: of a kernel block, which is what a row holds.
+        kernel_blocks_per_block: rows in one of the blocks that ids count.
+        axes: of each layer's part.
+    """
+
+    block_tokens: int
+    kernel_blocks_per_block: int
+    axes: PartAxes
+
+    def __str__(self) -> str:
+        letters = "".join(_LETTERS[axis] for axis in self.axes)
+        return f"{_WORD}:{self.kernel_blocks_per_block}x{self.block_tokens}:{letters}"
+
+    @property
+    def inner_layout(self) -> str:
+        """HND or NHD; HND where there are no heads."""
+        if "head" not in self.axes:
+            return "HND"
+        return "NHD" if self.axes.index("token") < self.axes.index("head") else "HND"
+
+
+def form_in(*texts: str | None) -> RowForm | None:
+    """The form that a handshake's names state; None where they are a release's own.
+
+    Raises:
+        UnknownForm: the word is there, and what follows it means nothing here.
+    """
+    for text in texts:
+        if text is None or _WORD not in text:
+            continue
+        found = _FORM.search(text)
+        if found is None or found[3] not in _BY_LETTERS:
+            raise UnknownForm(
+                f"a peer's blocks are said to be rows of all layers of the form {text!r}: expected "
+                f"one of {', '.join(_BY_LETTERS)}; use one kvpatch on both sides"
+            )
+        return RowForm(int(found[2]), int(found[1]), _BY_LETTERS[found[3]])
+    return None
+
+
+def without_form(text: str | None) -> str | None:
+    """A backend's name as the release has it."""
+    return None if text is None else text.partition(f" {_WORD}")[0]

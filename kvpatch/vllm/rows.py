@@ -1,0 +1,324 @@
+"""Registers blocks that are rows of all layers (kvcached's contiguous layout).
+
+The release cannot register them: it computes addresses from the page of a layer. It is
+shown tensors of the layout that it knows, over the same memory, which nobody reads or
+writes through; NIXL is handed the allocation once; peers are told of rows, and every read
+goes through the reader, which knows where things really lie.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import wrapt
+
+from kvpatch._errors import RegistrationRefused
+from kvpatch.geometry import DimensionOrder, Row, UnreadableGeometry, read_row
+from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.registration import Registration
+from kvpatch.vllm.row_form import RowForm
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.registration")
+
+#: What releases from 0.29 on call the two where each layer has a tensor of its own.
+_NAMED = {"HND": "LBHNC", "NHD": "LBNHC"}
+
+
+@dataclass(frozen=True)
+class RegisteredRows:
+    """What a worker has registered in place of its tensors.
+
+    Attributes:
+        row: where the rows really lie.
+        form: what peers are told of them.
+        shown: the tensors that the release was shown, read.
+    """
+
+    row: Row
+    form: RowForm
+    shown: Mapping[str, LayerCache]
+
+
+_ROWS: WeakKeyDictionary[Any, RegisteredRows] = WeakKeyDictionary()
+
+
+def forget_rows(worker: Any) -> None:
+    """A worker that registers anew may have other tensors."""
+    _ROWS.pop(worker, None)
+
+
+def rows_of(worker: Any) -> RegisteredRows | None:
+    """The worker's rows; None before it registers, and where it has none."""
+    return _ROWS.get(worker)
+
+
+def register_rows(
+    wrapped: Callable[..., Any],
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LayerCache],
+) -> Any:
+    """Registers tensors whose blocks are rows of all layers.
+
+    Raises:
+        RegistrationRefused: they are not such rows throughout, or this worker cannot read
+            into rows.
+    """
+    row = whole_row(kv_caches, layers)
+    first = layers[row.layers[0]].planes[0]
+    axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
+    shown = shown_tensors(registration, worker, kv_caches, layers, row, axes_only.inner_layout)
+    if "head" in row.axes:
+        _state_layout(worker, axes_only.inner_layout)
+    agent = worker.nixl_wrapper
+    worker.nixl_wrapper = _OneRegion(agent, row)
+    try:
+        with _listener_told(worker, lambda m: restated(m, row, _form_of(worker, row, layers))):
+            result = wrapped(shown)
+    finally:
+        worker.nixl_wrapper = agent
+    form = _form_of(worker, row, layers)
+    _restate_payload(worker, row, form)
+    read = read_layers(registration, worker, shown, first_head=first.first_head)
+    _ROWS[worker] = RegisteredRows(row, form, read)
+    _LOG.info(
+        "%d blocks of all %d layers are registered as rows of %d bytes",
+        row.rows,
+        len(row.layers),
+        row.row_bytes,
+    )
+    return result
+
+
+def whole_row(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]) -> Row:
+    """The rows that all of a worker's tensors are.
+
+    Raises:
+        RegistrationRefused: some are not, with the setting that helps.
+    """
+    left = sorted(kv_caches.keys() - layers.keys())
+    if left:
+        raise RegistrationRefused(
+            f"{', '.join(left)} are no attention caches and the others are kvcached's contiguous "
+            "layout, which moves with attention layers alone: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    pools = {cache.untyped_storage().data_ptr() for cache in kv_caches.values()}
+    if len(pools) > 1:
+        raise RegistrationRefused(
+            f"the blocks of {len(kv_caches)} layers hold keys and values side by side, or others' "
+            f"between them, and lie in {len(pools)} allocations: expected kvcached's contiguous "
+            "layout, which has one pool of all layers"
+        )
+    try:
+        return read_row({name: layer.planes for name, layer in layers.items()})
+    except UnreadableGeometry as error:
+        raise RegistrationRefused(
+            f"kvcached's contiguous layout cannot be read here: {error}; set "
+            "KVCACHED_CONTIGUOUS_LAYOUT=false"
+        ) from error
+
+
+# --- what the release is shown ---------------------------------------------------
+
+
+def shown_tensors(
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LayerCache],
+    row: Row,
+    inner_layout: str,
+) -> dict[str, torch.Tensor]:
+    """The pool's memory as tensors of the release's own shape, a layer behind the other.
+
+    Each has a storage of its own, as kvcached's other layouts have.
+    """
+    starts = {}
+    start = row.address
+    for name, size in zip(row.layers, row.part_bytes, strict=True):
+        starts[name] = start
+        start += size * row.rows
+    return {
+        name: _shown_tensor(
+            kv_caches[name],
+            layers[name],
+            starts[name],
+            registration.orders(worker, name)[0],
+            inner_layout,
+        )
+        for name in kv_caches
+    }
+
+
+def _shown_tensor(
+    cache: torch.Tensor, layer: LayerCache, address: int, order: DimensionOrder, inner_layout: str
+) -> torch.Tensor:
+    counts = layer.planes[0].counts
+    sizes = {
+        "block": counts.blocks,
+        "kv": 2,
+        "token": counts.block_tokens,
+        "head": counts.heads,
+        "channel": counts.channels,
+        "packed": 2 * counts.channels,
+    }
+    names = order.dimensions
+    if not set(names) <= set(sizes) or order.key_channels is not None:
+        raise RegistrationRefused(
+            f"this backend's tensors are {names}, which kvcached's contiguous layout does not "
+            "stand for: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    # In memory: what is outside a block, then heads and tokens by the layout, then the rest.
+    middle = ("token", "head") if inner_layout == "NHD" else ("head", "token")
+    fast = [name for name in ("channel", "packed") if name in names]
+    slow = [name for name in names if name not in (*middle, *fast)]
+    memory = (*slow, *(name for name in middle if name in names), *fast)
+    dense = _at(cache, address, prod(sizes[name] for name in memory))
+    return dense.view([sizes[name] for name in memory]).permute(
+        [memory.index(name) for name in names]
+    )
+
+
+def _at(like: torch.Tensor, address: int, elements: int) -> torch.Tensor:
+    """A flat tensor over memory at an address, of the type and device of another's."""
+    import torch
+
+    size_bytes = elements * like.element_size()
+    if like.device.type == "cpu":
+        raw = torch.frombuffer(
+            (ctypes.c_uint8 * size_bytes).from_address(address), dtype=torch.uint8
+        )
+    else:
+        raw = torch.as_tensor(_DeviceBytes(address, size_bytes), device=like.device)
+    return raw.view(like.dtype)
+
+
+class _DeviceBytes:
+    """Device memory in the form in which torch takes it from others without a copy."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def _state_layout(worker: Any, inner_layout: str) -> None:
+    """The worker believes in the layout of what it is shown."""
+    stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
+    if stated is not None:
+        worker.kv_cache_layout = _NAMED[inner_layout] if stated in NAMED_LAYOUTS else inner_layout
+
+
+class _OneRegion(wrapt.ObjectProxy[Any]):
+    """A NIXL agent that registers the rows whatever regions the release names."""
+
+    def __init__(self, agent: Any, row: Row) -> None:
+        super().__init__(agent)
+        self._self_row = row
+        self._self_is_named = False
+
+    def get_reg_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for one region.
+
+        Raises:
+            RegistrationRefused: the release registers in more than one go.
+        """
+        if self._self_is_named or not isinstance(descs, list) or not descs:
+            raise RegistrationRefused(
+                "this vLLM registers memory in a way that kvcached's contiguous layout is not "
+                "known to fit: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            )
+        self._self_is_named = True
+        row = self._self_row
+        whole = [(row.address, row.size_bytes, *descs[0][2:])]
+        return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)
+
+
+# --- what peers are told ---------------------------------------------------------
+
+
+def restated(metadata: Any, row: Row, form: RowForm) -> Any:
+    """A copy of a worker's agent metadata that describes its rows.
+
+    No release takes it for its own layout: those to 0.12 compare the backend's name, those
+    from 0.11.1 on the layout's, and all the length of a block where there are no heads.
+    """
+    found = copy.copy(metadata)
+    stated: dict[str, Any] = {
+        "kv_caches_base_addr": [row.address],
+        "num_blocks": row.rows,
+        "block_len": row.row_bytes,  # to 0.10.2
+        "block_lens": [row.row_bytes],
+        "block_strides": [row.row_bytes],  # from 0.29
+        "kv_cache_layout": str(form),
+        "attn_backend_name": f"{getattr(metadata, 'attn_backend_name', '')} {form}",
+        "region_num_blocks": [row.rows],  # this and all below from 0.30
+        "region_group_ids": (getattr(metadata, "region_group_ids", None) or [])[:1],
+        "region_names": [row.layers[0]],
+        "region_mem_types": (getattr(metadata, "region_mem_types", None) or [])[:1],
+        "region_members": [],
+        "packed_member_layouts": {},
+    }
+    for name, value in stated.items():
+        if getattr(metadata, name, None) is not None:
+            setattr(found, name, value)
+    return found
+
+
+def _form_of(worker: Any, row: Row, layers: Mapping[str, LayerCache]) -> RowForm:
+    """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
+    parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
+    return RowForm(layers[row.layers[0]].planes[0].counts.block_tokens, parts, row.axes)
+
+
+@contextmanager
+def _listener_told(worker: Any, restate: Callable[[Any], Any]) -> Iterator[None]:
+    """To 0.11.0 a worker starts to answer handshakes while it registers."""
+    listen = getattr(worker, "_nixl_handshake_listener", None)
+    if listen is None:
+        yield
+        return
+
+    def listener(metadata: Any, *more: Any, **named: Any) -> Any:
+        return listen(restate(metadata), *more, **named)
+
+    worker._nixl_handshake_listener = listener
+    try:
+        yield
+    finally:
+        del worker._nixl_handshake_listener
+
+
+def _restate_payload(worker: Any, row: Row, form: RowForm) -> None:
+    """From 0.11.1 a worker's metadata waits to be fetched."""
+    payload = getattr(worker, "xfer_handshake_metadata", None)
+    if payload is None:
+        return
+    encoded = getattr(payload, "agent_metadata_bytes", None)
+    if encoded is None:  # to 0.12 it is the metadata itself
+        worker.xfer_handshake_metadata = restated(payload, row, form)
+        return
+    import msgspec
+
+    kind = vars(sys.modules[type(payload).__module__])["NixlAgentMetadata"]
+    metadata = msgspec.msgpack.decode(encoded, type=kind)
+    told = copy.copy(payload)
+    told.agent_metadata_bytes = msgspec.msgpack.encode(restated(metadata, row, form))
+    worker.xfer_handshake_metadata = told

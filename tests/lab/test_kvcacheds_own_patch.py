@@ -1,0 +1,74 @@
+"""kvcached's own NIXL patch (its real code) beside kvpatch, in either order.
+
+Alone it refuses its default layout; with kvpatch in the process kvpatch takes its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from kvpatch.patches import SLUGS
+from tests.releases import kvcached
+
+from .case import Case, EngineSpec
+from .child import KVCACHEDS_OWN
+from .host import Lab
+from .test_kvcached_rows import _ROWS
+
+pytestmark = pytest.mark.lab
+
+_HALVES = replace(_ROWS, allocation="split_half")
+Order = Literal["before", "after"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _source() -> None:
+    kvcached.fetch(kvcached.NEWEST)
+
+
+def _spec(spec: EngineSpec, order: Order, *, patched: bool) -> EngineSpec:
+    layout = "true" if spec.allocation == "contiguous" else "false"
+    settings = ((KVCACHEDS_OWN, order), ("KVCACHED_CONTIGUOUS_LAYOUT", layout))
+    patches = SLUGS if patched else ()
+    return replace(spec, settings=settings, patched=patched, patches=patches)
+
+
+def _case(spec: EngineSpec, order: Order, *, patched: bool = True) -> Case:
+    sides = (_spec(spec, order, patched=patched) for _ in range(2))
+    return Case("kvcached's own", *sides, prompt_tokens=107)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("spec", [_ROWS, _HALVES], ids=["rows", "halves"])
+def test_kvpatch_takes_its_place(lab: Lab, spec: EngineSpec, order: Order) -> None:
+    case = _case(spec, order)
+
+    report = lab.run(case)
+
+    assert report.outcome == "identical", report
+    if spec is _ROWS:
+        assert report.descriptors == -(-report.moved_tokens // spec.block_tokens)
+        assert report.registrations == 1
+    assert lab.run(case, sabotage="shift_block").outcome == "corrupt"
+
+
+def test_alone_it_refuses_its_own_default_layout(lab: Lab) -> None:
+    report = lab.run(_case(_ROWS, "before", patched=False))
+
+    assert report.outcome == "refused", report
+    assert "requires KVCACHED_CONTIGUOUS_LAYOUT=false" in report.detail
+
+
+def test_without_a_patch_that_does_its_part_it_stays_and_kvpatch_refuses(lab: Lab) -> None:
+    one = replace(
+        _spec(_HALVES, "before", patched=True),
+        patches=tuple(slug for slug in SLUGS if slug != "block_count"),
+    )
+
+    report = lab.run(Case("kvcached's own", one, one))
+
+    assert report.outcome == "refused", report
+    assert "kvpatch cannot patch" in report.detail
