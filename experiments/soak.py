@@ -1,9 +1,12 @@
 """Many requests through host buffers on P and D; experiments/soak.sh runs this.
 
 P and D are unlike (64 and 32 tokens in a block) and send KV through host buffers with room for
-about eight requests. Of all clients a tenth give up while P computes, a tenth after P's answer,
-which leaves rows to the lease, and a tenth while D answers. In the middle P is stopped and another
-one takes its place; what was under way is asked again.
+about four requests. Some clients give up while P computes or while D answers, and some after P's
+answer, which leaves rows to the lease. In the middle P is stopped and another one takes its place;
+what was under way is asked again.
+
+At the end one more prompt needs every slot of P's buffer: it is served if none is left allotted.
+Then it is sent once more beside rows that were left to the lease, and has to wait for them.
 
 A prompt is taken only if the single engine prefers each of its tokens by a margin, so that another
 rounding in a batch of another size cannot change an answer.
@@ -29,15 +32,17 @@ import httpx
 from rich.console import Console
 
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
-from kvpatch.verify.handoff import RequestFailed, complete, prefill_then_decode
+from kvpatch.verify.handoff import Completion, RequestFailed, prefill_then_decode
 from kvpatch.verify.model import make_tiny_llama
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, small_engine
 
-LEASE_S = 30
+LEASE_S = 15
 #: Of P's blocks of 64 tokens: 4 layers, 2 heads and keys, 4 heads of 32 channels of 4 bytes.
 ROW_BYTES = 64 * 4 * 2 * 4 * 32 * 4
-ROWS = 33
+#: The null block's, and as many as the longest prompt of the model needs.
+ROWS = 1 + 16
+WHOLE_TOKENS = 1000
 CACHE_TOKENS = 16384
 ANSWER_TOKENS = 4
 LONGEST = 260
@@ -90,45 +95,56 @@ def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpe
 
 async def references(
     client: httpx.AsyncClient, single: Engine, count: int, console: Console
-) -> list[Prompt]:
-    """So many prompts, with the answers of one engine alone."""
+) -> tuple[list[Prompt], Prompt]:
+    """So many prompts, with the answers of one engine alone, and one that needs every slot."""
     ids = sorted(set(await vocabulary(client, single)))
     chance = random.Random(11)
     limit = asyncio.Semaphore(16)
     # Some begin as an earlier one does.
     prefixes = [tuple(chance.choices(ids, k=chance.randint(32, 130))) for _ in range(40)]
 
-    async def ask() -> Prompt | None:
-        begin = chance.choice(prefixes) if chance.random() < 0.2 else ()
-        own = chance.choices(ids, k=chance.randint(2, LONGEST - len(begin)))
-        tokens = (*begin, *own)
+    async def ask(tokens: tuple[int, ...]) -> Prompt | None:
         async with limit:
-            response = await client.post(
-                f"{single.url}/v1/completions",
-                json={
-                    "model": single.spec.model,
-                    "prompt": list(tokens),
-                    "max_tokens": ANSWER_TOKENS,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "return_token_ids": True,
-                    "logprobs": 2,
-                },
-                timeout=300,
-            )
-        response.raise_for_status()
-        choice = response.json()["choices"][0]
-        margins = [
-            max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]
-        ]
-        return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > MARGIN else None
+            return await reference(client, single, tokens)
+
+    def draw() -> tuple[int, ...]:
+        begin = chance.choice(prefixes) if chance.random() < 0.2 else ()
+        return (*begin, *chance.choices(ids, k=chance.randint(2, LONGEST - len(begin))))
 
     found: list[Prompt] = []
     while len(found) < count:
-        batch = await asyncio.gather(*(ask() for _ in range(min(200, count - len(found) + 8))))
+        batch = await asyncio.gather(
+            *(ask(draw()) for _ in range(min(200, count - len(found) + 8)))
+        )
         found += [prompt for prompt in batch if prompt is not None]
         console.print(f"single engine: {len(found)} of {count} prompts", highlight=False)
-    return found[:count]
+    whole = None
+    while whole is None:
+        whole = await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))
+    return found[:count], whole
+
+
+async def reference(
+    client: httpx.AsyncClient, single: Engine, tokens: tuple[int, ...]
+) -> Prompt | None:
+    """The single engine's answer; None where it is a close thing."""
+    response = await client.post(
+        f"{single.url}/v1/completions",
+        json={
+            "model": single.spec.model,
+            "prompt": list(tokens),
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 2,
+        },
+        timeout=300,
+    )
+    response.raise_for_status()
+    choice = response.json()["choices"][0]
+    margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
+    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > MARGIN else None
 
 
 @dataclass
@@ -142,22 +158,27 @@ class Soak:
     prefill: Engine
     decode: Engine
     prompts: list[Prompt]
+    whole: Prompt
     tally: Tally = field(default_factory=Tally)
     restarts: int = 0
     is_down: bool = False
     under_way: int = 0
 
-    async def run(self, connections: int) -> None:
-        """All prompts, so many at once; P restarts in the middle."""
+    async def run(self, connections: int, seconds: float) -> int:
+        """All prompts that the time allows, so many at once; P restarts in the middle."""
         queue = list(enumerate(self.prompts))
         queue.reverse()
         total = len(queue)
         chance = random.Random(5)
+        started = time.monotonic()
+
+        def passed() -> float:
+            return max((total - len(queue)) / total, (time.monotonic() - started) / seconds)
 
         async def connection() -> None:
-            while queue:
+            while queue and passed() < 1.0:
                 number, prompt = queue.pop()
-                if number == total // 2:
+                if passed() >= 0.5 and not self.restarts:
                     await self.restart()
                 while self.is_down:
                     await asyncio.sleep(0.2)
@@ -167,6 +188,7 @@ class Soak:
 
         await asyncio.gather(*(connection() for _ in range(connections)))
         self.note(total)
+        return total - len(queue)
 
     async def restart(self) -> None:
         """Stops P whatever it is doing, and starts another in its place."""
@@ -209,7 +231,20 @@ class Soak:
     async def ask(self, prompt: Prompt, how: float, patience: float) -> str:
         """What became of it."""
         name = f"kvpatch{uuid.uuid4().hex}"
-        answering = prefill_then_decode(
+        if 0.08 <= how < 0.12:
+            await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
+            return "given up after P"
+        answering = self.pass_on(prompt, name)
+        if how < 0.08:
+            return await self.give_up(answering, patience, "given up at once")
+        if how < 0.2:
+            return await self.give_up(answering, 0.2 + 3 * patience, "given up later")
+        answer = await answering
+        return "right" if answer.token_ids == prompt.answer else "wrong"
+
+    async def pass_on(self, prompt: Prompt, name: str) -> Completion:
+        """As a proxy does."""
+        return await prefill_then_decode(
             self.client,
             self.prefill.url,
             self.decode.url,
@@ -218,15 +253,6 @@ class Soak:
             ANSWER_TOKENS,
             name,
         )
-        if how < 0.1:
-            return await self.give_up(answering, patience, "given up at once")
-        if how < 0.2:
-            await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
-            return "given up after P"
-        if how < 0.3:
-            return await self.give_up(answering, 0.2 + 3 * patience, "given up later")
-        answer = await answering
-        return "right" if answer.token_ids == prompt.answer else "wrong"
 
     async def give_up(self, answering: Any, patience: float, what: str) -> str:
         """The client leaves, whoever has the request."""
@@ -248,28 +274,31 @@ class Soak:
             soft_wrap=True,
         )
 
-    async def held_at_the_end(self) -> dict[str, dict[str, int]]:
-        """What is still held when every lease has ended: P looks only in a step of its own."""
-        end = time.monotonic() + 3 * LEASE_S
-        while True:
-            for side in (self.prefill, self.decode):
-                for _ in range(2):
-                    await complete(
-                        self.client,
-                        side.url,
-                        self.model,
-                        self.prompts[0].token_ids[:2],
-                        2,
-                        f"kvpatch{uuid.uuid4().hex}",
-                    )
-            held = {
-                side: (await one.rpc(self.client, "kvpatch_held"))[0]
-                for side, one in (("P", self.prefill), ("D", self.decode))
-            }
-            clean = all(not any(v for k, v in h.items() if k != "tables") for h in held.values())
-            if clean or time.monotonic() > end:
-                return held
-            await asyncio.sleep(1)
+    async def seconds_for_all_slots(self) -> float:
+        """How long the prompt that needs every slot takes.
+
+        Raises:
+            RequestFailed: it is answered wrongly, or not before all leases must have ended.
+        """
+        started = time.monotonic()
+        answering = self.pass_on(self.whole, f"kvpatch{uuid.uuid4().hex}")
+        try:
+            answer = await asyncio.wait_for(answering, 4 * LEASE_S)
+        except asyncio.TimeoutError:
+            raise RequestFailed("a prompt that needs every slot is not served") from None
+        if answer.token_ids != self.whole.answer:
+            raise RequestFailed("a prompt that needs every slot is answered wrongly")
+        for side in (self.prefill, self.decode):
+            await side.forget_prefixes(self.client)
+        return time.monotonic() - started
+
+    async def end(self) -> tuple[float, float]:
+        """Seconds for all slots when nothing holds one, and beside rows that are left."""
+        await self.seconds_for_all_slots()  # waits for the leases of the clients that left
+        alone = await self.seconds_for_all_slots()
+        name = f"kvpatch{uuid.uuid4().hex}"
+        await complete_at_p_alone(self.client, self.prefill.url, self.model, self.prompts[0], name)
+        return alone, await self.seconds_for_all_slots()
 
 
 async def complete_at_p_alone(
@@ -316,6 +345,15 @@ def growth(tally: Tally, side: str) -> int:
     return last[side] - start[side]
 
 
+def show(tally: Tally, served: int, seconds: float, console: Console) -> None:
+    """What has become of the requests."""
+    console.print(f"{served} requests in {seconds:.0f} s", highlight=False)
+    for outcome, count in sorted(tally.outcomes.items()):
+        console.print(f"  {count:6d} {outcome}", highlight=False)
+    for line in (*tally.wrong[:20], *tally.failures[:20]):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 async def soak(options: argparse.Namespace, console: Console) -> bool:
     """Whether all went well."""
     folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-soak-"))
@@ -326,34 +364,32 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
     limits = httpx.Limits(max_connections=64)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
         single = engine("soak-single", model, 32, kvpatch=False)
-        async with running((single,), client, of_run, console) as (alone,):
-            prompts = await references(client, alone, options.requests, console)
+        async with running((single,), client, of_run, console) as (engine_alone,):
+            prompts, whole = await references(client, engine_alone, options.requests, console)
         pair = (
             engine("soak-prefill", model, 64, kvpatch=True),
             engine("soak-decode", model, 32, kvpatch=True),
         )
         async with running(pair, client, of_run, console) as engines:
             await require_kvpatch_as_asked(client, engines)
-            run = Soak(client, of_run, console, model, *engines, prompts)
+            run = Soak(client, of_run, console, model, *engines, prompts, whole)
             started = time.monotonic()
             try:
-                await run.run(options.connections)
+                served = await run.run(options.connections, options.seconds)
                 seconds = time.monotonic() - started
-                held = await run.held_at_the_end()
+                show(run.tally, served, seconds, console)
+                alone, beside = await run.end()
+                staging = (await run.decode.rpc(client, "kvpatch_held"))[0]["staging_bytes"]
             finally:
                 run.prefill.stop()  # of the restart, which running() does not know
     tally = run.tally
     grown = {side: growth(tally, side) for side in ("P", "D")}
     console.print(
-        f"{options.requests} requests over {options.connections} connections in {seconds:.0f} s, "
-        f"{run.restarts} restart of P",
+        f"a prompt that needs every slot: {alone:.1f} s, and {beside:.1f} s beside rows that were "
+        f"left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}",
         highlight=False,
+        soft_wrap=True,
     )
-    for outcome, count in sorted(tally.outcomes.items()):
-        console.print(f"  {count:6d} {outcome}", highlight=False)
-    for line in (*tally.wrong[:20], *tally.failures[:20]):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"held at the end: {held}", highlight=False, soft_wrap=True)
     console.print(
         "growth since the middle: "
         + ", ".join(f"{side} {size / 2**20:+.1f} MiB" for side, size in grown.items()),
@@ -362,9 +398,10 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
     return (
         not tally.wrong
         and not tally.failures
-        and tally.outcomes["right"] > options.requests // 2
-        and all(found["tables"] == 1 for found in held.values())
-        and not any(v for found in held.values() for k, v in found.items() if k != "tables")
+        and tally.outcomes["right"] > served // 2
+        and run.restarts == 1
+        and beside > max(LEASE_S / 2, 2 * alone)
+        and not staging
         and all(bytes_ <= GROWTH_BYTES for bytes_ in grown.values())
     )
 
@@ -374,6 +411,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--connections", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=3600, help="send no more after that")
     parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
     console = Console(width=None if sys.stdout.isatty() else 132)
     passed = asyncio.run(soak(parser.parse_args(), console))

@@ -355,6 +355,19 @@ def test_an_answer_of_more_than_one_token(lab: Lab, answer: int) -> None:
         assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
+def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
+    """P's rows are then more than the prompt's, which a patched D tells by its tokens."""
+    tokens = REQUEST_BLOCKS * BLOCK_TOKENS - 2
+    with Stage(lab) as stage:
+        prefill = stage.start(prefilling(ROOM, answer_tokens=5))
+        decode = stage.start(buffered(planned_blocks=99))
+        scene = Scene(stage, lab.release, prefill, decode)
+        prompts = stage.prompts(2, tokens)
+        prefill.call("begin", prompts)
+
+        scene.read(scene.work(prompts))
+
+
 def test_in_a_multi_connector(lab: Lab) -> None:
     if Version("0.11.1") <= Version(lab.release) < Version("0.16"):
         pytest.skip("the release's MultiConnector hands over no handshake (0.11.1 to 0.15)")
