@@ -131,7 +131,8 @@ def reader_for(
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
         return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
-    pool = staging_pool(agent, ours.memory, device, for_device=True)
+    copied_to = next(iter(buffer.tensors.values())).device
+    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
     return Reader(ours, groups, buffer.tensors, pool, "staged", behind)
 
 

@@ -95,7 +95,8 @@ def is_own(operation: Operation) -> bool:
 
     if operation.__module__ != _VLLMS_OPERATION:
         return True
-    copies = getattr(current_platform, "swap_out_blocks_to_host", None)
+    # Of the class: a platform's objects warn of what they do not have.
+    copies = getattr(type(current_platform), "swap_out_blocks_to_host", None)
     return copies is not None and not copies.__module__.startswith("vllm.")
 
 

@@ -13,18 +13,20 @@ if TYPE_CHECKING:
 
 
 def staging_pool(
-    nixl: Any, memory: Memory, device: torch.device, *, for_device: bool = False
+    nixl: Any, memory: Memory, device: torch.device, *, copied_to: torch.device | None = None
 ) -> StagingPool:
     """The pool; it becomes memory, registered with NIXL, when the first read needs it.
 
     Args:
-        for_device: whether it is host memory from which a device copies.
+        copied_to: the cache's own device, where that copies from a pool in host memory.
     """
 
     def make(size_bytes: int) -> torch.Tensor:
         import torch
 
-        pinned = for_device and torch.accelerator.is_available()
+        pinned = (
+            copied_to is not None and copied_to.type != "cpu" and torch.accelerator.is_available()
+        )
         buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         if device.type != "cpu":
             # Whoever had this memory before may have work in the queue; NIXL waits for nobody.

@@ -209,6 +209,16 @@ def test_a_buffer_without_a_block_is_refused(lab: Lab, blocks: int) -> None:
     assert "KVPATCH_HOST_BUFFER_BYTES" in report.detail
 
 
+@pytest.mark.parametrize("size", ["4GB", "-1", "0", "1e9"])
+def test_a_size_that_is_no_number_is_refused(lab: Lab, size: str) -> None:
+    settings = (*ALWAYS, ("KVPATCH_HOST_BUFFER_BYTES", size))
+
+    report = lab.run(case(size, (prefilling(settings=settings), SPEC)))
+
+    assert report.outcome == "refused", report
+    assert f"KVPATCH_HOST_BUFFER_BYTES={size!r}" in report.detail
+
+
 # --- one request at a time ---------------------------------------------------
 
 

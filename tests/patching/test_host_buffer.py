@@ -83,12 +83,13 @@ class TestOwnOperation:
     """A stand-in for the platform: whose class it is tells whose copies they are."""
 
     @pytest.fixture
-    def platform(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-        found = SimpleNamespace()
+    def platform(self, monkeypatch: pytest.MonkeyPatch) -> type:
+        class Platform: ...
+
         module = ModuleType("vllm.platforms")
-        module.current_platform = found  # type: ignore[attr-defined]
+        module.current_platform = Platform()  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "vllm.platforms", module)
-        return found
+        return Platform
 
     @staticmethod
     def of(module: str) -> Any:
@@ -102,9 +103,7 @@ class TestOwnOperation:
         assert is_own(self.of("vllm.v1.worker.tpu_model_runner"))
         assert is_own(self.of("vllm_ascend.worker"))
 
-    def test_vllms_is_the_platforms_where_that_is_from_elsewhere(
-        self, platform: SimpleNamespace
-    ) -> None:
+    def test_vllms_is_the_platforms_where_that_is_from_elsewhere(self, platform: Any) -> None:
         vllms = self.of("vllm.distributed.kv_transfer.kv_connector.utils")
         assert not is_own(vllms)
         platform.swap_out_blocks_to_host = self.of("vllm.platforms.cuda")
