@@ -159,6 +159,17 @@ def get_num_new_matched_tokens(generation: Generation) -> Site:
     return _connector(generation, "get_num_new_matched_tokens", "request", "num_computed_tokens")
 
 
+def scheduler_matched_tokens(generation: Generation) -> Site:
+    """Where the connector's scheduler half says how many tokens would be loaded."""
+    return Site(
+        module=generation.scheduler_module,
+        owner=generation.scheduler_class,
+        name="get_num_new_matched_tokens",
+        kind="function",
+        parameters=("self", "request", "num_computed_tokens"),
+    )
+
+
 def connector_meta(generation: Generation) -> Site:
     """Where vLLM asks for a step's metadata, in pull and in push mode."""
     return _connector(generation, "build_connector_meta", "scheduler_output")

@@ -18,10 +18,13 @@ How:
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:
-    To 0.11.0 the handshake states no block size, so unlike ones are refused, and on
-    0.10.0 no layout, so unlike ones go unnoticed as they do without kvpatch. From
-    0.11.1 to 0.20 it states no kernel blocks, so backends that may cut blocks are
-    refused, and so are keys that AMX tiles. Of several cache groups a P in BLNHC or BHLNC
+    To 0.11.0 the handshake states no block size: D computes prompts itself until one of
+    three of P's blocks or more has told it, for peers like D too, and 0.10.0 states no layout
+    either, so only caches of one head a rank are read there where blocks are unlike, and an
+    unlike layout goes unnoticed as it does without kvpatch. From 0.11.1 to 0.20 it does not
+    state how blocks are cut: where a backend may cut them (FlashInfer, FlashMLA), a
+    prompt has to tell it too, and shorter ones before it fail. Refused are keys
+    that AMX tiles. Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
     leaves unlike peers to the release, but for smaller blocks, which it reads wrongly.
@@ -36,6 +39,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvpatch import _env
 from kvpatch._errors import RegistrationRefused
@@ -50,17 +54,19 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
+    completed,
     is_alike,
     refuse_smaller_blocks,
     refuse_unreadable,
 )
 from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import heads_of, refusal
-from kvpatch.vllm.reader import Reader, attach, reader_of
+from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
+from kvpatch.vllm.unstated import BlockTokens, Introductions
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -213,7 +219,7 @@ def _handles(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
         return [(int(rank), handle) for rank, handle in list(handles.items())]
     # One rank only, the last that it has shaken hands with.
     reader = reader_of(worker)
-    peer = reader.peer(engine_id) if reader else None
+    peer = reader.known(engine_id) if reader else None
     return [(rank, handles) for rank in list(peer.ranks)[-1:]] if peer else []
 
 
@@ -245,12 +251,12 @@ def _add_remote_agent(
             else:
                 refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
+        stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
+        peer, unstated = completed(reader.ours, stated)
         if is_alike(reader.ours, peer) and not reader.is_for_all:
-            # An engine may come back alike under the id of an unlike one.
-            reader.peers.pop(peer.engine_id, None)
+            reader.admit_like(peer, unstated)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, more)
+        return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
 
     return add(*args, **kwargs)
 
@@ -261,6 +267,7 @@ def _add_unlike(
     reader: Reader,
     metadata: Any,
     statement: Statement,
+    unstated: BlockTokens | None,
     more: tuple[Any, ...],
 ) -> Any:
     ours = reader.ours
@@ -279,7 +286,7 @@ def _add_unlike(
     )
     with layout_called(worker, layout):
         rank.agent = wrapped(alike, statement.tp_rank, statement.tp_size, *more)
-    reader.admit(rank)
+    reader.admit(rank, unstated)
     _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
     return rank.agent
 
@@ -313,8 +320,8 @@ def _read_blocks_for_req(
         reader = reader_of(instance)
         orders.stop_pretending(meta)
         engine_id = orders.engine_of(meta)
-        peer = reader.peer(engine_id) if reader else None
         order = orders.order_of(meta)
+        peer = _peer_of(reader, engine_id, order)
         if reader is None or peer is None:
             # From 0.32 this is where hands are shaken, and the request comes again.
             is_known = engine_id in instance._remote_agents
@@ -337,6 +344,40 @@ def _read_blocks_for_req(
             return wrapped(req_id, meta)
 
     return read(*args, **kwargs)
+
+
+def _peer_of(reader: Reader | None, engine_id: str, order: orders.Order | None) -> Peer | None:
+    if reader is None:
+        return None
+    return reader.peer(engine_id) if order is None else reader.peer_for(engine_id, order)
+
+
+_INTRODUCTIONS: WeakKeyDictionary[Any, Introductions] = WeakKeyDictionary()
+
+
+def _get_num_new_matched_tokens(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    full_blocks_only: bool,
+) -> Any:
+    def matched(request: Any, num_computed_tokens: int) -> Any:
+        found = wrapped(request, num_computed_tokens)
+        parameters = request.kv_transfer_params or {}
+        engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
+        if not found[0] or engine_id is None or blocks is None:
+            return found
+        introductions = _INTRODUCTIONS.setdefault(
+            instance, Introductions(instance.block_size, full_blocks_only=full_blocks_only)
+        )
+        needed = num_computed_tokens + found[0]
+        if introductions.allow(engine_id, request.num_prompt_tokens, len(blocks), needed):
+            return found
+        return 0, False
+
+    return matched(*args, **kwargs)
 
 
 def _build_connector_meta(
@@ -373,12 +414,23 @@ def _get_finished(
     return get_finished(*args, **kwargs)
 
 
+def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
+    """To 0.11.0 a handshake states no block size, and no single load can fail."""
+    if generation.slug not in _NO_BLOCK_SIZE:
+        return {}
+    wrapper = partial(
+        _get_num_new_matched_tokens, full_blocks_only=generation.slug in _WHOLE_BLOCKS
+    )
+    return {_sites.scheduler_matched_tokens(generation): wrapper}
+
+
 def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
     """To 0.15 the blocks of an aborted request are free at once, its read or not."""
     return {_sites.get_finished(generation): _get_finished} if generation.slug in _ABORTS else {}
 
 
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
+_NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)
 # 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
@@ -406,6 +458,7 @@ PATCH = Patch(
                 full_blocks_only=g.slug in _WHOLE_BLOCKS,
                 drafted_blocks=g.slug in _DRAFTED_BLOCKS,
             ),
+            **_sites_of_introductions(g),
             **_sites_of_aborts(g),
         }
         for g in GENERATIONS

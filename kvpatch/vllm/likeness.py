@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
-from kvpatch.geometry import KeyOrder
-from kvpatch.vllm.peers import OurSide, heads_of, refusal
+from kvpatch.geometry import Content, KeyOrder
+from kvpatch.vllm.peers import OurSide, heads_of, refusal, tokens_in_bytes
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.unstated import BlockTokens, sizes_by_item
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
-#: Backends that take blocks of any size whole.
-_WHOLE_BLOCK_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN")
+
+def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | None]:
+    """What follows from a statement beside what it says, and what its requests have to tell.
+
+    Raises:
+        PeerRefused: its bytes are no whole number of tokens.
+    """
+    if peer.block_tokens is None:  # to 0.11.0, where no block is cut
+        tokens = tokens_in_bytes(ours, peer)
+        sizes = BlockTokens(
+            sizes_by_item(tokens, ours.item_bytes),
+            readable=(tokens,),
+            full_blocks_only=peer.layout is None,  # 0.10.0
+        )
+        return replace(peer, block_tokens=tokens, kernel_blocks_per_block=1), sizes
+    if peer.kernel_blocks_per_block is not None or ours.kernel_sizes is None:
+        return peer, None
+    parts = ours.kernel_sizes.parts(peer.block_tokens)
+    if len(parts) == 1:
+        return replace(peer, kernel_blocks_per_block=parts[0]), None
+    possible = [peer.block_tokens * part for part in parts]
+    assumed = None
+    if is_alike(ours, peer):
+        assumed = ours.block_tokens * ours.kernel_blocks_per_block
+    return peer, BlockTokens(possible, possible, assumed)
 
 
 def is_alike(ours: OurSide, peer: Statement) -> bool:
@@ -22,20 +47,9 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     Raises:
         PeerRefused: it cannot be read by anybody here.
     """
-    if peer.block_tokens is None:
-        # Bytes alone do not tell 16 tokens of bf16 from 32 of fp8.
-        same_blocks = peer.block_bytes == alike_block_bytes(ours, peer)
-        if not same_blocks:
-            raise refusal(
-                ours,
-                peer,
-                "this release's handshake does not state the block size: use one --block-size, "
-                "--kv-cache-dtype and model on both sides, or vLLM 0.11.1 or later",
-            )
-    else:
-        same_blocks = peer.block_tokens == ours.block_tokens and (
-            peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
-        )
+    same_blocks = peer.block_tokens == ours.block_tokens and (
+        peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+    )
     same_layout = peer.layout in (None, ours.layout)
     # Heads of unlike ranks are one piece of a layer's block in HND only.
     same_heads = peer.tp_size == ours.tp_size or _has_heads_in_pieces(ours)
@@ -48,14 +62,19 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             "a CPU with AMX tiles keys of 2 bytes where the block size allows, and the handshake "
             "does not say so: use --dtype float32, or one block size on both sides",
         )
-    # Releases that state no block size know no kernel blocks either.
-    may_cut = peer.block_tokens is not None and peer.kernel_blocks_per_block is None
-    if may_cut and ours.backend not in _WHOLE_BLOCK_BACKENDS:
+    if peer.kernel_blocks_per_block is None and ours.kernel_sizes is None:
         raise refusal(
             ours,
             peer,
             f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
             "not say so: use one --block-size on both sides, or vLLM 0.21 or later",
+        )
+    if peer.layout is None and _has_many_heads(ours, peer):
+        raise refusal(
+            ours,
+            peer,
+            "this release's handshake does not state the layout, which tells heads from tokens "
+            "where blocks are unlike: use one --block-size, or vLLM 0.10.1 or later",
         )
     if peer.backend not in (None, ours.backend):
         raise refusal(
@@ -65,6 +84,12 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             "(VLLM_ATTENTION_BACKEND)",
         )
     return False
+
+
+def _has_many_heads(ours: OurSide, peer: Statement) -> bool:
+    planes = [plane for cache in ours.layers.values() for plane in cache.planes]
+    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    return heads > 1 and any(plane.content is not Content.LATENT for plane in planes)
 
 
 def _has_heads_in_pieces(ours: OurSide) -> bool:

@@ -12,6 +12,7 @@ from kvpatch.geometry import KeyOrder, Memory
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.peers import OurSide
 from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
+from kvpatch.vllm.unstated import kernel_sizes
 
 _LOG = logging.getLogger("kvpatch.registration")
 
@@ -45,6 +46,7 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
         units=units,
         row_layers=None if units is None else row_layers_of(worker, layers, layout),
+        kernel_sizes=kernel_sizes(worker),
     )
 
 

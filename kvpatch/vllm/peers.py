@@ -28,7 +28,8 @@ from kvpatch.geometry import (
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
 from kvpatch.vllm.row_form import RowForm
-from kvpatch.vllm.wire import PeerRefused, Statement
+from kvpatch.vllm.unstated import KernelSizes
+from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class OurSide:
             registration; None to 0.28, and where keys and values are regions of their own.
         row_layers: layers as they follow one another in a block's row of all layers, on
             both sides; None where that is not known.
+        kernel_sizes: how the release cuts blocks; None where that is not known.
     """
 
     layers: Mapping[str, LayerCache]
@@ -66,6 +68,7 @@ class OurSide:
     region_names: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] | None = None
     row_layers: tuple[str, ...] | None = None
+    kernel_sizes: KernelSizes | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -99,6 +102,33 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
         return _by_layout(ours, ours.units, peer)
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
         raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
+
+
+def tokens_in_bytes(ours: OurSide, peer: Statement) -> int:
+    """Tokens of a block of a peer that states its bytes only, if its items are like ours.
+
+    Raises:
+        PeerRefused: its regions are not those of our layers, or do not agree.
+    """
+    _check_regions(ours, peer)
+    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    found = {
+        divmod(
+            peer.block_bytes[region],
+            sum(_widths(members)) * (heads if _has_heads(layer) else 1),
+        )
+        for name, layer in ours.layers.items()
+        for region, members in _regions(name, layer, ours, peer).items()
+    }
+    tokens, rest = found.pop()
+    if found or rest or not 0 < tokens <= MOST_TOKENS:
+        raise refusal(
+            ours,
+            peer,
+            "its blocks' bytes are no whole number of our tokens, and this release's handshake "
+            "does not state the block size: use one model, --dtype and --kv-cache-dtype",
+        )
+    return tokens
 
 
 def peer_memory(ours: OurSide, peer: Statement) -> Memory:
@@ -247,6 +277,13 @@ def _widths(planes: Sequence[Plane]) -> list[int]:
 
 def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
     """To 0.28: a region holds what our region of the same number holds."""
+    _check_regions(ours, peer)
+    return tuple(
+        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
+    )
+
+
+def _check_regions(ours: OurSide, peer: Statement) -> None:
     if len(peer.addresses) != len(ours.addresses):
         raise refusal(
             ours,
@@ -261,9 +298,6 @@ def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]
             f"its regions are {', '.join(peer.region_names)} and ours "
             f"{', '.join(ours.region_names)}: use one model on both sides",
         )
-    return tuple(
-        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
-    )
 
 
 def _planes(
@@ -302,7 +336,7 @@ def _region_planes(
     if not has_heads:
         first_head, heads = 0, 1
     widths = _widths(members)
-    tokens = peer.block_tokens or ours.block_tokens  # unstated only where the bytes are ours
+    tokens = peer.block_tokens or ours.block_tokens
     if prod((heads, tokens, sum(widths))) != peer.block_bytes[region]:
         raise refusal(
             ours,

@@ -8,6 +8,7 @@ another one, planned between the two geometries: the call that prepares it,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,10 +41,13 @@ from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
 from kvpatch.vllm.rows import RegisteredRows
 from kvpatch.vllm.shares import ReadRefused, shares_of, tails_of
+from kvpatch.vllm.unstated import BlocksUnknown, BlockTokens
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 if TYPE_CHECKING:
     import torch
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 @dataclass
@@ -84,6 +88,7 @@ class _Reading:
     engine_id: str
     peer: Peer
     order: Order
+    block_tokens: int | None  # of a block of the peer, where its requests had to tell
 
 
 class Reader:
@@ -112,6 +117,8 @@ class Reader:
         self.groups = groups
         self.pool = pool
         self.peers: dict[str, Peer] = {}
+        self._look_alikes: dict[str, Peer] = {}
+        self._unstated: dict[str, BlockTokens] = {}
         self._tensors = tensors
         self._caches = Caches(tensors)
         self._mode = mode
@@ -125,6 +132,38 @@ class Reader:
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
         return self.peers.get(engine_id)
+
+    def peer_for(self, engine_id: str, order: Order) -> Peer | None:
+        """As :meth:`peer`, by what this request and those before it tell of its blocks.
+
+        Raises:
+            BlocksUnknown: they do not tell enough, or what cannot be.
+        """
+        unstated = self._unstated.get(engine_id)
+        if unstated is None:
+            return self.peer(engine_id)
+        try:
+            for group, blocks in zip(self.groups, order.remote_blocks, strict=False):
+                if not group.window_tokens:
+                    unstated.learn(order.remote_tokens, len(blocks))
+            tokens = unstated.tokens()
+        except BlocksUnknown as error:
+            if not any(order.local_blocks):  # all there is to do is to tell the peer
+                return self.peer(engine_id)
+            raise BlocksUnknown(f"engine {engine_id} cannot be read: {error}") from error
+        if engine_id in self.peers or tokens == self._own_tokens:
+            return self.peer(engine_id)
+        found = self._look_alikes.get(engine_id)
+        if found is None:
+            raise BlocksUnknown(
+                f"engine {engine_id} cannot be read: its blocks have {tokens} tokens, ours "
+                f"{self._own_tokens}, in kernel blocks of one size: use one --block-size"
+            )
+        return found
+
+    def known(self, engine_id: str) -> Peer | None:
+        """As :meth:`peer`, and one like us but for what its handshake does not say."""
+        return self.peers.get(engine_id) or self._look_alikes.get(engine_id)
 
     def rank(self, statement: Statement) -> Rank:
         """One rank of a peer, worked out from what it states.
@@ -145,15 +184,52 @@ class Reader:
             )
         return Rank(statement, tuple(plane for region in regions for plane in region), crossings)
 
-    def admit(self, rank: Rank) -> None:
-        """Books a rank that the release has admitted; another number of ranks begins anew."""
+    def admit(self, rank: Rank, unstated: BlockTokens | None = None) -> None:
+        """Books a rank that the release has admitted; another number of ranks begins anew.
+
+        Args:
+            unstated: what the peer's requests have to tell of its blocks.
+        """
+        self._look_alikes.pop(rank.statement.engine_id, None)
+        self._book(self.peers, rank)
+        self._expect(rank.statement.engine_id, unstated)
+
+    def admit_like(self, statement: Statement, unstated: BlockTokens | None) -> None:
+        """Books a rank of a peer like us, which the release reads; one may come back as such.
+
+        Its requests may tell that its blocks are others than ours in spite of it.
+        """
+        engine_id = statement.engine_id
+        self.peers.pop(engine_id, None)
+        if unstated is None or unstated.is_readable_as_one():
+            self._look_alikes.pop(engine_id, None)
+        else:
+            try:
+                self._book(self._look_alikes, self.rank(statement))
+            except PeerRefused as error:  # no matter, unless its requests tell so
+                _LOG.info("engine %s can be read as one like us only: %s", engine_id, error)
+        self._expect(engine_id, unstated)
+
+    def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
         statement = rank.statement
-        peer = self.peers.get(statement.engine_id)
+        peer = peers.get(statement.engine_id)
         if peer is None or any(
             known.statement.tp_size != statement.tp_size for known in peer.ranks.values()
         ):
-            peer = self.peers[statement.engine_id] = Peer()
+            peer = peers[statement.engine_id] = Peer()
         peer.add(rank, self._local)
+
+    def _expect(self, engine_id: str, unstated: BlockTokens | None) -> None:
+        known = self._unstated.get(engine_id)
+        if unstated is None:
+            self._unstated.pop(engine_id, None)
+        elif known is None or not unstated.is_of(known):  # not another rank of the same
+            self._unstated[engine_id] = unstated
+
+    @property
+    def _own_tokens(self) -> int:
+        """Of one of the blocks that our ids count."""
+        return self.ours.block_tokens * self.ours.kernel_blocks_per_block
 
     @property
     def is_for_all(self) -> bool:
@@ -163,7 +239,9 @@ class Reader:
     @contextmanager
     def reading(self, request_id: str, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
         """While inside, transfers that the release prepares are replaced by ours."""
-        self._reading = _Reading(request_id, engine_id, peer, order)
+        unstated = self._unstated.get(engine_id)
+        tokens = None if unstated is None else unstated.tokens()
+        self._reading = _Reading(request_id, engine_id, peer, order, tokens)
         self._tails_left = True
         try:
             yield
@@ -191,6 +269,9 @@ class Reader:
             )
         rank = reading.peer.ranks[number]
         statement = rank.statement
+        if reading.block_tokens is not None and statement.block_tokens is not None:
+            parts = reading.block_tokens // statement.block_tokens
+            statement = replace(statement, kernel_blocks_per_block=parts)
         shares = shares_of(self.ours, self.groups, statement, rank.crossings, reading.order)
         ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
         whole = self._whole_rows(statement, shares)

@@ -24,7 +24,7 @@ _HND_OF = {"HND": "HND", "NHD": "HND"}
 
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
-_MOST_TOKENS = 1 << 20
+MOST_TOKENS = 1 << 20
 
 
 class PeerRefused(KvpatchError):
@@ -125,10 +125,10 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
     parts = _optional("physical_blocks_per_logical_kv_block", metadata)  # from 0.21
     if rows is not None:
         block_tokens, parts = rows.block_tokens, rows.kernel_blocks_per_block
-    if (parts or 1) > blocks or (block_tokens or 1) * (parts or 1) > _MOST_TOKENS:
+    if (parts or 1) > blocks or (block_tokens or 1) * (parts or 1) > MOST_TOKENS:
         raise PeerRefused(
             f"a peer's handshake has blocks of {parts} times {block_tokens} tokens, {blocks} of "
-            f"the smaller ones: expected no more parts than there are, and {_MOST_TOKENS} tokens "
+            f"the smaller ones: expected no more parts than there are, and {MOST_TOKENS} tokens "
             "at most"
         )
     return Statement(

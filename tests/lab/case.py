@@ -123,11 +123,25 @@ class Case:
     #: Tokens that D's own prefix cache holds: whole D blocks, or all of them.
     prefix_hit_tokens: int = 0
     n_requests: int = 1
+    #: Of a prompt that goes before, with no hit; 0 for none. See :meth:`introduced`.
+    introduction_tokens: int = 0
 
     def __post_init__(self) -> None:
         hit, block_tokens = self.prefix_hit_tokens, self.decode.block_tokens
         if not 0 <= hit <= self.prompt_tokens or hit % block_tokens:
             raise ValueError(f"{self.name}: a hit of {hit} tokens is not whole blocks of D")
+
+    def introduced(self) -> Case:
+        """The same case behind a prompt that fills four blocks of P's and most of a fifth.
+
+        To 0.20 it tells D what the handshake does not say of P's blocks.
+        """
+        tokens = 5 * self.prefill.block_tokens - 1
+        prefill, decode = (
+            replace(side, planned_blocks=side.planned_blocks - -tokens // side.block_tokens)
+            for side in (self.prefill, self.decode)
+        )
+        return replace(self, prefill=prefill, decode=decode, introduction_tokens=tokens)
 
     def stock(self) -> Case:
         """The same case with kvpatch off on both sides."""

@@ -33,8 +33,12 @@ class LoadFailed(RuntimeError):
     """The release reported blocks that could not be loaded."""
 
 
+#: To 0.11.0 kvpatch can only log that a load has failed.
+_LOGGERS = ("vllm", "kvpatch")
+
+
 class ErrorLog(logging.Handler):
-    """Keeps what the release logs as an error: its background threads only log."""
+    """Keeps what is logged as an error: the release's background threads only log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -56,7 +60,8 @@ class Engine:
         self.start = start
         self.spec = spec = start.spec
         self.log = ErrorLog()
-        logging.getLogger("vllm").addHandler(self.log)
+        for name in _LOGGERS:
+            logging.getLogger(name).addHandler(self.log)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(start.side_channel_port)
         kvcached = spec.allocation in ("split_half", "contiguous")
@@ -394,7 +399,8 @@ class Engine:
 
         A NIXL agent spins in threads of its own until it is collected.
         """
-        logging.getLogger("vllm").removeHandler(self.log)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeHandler(self.log)
         for worker in self.workers:
             agent = release.nixl_of(worker).connector_worker.nixl_wrapper
             vars(agent).pop("make_prepped_xfer")

@@ -204,12 +204,16 @@ class Lab:
                 return _refusal("registration", answer)
 
         prompts = [(f"req-{run}-{n}", case.prompt_tokens) for n in range(case.n_requests)]
+        hits = [case.prefix_hit_tokens] * case.n_requests
+        if case.introduction_tokens:
+            prompts.insert(0, (f"req-{run}-first", case.introduction_tokens))
+            hits.insert(0, 0)
         answers = prefill.call("prefill", prompts)
         if isinstance(answers, Failure):
             return _refusal("prefill", answers)
         wanted = [
-            (*prompt, case.prefix_hit_tokens, answer)
-            for prompt, answer in zip(prompts, answers, strict=True)
+            (*prompt, hit, answer)
+            for prompt, hit, answer in zip(prompts, hits, answers, strict=True)
         ]
         moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
         if isinstance(moved, Failure):

@@ -56,6 +56,16 @@ def states_kernel_blocks(release: str) -> bool:
     return Version(release) >= Version("0.21")
 
 
+def tells_blocks(release: str) -> bool:
+    """Whether a handshake says all of a block; to 0.20 a prompt of several has to go before."""
+    return states_block_size(release) and states_kernel_blocks(release)
+
+
+def states_layout(release: str) -> bool:
+    """0.10.0 does not."""
+    return release not in GENERATIONS[0].releases
+
+
 def moves_full_blocks_only(release: str) -> bool:
     """0.10.0 leaves the last, partial block of a prompt to the decode side."""
     return release in GENERATIONS[0].releases

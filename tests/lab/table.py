@@ -1,4 +1,4 @@
-"""``python -m tests.lab.table [--release R ...] [--processes 2] [--write]``
+"""``python -m tests.lab.table [--release R ...] [--processes 2] [--cells FILE] [--write]``
 
 Plays the unlike pairs of the tests on stock and with kvpatch on D, every release, and
 writes docs/unlike.md: how many cells each makes identical, refuses, or corrupts silently.
@@ -24,7 +24,7 @@ from tests.releases.fetch import fetch
 
 from .case import Case, EngineSpec, Outcome, Report
 from .host import Lab
-from .unlike import Dimensions, cases
+from .unlike import Dimensions, cases, told
 
 SEED = 20
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "unlike.md"
@@ -81,7 +81,7 @@ def play(release: str) -> list[Cell]:
     with Lab(release) as lab:
         for case in all_cases():
             stock = lab.run(case.stock())
-            ours = lab.run(case.patched(*SLUGS, prefill=False))
+            ours = lab.run(told(case, release).patched(*SLUGS, prefill=False))
             found.append(
                 Cell(
                     release, kind_of(case), case.name, stock.outcome, ours.outcome,
@@ -117,10 +117,12 @@ def page(found: Sequence[Cell]) -> str:
         f"HTTP 200. With kvpatch {ours['identical']} are identical, {ours['refused']} refused,",
         f"{ours['failed']} end without an answer, {ours['corrupt']} are corrupt.",
         "",
-        "Refused with kvpatch: releases to 0.11.0 do not state a block size at the handshake,",
-        "those to 0.20 not how a backend cuts blocks (MLA and FlashInfer, most of the selection);",
-        "some serve no P/D on their CPU backend, or with such ranks, at all. Corrupt with kvpatch:",
-        "on 0.10.0 the handshake carries no layout, so an unlike one goes unnoticed as in stock.",
+        "To 0.20 handshakes do not say all of a block. With kvpatch a prompt of five blocks goes",
+        "before, which tells the rest; without it, D computes short prompts itself to 0.11.0, and",
+        "fails some of FlashInfer's from 0.11.1 on. Refused with kvpatch: on 0.10.0, which states",
+        "no layout either, unlike blocks of several heads; some releases serve no P/D on their CPU",
+        "backend, or with such ranks, at all. Corrupt: an unlike layout that 0.10.0 does not state",
+        "goes unnoticed, as in stock.",
         "",
         "Each cell: stock → kvpatch, as identical / refused or failed / **corrupt**.",
         "",
@@ -144,17 +146,30 @@ def _counts(cells: Iterable[Cell]) -> str:
     return " → ".join(texts)
 
 
+def _read(path: Path | None) -> list[Cell]:
+    if path is None or not path.exists():
+        return []
+    return [Cell(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def _add(path: Path, cells: Iterable[Cell]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(vars(cell)) + "\n" for cell in cells)
+
+
 def main() -> None:
     """Plays and prints; exit status 1 where kvpatch corrupts."""
     parser = argparse.ArgumentParser(prog="python -m tests.lab.table", description=__doc__)
     parser.add_argument("--release", action="append", help="may be given again; default: all")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write every cell to this file too")
+    parser.add_argument(
+        "--cells", type=Path, help="a file of cells: its releases are not played, others are added"
+    )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     arguments = parser.parse_args()
-    releases = arguments.release or list(RELEASES)
+    found = _read(arguments.cells)
+    releases = [r for r in arguments.release or RELEASES if r not in {c.release for c in found}]
     fetch(releases)
-    found: list[Cell] = []
     console = Console()
     context = multiprocessing.get_context("spawn")  # ports of its own for each
     pool = ProcessPoolExecutor(arguments.processes, context)
@@ -162,11 +177,11 @@ def main() -> None:
         task = progress.add_task("releases", total=len(releases))
         for done in as_completed(pool.submit(play, release) for release in releases):
             found += done.result()
+            if arguments.cells:
+                _add(arguments.cells, done.result())
             progress.advance(task)
     text = page(found)
     console.print(text, markup=False)
-    if arguments.json:
-        arguments.json.write_text("\n".join(json.dumps(vars(cell)) for cell in found) + "\n")
     if arguments.write:
         PAGE.write_text(text)
     if any(cell.kvpatch == "corrupt" for cell in found):

@@ -12,7 +12,7 @@ import pytest
 from .case import EngineSpec
 from .engine_api import Ask, Left, Prompt
 from .host import Lab
-from .releases import moves_full_blocks_only, states_block_size
+from .releases import moves_full_blocks_only, states_layout
 from .stage import Actor, Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -29,11 +29,10 @@ def engine(**more: object) -> EngineSpec:
 
 def unlike(release: str) -> tuple[EngineSpec, EngineSpec]:
     """Two engines that differ from `SPEC` in all that the release's handshake states."""
-    if states_block_size(release):
+    if states_layout(release):
         return engine(block_tokens=32), engine(block_tokens=48, layout="NHD")
-    if moves_full_blocks_only(release):  # 0.10.0 states nothing, and can only have like peers
-        return engine(planned_blocks=230), engine(planned_blocks=250)
-    return engine(layout="NHD"), engine(layout="NHD", planned_blocks=250)
+    # 0.10.0 can only have like peers.
+    return engine(planned_blocks=230), engine(planned_blocks=250)
 
 
 def is_told_apart(release: str) -> bool:
@@ -100,7 +99,7 @@ class Scene:
 def scene(lab: Lab) -> Iterator[Scene]:
     first, second = unlike(lab.release)
     small = {"block_tokens": 16, "planned_blocks": 320}
-    other = engine(**small) if states_block_size(lab.release) else engine()
+    other = engine(**small) if states_layout(lab.release) else engine()
     with Stage(lab) as stage:
         prefill = stage.prefill(first), stage.prefill(second), stage.prefill(SPEC)
         decode, other_decode = stage.decode(SPEC), stage.decode(other)

@@ -11,11 +11,11 @@ from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec
 from .host import Lab
-from .releases import moves_full_blocks_only, states_block_size
+from .releases import moves_full_blocks_only, states_layout
 from .stage import Stage
 from .test_like_pairs import tokens_to_move
 from .test_unlike_engines import is_out_of_reach
-from .unlike import Dimensions, cases
+from .unlike import Dimensions, cases, told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -49,7 +49,7 @@ def decode_with(case: Case, settings: tuple[tuple[str, str], ...]) -> Case:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", _CASES)
 def test_every_way_of_reading_is_identical(lab: Lab, name: str, way: str) -> None:
-    case = _CASES[name]
+    case = told(_CASES[name], lab.release)
     if moves_full_blocks_only(lab.release) or is_out_of_reach(case, lab.release):
         pytest.skip("this release's handshake states too little for this pair")
 
@@ -60,9 +60,9 @@ def test_every_way_of_reading_is_identical(lab: Lab, name: str, way: str) -> Non
 
 
 def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("this release does not state its block size: a limit that PATCHES.md names")
-    case = next(c for c in _CASES.values() if c.prefill.family == "flash")
+    if not states_layout(lab.release):
+        pytest.skip("this release does not state its layout: a limit that PATCHES.md names")
+    case = told(next(c for c in _CASES.values() if c.prefill.family == "flash"), lab.release)
     settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "100"))
 
     report = lab.run(decode_with(case, settings))
@@ -73,7 +73,7 @@ def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> N
 
 def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
     """To 0.15 its blocks are free at once, and may be another request's by now."""
-    if not states_block_size(lab.release) or Version(lab.release) >= Version("0.16"):
+    if not states_layout(lab.release) or Version(lab.release) >= Version("0.16"):
         pytest.skip("no unlike pair here, or blocks are kept until the read is over")
     prefill_spec, decode_spec = (
         EngineSpec("flash", "HND", tokens, 64, dtype="float32") for tokens in (32, 64)

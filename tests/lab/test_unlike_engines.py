@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpatch.patches import SLUGS
@@ -15,9 +17,10 @@ from .releases import (
     moves_full_blocks_only,
     states_block_size,
     states_kernel_blocks,
+    states_layout,
 )
 from .test_like_pairs import tokens_to_move
-from .unlike import Dimensions, cases
+from .unlike import Dimensions, cases, told
 
 pytestmark = pytest.mark.lab
 
@@ -27,24 +30,26 @@ _CASES = {case.name: case for case in cases(Dimensions(), SEED, full=is_full())}
 
 @pytest.mark.parametrize("name", _CASES)
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
-    case = _CASES[name]
-    if moves_full_blocks_only(lab.release) and case.prefill.layout != case.decode.layout:
+    case = told(_CASES[name], lab.release)
+    if not states_layout(lab.release) and case.prefill.layout != case.decode.layout:
         pytest.skip("0.10.0 does not state its layout: a limit that PATCHES.md names")
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
     if is_out_of_reach(case, lab.release):
-        # With nothing to move, all that is left undone is to tell P.
-        assert report.outcome in ("refused", "failed") or not report.moved_tokens, report
+        assert report.outcome in ("refused", "failed"), report
         return
     assert report.outcome == "identical", report
+    if moves_full_blocks_only(lab.release):  # where P's whole blocks end before ours, none
+        assert report.moved_tokens <= tokens_to_move(case, lab.release)
+        return
     assert report.moved_tokens == tokens_to_move(case, lab.release)
 
 
 def is_out_of_reach(case: Case, release: str) -> bool:
-    """Where the handshake does not state what a copy needs to know, it is refused."""
-    if not states_block_size(release):
-        return case.decode.block_tokens != case.prefill.block_tokens
-    return not states_kernel_blocks(release) and case.decode.family in ("flashinfer", "mla")
+    """0.10.0 states no layout, which tells heads from tokens where blocks are unlike."""
+    has_heads = case.prefill.family != "mla" and case.prefill.heads_per_rank > 1
+    unlike = case.decode.block_tokens != case.prefill.block_tokens
+    return not states_layout(release) and has_heads and unlike
 
 
 def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_tp=1) -> Case:
@@ -57,7 +62,7 @@ def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
     like = Case("like", *pair(EngineSpec(layout="HND")), prompt_tokens=70)
-    case = _pair() if states_block_size(lab.release) else like
+    case = told(_pair(), lab.release) if states_layout(lab.release) else like
     report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
 
     assert report.outcome == "corrupt", report
@@ -82,12 +87,11 @@ def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
     like = lab.run(_pair(p=64, d=64, p_tp=p_tp, d_tp=d_tp))
     if like.outcome != "identical":
         pytest.skip(f"this release serves no such ranks at all: {like.detail[:80]}")
-    if not states_block_size(lab.release):
-        pytest.skip("this release does not state its block size: a limit that PATCHES.md names")
+    if not states_layout(lab.release):
+        pytest.skip("this release does not state its layout: a limit that PATCHES.md names")
 
-    report = lab.run(
-        _pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp).patched(*SLUGS, prefill=False)
-    )
+    case = told(_pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp), lab.release)
+    report = lab.run(case.patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
 
@@ -100,3 +104,64 @@ def test_other_named_layouts(lab: Lab, layout: str) -> None:
     for case in (_pair(p_layout=layout), _pair(d_layout=layout)):
         report = lab.run(case.patched(*SLUGS, prefill=False))
         assert report.outcome == "identical", (case.name, report)
+
+
+# -- what a handshake does not say, and no prompt has told --------------------------------
+
+
+def _other_items(p: int, p_dtype: str, d: int, d_dtype: str, prompt_tokens: int) -> Case:
+    """P's items are of another size; all else is what D takes it for."""
+    prefill, decode = (
+        EngineSpec("flash", "HND", tokens, 40, kv_heads=2, head_dim=16, dtype=dtype)
+        for tokens, dtype in ((p, p_dtype), (d, d_dtype))
+    )
+    name = f"P {p} of {p_dtype}, D {d} of {d_dtype}, {prompt_tokens} tokens"
+    return Case(name, prefill, decode, prompt_tokens)
+
+
+_OTHER_ITEMS = [
+    (32, "fp8", 16, "bfloat16"),  # the same bytes
+    (64, "fp8", 16, "bfloat16"),
+    (16, "bfloat16", 64, "fp8"),
+    (64, "float32", 32, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 17, 300])
+@pytest.mark.parametrize(("p", "p_dtype", "d", "d_dtype"), _OTHER_ITEMS)
+def test_items_of_another_size_are_never_read(
+    lab: Lab, p: int, p_dtype: str, d: int, d_dtype: str, prompt_tokens: int
+) -> None:
+    """To 0.12 no hash of the model is compared, and to 0.11.0 bytes are all there is."""
+    if states_kernel_blocks(lab.release):
+        pytest.skip("this release compares a hash and both sizes")
+    case = _other_items(p, p_dtype, d, d_dtype, prompt_tokens)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome in ("refused", "failed") or not report.moved_tokens, report
+
+
+def test_stock_reads_items_of_another_size(lab: Lab) -> None:
+    """What must not happen, and that the lab sees it: 32 items of fp8 read as 16 of bf16."""
+    if states_block_size(lab.release):
+        pytest.skip("this release compares the block size")
+
+    report = lab.run(_other_items(32, "fp8", 16, "bfloat16", 16))
+
+    assert report.outcome == "corrupt", report
+
+
+@pytest.mark.parametrize("p", [16, 64])
+@pytest.mark.parametrize("d", [32, 64])
+def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
+    """To 0.11.0 D computes it itself; where nothing is left open it is read."""
+    if not states_layout(lab.release) and p != d:
+        pytest.skip("0.10.0 does not state its layout: a limit that PATCHES.md names")
+    case = replace(_pair(p=p, d=d), prompt_tokens=16)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    expected = tokens_to_move(case, lab.release) if states_block_size(lab.release) else 0
+    assert report.moved_tokens == expected

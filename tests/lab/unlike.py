@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from allpairspy import AllPairs
 
 from .case import Case, EngineSpec, Family
+from .releases import tells_blocks
 
 BLOCK_TOKENS = (16, 32, 48, 64, 128)
 PROMPTS = (1, 16, 17, 100, 150, 300)
@@ -53,6 +54,11 @@ def cases(dimensions: Dimensions, seed: int, *, full: bool = False) -> Iterator[
         case = _case(*row)
         if case is not None:
             yield case
+
+
+def told(case: Case, release: str) -> Case:
+    """The case, behind a prompt that tells D of P's blocks what the handshake does not."""
+    return case if tells_blocks(release) else case.introduced()
 
 
 def _case(

@@ -17,7 +17,7 @@ from kvpatch._errors import KvpatchError
 from kvpatch.geometry import cross, plan_rounds, plan_runs
 from kvpatch.geometry.errors import UnpairableBlocks
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.likeness import is_alike
+from kvpatch.vllm.likeness import completed, is_alike
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import peer_regions
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
@@ -97,7 +97,10 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
         _mutate(rng, metadata)
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:
-            peer = read_statement(metadata, 0, 1)
+            peer, unstated = completed(ours, read_statement(metadata, 0, 1))
+            if unstated is not None:
+                unstated.learn(TOKENS, len(blocks))
+                unstated.tokens()
             if is_alike(ours, peer):
                 alike += 1
                 continue

@@ -14,13 +14,19 @@ from kvpatch.geometry import KeyOrder, Memory, cross, plan_runs
 from kvpatch.geometry.layouts import CacheSizes, named_layout
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.likeness import alike_block_bytes, is_alike, refuse_smaller_blocks
+from kvpatch.vllm.likeness import (
+    alike_block_bytes,
+    completed,
+    is_alike,
+    refuse_smaller_blocks,
+)
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.our_side import row_layers_of, units_of
 from kvpatch.vllm.peers import OurSide, heads_of, peer_regions
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
 from kvpatch.vllm.shares import ReadRefused, shares_of
+from kvpatch.vllm.unstated import BlocksUnknown, KernelSizes
 from kvpatch.vllm.wire import PeerRefused, as_alike, read_statement
 
 pytestmark = pytest.mark.patching
@@ -387,11 +393,39 @@ def test_heads_of_a_rank(rank, size, expected):
     assert heads_of(4, rank, size) == expected
 
 
-def test_an_unstated_block_size_must_come_to_the_same_bytes():
+def _to_0110(ours, **changes):
+    return completed(
+        ours, replace(_statement(**changes), block_tokens=None, kernel_blocks_per_block=None)
+    )
+
+
+@pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
+def test_an_unstated_block_size_follows_from_the_bytes_and_a_prompt(block_tokens, alike):
     _, ours = ours_of(block_tokens=16)
-    assert is_alike(ours, replace(_statement(block_tokens=16), block_tokens=None))
-    with pytest.raises(PeerRefused, match="does not state the block size"):
-        is_alike(ours, replace(_statement(block_tokens=64), block_tokens=None))
+    peer, unstated = _to_0110(ours, block_tokens=block_tokens)
+
+    assert peer.block_tokens == block_tokens
+    assert is_alike(ours, peer) is alike
+    unstated.learn(block_tokens, 1)
+    with pytest.raises(BlocksUnknown, match="three blocks"):
+        unstated.tokens()
+    unstated.learn(5 * block_tokens, 5)
+    assert unstated.tokens() == block_tokens
+
+
+def test_bytes_that_are_no_whole_tokens_are_refused():
+    _, ours = ours_of()
+    with pytest.raises(PeerRefused, match="no whole number of our tokens"):
+        _to_0110(ours, block_lens=[16 * TOKEN, 16 * TOKEN + 4])
+    with pytest.raises(PeerRefused, match="no whole number of our tokens"):
+        _to_0110(ours, block_lens=[16 * TOKEN, 32 * TOKEN])
+
+
+def test_an_unstated_layout_is_refused_where_blocks_are_unlike():
+    _, ours = ours_of()
+    peer, _ = _to_0110(ours, kv_cache_layout=None)
+    with pytest.raises(PeerRefused, match="does not state the layout"):
+        is_alike(ours, peer)
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
@@ -401,10 +435,29 @@ def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
 
 def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     _, ours = ours_of(block_tokens=16)
-    unstated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
-    assert not is_alike(ours, unstated)
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
     with pytest.raises(PeerRefused, match="may cut blocks"):
-        is_alike(replace(ours, backend="FLASHINFER"), unstated)
+        is_alike(ours, stated)
+    whole = replace(ours, kernel_sizes=KernelSizes(((),), ((16,),)))
+    peer, unstated = completed(whole, stated)
+    assert unstated is None and peer.kernel_blocks_per_block == 1
+    assert not is_alike(whole, peer)
+
+
+def test_unstated_kernel_blocks_are_told_by_a_prompt():
+    _, ours = ours_of(block_tokens=64)
+    cut = replace(ours, kernel_sizes=KernelSizes(((16, 32, 64),), ((),)))
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
+    peer, unstated = completed(cut, stated)
+
+    assert is_alike(cut, peer) and unstated.tokens() == 64, "as the release assumes"
+    unstated.learn(600, 5)
+    assert unstated.tokens() == 128
+    _, unstated = completed(cut, replace(stated, layout="LBNHC"))
+    with pytest.raises(BlocksUnknown, match=r"0\.21"):
+        unstated.tokens()
+    unstated.learn(300, 5)
+    assert unstated.tokens() == 64
 
 
 def test_two_byte_keys_by_column_are_refused():

@@ -1,0 +1,271 @@
+"""How many tokens a peer's blocks have, where its handshake does not say.
+
+To 0.11.0 a handshake states a block's bytes and not its tokens. Divided by our own
+bytes of a token they come to a number of tokens, which is wrong where the peer's items
+are of another size (fp8 beside bf16), and nothing in such a handshake tells the two
+apart. From 0.11.1 on it states the tokens and the bytes of a kernel block, which settle
+the items' size, and to 0.20 not how many kernel blocks a block is cut into; block ids
+count blocks. So the sizes that are possible are kept for each peer, and each request
+leaves the ones by which its prompt fills as many blocks as the peer names: of sizes
+that are twice one another, three full blocks leave one. Until one is left nothing is
+read that depends on which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from kvpatch._errors import KvpatchError
+
+#: Bytes that an item of a cache may have.
+ITEM_BYTES = (1, 2, 4)
+#: Behind the prompt a peer that drafts tokens may hold blocks for as many.
+_DRAFTED_TOKENS = 16
+#: Blocks of more tokens are not looked for.
+_MOST_TOKENS = 4096
+
+
+class BlocksUnknown(KvpatchError):
+    """A request that cannot be read: the size of the peer's blocks is not proven, or not so."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Sizes of a block, from the least to the most, in tokens; most is None for no end."""
+
+    least: int = 1
+    most: int | None = None
+
+    def has(self, tokens: int) -> bool:
+        return self.least <= tokens and (self.most is None or tokens <= self.most)
+
+    def within(self, other: Span) -> Span:
+        """The sizes in both."""
+        ends = [end for end in (self.most, other.most) if end is not None]
+        return Span(max(self.least, other.least), min(ends, default=None))
+
+    @property
+    def is_empty(self) -> bool:
+        return self.most is not None and self.most < self.least
+
+    @property
+    def tells_doubles_apart(self) -> bool:
+        """Whether it has no two sizes of which one is twice the other."""
+        return self.most is not None and self.least <= self.most < 2 * self.least
+
+
+def span_of(tokens: int, blocks: int, *, full_blocks_only: bool) -> Span:
+    """The sizes of which a peer that holds `tokens` names `blocks` blocks.
+
+    Args:
+        full_blocks_only: whether it leaves the last, partial one out (0.10.0).
+    """
+    if full_blocks_only:
+        least = tokens // (blocks + 1) + 1
+        most = (tokens + _DRAFTED_TOKENS - 1) // blocks if blocks else None
+        return Span(least, most)
+    if not blocks:
+        return Span(1, 0)  # a prompt has a token at least
+    most = (tokens + _DRAFTED_TOKENS - 1) // (blocks - 1) if blocks > 1 else None
+    return Span(-(-tokens // blocks), most)
+
+
+class BlockTokens:
+    """What is known of the tokens of the blocks that a peer's ids count.
+
+    Args:
+        possible: every size that the handshake leaves open.
+        readable: those of them that can be read.
+        assumed: what the release assumes, and rightly for a peer like us; None to refuse
+            a request that leaves several open.
+        full_blocks_only: whether the peer names no partial block (0.10.0).
+    """
+
+    def __init__(
+        self,
+        possible: Iterable[int],
+        readable: Iterable[int],
+        assumed: int | None = None,
+        *,
+        full_blocks_only: bool = False,
+    ) -> None:
+        self._all = self._possible = frozenset(possible)
+        self._readable = frozenset(readable)
+        self._assumed = assumed
+        self._full_blocks_only = full_blocks_only
+
+    def is_of(self, other: BlockTokens) -> bool:
+        """Whether another handshake, of another rank say, left the same open."""
+        return (self._all, self._readable, self._assumed) == (
+            other._all,
+            other._readable,
+            other._assumed,
+        )
+
+    def is_readable_as_one(self) -> bool:
+        """Whether there is but one size that can be read."""
+        return len(self._readable) == 1
+
+    def learn(self, tokens: int, blocks: int) -> None:
+        """Leaves the sizes of which a prompt fills as many blocks as the peer names.
+
+        Raises:
+            BlocksUnknown: none does; nothing was learnt.
+        """
+        span = span_of(tokens, blocks, full_blocks_only=self._full_blocks_only)
+        left = frozenset(size for size in self._possible if span.has(size))
+        if not left:
+            raise BlocksUnknown(
+                f"its blocks have {_listed(self._possible)} tokens, and {blocks} of them are named "
+                f"for a prompt of {tokens}: send both engines the same prompt, and use one model, "
+                "--dtype and --kv-cache-dtype"
+            )
+        self._possible = left
+
+    def tokens(self) -> int:
+        """The size to read by.
+
+        Raises:
+            BlocksUnknown: several are possible, or the one that is cannot be read.
+        """
+        if len(self._possible) == 1:
+            (found,) = self._possible
+            if found in self._readable:
+                return found
+        elif self._assumed in self._possible:
+            return int(self._assumed)
+        if not self._possible & self._readable:
+            raise BlocksUnknown(
+                f"its blocks have {_listed(self._possible)} tokens, and their bytes are ours only "
+                f"if it were {_listed(self._readable)}: use one --kv-cache-dtype and --dtype on "
+                "both sides"
+            )
+        raise BlocksUnknown(
+            f"its blocks may have {_listed(self._possible)} tokens; this release's handshake does "
+            "not say, and a prompt of three blocks or more has to tell first: send one, or use "
+            "vLLM 0.21 or later"
+        )
+
+
+class Introductions:
+    """Which engines a scheduler may load from: those that its workers can tell the blocks of.
+
+    Workers cannot fail one request to 0.11.0. So the scheduler, which knows neither the
+    peer's bytes nor its own, has D compute a prompt until those before it leave no two
+    sizes of which one is twice the other; P is told, as of a full prefix hit.
+
+    Args:
+        block_tokens: of our own blocks.
+        full_blocks_only: whether no partial block is moved (0.10.0).
+    """
+
+    def __init__(self, block_tokens: int, *, full_blocks_only: bool) -> None:
+        self._block_tokens = block_tokens
+        self._full_blocks_only = full_blocks_only
+        self._spans: dict[str, Span] = {}
+
+    def allow(self, engine_id: str, tokens: int, blocks: int, needed_tokens: int) -> bool:
+        """Whether a prompt may be loaded of which an engine names some blocks.
+
+        Args:
+            needed_tokens: up to where it would be loaded.
+        """
+        if not blocks:
+            return False
+        span = span_of(tokens, blocks, full_blocks_only=self._full_blocks_only)
+        known = self._spans.get(engine_id, Span()).within(span)
+        if known.is_empty:  # not one prompt on both sides, once: who knows when
+            known = span
+        self._spans[engine_id] = known
+        if not known.tells_doubles_apart:
+            return False
+        is_like = blocks == tokens // self._block_tokens
+        return not self._full_blocks_only or is_like or blocks * known.least >= needed_tokens
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    found = sorted(sizes)
+    return ", ".join(map(str, found[:4])) + (" or more" if len(found) > 4 else "")
+
+
+def sizes_by_item(block_tokens: int, item_bytes: int) -> tuple[int, ...]:
+    """The tokens of a block that has `block_tokens` of our items, for items of every size."""
+    found = (divmod(block_tokens * item_bytes, other) for other in ITEM_BYTES)
+    return tuple(sorted({tokens for tokens, rest in found if tokens and not rest}))
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    """How a release cuts blocks: whole where all backends take them, else into the largest
+    size that all take.
+
+    Attributes:
+        exact: per backend, the sizes that it takes.
+        multiples: per backend, numbers whose multiples it takes.
+        blocks: the sizes of blocks that the release allows; None for any.
+    """
+
+    exact: tuple[tuple[int, ...], ...]
+    multiples: tuple[tuple[int, ...], ...]
+    blocks: tuple[int, ...] | None = None
+
+    def parts(self, kernel_tokens: int) -> tuple[int, ...]:
+        """Into how many kernel blocks of a size a block may have been cut."""
+        most = max(_MOST_TOKENS // kernel_tokens, 1)
+        every = tuple(range(1, most + 1))
+        found = tuple(n for n in every if self._kernel_of(kernel_tokens * n) == kernel_tokens)
+        # No block comes to this: its backend is not quite ours, and all has to be proven.
+        return found or every
+
+    def _kernel_of(self, block_tokens: int) -> int | None:
+        if self.blocks is not None and block_tokens not in self.blocks:
+            return None
+        if self._takes(block_tokens):
+            return block_tokens
+        sizes = sorted({size for taken in self.exact for size in taken}, reverse=True)
+        return next((n for n in sizes if block_tokens % n == 0 and self._takes(n)), None)
+
+    def _takes(self, tokens: int) -> bool:
+        return all(
+            tokens in exact or any(tokens % base == 0 for base in bases)
+            for exact, bases in zip(self.exact, self.multiples, strict=True)
+        )
+
+
+def kernel_sizes(worker: Any) -> KernelSizes | None:
+    """How this release cuts blocks for the worker's backends; None where nobody can tell."""
+    backends = _backends(worker)
+    if not backends:  # to 0.11.0, which cuts none
+        return None
+    from vllm.config import cache, set_current_vllm_config
+
+    exact: list[tuple[int, ...]] = []
+    multiples: list[tuple[int, ...]] = []
+    with set_current_vllm_config(worker.vllm_config):
+        for backend in backends:
+            sizes = _sizes_of(backend)
+            if sizes is None:
+                return None
+            exact.append(tuple(size for size in sizes if isinstance(size, int)))
+            multiples.append(tuple(size.base for size in sizes if not isinstance(size, int)))
+    allowed = get_args(getattr(cache, "BlockSize", None))  # to 0.17
+    return KernelSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
+
+
+def _backends(worker: Any) -> Sequence[Any]:
+    several = getattr(worker, "attn_backends", None)  # from 0.18
+    if several:
+        return tuple(several)
+    topology = getattr(worker, "kv_topo", None)
+    one = getattr(worker, "attn_backend", None) or getattr(topology, "attn_backend", None)
+    return () if one is None else (one,)
+
+
+def _sizes_of(backend: Any) -> Sequence[Any] | None:
+    """Sizes, and what has multiples as `base`."""
+    of_class = getattr(backend, "supported_kernel_block_sizes", None)  # 0.11.1 and 0.11.2
+    ask = getattr(backend, "get_supported_kernel_block_sizes", None)
+    found = of_class if ask is None else ask()
+    return None if found is None else list(found)

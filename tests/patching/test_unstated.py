@@ -1,0 +1,146 @@
+"""What blocks of a peer may be, from a prompt and how many of them it fills."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.vllm.unstated import (
+    BlocksUnknown,
+    BlockTokens,
+    Introductions,
+    KernelSizes,
+    Span,
+    sizes_by_item,
+    span_of,
+)
+
+pytestmark = pytest.mark.patching
+
+SIZES = st.sampled_from((16, 32, 48, 64, 96, 128, 256))
+TOKENS = st.integers(1, 4000)
+
+
+def _named(tokens: int, size: int, drafted: int, full_blocks_only: bool) -> int:
+    """The blocks that a peer names, by the release's rule."""
+    blocks = -(-(tokens + drafted) // size)
+    return blocks - 1 if full_blocks_only and tokens % size else blocks
+
+
+@given(TOKENS, SIZES, st.booleans())
+def test_the_true_size_is_always_possible(tokens: int, size: int, full_blocks_only: bool) -> None:
+    blocks = _named(tokens, size, 0, full_blocks_only)
+    assert span_of(tokens, blocks, full_blocks_only=full_blocks_only).has(size)
+
+
+@given(TOKENS, SIZES, st.integers(0, 16))
+def test_slots_for_drafted_tokens_leave_it_possible(tokens: int, size: int, drafted: int) -> None:
+    assert span_of(tokens, _named(tokens, size, drafted, False), full_blocks_only=False).has(size)
+
+
+@given(
+    st.lists(st.tuples(TOKENS, st.integers(0, 16)), min_size=1, max_size=4),
+    SIZES,
+    st.sampled_from((1, 2, 4)),
+    st.sampled_from((1, 2, 4)),
+    st.booleans(),
+)
+def test_items_of_another_size_are_never_taken_for_ours(
+    prompts: list[tuple[int, int]], size: int, theirs: int, ours: int, full_blocks_only: bool
+) -> None:
+    """Whatever prompts come: the size that is read by is the true one, or none is."""
+    seeming, rest = divmod(size * theirs, ours)
+    if rest:
+        return
+    blocks = BlockTokens(
+        sizes_by_item(seeming, ours), (seeming,), full_blocks_only=full_blocks_only
+    )
+    for tokens, drafted in prompts:
+        named = _named(tokens, size, 0 if full_blocks_only else drafted, full_blocks_only)
+        blocks.learn(tokens, named)
+        try:
+            found = blocks.tokens()
+        except BlocksUnknown:
+            continue
+        assert found == size
+        assert theirs == ours
+
+
+@given(SIZES, st.integers(0, 40))
+def test_three_blocks_tell(size: int, more: int) -> None:
+    blocks = BlockTokens(sizes_by_item(size, 2), (size,))
+    blocks.learn(3 * size + more, _named(3 * size + more, size, 0, False))
+    assert blocks.tokens() == size
+
+
+def test_a_request_that_cannot_be_teaches_nothing() -> None:
+    blocks = BlockTokens((16, 32, 64), (32,))
+    with pytest.raises(BlocksUnknown, match="100 of them are named"):
+        blocks.learn(40, 100)
+    blocks.learn(150, 5)
+    assert blocks.tokens() == 32
+
+
+def test_another_size_than_the_readable_one_is_refused() -> None:
+    blocks = BlockTokens((16, 32, 64), (32,))
+    blocks.learn(150, 10)
+    with pytest.raises(BlocksUnknown, match="--kv-cache-dtype"):
+        blocks.tokens()
+
+
+@pytest.mark.parametrize(
+    ("kernel_tokens", "parts"), [(16, (1,)), (32, (1,)), (64, (1, 2, 4)), (48, None)]
+)
+def test_flashinfer_cuts_what_is_larger_than_64(
+    kernel_tokens: int, parts: tuple[int, ...] | None
+) -> None:
+    sizes = KernelSizes(((16, 32, 64),), ((),), blocks=(1, 8, 16, 32, 64, 128, 256))
+    found = sizes.parts(kernel_tokens)
+    assert found == parts if parts else len(found) > 50
+
+
+def test_blocks_of_any_size_are_cut_oddly() -> None:
+    """From 0.18 on 96 is a size too, and 32 the largest that divides it."""
+    assert KernelSizes(((16, 32, 64),), ((),)).parts(32)[:3] == (1, 3, 5)
+
+
+def test_backends_that_take_multiples_cut_none() -> None:
+    assert KernelSizes(((), ()), ((16,), (1,))).parts(48) == (1,)
+    assert KernelSizes(((64,), ()), ((), (16,))).parts(64)[:2] == (1, 2)
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=5), SIZES, SIZES, st.booleans())
+def test_a_scheduler_lets_nothing_through_that_workers_cannot_tell(
+    prompts: list[int], size: int, own: int, full_blocks_only: bool
+) -> None:
+    introductions = Introductions(own, full_blocks_only=full_blocks_only)
+    blocks = BlockTokens(sizes_by_item(size, 2), (size,), full_blocks_only=full_blocks_only)
+    for tokens in prompts:
+        named = _named(tokens, size, 0, full_blocks_only)
+        if named:
+            blocks.learn(tokens, named)
+        if introductions.allow("p", tokens, named, tokens):
+            assert blocks.tokens() == size
+
+
+def test_a_scheduler_asks_for_nothing_before_it_is_told() -> None:
+    introductions = Introductions(16, full_blocks_only=False)
+    assert not introductions.allow("p", 16, 1, 16)
+    assert introductions.allow("p", 79, 5, 79)
+    assert introductions.allow("p", 16, 1, 16)
+    assert not introductions.allow("q", 16, 1, 16)
+
+
+def test_a_scheduler_asks_for_no_more_than_whole_blocks_hold() -> None:
+    """0.10.0: 150 tokens are two whole blocks of 64, and 144 in ours of 16."""
+    introductions = Introductions(16, full_blocks_only=True)
+    assert not introductions.allow("p", 319, 4, 304)
+    assert introductions.allow("p", 128, 2, 128)
+    assert not introductions.allow("p", 150, 2, 144)
+
+
+def test_spans() -> None:
+    assert Span(3, 5).within(Span(4)) == Span(4, 5)
+    assert Span(6).within(Span(1, 5)).is_empty
+    assert Span(16, 31).tells_doubles_apart and not Span(16, 32).tells_doubles_apart
