@@ -42,6 +42,7 @@ from kvpatch.vllm.host_buffer_worker import is_on
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import forget_rows, register_rows
+from kvpatch.vllm.transport_notes import note_transport
 
 #: How the blocks of one layer lie: keys and values inside a block, in a region
 #: each, or with other layers' between them.
@@ -59,10 +60,14 @@ def _register_kv_caches(
     def register(kv_caches: Mapping[str, Any]) -> Any:
         layers = read_layers(registration, instance, kv_caches)
         forget_rows(instance)
-        expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
-        if _env.is_kvcached_enabled() and is_in_rows(layers, expected):
-            refuse_without_reader(instance)
-            return register_rows(wrapped, registration, instance, kv_caches, layers)
+        if _env.is_kvcached_enabled():
+            note_transport(kv_caches)
+            expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
+            if is_in_rows(layers, expected):
+                refuse_without_reader(instance)
+                return register_rows(wrapped, registration, instance, kv_caches, layers)
+            # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
+            call_layout_by_its_strides(instance, layers)
         apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
         if not apart:
             return wrapped(kv_caches)

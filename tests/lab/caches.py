@@ -17,6 +17,7 @@ import torch
 
 from .case import EngineSpec
 from .compare import UNSIGNED, Array
+from .kvcached_standin import Reservation, allocate
 
 _TORCH = {
     "float32": torch.float32,
@@ -52,12 +53,38 @@ class Caches:
     """All layers of one rank, and the memory behind them."""
 
     layers: tuple[LayerCache, ...]
-    #: Whole allocations as bytes: for noise before, and stray writes after.
-    memory: tuple[Array, ...]
+    #: Whole allocations as bytes.
+    allocated: tuple[Array, ...]
     dims: tuple[str, ...]
+    #: Allocations of which only some pages are there.
+    reservations: tuple[Reservation, ...] = ()
+
+    @property
+    def memory(self) -> tuple[Array, ...]:
+        """All memory that is there, as bytes: for noise before, and stray writes after."""
+        pages = [r.bytes_at(page) for r in self.reservations for page in sorted(r.mapped)]
+        return (*self.allocated, *pages)
+
+    def map_blocks(self, layer: int, blocks: Sequence[int], noise: np.random.Generator) -> None:
+        """Puts memory, and noise in it, behind blocks of a layer."""
+        spans = [_span(plane[block]) for plane in self.layers[layer].planes for block in blocks]
+        for reservation in self.reservations:
+            end = reservation.address + reservation.size_bytes
+            inside = [s for s in spans if reservation.address <= s[0] < end]
+            for page in sorted(reservation.pages_of(inside) - reservation.mapped):
+                reservation.map(page)
+                found = reservation.bytes_at(page)
+                found[:] = noise.integers(0, 256, found.size, dtype=np.uint8)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {layer.name: layer.tensor for layer in self.layers}
+
+
+def _span(array: Array) -> tuple[int, int]:
+    """(address, bytes) from the first to past the last element."""
+    axes = zip(array.shape, array.strides, strict=True)
+    reach = sum((count - 1) * stride for count, stride in axes)
+    return array.__array_interface__["data"][0], reach + array.itemsize
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
@@ -106,6 +133,8 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
     one content, block by block where they are of several cache groups.
     """
     dims = probe_dims(backend, spec.family)
+    if spec.allocation in ("kvcached_rows", "kvcached_apart"):
+        return _by_kvcached(spec, dims, layout)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
         dims = _KVCACHED_DIMS
@@ -147,6 +176,36 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
         layers.append(LayerCache(layer_name(layer), tensor, planes))
     memory = tuple(store.view(torch.uint8).numpy() for store in stores)
     return Caches(tuple(layers), memory, dims)
+
+
+def _by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str) -> Caches:
+    """As kvcached's own code lays the layers out, in shapes that it knows."""
+    if spec.family == "mla":
+        dims = ("block", "token", "channel")
+    sizes = {
+        "block": spec.planned_blocks,
+        "token": spec.block_tokens,
+        "head": spec.heads_per_rank,
+        "channel": spec.head_dim,
+        "packed": 2 * spec.head_dim,
+        "kv": 2,
+    }
+    is_hnd = layout in ("HND", "LBHNC", "BLHNC") and "packed" in dims
+    found = allocate(
+        [sizes[d] for d in dims],
+        spec.block_tokens,
+        torch_dtype(spec.dtype),
+        spec.layers,
+        contiguous=spec.allocation == "kvcached_rows",
+        attention="MLA" if spec.family == "mla" else "MHA",
+        layout="HND" if is_hnd else "NHD",
+        virtual_blocks=spec.blocks,
+    )
+    layers = tuple(
+        LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec))
+        for number, tensor in enumerate(found.tensors)
+    )
+    return Caches(layers, (), dims, tuple(found.reservations))
 
 
 def _dense(order: tuple[str, ...], sizes: dict[str, int]) -> dict[str, int]:

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Family = Literal["flash", "flashinfer", "cpu", "mla"]
-Allocation = Literal["plain", "shared_tensors", "split_half", "contiguous"]
+Allocation = Literal[
+    "plain",
+    "shared_tensors",
+    "split_half",
+    "contiguous",
+    # kvcached's own code lays these out, over memory of which only used pages are there.
+    "kvcached_rows",
+    "kvcached_apart",
+]
 Outcome = Literal["identical", "corrupt", "refused", "failed"]
 Sabotage = Literal["shift_block", "skip_layer", "flip_byte"]
 
@@ -77,6 +85,11 @@ class EngineSpec:
     def blocks(self) -> int:
         """Blocks in each tensor."""
         return self.planned_blocks if self.tensor_blocks is None else self.tensor_blocks
+
+    @property
+    def is_kvcacheds(self) -> bool:
+        """Whether kvcached allocates, or tensors are laid out as it does."""
+        return self.allocation not in ("plain", "shared_tensors")
 
     @property
     def is_hybrid(self) -> bool:

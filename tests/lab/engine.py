@@ -64,8 +64,7 @@ class Engine:
             logging.getLogger(name).addHandler(self.log)
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(start.side_channel_port)
-        kvcached = spec.allocation in ("split_half", "contiguous")
-        os.environ["ENABLE_KVCACHED"] = "true" if kvcached else "false"
+        os.environ["ENABLE_KVCACHED"] = "true" if spec.is_kvcacheds else "false"
         self.descriptors = 0
         self.registrations = 0
         self.tracked: list[Tracked] = []
@@ -87,7 +86,7 @@ class Engine:
         self.caches: list[Caches] = [
             build(spec, backend, layout, shared) for _ in range(spec.tp_size)
         ]
-        noise = np.random.default_rng(start.seed)
+        self.noise = noise = np.random.default_rng(start.seed)
         for caches in self.caches:
             for memory in caches.memory:
                 memory[:] = noise.integers(0, 256, memory.size, dtype=np.uint8)
@@ -202,6 +201,7 @@ class Engine:
                 self._serve_alone(self.scheduler, number, request_id, hit)
             tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
             self.tracked.append(tracked)
+            self._map(tracked)
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
         self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
@@ -325,9 +325,16 @@ class Engine:
                     )
                     yield number, array, block, offset, value
 
+    def _map(self, tracked: Tracked) -> None:
+        """Has pages behind a request's blocks, where the allocator hands them out late."""
+        for caches in self.caches:
+            for layer in range(len(caches.layers) if caches.reservations else 0):
+                caches.map_blocks(layer, tracked.tables[self.groups[layer]], self.noise)
+
     def _write(self, tracked: Tracked, tokens: range) -> None:
         if not tokens:
             return
+        self._map(tracked)
         for _, array, block, offset, value in self._elements(tracked, tokens):
             array[block, offset] = value
 

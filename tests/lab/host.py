@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.releases import cache
+from tests.releases import cache, kvcached
 
 from .case import Case, EngineSpec, Report, Sabotage
 from .engine_api import Failure, Fork, Start
@@ -286,6 +286,7 @@ def _environment(tree: Path, home: Path) -> dict[str, str]:
     return keep | {
         "PYTHONPATH": os.pathsep.join([str(tree), str(_REPOSITORY)]),
         "HOME": str(home),
+        kvcached.PLACE: str(kvcached.tree(kvcached.NEWEST)),
         "VLLM_CACHE_ROOT": str(home / "vllm"),
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CONFIGURE_LOGGING": "0",

@@ -1,0 +1,124 @@
+"""kvcached's layouts on each release: what its own NIXL patch and kvpatch make of them.
+
+``python -m tests.lab.kvcached_cells --write [RELEASE ...]`` plays every cell and writes the
+table of docs/kvcached.md; releases that are not named keep their rows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from kvpatch._versions import GENERATIONS
+from kvpatch.patches import SLUGS
+from tests.releases import kvcached
+
+from .case import Allocation, Case, EngineSpec, Family, Report
+from .child import KVCACHEDS_OWN
+from .host import Lab
+
+_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kvcached.md"
+_MARKS = ("<!-- cells -->\n", "<!-- end of cells -->")
+_STATE = re.compile(r"<!-- cells of (\S+): (.*) -->")
+
+FAMILIES: tuple[Family, ...] = ("flash", "flashinfer", "mla")
+LAYOUTS: dict[str, Allocation] = {"contiguous": "kvcached_rows", "split-half": "kvcached_apart"}
+#: Which sides have kvcached; a plain one is stock unless it is D under kvpatch.
+SIDES = ("both", "P", "D")
+
+
+def spec(family: Family, allocation: Allocation) -> EngineSpec:
+    """kvcached reserves for more blocks than were planned; only used pages are there."""
+    return EngineSpec(
+        family,
+        "NHD",
+        planned_blocks=24,
+        tensor_blocks=40,
+        layers=3,
+        allocation=allocation,
+    )
+
+
+def case(family: Family, layout: str, side: str, *, by_kvpatch: bool) -> Case:
+    """One cell."""
+    allocation = LAYOUTS[layout]
+    theirs = replace(spec(family, allocation))
+    plain = EngineSpec(family, "NHD", planned_blocks=32, layers=3)
+    if by_kvpatch:
+        theirs, on = (replace(s, patched=True, patches=SLUGS) for s in (theirs, plain))
+        pair = {"both": (theirs, theirs), "P": (theirs, on), "D": (plain, theirs)}[side]
+    else:
+        contiguous = "true" if layout == "contiguous" else "false"
+        settings = ((KVCACHEDS_OWN, "before"), ("KVCACHED_CONTIGUOUS_LAYOUT", contiguous))
+        theirs = replace(theirs, settings=settings)
+        pair = {"both": (theirs, theirs), "P": (theirs, plain), "D": (plain, theirs)}[side]
+    return Case(f"{family} {layout} {side}", *pair, prompt_tokens=107)
+
+
+def cells() -> Iterator[tuple[Family, str, str]]:
+    """Every cell of a release."""
+    for layout in LAYOUTS:
+        for family in FAMILIES:
+            for side in SIDES:
+                yield family, layout, side
+
+
+WORDS = {"identical": "works", "corrupt": "corrupts", "refused": "refused", "failed": "fails"}
+
+
+def play(release: str) -> dict[str, list[str]]:
+    """(kvcached's own, kvpatch's) outcome of each cell, by the cell's name."""
+    found = {}
+    with Lab(release) as lab:
+        for cell in cells():
+            reports: list[Report] = [
+                lab.run(case(*cell, by_kvpatch=by_kvpatch)) for by_kvpatch in (False, True)
+            ]
+            found[" ".join(cell)] = [WORDS[report.outcome] for report in reports]
+            print(release, *cell, *found[" ".join(cell)], flush=True)
+    return found
+
+
+def table(known: dict[str, dict[str, list[str]]]) -> str:
+    """The rows of all releases, and what they were made from."""
+    lines = []
+    for layout in LAYOUTS:
+        heads = [f"{family} {side}" for family in FAMILIES for side in SIDES]
+        lines += [f"\n**{layout}** (kvcached's own patch → kvpatch)\n"]
+        lines += ["| release | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+        for release, found in known.items():
+            row = []
+            for family in FAMILIES:
+                for side in SIDES:
+                    own, ours = found[f"{family} {layout} {side}"]
+                    row.append(f"{own} → {ours}")
+            lines.append(f"| {release} | " + " | ".join(row) + " |")
+    lines += [""]
+    lines += [
+        f"<!-- cells of {release}: {json.dumps(found)} -->" for release, found in known.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(releases: list[str]) -> None:
+    kvcached.fetch(kvcached.NEWEST)
+    text = _DOCUMENT.read_text()
+    start, end = text.index(_MARKS[0]) + len(_MARKS[0]), text.index(_MARKS[1])
+    known = {name: json.loads(found) for name, found in _STATE.findall(text[start:end])}
+    order = [generation.releases[-1] for generation in GENERATIONS]
+    for release in releases or order:
+        known[release] = play(release)
+        ordered = {name: known[name] for g in GENERATIONS for name in g.releases if name in known}
+        text = _DOCUMENT.read_text()
+        start, end = text.index(_MARKS[0]) + len(_MARKS[0]), text.index(_MARKS[1])
+        _DOCUMENT.write_text(text[:start] + table(ordered) + text[end:])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["--write"]:
+        raise SystemExit(__doc__)
+    main(sys.argv[2:])

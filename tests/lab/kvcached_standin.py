@@ -1,0 +1,213 @@
+"""kvcached's real Python view code over a stand-in for its compiled part.
+
+STAND-IN: the compiled part needs CUDA. Here its tensors lie in host memory that is
+reserved and not accessible (``mmap``, ``PROT_NONE``): a page can be read and written from
+:meth:`Reservation.map` on until :meth:`Reservation.unmap`. kvcached itself maps one page of
+zeros everywhere instead, so that a stray access shows nothing; here it ends the process.
+
+What the layouts are, their strides, and how many blocks a reservation holds is all
+decided by kvcached's own ``alloc_kv_cache``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.releases import kvcached
+
+from .compare import Array
+
+#: Small, so that a cache of some blocks has many; kvcached's have 2 MiB and more.
+PAGE_BYTES = 16 * 1024
+
+_C = ctypes.CDLL(None, use_errno=True)
+_C.mmap.restype = ctypes.c_void_p
+_C.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_C.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_NORESERVE = 0x4000
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def _check(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@dataclass
+class Reservation:
+    """One of kvcached's tensors: virtual memory, and the pages of it that are there."""
+
+    size_bytes: int
+    page_bytes: int
+    address: int = 0
+    mapped: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        found = _C.mmap(None, self.size_bytes, 0, flags, -1, 0)
+        if found == _FAILED or found is None:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.address = found
+
+    def map(self, page: int) -> None:
+        """Puts memory behind a page."""
+        start = self.address + page * self.page_bytes
+        _check(_C.mprotect(start, self.page_bytes, mmap.PROT_READ | mmap.PROT_WRITE))
+        self.mapped.add(page)
+
+    def unmap(self, page: int) -> None:
+        """Takes a page's memory and its contents away."""
+        start = self.address + page * self.page_bytes
+        _check(_C.madvise(start, self.page_bytes, mmap.MADV_DONTNEED))
+        _check(_C.mprotect(start, self.page_bytes, 0))
+        self.mapped.discard(page)
+
+    def pages_of(self, addresses: Iterable[tuple[int, int]]) -> set[int]:
+        """The pages in which (address, bytes) lie."""
+        found: set[int] = set()
+        for address, length in addresses:
+            offset = address - self.address
+            found |= set(range(offset // self.page_bytes, -(-(offset + length) // self.page_bytes)))
+        return found
+
+    def bytes_at(self, page: int) -> Array:
+        """A page that is there."""
+        raw = (ctypes.c_uint8 * self.page_bytes).from_address(self.address + page * self.page_bytes)
+        return np.frombuffer(raw, dtype=np.uint8)
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it, without a look at it."""
+        raw = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
+        return torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What kvcached handed out.
+
+    Attributes:
+        tensors: a view for each layer.
+        reservations: the memory behind them.
+    """
+
+    tensors: list[torch.Tensor]
+    reservations: list[Reservation]
+
+
+class _Compiled:
+    """Stands in for the C++ allocator: reserves what it would, and maps nothing."""
+
+    def __init__(self) -> None:
+        self.contiguous = False
+        self.reservations: list[Reservation] = []
+
+    def create_kv_tensors(
+        self,
+        size_bytes: int,
+        item_bytes: int,
+        device: str,
+        layers: int,
+        *,
+        num_kv_buffers: int = 2,
+        group_id: int = 0,
+        unified_pool: bool = False,
+    ) -> list[torch.Tensor]:
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[item_bytes]
+        if self.contiguous:
+            whole = Reservation(size_bytes * layers, PAGE_BYTES * layers * num_kv_buffers)
+            self.reservations = [whole]
+        else:
+            self.reservations = [Reservation(size_bytes, PAGE_BYTES) for _ in range(layers)]
+        return [reservation.tensor(dtype) for reservation in self.reservations]
+
+
+_COMPILED = _Compiled()
+
+
+def _interfaces() -> Any:
+    """kvcached's own module of views, with the compiled part stood in for."""
+    name = "kvcached.integration.vllm.interfaces"
+    if name in sys.modules:
+        return sys.modules[name]
+    source = str(kvcached.tree(kvcached.NEWEST))
+    if source not in sys.path:
+        sys.path.append(source)
+    compiled = types.ModuleType("kvcached.vmm_ops")
+    compiled.__getattr__ = lambda attribute: getattr(_COMPILED, attribute, None)  # type: ignore[method-assign]
+    sys.modules["kvcached.vmm_ops"] = compiled
+    return importlib.import_module(name)
+
+
+def allocate(
+    shape: Sequence[int],
+    block_tokens: int,
+    dtype: torch.dtype,
+    layers: int,
+    *,
+    contiguous: bool,
+    attention: str,
+    layout: str,
+    virtual_blocks: int,
+    kernel_block_tokens: int | None = None,
+) -> Allocation:
+    """Has kvcached lay out a cache; nothing of it can be accessed yet.
+
+    Args:
+        shape: as the release's backend gives it.
+        virtual_blocks: about how many blocks the device's memory stands for.
+    """
+    interfaces = _interfaces()
+    contents = 1 if attention == "MLA" else 2
+    block = 1
+    for size in shape:
+        block *= size
+    blocks = shape[1] if len(shape) == 5 and shape[0] == 2 else shape[0]
+    block_bytes = block // blocks * dtype.itemsize
+    pages = -(-virtual_blocks * block_bytes // contents // PAGE_BYTES)
+    pages += pages % 2
+    device = types.SimpleNamespace(
+        is_available=lambda: True,
+        get_device_properties=lambda _: types.SimpleNamespace(
+            total_memory=pages * PAGE_BYTES * contents * layers
+        ),
+    )
+    # The device that kvcached asks for its memory, and pages that a test can fill.
+    interfaces.torch = _Torch(device)
+    interfaces.PAGE_SIZE = PAGE_BYTES
+    interfaces.normalize_gpu_device = lambda name: name
+    interfaces._kvcached_initialized = True
+    interfaces._contiguous_layout = _COMPILED.contiguous = contiguous
+    tensors = interfaces.alloc_kv_cache(
+        tuple(shape),
+        block_tokens,
+        dtype,
+        "cuda:0",
+        layers,
+        attention_type=attention,
+        kv_layout=layout,
+        kernel_block_size=kernel_block_tokens,
+    )
+    return Allocation(list(tensors), list(_COMPILED.reservations))
+
+
+class _Torch:
+    """torch, with a device of the size that a case needs."""
+
+    def __init__(self, cuda: Any) -> None:
+        self.cuda = cuda
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
