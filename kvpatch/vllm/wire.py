@@ -137,7 +137,8 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         tp_size=_number("tp_size", tp_size),
         block_tokens=block_tokens,
         kernel_blocks_per_block=parts,
-        layout=_text("kv_cache_layout", metadata),  # from 0.10.1
+        # From 0.10.1; rows say theirs on 0.10.0 too.
+        layout=_text("kv_cache_layout", metadata) if rows is None else str(rows),
         blocks=blocks,
         addresses=addresses,
         block_bytes=block_bytes,
