@@ -22,8 +22,9 @@ Limits:
     three of P's blocks or more has told it, for peers like D too, and 0.10.0 states no layout
     either, so only caches of one head a rank are read there where blocks are unlike, and an
     unlike layout goes unnoticed as it does without kvpatch. From 0.11.1 to 0.20 it does not
-    state how blocks are cut: where a backend may cut them (FlashInfer, FlashMLA), a
-    prompt has to tell it too, and shorter ones before it fail. Refused are keys
+    state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
+    prompt has to tell it too, of peers like D as well, and shorter ones before it fail, or
+    are computed by D where ``kv_load_failure_policy`` says so. Refused are keys
     that AMX tiles. Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
@@ -254,8 +255,11 @@ def _add_remote_agent(
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
         peer, unstated = completed(reader.ours, stated)
         if is_alike(reader.ours, peer) and not reader.is_for_all:
-            reader.admit_like(peer, unstated)
-            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            rank = reader.admit_like(peer, unstated)
+            agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            if rank is not None:
+                rank.agent = agent
+            return agent
         return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
 
     return add(*args, **kwargs)

@@ -36,8 +36,11 @@ def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | 
         return replace(peer, kernel_blocks_per_block=parts[0]), None
     possible = [peer.block_tokens * part for part in parts]
     assumed = None
-    if is_alike(ours, peer):
-        assumed = ours.block_tokens * ours.kernel_blocks_per_block
+    # 48 tokens in kernel blocks of 16 are no reason to refuse all that have 16; 128 in
+    # kernel blocks of 64 are.
+    own_parts = ours.kernel_blocks_per_block
+    if is_alike(ours, peer) and all(part % 2 for part in parts if part != own_parts):
+        assumed = ours.block_tokens * own_parts
     return peer, BlockTokens(possible, possible, assumed)
 
 

@@ -194,21 +194,25 @@ class Reader:
         self._book(self.peers, rank)
         self._expect(rank.statement.engine_id, unstated)
 
-    def admit_like(self, statement: Statement, unstated: BlockTokens | None) -> None:
+    def admit_like(self, statement: Statement, unstated: BlockTokens | None) -> Rank | None:
         """Books a rank of a peer like us, which the release reads; one may come back as such.
 
-        Its requests may tell that its blocks are others than ours in spite of it.
+        Its requests may tell that its blocks are others than ours in spite of it: then it
+        is read as the rank that is returned.
         """
+        rank = None
         engine_id = statement.engine_id
         self.peers.pop(engine_id, None)
         if unstated is None or unstated.is_readable_as_one():
             self._look_alikes.pop(engine_id, None)
         else:
             try:
-                self._book(self._look_alikes, self.rank(statement))
+                rank = self.rank(statement)
+                self._book(self._look_alikes, rank)
             except PeerRefused as error:  # no matter, unless its requests tell so
                 _LOG.info("engine %s can be read as one like us only: %s", engine_id, error)
         self._expect(engine_id, unstated)
+        return rank
 
     def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
         statement = rank.statement

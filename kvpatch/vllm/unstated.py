@@ -13,6 +13,7 @@ read that depends on which it is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -23,6 +24,8 @@ from kvpatch._errors import KvpatchError
 ITEM_BYTES = (1, 2, 4)
 #: Behind the prompt a peer that drafts tokens may hold blocks for as many.
 _DRAFTED_TOKENS = 16
+#: What states them, among a handshake's fields.
+_PARTS = "physical_blocks_per_logical_kv_block"
 #: Blocks of more tokens are not looked for.
 _MOST_TOKENS = 4096
 
@@ -78,8 +81,8 @@ class BlockTokens:
     Args:
         possible: every size that the handshake leaves open.
         readable: those of them that can be read.
-        assumed: what the release assumes, and rightly for a peer like us; None to refuse
-            a request that leaves several open.
+        assumed: what the release takes for granted of a peer like us; None to refuse a
+            request that leaves several open.
         full_blocks_only: whether the peer names no partial block (0.10.0).
     """
 
@@ -144,8 +147,9 @@ class BlockTokens:
             )
         raise BlocksUnknown(
             f"its blocks may have {_listed(self._possible)} tokens; this release's handshake does "
-            "not say, and a prompt of three blocks or more has to tell first: send one, or use "
-            "vLLM 0.21 or later"
+            "not say, and a prompt of three blocks or more has to tell first: send one, let D "
+            'compute such prompts (kv_load_failure_policy "recompute", from 0.13), or use vLLM '
+            "0.21 or later"
         )
 
 
@@ -235,9 +239,12 @@ class KernelSizes:
 
 
 def kernel_sizes(worker: Any) -> KernelSizes | None:
-    """How this release cuts blocks for the worker's backends; None where nobody can tell."""
+    """How this release cuts blocks for the worker's backends; None where nobody can tell.
+
+    And where nobody asks: to 0.11.0 none is cut, and from 0.21 on the handshake says it.
+    """
     backends = _backends(worker)
-    if not backends:  # to 0.11.0, which cuts none
+    if not backends or _states_parts(worker):
         return None
     from vllm.config import cache, set_current_vllm_config
 
@@ -252,6 +259,12 @@ def kernel_sizes(worker: Any) -> KernelSizes | None:
             multiples.append(tuple(size.base for size in sizes if not isinstance(size, int)))
     allowed = get_args(getattr(cache, "BlockSize", None))  # to 0.17
     return KernelSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
+
+
+def _states_parts(worker: Any) -> bool:
+    modules = (sys.modules.get(owner.__module__) for owner in type(worker).__mro__)
+    kinds = (getattr(module, "NixlAgentMetadata", None) for module in modules)
+    return any(_PARTS in getattr(kind, "__annotations__", ()) for kind in kinds)
 
 
 def _backends(worker: Any) -> Sequence[Any]:

@@ -142,8 +142,8 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
     else:
         order = memory_order(backend, dims, layout)
     sizes = {
-        "block": spec.blocks,
-        "token": spec.block_tokens,
+        "block": spec.blocks * spec.parts,
+        "token": spec.block_tokens // spec.parts,
         "head": spec.heads_per_rank,
         "channel": spec.head_dim,
         "packed": 2 * spec.head_dim,
@@ -268,7 +268,7 @@ def _as_bthc(array: Array, axes: tuple[str, ...]) -> Array:
 
 def _column_major_planes(raw: Array, dims: tuple[str, ...], spec: EngineSpec) -> tuple[Array, ...]:
     """The CPU backend: inside a block and head, keys as [channel, token]."""
-    tokens, channels = spec.block_tokens, spec.head_dim
+    tokens, channels = spec.block_tokens // spec.parts, spec.head_dim
     if dims[-3:] == ("head", "token", "packed"):
         flat = _merge_last_two(raw)
         keys, values = flat[..., : tokens * channels], flat[..., tokens * channels :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -38,6 +39,8 @@ class EngineSpec:
     layout: str = "HND"
     block_tokens: int = 16
     planned_blocks: int = 32
+    #: Into how many kernel blocks the backend cuts each of them.
+    parts: int = 1
     #: Blocks that the tensors really hold; None for as many as planned.
     tensor_blocks: int | None = None
     layers: int = 2
@@ -78,6 +81,8 @@ class EngineSpec:
         if self.kv_heads % self.tp_size and self.tp_size % self.kv_heads:
             raise ValueError(f"{self.kv_heads} KV heads do not divide over TP {self.tp_size}")
         cuts = self.lookahead_tokens or self.step_tokens != 2048 or self.answer_tokens != 1
+        if self.block_tokens % self.parts:
+            raise ValueError(f"blocks of {self.block_tokens} tokens cut into {self.parts}")
         if not self.has_core and cuts:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
 
@@ -119,6 +124,10 @@ class EngineSpec:
         if self.family == "mla":
             return 0
         return rank * self.kv_heads // self.tp_size
+
+    def kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """The tensors' own blocks of those that the scheduler hands out."""
+        return [self.parts * block + part for block in blocks for part in range(self.parts)]
 
     def content_of(self, layer: int) -> int:
         """Layers with one tensor between them hold one content."""

@@ -311,7 +311,8 @@ class Engine:
                 group = self.groups[number]
                 start = max(tokens.start, tracked.first_tokens[group] if seen else 0)
                 looked_at = range(start, tokens.stop)
-                block, offset = slots(tracked.tables[group], looked_at, spec.block_tokens)
+                table = spec.kernel_blocks(tracked.tables[group])
+                block, offset = slots(table, looked_at, spec.block_tokens // spec.parts)
                 for plane, array in enumerate(layer.planes):
                     content = spec.content_of(number)
                     value = expected(
@@ -362,7 +363,9 @@ class Engine:
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""
         group, tokens = self.groups[layer], self.spec.block_tokens
-        return [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)]
+        return self.spec.kernel_blocks(
+            [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)]
+        )
 
     def _undo_layer(self) -> None:
         """Gives D's first layer back what it held before the transfer."""

@@ -165,3 +165,63 @@ def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
     assert report.outcome == "identical", report
     expected = tokens_to_move(case, lab.release) if states_block_size(lab.release) else 0
     assert report.moved_tokens == expected
+
+
+# -- blocks that FlashInfer cuts into kernel blocks of 64 ----------------------------------
+
+_CUT = [(128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
+
+
+def _cut_pair(p: int, d: int, prompt_tokens: int = 500) -> Case:
+    prefill, decode = (
+        EngineSpec("flashinfer", "HND", tokens, 600 // tokens + 6, parts=max(1, tokens // 64))
+        for tokens in (p, d)
+    )
+    return Case(f"flashinfer, cut, P {p}, D {d}", prefill, decode, prompt_tokens)
+
+
+def _must_cut(lab: Lab) -> None:
+    if not states_block_size(lab.release):
+        pytest.skip("this release cuts no blocks")
+
+
+@pytest.mark.parametrize(("p", "d"), _CUT)
+def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
+    """Also where kernel blocks are alike and only how many a block has differs."""
+    _must_cut(lab)
+    case = told(_cut_pair(p, d), lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(case, lab.release)
+
+
+@pytest.mark.parametrize(("p", "d"), _CUT)
+def test_blocks_that_are_cut_before_a_prompt_has_told(lab: Lab, p: int, d: int) -> None:
+    _must_cut(lab)
+
+    report = lab.run(_cut_pair(p, d, prompt_tokens=40).patched(*SLUGS, prefill=False))
+
+    if not states_kernel_blocks(lab.release) and p > 32:
+        assert report.outcome == "refused", report
+    else:
+        assert report.outcome == "identical", report
+
+
+def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
+    """What must not happen, and that the lab sees it."""
+    _must_cut(lab)
+    if states_kernel_blocks(lab.release):
+        pytest.skip("this release states how blocks are cut")
+
+    assert lab.run(_cut_pair(128, 64, prompt_tokens=40)).outcome == "corrupt"
+
+
+def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
+    _must_cut(lab)
+    case = told(_cut_pair(128, 64), lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage="shift_block")
+
+    assert report.outcome == "corrupt", report
