@@ -7,7 +7,7 @@ apart. From 0.11.1 on it states the tokens and the bytes of a kernel block, whic
 the items' size, and to 0.20 not how many kernel blocks a block is cut into; block ids
 count blocks. So the sizes that are possible are kept for each peer, and each request
 leaves the ones by which its prompt fills as many blocks as the peer names: of sizes
-that are twice one another, three full blocks leave one. Until one is left nothing is
+that are twice one another, three full blocks leave one, of 4 and 5 kernel blocks eight do. Until one is left nothing is
 read that depends on which it is.
 """
 
@@ -147,7 +147,7 @@ class BlockTokens:
             )
         raise BlocksUnknown(
             f"its blocks may have {_listed(self._possible)} tokens; this release's handshake does "
-            "not say, and a prompt of three blocks or more has to tell first: send one, let D "
+            "not say, and a prompt of several blocks has to tell first: send one, let D "
             'compute such prompts (kv_load_failure_policy "recompute", from 0.13), or use vLLM '
             "0.21 or later"
         )

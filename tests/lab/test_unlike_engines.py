@@ -172,9 +172,13 @@ def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
 _CUT = [(128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
 
 
-def _cut_pair(p: int, d: int, prompt_tokens: int = 500) -> Case:
+def _cut_pair(p: int, d: int, prompt_tokens: int | None = None) -> Case:
+    """Eight blocks of P's, of which no other number of kernel blocks makes as many."""
+    prompt_tokens = prompt_tokens or 8 * p - 20
     prefill, decode = (
-        EngineSpec("flashinfer", "HND", tokens, 600 // tokens + 6, parts=max(1, tokens // 64))
+        EngineSpec(
+            "flashinfer", "HND", tokens, prompt_tokens // tokens + 6, parts=max(1, tokens // 64)
+        )
         for tokens in (p, d)
     )
     return Case(f"flashinfer, cut, P {p}, D {d}", prefill, decode, prompt_tokens)
@@ -189,7 +193,7 @@ def _must_cut(lab: Lab) -> None:
 def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
     """Also where kernel blocks are alike and only how many a block has differs."""
     _must_cut(lab)
-    case = told(_cut_pair(p, d), lab.release)
+    case = _cut_pair(p, d)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -220,8 +224,6 @@ def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
 
 def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
     _must_cut(lab)
-    case = told(_cut_pair(128, 64), lab.release)
-
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage="shift_block")
+    report = lab.run(_cut_pair(128, 64).patched(*SLUGS, prefill=False), sabotage="shift_block")
 
     assert report.outcome == "corrupt", report

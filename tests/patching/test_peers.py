@@ -407,7 +407,7 @@ def test_an_unstated_block_size_follows_from_the_bytes_and_a_prompt(block_tokens
     assert peer.block_tokens == block_tokens
     assert is_alike(ours, peer) is alike
     unstated.learn(block_tokens, 1)
-    with pytest.raises(BlocksUnknown, match="three blocks"):
+    with pytest.raises(BlocksUnknown, match="several blocks"):
         unstated.tokens()
     unstated.learn(5 * block_tokens, 5)
     assert unstated.tokens() == block_tokens
