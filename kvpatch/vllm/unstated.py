@@ -7,8 +7,8 @@ apart. From 0.11.1 on it states the tokens and the bytes of a kernel block, whic
 the items' size, and to 0.20 not how many kernel blocks a block is cut into; block ids
 count blocks. So the sizes that are possible are kept for each peer, and each request
 leaves the ones by which its prompt fills as many blocks as the peer names: of sizes
-that are twice one another, three full blocks leave one, of 4 and 5 kernel blocks eight do. Until one is left nothing is
-read that depends on which it is.
+that are twice one another three blocks leave one, of 4 and 5 kernel blocks eight do.
+Until one is left nothing is read that depends on which it is.
 """
 
 from __future__ import annotations

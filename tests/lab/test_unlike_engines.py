@@ -174,14 +174,12 @@ _CUT = [(128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
 
 def _cut_pair(p: int, d: int, prompt_tokens: int | None = None) -> Case:
     """Eight blocks of P's, of which no other number of kernel blocks makes as many."""
-    prompt_tokens = prompt_tokens or 8 * p - 20
+    tokens = prompt_tokens or 8 * p - 20
     prefill, decode = (
-        EngineSpec(
-            "flashinfer", "HND", tokens, prompt_tokens // tokens + 6, parts=max(1, tokens // 64)
-        )
-        for tokens in (p, d)
+        EngineSpec("flashinfer", "HND", size, tokens // size + 6, parts=max(1, size // 64))
+        for size in (p, d)
     )
-    return Case(f"flashinfer, cut, P {p}, D {d}", prefill, decode, prompt_tokens)
+    return Case(f"flashinfer, cut, P {p}, D {d}", prefill, decode, tokens)
 
 
 def _must_cut(lab: Lab) -> None:
