@@ -6,6 +6,9 @@
 #   experiments/heterogeneous.sh --list                 the names of all rows
 #   experiments/heterogeneous.sh --help                 all options (of kvpatch verify-matrix)
 #
+# In the rows host-* P and D send KV through host buffers, an eighth of their caches: kvpatch is on P
+# too there, and "stock" is a stock D that reads P's buffer.
+#
 # Real engines on CPU with tiny random models in float32; greedy tokens and cache bytes are held
 # against one single engine. Exit status 0 only when every row is identical with kvpatch and every
 # cache that was spoiled on purpose was noticed.

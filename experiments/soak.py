@@ -218,6 +218,9 @@ class Soak:
                     while self.is_down:
                         await asyncio.sleep(0.2)
                     continue
+                if isinstance(error, httpx.TransportError) and attempt + 1 < TRIES:
+                    self.tally.outcomes["asked again because a connection was closed"] += 1
+                    continue
                 self.tally.outcomes["failed"] += 1
                 self.tally.failures.append(f"{number}: {error!r}")
                 return
@@ -338,7 +341,7 @@ def resident(one: Engine) -> int:
 
 
 def growth(tally: Tally, side: str) -> int:
-    """From the last quarter's beginning on; before, caches and buffers fill for the first time."""
+    """Since half of what followed the restart: before, caches fill for the first time."""
     last = tally.memory[-1]
     since = [m for m in tally.memory if m["restarts"] == last["restarts"] and m["request"] >= 0]
     start = since[len(since) // 2]
@@ -361,7 +364,8 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
     of_run = Options(work_dir=folder.resolve())
     console.print(f"logs: {of_run.work_dir}", highlight=False)
     model = str(make_tiny_llama(of_run.work_dir / "model"))
-    limits = httpx.Limits(max_connections=64)
+    # Shorter than the servers keep idle connections: one that they close as it is used is an error.
+    limits = httpx.Limits(max_connections=64, keepalive_expiry=1)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
         single = engine("soak-single", model, 32, kvpatch=False)
         async with running((single,), client, of_run, console) as (engine_alone,):

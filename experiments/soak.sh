@@ -2,7 +2,7 @@
 # A host buffer under 2,000 requests over 16 connections, with clients that give up and a P that
 # restarts: no wrong token, no slot left allotted, no growth of host memory.
 #
-#   experiments/soak.sh [--requests 2000] [--connections 16] [--work-dir DIR]
+#   experiments/soak.sh [--requests 2000] [--connections 16] [--seconds 3600] [--work-dir DIR]
 #   experiments/soak.sh --help
 #
 # Real engines on CPU with a tiny random model; every answer is held against one single engine.
