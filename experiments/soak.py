@@ -117,7 +117,10 @@ async def references(
             *(ask(draw()) for _ in range(min(200, count - len(found) + 8)))
         )
         found += [prompt for prompt in batch if prompt is not None]
-        console.print(f"single engine: {len(found)} of {count} prompts", highlight=False)
+        console.print(
+            f"single engine: {len(found)} of {count} prompts, {resident(single) / 2**20:.0f} MiB",
+            highlight=False,
+        )
     whole = None
     while whole is None:
         whole = await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))
