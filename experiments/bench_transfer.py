@@ -1,6 +1,6 @@
 """How fast unlike caches are read, beside stock's read of the same bytes between like ones.
 
-    python experiments/bench_transfer.py [--mib 128] [--repeat 5] [--json FILE]
+    python experiments/bench_transfer.py [--mib 128] [--repeat 9] [--json FILE]
 
 Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
 with P's geometry: one prepared descriptor per block and layer. Every other row reads the
@@ -17,7 +17,7 @@ import math
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,6 +34,7 @@ from kvpatch.geometry import (
     CacheSizes,
     Memory,
     Plane,
+    Round,
     Segments,
     Share,
     cross,
@@ -50,6 +51,8 @@ from kvpatch.transfer.staged import StagedRead
 
 DRAM = Memory("DRAM")
 POOL_BYTES = 256 * 1024**2
+#: vLLM's default from 0.11.1 on (8 on 0.11.0, NIXL's own before).
+THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,29 @@ class Measured:
     way: str
     seconds: float
     gb_per_second: float
-    ratio_to_like: float
+    of_like_p: float
+    of_like_d: float
     descriptors: int
     plan_seconds: float
     extra_bytes: int
 
 
-def make_agent(name: str) -> Any:
-    """A NIXL agent with one UCX worker."""
+def make_agent(name: str, threads: int = THREADS, wait_us: int = 0) -> Any:
+    """A NIXL agent as vLLM makes one, but for the wait of its progress thread."""
     from nixl._api import nixl_agent, nixl_agent_config
 
-    return nixl_agent(name, nixl_agent_config(num_threads=1))
+    bindings = nixl_agent.__init__.__globals__["nixlBind"]
+    make = bindings.nixlAgent
+
+    def patient(name: str, config: Any) -> Any:
+        config.pthrDelay = wait_us  # which NIXL's Python API has no name for
+        return make(name, config)
+
+    bindings.nixlAgent = patient
+    try:
+        return nixl_agent(name, nixl_agent_config(num_threads=threads))
+    finally:
+        bindings.nixlAgent = make
 
 
 def random_bytes(size: int, seed: int) -> torch.Tensor:
@@ -126,9 +141,11 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8))
 
 
-def prefill_side(connection: Connection, size_bytes: int) -> None:
+def prefill_side(
+    connection: Connection, size_bytes: int, threads: int = THREADS, wait_us: int = 0
+) -> None:
     """Holds a cache until it is told to end."""
-    agent = make_agent("P")
+    agent = make_agent("P", threads, wait_us)
     memory = random_bytes(size_bytes, 1)
     agent.register_memory([(memory.data_ptr(), size_bytes, 0, "")], "DRAM")
     connection.send((agent.get_agent_metadata(), memory.data_ptr()))
@@ -138,8 +155,10 @@ def prefill_side(connection: Connection, size_bytes: int) -> None:
 class Decode:
     """D's process: its own memory, and P's agent."""
 
-    def __init__(self, size_bytes: int, connection: Connection) -> None:
-        self.agent = make_agent("D")
+    def __init__(
+        self, size_bytes: int, connection: Connection, threads: int = THREADS, wait_us: int = 0
+    ) -> None:
+        self.agent = make_agent("D", threads, wait_us)
         self.memory = random_bytes(size_bytes, 2)
         self.agent.register_memory([(self.memory.data_ptr(), size_bytes, 0, "")], "DRAM")
         metadata, self.remote_address = connection.recv()
@@ -155,6 +174,10 @@ class Decode:
         if state != "DONE":
             raise RuntimeError(f"a transfer ended as {state}")
         self.agent.release_xfer_handle(handle)
+
+
+Way = Callable[[], tuple[int, float]]
+"""A read; returns its descriptors and the seconds that it was planned."""
 
 
 class Setup:
@@ -203,11 +226,12 @@ class Setup:
             self.tokens,
         )
 
-    def like(self) -> Callable[[], tuple[int, float]]:
-        """Stock's way between two engines with P's geometry."""
-        agent, block_bytes = self.decode.agent, self._block_bytes()
-        layers, blocks = self.pair.model.layers, self.remote_ids.size
-        offsets = np.arange(layers * blocks) * block_bytes
+    def like(self, block_tokens: int) -> Way:
+        """Stock's way between two engines whose blocks have so many tokens."""
+        agent, model = self.decode.agent, self.pair.model
+        block_bytes = block_tokens * model.token_bytes // model.layers
+        blocks = self.tokens // block_tokens
+        offsets = np.arange(model.layers * blocks) * block_bytes
         sides = []
         for name, address in (
             ("NIXL_INIT_AGENT", self.decode.memory.data_ptr()),
@@ -217,9 +241,10 @@ class Setup:
                 (offsets + address, np.full(offsets.size, block_bytes), np.zeros(offsets.size)), 1
             ).astype(np.uint64)
             sides.append(agent.prep_xfer_dlist(name, agent.get_xfer_descs(descriptors, "DRAM")))
-        local_ids = np.random.default_rng(5).permutation(blocks)
-        first = np.arange(layers)[:, None] * blocks
-        ours, theirs = ((first + ids).reshape(-1) for ids in (local_ids, self.remote_ids))
+        first = np.arange(model.layers)[:, None] * blocks
+        ours, theirs = (
+            (first + np.random.default_rng(seed).permutation(blocks)).reshape(-1) for seed in (5, 0)
+        )
 
         def run() -> tuple[int, float]:
             handle = agent.make_prepped_xfer("READ", sides[0], ours, sides[1], theirs, b"")
@@ -227,9 +252,6 @@ class Setup:
             return ours.size, 0.0
 
         return run
-
-    def _block_bytes(self) -> int:
-        return self.pair.remote_tokens * self.pair.model.token_bytes // self.pair.model.layers
 
     def direct(self) -> tuple[int, float]:
         """Every run to its place."""
@@ -242,20 +264,30 @@ class Setup:
         return len(plan), planned
 
     def staged(self) -> tuple[int, float]:
-        """Whole remote blocks into the pool, copies out of it."""
-        started = time.perf_counter()
-        share = Share(self.segments(), self.crossings)
-        rounds = list(plan_rounds([share], self.pool.round_bytes))
-        planned = time.perf_counter() - started
+        """Whole remote blocks into the pool, copies out of it; planned while others are read."""
+        planning, runs = 0.0, 0
+
+        def rounds() -> Iterator[Round]:
+            nonlocal planning, runs
+            started = time.perf_counter()
+            share = Share(self.segments(), self.crossings)
+            for planned in plan_rounds([share], lambda: self.pool.round_bytes):
+                planning += time.perf_counter() - started
+                runs += planned.length.size
+                yield planned
+                started = time.perf_counter()
+
         read = StagedRead(
             self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            plan_runs([]), iter(rounds),
+            plan_runs([]), rounds(),
         )  # fmt: skip
         read.start()
-        while read.state() == "PROC":
+        while (state := read.state()) == "PROC":
             pass
+        if state != "DONE":
+            raise RuntimeError(f"a read ended as {state}")
         read.release()
-        return sum(planned.length.size for planned in rounds), planned
+        return runs, planning
 
     def check(self) -> None:
         """Every item of every token in its place."""
@@ -282,7 +314,7 @@ def resident_bytes(field: str) -> int:
     raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
 
 
-def extra_bytes(run: Callable[[], tuple[int, float]]) -> int:
+def extra_bytes(run: Way) -> int:
     """What one run needs at its peak beyond what the process held before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident_bytes("VmRSS")
@@ -290,49 +322,53 @@ def extra_bytes(run: Callable[[], tuple[int, float]]) -> int:
     return max(0, resident_bytes("VmHWM") - before)
 
 
-def timed(run: Callable[[], tuple[int, float]], repeat: int) -> tuple[float, int, float]:
-    """(median seconds, descriptors, median seconds of planning)."""
-    seconds, planning, descriptors = [], [], 0
-    for _ in range(repeat):
-        started = time.perf_counter()
-        descriptors, planned = run()
-        seconds.append(time.perf_counter() - started)
-        planning.append(planned)
-    return statistics.median(seconds), descriptors, statistics.median(planning)
-
-
 def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
-    """The rows of one pair."""
+    """The rows of one pair; its ways take turns, so that a slow second slows all of them."""
     lot = math.lcm(pair.remote_tokens, pair.local_tokens)
     tokens = max(1, mib * 1024**2 // pair.model.token_bytes // lot) * lot
     setup = Setup(pair, tokens, decode)
     total = tokens * pair.model.token_bytes
     auto = "direct" if is_direct(setup.crossings[0], setup.segments(), HOST_MEMORY) else "staged"
-    found = []
-    like_seconds = 0.0
-    ways = {"stock, like": setup.like(), "direct": setup.direct, "staged": setup.staged}
+    ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
+    if pair.local_tokens != pair.remote_tokens:
+        ways["stock, both like D"] = setup.like(pair.local_tokens)
+    ways |= {"direct": setup.direct, "staged": setup.staged}
+    extra = {}
     for way, run in ways.items():
         decode.memory.copy_(random_bytes(decode.memory.numel(), 2))
         run()
-        if run is not ways["stock, like"]:
+        if not way.startswith("stock"):
             setup.check()
-        extra = extra_bytes(run)
-        seconds, descriptors, planning = timed(run, repeat)
-        like_seconds = like_seconds or seconds
-        found.append(
-            Measured(
-                pair.model.name,
-                str(pair),
-                f"{way} (auto)" if way == auto else way,
-                seconds,
-                total / seconds / 1e9,
-                like_seconds / seconds,
-                descriptors,
-                planning,
-                extra,
-            )
+        extra[way] = extra_bytes(run)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    planning: dict[str, list[float]] = {way: [] for way in ways}
+    descriptors = {}
+    for _ in range(repeat):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            descriptors[way], planned = run()
+            seconds[way].append(time.perf_counter() - started)
+            planning[way].append(planned)
+
+    def beside(stock: str, way: str) -> float:
+        pairs = zip(seconds.get(stock, seconds["stock, both like P"]), seconds[way], strict=True)
+        return statistics.median(like / own for like, own in pairs)
+
+    return [
+        Measured(
+            pair.model.name,
+            str(pair),
+            f"{way} (auto)" if way == auto else way,
+            statistics.median(seconds[way]),
+            total / statistics.median(seconds[way]) / 1e9,
+            beside("stock, both like P", way),
+            beside("stock, both like D", way),
+            descriptors[way],
+            statistics.median(planning[way]),
+            extra[way],
         )
-    return found
+        for way in ways
+    ]
 
 
 def show(rows: list[Measured], console: Console) -> None:
@@ -343,7 +379,8 @@ def show(rows: list[Measured], console: Console) -> None:
             "P -> D",
             "way",
             "GB/s",
-            "of stock, like",
+            "of stock, like P",
+            "like D",
             "descriptors",
             "plan ms",
             "extra MiB",
@@ -351,8 +388,8 @@ def show(rows: list[Measured], console: Console) -> None:
             table.add_column(name, justify="left" if name in ("P -> D", "way") else "right")
         for row in (row for row in rows if row.model == model):
             table.add_row(
-                row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.ratio_to_like:.2f}",
-                f"{row.descriptors:,}", f"{row.plan_seconds * 1e3:.1f}",
+                row.pair, row.way, f"{row.gb_per_second:.2f}", f"{row.of_like_p:.2f}",
+                f"{row.of_like_d:.2f}", f"{row.descriptors:,}", f"{row.plan_seconds * 1e3:.1f}",
                 f"{row.extra_bytes / 1024**2:.0f}",
             )  # fmt: skip
         console.print(table)
@@ -362,19 +399,25 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=128, help="size of the request's cache")
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=THREADS, help="NIXL's num_threads")
+    parser.add_argument("--wait-us", type=int, default=0, help="of both progress threads")
+    parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
     parser.add_argument("--json", type=Path, help="write the rows here too")
     options = parser.parse_args()
     console = Console()
     size = 2 * options.mib * 1024**2
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    prefill = context.Process(target=prefill_side, args=(theirs, size), daemon=True)
+    prefill = context.Process(
+        target=prefill_side, args=(theirs, size, options.threads, options.wait_us), daemon=True
+    )
     prefill.start()
-    decode = Decode(size, ours)
+    decode = Decode(size, ours, options.threads, options.wait_us)
     rows: list[Measured] = []
     with console.status("measuring") as status:
-        for pair in PAIRS:
+        chosen = [int(number) for number in options.pairs.split(",") if number]
+        for pair in [PAIRS[number] for number in chosen] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
     show(rows, console)

@@ -20,7 +20,7 @@ class Costs:
     Attributes:
         run_seconds: of posting and completing one run, beside its bytes.
         wire_bytes_per_second: of the transfer itself.
-        copy_bytes_per_second: of the strided copy out of the staging buffer.
+        copy_bytes_per_second: of what staging adds: the strided copy, and a slower wire.
     """
 
     run_seconds: float
@@ -28,10 +28,15 @@ class Costs:
     copy_bytes_per_second: float
 
 
-#: Measured by experiments/bench_runs.py on 2 cores of a server, NIXL 1.5.1 over UCX
-#: between two processes (CMA): 5 us a run and 6 GB/s from runs of 1 MiB on; the numpy
-#: copies of place.py move 5 to 9 GB/s. Together: runs under about 30 KiB are staged.
-HOST_MEMORY = Costs(5e-6, 6e9, 6e9)
+#: Measured by experiments/bench_transfer.py and bench_runs.py on 2 busy cores of a server,
+#: NIXL 1.5.1 over UCX between two processes (CMA), 4 NIXL threads as vLLM asks for, 128 MiB:
+#: 262,144 runs of 512 bytes take 2.6 us each; runs of 128 KiB move 2.5 to 3.4 GB/s; the same
+#: through the pool 1 to 2 GB/s, which is 0.3 ns a byte more. The copies alone move 7 to
+#: 13 GB/s: the rest is NIXL's, which spreads transfers of 1,024 runs and more over its threads
+#: and reads a round, which has fewer, in the thread that posts it. Together: runs under about
+#: 8 KiB are staged (at 8 KiB direct 1.6, staged 1.1 GB/s; at 16 KiB 3.0 and 1.6). Where NIXL's
+#: progress threads wait instead of spinning, the two meet at 16 KiB (3.7 and 3.2 to 3.7).
+HOST_MEMORY = Costs(2.6e-6, 3.5e9, 3e9)
 
 #: Not measured: what vendors state for one NIC of 400 Gbit/s and for device memory.
 DEVICE_MEMORY = Costs(1e-6, 40e9, 500e9)

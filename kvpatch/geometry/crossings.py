@@ -15,7 +15,7 @@ from kvpatch.geometry.tensor import extent_bytes
 ALIGNMENT_BYTES = 64
 """Slots begin at multiples of it, so that a copy can move wide units."""
 
-WORTH_A_RUN_BYTES = 32 * 1024
+WORTH_A_RUN_BYTES = 16 * 1024
 """Reading as many unwanted bytes takes as long as posting another run (costs.py)."""
 
 Region = Sequence[Plane]

@@ -8,7 +8,7 @@ to a strided copy in local memory. A round is as much of it as fits into the buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,8 +65,11 @@ class Round:
     placements: tuple[Placement, ...]
 
 
-def plan_rounds(shares: Sequence[Share], round_bytes: int) -> Iterator[Round]:
+def plan_rounds(shares: Sequence[Share], round_bytes: int | Callable[[], int]) -> Iterator[Round]:
     """Rounds that together copy the shares, each within ``round_bytes`` of buffer.
+
+    Where that is a function it is asked before each round, and a round takes a block at
+    least, however large.
 
     Every wanted token is in exactly one round. A round takes whole blocks, so it reads
     what lies between the wanted bytes of a block too, and nothing outside the planes.
@@ -75,6 +78,8 @@ def plan_rounds(shares: Sequence[Share], round_bytes: int) -> Iterator[Round]:
         UnplannableCopy: a single block is larger than a round, contents differ in width
             or item size, or a segment reaches outside a plane.
     """
+    fixed = None if callable(round_bytes) else round_bytes
+    limit = round_bytes() if callable(round_bytes) else round_bytes
     parts: list[_Part] = []
     used = 0
     for share in shares:
@@ -85,22 +90,24 @@ def plan_rounds(shares: Sequence[Share], round_bytes: int) -> Iterator[Round]:
         for slots in (slots for crossing in share.crossings for slots in crossing.slots):
             for copy in slots.copies:
                 check_reach(reach, copy)
-            if slots.slot_bytes > round_bytes:
+            if fixed is not None and slots.slot_bytes > fixed:
                 raise UnplannableCopy(
                     f"expected a buffer of at least {slots.slot_bytes} bytes, which one remote "
-                    f"block needs, found {round_bytes}"
+                    f"block needs, found {fixed}"
                 )
             first = 0
             while first < blocks.count:
-                room = (round_bytes - used) // slots.slot_bytes
-                if not room:
+                # In equal parts, so that all regions have the same ones: each is worked out once.
+                left = blocks.count - first
+                count = -(-left // -(-left // max(1, limit // slots.slot_bytes)))
+                if parts and used + count * slots.slot_bytes > limit:
                     yield _round(parts)
                     parts, used = [], 0
+                    limit = round_bytes() if callable(round_bytes) else round_bytes
                     continue
-                end = min(blocks.count, first + room)
-                parts.append(_part(slots, blocks, first, end, used))
-                used += (end - first) * slots.slot_bytes
-                first = end
+                parts.append(_part(slots, blocks, first, first + count, used))
+                used += count * slots.slot_bytes
+                first += count
     if parts:
         yield _round(parts)
 

@@ -54,14 +54,52 @@ class BlockList:
         return self.block_ids[index], offset
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """Blocks of one side, ``[lot]`` or ``[lot, part]``; what is worked out of them is kept."""
+
+    ids: Int64Array
+
+    @cached_property
+    def end(self) -> int:
+        """One more than the highest."""
+        return int(self.ids.max()) + 1
+
+    @cached_property
+    def steps(self) -> tuple[int, ...] | None:
+        """How far they are apart along each axis; None where that is not even, or backwards."""
+        ids, first = self.ids, int(self.ids.flat[0])
+        even, steps = np.int64(first), []
+        for axis, size in enumerate(ids.shape):
+            along = np.moveaxis(ids, axis, 0).reshape(size, -1)[:, 0]
+            steps.append(int(along[1]) - first if size > 1 else 0)
+            tail = (1,) * (ids.ndim - 1 - axis)
+            even = even + (np.arange(size, dtype=np.int64) * steps[-1]).reshape(-1, *tail)
+        return tuple(steps) if min(steps) >= 0 and np.array_equal(ids, even) else None
+
+
 class Kind(NamedTuple):
-    """Segments that differ in their blocks only."""
+    """Segments that differ in their blocks only; evenly spaced parts of one block together.
+
+    Blocks of 128 tokens that become blocks of 32 are one kind of 4 parts, not 4 kinds. The
+    side on which the parts share a block has one number a lot, the other ``[lot, part]``.
+
+    Attributes:
+        remote_offset, local_offset: of the first part, in tokens.
+        tokens: of each part.
+        parts: of each lot; where it is 1 both sides have one number a lot.
+        remote_step, local_step: tokens from part to part in a block; 0 on the side where
+            each part has a block of its own.
+    """
 
     remote_offset: int
     local_offset: int
     tokens: int
-    remote_block: Int64Array
-    local_block: Int64Array
+    remote: Numbers
+    local: Numbers
+    parts: int = 1
+    remote_step: int = 0
+    local_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,19 +118,23 @@ class Segments:
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """The segments by what they have in common beside their blocks."""
-        columns = np.stack((self.remote_offset, self.local_offset, self.tokens), axis=1)
-        kinds, kind = np.unique(columns, axis=0, return_inverse=True)
-        kind = kind.reshape(-1)  # numpy 2.0 gave it a second axis
-        return tuple(
-            Kind(
-                int(remote),
-                int(local),
-                int(tokens),
-                self.remote_block[chosen],
-                self.local_block[chosen],
-            )
-            for number, (remote, local, tokens) in enumerate(kinds)
-            for chosen in (kind == number,)
+        if not len(self):
+            return ()
+        width, length = int(self.local_offset.max()) + 1, int(self.tokens.max()) + 1
+        codes = (self.remote_offset * width + self.local_offset) * length + self.tokens
+        _, first, kind = np.unique(codes, return_index=True, return_inverse=True)
+        chosen = (kind == number if first.size > 1 else slice(None) for number in range(first.size))
+        return _in_parts(
+            [
+                Kind(
+                    int(self.remote_offset[at]),
+                    int(self.local_offset[at]),
+                    int(self.tokens[at]),
+                    Numbers(self.remote_block[rows]),
+                    Numbers(self.local_block[rows]),
+                )
+                for at, rows in zip(first.tolist(), chosen, strict=True)
+            ]
         )
 
     def as_array(self) -> Int64Array:
@@ -107,6 +149,61 @@ class Segments:
             ),
             axis=1,
         )
+
+
+def _in_parts(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+    """Kinds that lie evenly apart in the same blocks of one side, as one."""
+    if len(kinds) == 1:
+        return tuple(kinds)
+    # Those that share remote blocks; then, of what is left, those that share local ones.
+    remote = _grouped(sorted(kinds, key=lambda k: (k.tokens, k.local_offset, k.remote_offset)), 0)
+    left = [group[0] for group in remote if len(group) == 1]
+    local = _grouped(sorted(left, key=lambda k: (k.tokens, k.remote_offset, k.local_offset)), 1)
+    return (
+        *(_as_parts(group, 0) for group in remote if len(group) > 1),
+        *(_as_parts(group, 1) for group in local),
+    )
+
+
+def _grouped(kinds: Sequence[Kind], side: int) -> list[list[Kind]]:
+    """Neighbours that are parts of the same blocks of a side: 0 for remote, 1 for local."""
+    groups: list[list[Kind]] = []
+    for kind in kinds:
+        if groups and _continues(groups[-1], kind, side):
+            groups[-1].append(kind)
+        else:
+            groups.append([kind])
+    return groups
+
+
+def _continues(group: Sequence[Kind], kind: Kind, side: int) -> bool:
+    last, other = group[-1], 1 - side
+    places = [_places(kind)[side] for kind in (*group[-2:], kind)]
+    return (
+        (kind.tokens, _places(kind)[other]) == (last.tokens, _places(last)[other])
+        and places[-1] - places[-2] == places[1] - places[0]
+        and np.array_equal(_numbers(kind, side), _numbers(last, side))
+    )
+
+
+def _places(kind: Kind) -> tuple[int, int]:
+    return kind.remote_offset, kind.local_offset
+
+
+def _numbers(kind: Kind, side: int) -> Int64Array:
+    return (kind.local if side else kind.remote).ids
+
+
+def _as_parts(group: Sequence[Kind], side: int) -> Kind:
+    first = group[0]
+    if len(group) == 1:
+        return first
+    apart = Numbers(np.stack([_numbers(kind, 1 - side) for kind in group], axis=1))
+    if side:
+        step = group[1].local_offset - first.local_offset
+        return first._replace(remote=apart, parts=len(group), local_step=step)
+    step = group[1].remote_offset - first.remote_offset
+    return first._replace(local=apart, parts=len(group), remote_step=step)
 
 
 def pair_blocks(remote: BlockList, local: BlockList, first_token: int, end_token: int) -> Segments:

@@ -1,78 +1,112 @@
 """Places what has landed in a staging buffer: strided copies in local memory.
 
-One copy for every class of segments (same offsets, same length) of a placement, over
+One copy for every kind of segments (same offsets, same length) of a placement, over
 all of its blocks at once: numpy for host memory, where it is about twice as fast as
-torch, and torch for everything else.
+torch, and torch for everything else. On the host a run that is contiguous on both sides
+is one item of the copy, however long: numpy then moves it in one piece, which is 1.1 (256
+bytes) to 1.8 times (32) as fast as 8 bytes at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import gcd
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry import Placement
-from kvpatch.geometry.meetings import contiguous
+from kvpatch.geometry.meetings import CopyStrides, contiguous
+from kvpatch.geometry.segments import Numbers
 
 if TYPE_CHECKING:
     import torch
 
-Int64Array = npt.NDArray[np.int64]
-
 _WIDEST_BYTES = 8
+_KNOWN_PATTERNS = 1024
+
+
+class Side(NamedTuple):
+    """One end of a move.
+
+    Attributes:
+        offset: of the first block's or slot's pattern, in bytes.
+        step: bytes from block to block or slot to slot.
+        shape, strides: of the pattern, runs apart; bytes.
+    """
+
+    offset: int
+    step: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    numbers: Numbers
 
 
 class Move(NamedTuple):
-    """One strided copy: for every pair of a slot and a block, the same pattern of units.
+    """One strided copy: for every pair of a slot and a block, the same pattern of runs.
 
     Attributes:
-        unit_bytes: of what is moved at once: 1, 2, 4 or 8.
-        shape: of the pattern, in units.
-        source, target: byte offset of slot 0's and block 0's pattern.
-        source_strides, target_strides: bytes along the pattern's axes.
-        source_step, target_step: bytes from slot to slot and from block to block.
+        run_bytes: contiguous on both sides.
+        unit_bytes: the widest of 1, 2, 4 or 8 that all offsets and strides are whole numbers of.
     """
 
+    run_bytes: int
     unit_bytes: int
-    shape: tuple[int, ...]
-    source: int
-    source_step: int
-    source_strides: tuple[int, ...]
-    target: int
-    target_step: int
-    target_strides: tuple[int, ...]
-    slots: Int64Array
-    blocks: Int64Array
+    source: Side
+    target: Side
 
 
 def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
     """The strided copies of one placement into a cache that starts at ``cache_address``."""
     strides = placement.strides
+    theirs, ours = strides.token.remote_stride, strides.token.local_stride
     for kind in placement.segments.kinds:
-        run, axes = contiguous(strides, kind.tokens)
-        axes.sort(key=lambda axis: -axis.local_stride)
-        source = placement.staging_offset + kind.remote_offset * strides.token.remote_stride
-        target = placement.local_address - cache_address
-        target += kind.local_offset * strides.token.local_stride
-        steps = strides.block.remote_stride, strides.block.local_stride
-        numbers = [run, source, target, *steps]
-        numbers += [number for axis in axes for number in axis[1:]]
-        unit = gcd(_WIDEST_BYTES, *numbers)
+        run, unit, shape, source_strides, target_strides = _pattern(strides, kind.tokens)
+        source = placement.staging_offset + kind.remote_offset * theirs
+        target = placement.local_address - cache_address + kind.local_offset * ours
+        parts = (kind.parts,) if kind.parts > 1 else ()
+        # Parts are an axis of the pattern on the side where they share a block.
+        of = parts if kind.remote.ids.ndim == 1 else ()
+        into = parts if kind.local.ids.ndim == 1 else ()
+        apart = (kind.remote_step * theirs,), (kind.local_step * ours,)
         yield Move(
-            unit,
-            (*(axis.size for axis in axes), run // unit),
-            source,
-            steps[0],
-            (*(axis.remote_stride for axis in axes), unit),
-            target,
-            steps[1],
-            (*(axis.local_stride for axis in axes), unit),
-            kind.remote_block,
-            kind.local_block,
+            run,
+            gcd(unit, source, target, *apart[0], *apart[1]),
+            Side(
+                source,
+                strides.block.remote_stride,
+                of + shape,
+                (apart[0] if of else ()) + source_strides,
+                kind.remote,
+            ),
+            Side(
+                target,
+                strides.block.local_stride,
+                into + shape,
+                (apart[1] if into else ()) + target_strides,
+                kind.local,
+            ),
         )
+
+
+@lru_cache(_KNOWN_PATTERNS)
+def _pattern(
+    strides: CopyStrides, tokens: int
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(run, unit, shape, strides in the buffer, strides in the cache) of a segment."""
+    run, axes = contiguous(strides, tokens)
+    axes.sort(key=lambda axis: -axis.local_stride)
+    numbers = [run, strides.block.remote_stride, strides.block.local_stride]
+    numbers += [number for axis in axes for number in axis[1:]]
+    return (
+        run,
+        gcd(_WIDEST_BYTES, *numbers),
+        tuple(axis.size for axis in axes),
+        tuple(axis.remote_stride for axis in axes),
+        tuple(axis.local_stride for axis in axes),
+    )
 
 
 def place_in_host_memory(
@@ -88,15 +122,41 @@ def place_in_host_memory(
         cache: all bytes of the cache's allocation, one-dimensional and writable.
     """
     for move in moves_of(placement, cache_address):
-        unit = np.dtype(f"u{move.unit_bytes}")
-        source, target = (
-            np.ndarray((_reach(which), *move.shape), unit, memory, offset, strides=(step, *strides))
-            for memory, which, offset, step, strides in (
-                (staging, move.slots, move.source, move.source_step, move.source_strides),
-                (cache, move.blocks, move.target, move.target_step, move.target_strides),
-            )
-        )
-        target[move.blocks] = source[_slots(move.slots)]
+        item = _item(move.run_bytes, move.unit_bytes)
+        found = _view(staging, item, move.source)
+        if move.source.numbers.steps is None:
+            found = found[move.source.numbers.ids]
+        _rows(cache, item, move.target)[move.target.numbers.ids] = found
+
+
+@lru_cache(_KNOWN_PATTERNS)
+def _item(run_bytes: int, unit_bytes: int) -> np.dtype[Any]:
+    """What numpy moves at once: a number where it has one of that width, else opaque bytes."""
+    return np.dtype(f"u{run_bytes}" if run_bytes == unit_bytes else f"V{run_bytes}")
+
+
+def _view(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
+    """The lots of a side, where they are evenly apart; else all its rows."""
+    steps = side.numbers.steps
+    if steps is None:
+        return _rows(memory, item, side)
+    first = int(side.numbers.ids.flat[0])
+    found: npt.NDArray[Any] = np.ndarray(
+        side.numbers.ids.shape + side.shape,
+        item,
+        memory.data,
+        side.offset + first * side.step,
+        (*(step * side.step for step in steps), *side.strides),
+    )
+    return found
+
+
+def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
+    """[slot or block, the pattern's axes] of memory, up to the last that is asked for."""
+    shape = (side.numbers.end, *side.shape)
+    strides = (side.step, *side.strides)
+    found: npt.NDArray[Any] = np.ndarray(shape, item, memory.data, side.offset, strides)
+    return found
 
 
 class Indices:
@@ -104,14 +164,14 @@ class Indices:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[int, tuple[Int64Array, torch.Tensor]] = {}
+        self._known: dict[int, tuple[Numbers, torch.Tensor]] = {}
 
-    def of(self, numbers: Int64Array) -> torch.Tensor:
+    def of(self, numbers: Numbers) -> torch.Tensor:
         """The numbers as a tensor; they are kept, so that no others take their id."""
         import torch
 
         if id(numbers) not in self._known:
-            self._known[id(numbers)] = numbers, torch.from_numpy(numbers).to(self._device)
+            self._known[id(numbers)] = numbers, torch.from_numpy(numbers.ids).to(self._device)
         return self._known[id(numbers)][1]
 
 
@@ -127,54 +187,41 @@ def place_on_device(
     Args:
         staging, cache: ``uint8``, one-dimensional, on one device.
     """
-    import torch
-
-    units = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for move in moves_of(placement, cache_address):
-        unit = units[move.unit_bytes]
-        source, target = (
-            _strided(_in_units(memory, unit, move.unit_bytes), move, which, offset, step, strides)
-            for memory, which, offset, step, strides in (
-                (staging, move.slots, move.source, move.source_step, move.source_strides),
-                (cache, move.blocks, move.target, move.target_step, move.target_strides),
-            )
-        )
-        slots = _slots(move.slots)
-        found = source[slots if isinstance(slots, slice) else indices.of(slots)]
-        target[indices.of(move.blocks)] = found
+        source, target = move.source, move.target
+        steps = source.numbers.steps
+        if steps is None:
+            found = _strided(staging, move, source, (source.numbers.end,), (source.step,))
+            found = found[indices.of(source.numbers)]
+        else:
+            offset = source.offset + int(source.numbers.ids.flat[0]) * source.step
+            apart = tuple(step * source.step for step in steps)
+            lots = source.numbers.ids.shape
+            found = _strided(staging, move, source._replace(offset=offset), lots, apart)
+        rows = _strided(cache, move, target, (target.numbers.end,), (target.step,))
+        rows[indices.of(target.numbers)] = found
 
 
 def _strided(
     memory: torch.Tensor,
     move: Move,
-    which: Int64Array,
-    offset: int,
-    step: int,
+    side: Side,
+    shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> torch.Tensor:
-    """[slot or block, the pattern's axes], as a view of memory in units."""
-    return memory.as_strided(
-        (_reach(which), *move.shape),
-        tuple(stride // move.unit_bytes for stride in (step, *strides)),
+    """[slots or blocks, the pattern's axes, units of a run], as a view of memory in units."""
+    unit = move.unit_bytes
+    return _in_units(memory, unit).as_strided(
+        (*shape, *side.shape, move.run_bytes // unit),
+        (*(stride // unit for stride in (*strides, *side.strides)), 1),
         # Counted from the start of the storage, of which this memory may be a part.
-        memory.storage_offset() + offset // move.unit_bytes,
+        (memory.storage_offset() + side.offset) // unit,
     )
 
 
-def _reach(numbers: Int64Array) -> int:
-    return int(numbers.max()) + 1
-
-
-def _slots(slots: Int64Array) -> slice | Int64Array:
-    """Slots that are evenly apart as a slice, which needs no copy of its own."""
-    if slots.size == 1:
-        return slice(int(slots[0]), int(slots[0]) + 1)
-    step = int(slots[1] - slots[0])
-    if step < 1 or (np.diff(slots) != step).any():
-        return slots
-    return slice(int(slots[0]), int(slots[-1]) + 1, step)
-
-
-def _in_units(memory: torch.Tensor, unit: torch.dtype, unit_bytes: int) -> torch.Tensor:
+def _in_units(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:
     """The bytes as units, without a rest that fills none."""
+    import torch
+
+    unit = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[unit_bytes]
     return memory[: memory.numel() // unit_bytes * unit_bytes].view(unit)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 from kvpatch._errors import KvpatchError
+from kvpatch.transfer.pace import Pace
 from kvpatch.transfer.room import Room, Space
 
 if TYPE_CHECKING:
@@ -18,7 +19,12 @@ _LOG = logging.getLogger("kvpatch.staging")
 
 #: A round is small beside the pool, so that some are copied while others are on the wire.
 _ROUNDS_IN_POOL = 4
-_ROUND_BYTES = 16 * 1024**2
+#: In a processor's cache still when they are copied, two of them; half of it makes as many
+#: posts more, each of which waits for NIXL's own thread to let go of its lock.
+_LEAST_ROUND_BYTES = 8 * 1024**2
+_HOST_ROUNDS_ON_WIRE = 2
+#: On a device each copy is a launch or two.
+_DEVICE_ROUND_BYTES = 16 * 1024**2
 
 
 class PoolExhausted(KvpatchError):
@@ -43,10 +49,24 @@ class StagingPool:
     Args:
         size_bytes: of the whole pool.
         make: allocates and registers so many bytes.
+        on_device: the copies out of it are made by a device, which nobody waits for.
+
+    Attributes:
+        rounds_on_wire: of one read. Few on a host: within one, NIXL reads while a round
+            is posted, and what has landed grows cold.
     """
 
-    def __init__(self, size_bytes: int, make: Callable[[int], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        make: Callable[[int], torch.Tensor],
+        on_device: bool = False,
+    ) -> None:
         self._room = Room(size_bytes)
+        most = max(1, size_bytes // _ROUNDS_IN_POOL)
+        least = _DEVICE_ROUND_BYTES if on_device else _LEAST_ROUND_BYTES
+        self.pace = Pace(least, min(least, most) if on_device else most)
+        self.rounds_on_wire = size_bytes if on_device else _HOST_ROUNDS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
         self._queue: list[_Waiting] = []
@@ -67,7 +87,7 @@ class StagingPool:
     @property
     def round_bytes(self) -> int:
         """How large a round is at most, if its blocks are no larger."""
-        return max(1, min(_ROUND_BYTES, self.size_bytes // _ROUNDS_IN_POOL))
+        return self.pace.round_bytes
 
     def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
         """Space for a round of ``reader``; None where it has to wait and ask again.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,12 +23,15 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvpatch.staging")
 
+#: Where NIXL reads while it is asked to, an engine is kept from its next step for no longer.
+_LONG_SECONDS = 5e-3
+
 
 class Placer(Protocol):
     """:class:`kvpatch.transfer.caches.Caches`, or what stands for it."""
 
     def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
-        """Copies what has landed; what is returned says whether it is done."""
+        """Copies what has landed; what is returned says whether it is done, or raises."""
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
@@ -84,14 +88,19 @@ class StagedRead:
         self._rounds = rounds
         self._next: Round | None = None
         self._flights: list[_Flight] = []
+        self._landed: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
         self._read: list[Any] = []
         self._is_void = self._has_failed = self._is_done = False
-        #: NIXL's errors, a round that cannot be, no memory for the pool or for a copy.
+        #: When the last look ended, and how long the last one took that found something.
+        self._left = self._worked = 0.0
+        #: NIXL's errors, a round that cannot be, no memory for the pool, a copy that cannot be.
         self._errors: tuple[type[Exception], ...] = (
             KvpatchError,
             RuntimeError,
             MemoryError,
+            ValueError,
+            IndexError,
             *errors_of(nixl),
         )
         #: Of whoever reads; nothing here looks at it.
@@ -99,6 +108,7 @@ class StagedRead:
 
     def start(self) -> str:
         """Posts what there is room for."""
+        came = time.monotonic()
         try:
             if len(self._direct):
                 plan = self._direct
@@ -108,19 +118,32 @@ class StagedRead:
             self._post()
         except self._errors:
             self._fail()
+        self._left = time.monotonic()
+        self._worked = self._left - came
         return "PROC"
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
         if self._is_done:
             return "DONE"
-        self._land()
+        came = time.monotonic()
+        has_landed = False
+        while self._land():
+            if not has_landed and self._next is not None:
+                self._pool.pace.looked(came - self._left, self._worked)
+            has_landed = True
+            while self._landed:
+                self._place(self._landed.pop(0))
+            self._give_back()
+            self._post_more()
+            if time.monotonic() - came > _LONG_SECONDS:
+                break
         self._give_back()
-        if not self._has_failed:
-            try:
-                self._post()
-            except self._errors:
-                self._fail()
+        if not self._flights:
+            self._post_more()
+        self._left = time.monotonic()
+        if has_landed:
+            self._worked = self._left - came
         if self._flights or self._placing or self._next is not None:
             return "PROC"
         if self._has_failed:
@@ -165,6 +188,9 @@ class StagedRead:
         if self._placing:
             self._caches.settle()
         self._give_back()
+        for space in [flight.space for flight in self._landed if flight.space is not None]:
+            self._pool.give(space)
+        self._landed.clear()
         for handle in self._read:
             self._nixl.release_xfer_handle(handle)
         self._read.clear()
@@ -192,8 +218,8 @@ class StagedRead:
         self._has_failed = True
         self._stop()
 
-    def _land(self) -> None:
-        """What has arrived is placed, unless it is for nothing by now."""
+    def _land(self) -> bool:
+        """Takes what has arrived out of what is on the wire; whether anything has."""
         for flight in tuple(self._flights):
             try:
                 state = self._nixl.check_xfer_state(flight.handle)
@@ -204,37 +230,52 @@ class StagedRead:
                 continue
             self._flights.remove(flight)
             self._read.append(flight.handle)
+            self._landed.append(flight)
             if state != "DONE" and not self._has_failed:
                 _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
                 self._has_failed = True
                 self._stop()
-            if flight.round is not None and flight.space is not None:
-                self._place(flight.round, flight.space)
+        return bool(self._landed)
 
-    def _place(self, landed: Round, space: Space) -> None:
+    def _place(self, flight: _Flight) -> None:
+        if flight.round is None or flight.space is None:
+            return
         if self._has_failed or self._is_void:
-            self._pool.give(space)
+            self._pool.give(flight.space)
             return
         try:
-            is_placed = self._caches.place(self._pool.memory(space), landed.placements)
+            is_placed = self._caches.place(self._pool.memory(flight.space), flight.round.placements)
         except self._errors:
             self._fail()
             self._caches.settle()
-            self._pool.give(space)
+            self._pool.give(flight.space)
         else:
-            self._placing.append((is_placed, space))
+            self._placing.append((is_placed, flight.space))
 
     def _give_back(self) -> None:
-        still = []
-        for is_placed, space in self._placing:
-            if is_placed():
+        for placing in tuple(self._placing):
+            is_placed, space = placing
+            try:
+                is_over = is_placed()
+            except self._errors:
+                self._fail()
+                is_over = True
+            if is_over:
+                self._placing.remove(placing)
                 self._pool.give(space)
-            else:
-                still.append((is_placed, space))
-        self._placing = still
+
+    def _post_more(self) -> None:
+        if not self._has_failed:
+            try:
+                self._post()
+            except self._errors:
+                self._fail()
 
     def _post(self) -> None:
         while self._next is not None:
+            on_wire = sum(flight.round is not None for flight in self._flights)
+            if on_wire >= self._pool.rounds_on_wire:
+                return
             space = self._pool.take(self, self._ends.agent, self._next.buffer_bytes)
             if space is None:
                 return

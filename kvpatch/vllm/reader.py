@@ -292,8 +292,7 @@ class Reader:
         if not staged:
             runs = plan.remote_address, plan.local_address, plan.length
             return prepare_read(nixl, ends, *runs, notification)
-        largest = max(c.slot_bytes for share in staged for c in share.crossings)
-        rounds = plan_rounds(staged, max(self.pool.round_bytes, largest))
+        rounds = plan_rounds(staged, lambda: self.pool.round_bytes)
         read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, rounds)
         read.request_id = reading.request_id
         self._staged.add(read)

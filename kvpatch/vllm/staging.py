@@ -35,4 +35,5 @@ def staging_pool(
         nixl.register_memory(nixl.get_reg_descs([place], memory.kind))
         return buffer
 
-    return StagingPool(_env.staging_bytes(), make)
+    on_device = device.type != "cpu" or (copied_to is not None and copied_to.type != "cpu")
+    return StagingPool(_env.staging_bytes(), make, on_device)

@@ -17,6 +17,7 @@ from kvpatch.geometry import (
     pair_blocks,
     uncovered_tail,
 )
+from kvpatch.geometry.segments import Numbers
 
 from .reference import token_place
 
@@ -191,3 +192,39 @@ def test_a_tail_outside_the_blocks_is_refused() -> None:
     for end in (15, 33):
         with pytest.raises(UnpairableBlocks, match=f"found {end}"):
             uncovered_tail(blocks([1], 16, 16), end)
+
+
+@pytest.mark.parametrize(("remote", "local"), [(128, 32), (32, 128)])
+def test_parts_of_one_block_are_one_kind(remote, local):
+    segments = pair_blocks(
+        BlockList(np.arange(512 // remote)[::-1], remote),
+        BlockList(np.arange(512 // local), local),
+        0,
+        512,
+    )
+    (kind,) = segments.kinds
+    assert (kind.parts, kind.tokens) == (4, 32)
+    assert (kind.remote_step, kind.local_step) == ((32, 0) if remote > local else (0, 32))
+    assert kind.remote.ids.shape == ((4,) if remote > local else (4, 4))
+    assert kind.local.ids.shape == ((4, 4) if remote > local else (4,))
+
+
+def test_a_part_that_is_not_read_leaves_the_others_together():
+    segments = pair_blocks(
+        BlockList(np.array([5, 2, 9]), 128), BlockList(np.arange(12), 32), 32, 384
+    )
+    found = {
+        (kind.parts, *kind.remote.ids.tolist()): kind.local.ids.tolist() for kind in segments.kinds
+    }
+    assert found == {
+        (1, 2, 9): [4, 8],
+        (3, 5, 2, 9): [[1, 2, 3], [5, 6, 7], [9, 10, 11]],
+    }
+
+
+def test_numbers_know_whether_they_are_evenly_apart():
+    assert Numbers(np.array([3, 5, 7])).steps == (2,)
+    assert Numbers(np.array([[0, 1], [4, 5], [8, 9]])).steps == (4, 1)
+    assert Numbers(np.array([[0, 1], [4, 5], [8, 7]])).steps is None
+    assert Numbers(np.array([5, 3, 1])).steps is None, "no view walks backwards"
+    assert Numbers(np.array([5])).steps == (0,)

@@ -23,6 +23,8 @@ from kvpatch.geometry import (
     plan_rounds,
     plan_runs,
 )
+from kvpatch.transfer import caches as caches_module
+from kvpatch.transfer import staged as staged_module
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool
@@ -209,3 +211,61 @@ def test_a_read_that_was_given_up_places_nothing_more(world):
     assert torch.equal(world.target, before)
     assert pool.taken_bytes == 0
     assert notifications(world) == [b"done"], "P may free its blocks"
+
+
+class _FailingCopies:
+    """Stands in for the copy of one placement, which fails from some number on."""
+
+    def __init__(self, after: int) -> None:
+        self.left: int | None = after
+        self.real = caches_module.place_in_host_memory
+
+    def __call__(self, *arguments: Any) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise ValueError("made up: a copy that cannot be done")
+        self.real(*arguments)
+
+
+def test_a_copy_that_fails_fails_the_read(world, monkeypatch, caplog):
+    pool, copies = world.pool(3 * 4096), _FailingCopies(after=2)
+    monkeypatch.setattr(caches_module, "place_in_host_memory", copies)
+    read = world.read(pool)
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert "made up" in caplog.text
+    assert pool.taken_bytes == 0
+    assert notifications(world) == [], "P is not told that it was read"
+    read.release()
+    copies.left = None
+    other = world.read(pool)
+    other.start()
+    assert finish(other) == ["DONE"], "the pool serves the next request"
+    assert world.is_identical()
+
+
+@pytest.mark.parametrize("end", ["void", "release"])
+def test_nothing_is_placed_after_a_read_was_given_up_half_way(world, end, monkeypatch):
+    # Each look takes one round, and the engine may give the request up between any two.
+    monkeypatch.setattr(staged_module, "_LONG_SECONDS", 0.0)
+    pool = world.pool(4096)
+    read, before = world.read(pool), world.target.clone()
+    read.start()
+    deadline = time.monotonic() + SECONDS
+    while torch.equal(world.target, before) and time.monotonic() < deadline:
+        read.state()
+    getattr(read, end)()
+    given_up = world.target.clone()
+    assert not torch.equal(given_up, before), "negative control: some of it was placed"
+    if end == "void":
+        assert finish(read) == ["DONE"]
+    time.sleep(0.05)
+    assert torch.equal(world.target, given_up)
+    assert not world.is_identical(), "negative control: the rest was not"
+    read.release()
+    other = world.read(pool)
+    deadline = time.monotonic() + SECONDS
+    while (space := pool.take(other, "other", 4096)) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert space is not None
