@@ -11,7 +11,7 @@ from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Family, Report, Sabotage
 from .host import Lab
-from .releases import states_layout
+from .releases import moves_full_blocks_only, states_layout
 from .test_like_pairs import tokens_to_move
 from .test_patches import _KEYS_FIRST
 
@@ -115,6 +115,8 @@ def test_rows_of_unlike_blocks_and_layouts(lab: Lab, p: int, d: int) -> None:
     report = lab.run(_case(prefill, decode, 150))
 
     assert report.outcome == "identical", report
+    if moves_full_blocks_only(lab.release) and not report.moved_tokens:
+        return  # 0.10.0 had nothing to send
     assert lab.run(_case(prefill, decode, 150), sabotage="shift_block").outcome == "corrupt"
 
 
