@@ -9,7 +9,6 @@ staging pool.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import sys
@@ -28,6 +27,7 @@ from rich.table import Table
 from kvpatch.verify.engine import Engine
 from kvpatch.verify.matrix_run import HOST_BUFFER
 from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.run import until_signal
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, small_engine
 
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here too")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 132)
-    rows = asyncio.run(run(arguments, console))
+    rows = until_signal(run(arguments, console))
     show(rows, console)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))

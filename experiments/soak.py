@@ -34,6 +34,7 @@ from rich.console import Console
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.verify.handoff import Completion, RequestFailed, prefill_then_decode
 from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.run import until_signal
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, small_engine
 
@@ -421,7 +422,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="send no more after that")
     parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
     console = Console(width=None if sys.stdout.isatty() else 132)
-    passed = asyncio.run(soak(parser.parse_args(), console))
+    passed = until_signal(soak(parser.parse_args(), console))
     console.print("passed" if passed else "FAILED")
     return 0 if passed else 1
 
