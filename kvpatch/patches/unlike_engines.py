@@ -23,9 +23,10 @@ Limits:
     either, so only caches of one head a rank are read there where blocks are unlike, and an
     unlike layout goes unnoticed as it does without kvpatch. From 0.11.1 to 0.20 it does not
     state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
-    prompt has to tell it too, of peers like D as well, and shorter ones before it fail, or
-    are computed by D where ``kv_load_failure_policy`` says so. Refused are keys
-    that AMX tiles. Of several cache groups a P in BLNHC or BHLNC
+    prompt has to tell it too, of peers like D as well; shorter ones before it are computed
+    by D where its own blocks have multiples of 64 tokens or ``kv_load_failure_policy`` is
+    ``recompute`` (the default to 0.16), and fail elsewhere. Refused are keys that AMX
+    tiles. Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
     leaves unlike peers to the release, but for smaller blocks, which it reads wrongly.
@@ -36,6 +37,7 @@ Remove when:
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -67,7 +69,7 @@ from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
-from kvpatch.vllm.unstated import BlockTokens, Introductions
+from kvpatch.vllm.unstated import BlockTokens, Introductions, states_parts, step_of_cuts
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -384,6 +386,44 @@ def _get_num_new_matched_tokens(
     return matched(*args, **kwargs)
 
 
+def _get_num_matched_of_cut_blocks(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    module: str,
+) -> Any:
+    def matched(request: Any, num_computed_tokens: int) -> Any:
+        found = wrapped(request, num_computed_tokens)
+        parameters = request.kv_transfer_params or {}
+        engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
+        if not found[0] or engine_id is None or not blocks:
+            return found
+        groups = blocks if isinstance(blocks[0], list | tuple) else [blocks]
+        introductions = _introductions_to_cuts(instance, module)
+        # Of several groups the worker asks, which knows which of them has windows.
+        if introductions is None or len(groups) > 1:
+            return found
+        needed = num_computed_tokens + found[0]
+        if introductions.allow(engine_id, request.num_prompt_tokens, len(groups[0]), needed):
+            return found
+        return 0, False
+
+    return matched(*args, **kwargs)
+
+
+def _introductions_to_cuts(scheduler: Any, module: str) -> Introductions | None:
+    if scheduler not in _INTRODUCTIONS:
+        from vllm.platforms import current_platform
+
+        step = step_of_cuts(scheduler.block_size, str(current_platform.device_type))
+        if step is None or states_parts([sys.modules.get(module)]):
+            return None
+        _INTRODUCTIONS[scheduler] = Introductions(scheduler.block_size, step_tokens=step)
+    return _INTRODUCTIONS[scheduler]
+
+
 def _build_connector_meta(
     wrapped: Callable[..., Any],
     instance: Any,
@@ -419,12 +459,19 @@ def _get_finished(
 
 
 def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
-    """To 0.11.0 a handshake states no block size, and no single load can fail."""
-    if generation.slug not in _NO_BLOCK_SIZE:
+    """To 0.11.0 a handshake states no block size, and no single load can fail.
+
+    To 0.20 it does not state how blocks are cut; to 0.16 D computes what fails, of itself.
+    """
+    wrapper: Any
+    if generation.slug in _NO_BLOCK_SIZE:
+        wrapper = partial(
+            _get_num_new_matched_tokens, full_blocks_only=generation.slug in _WHOLE_BLOCKS
+        )
+    elif generation.slug in _FAILING_CUTS:
+        wrapper = partial(_get_num_matched_of_cut_blocks, module=generation.worker_module)
+    else:
         return {}
-    wrapper = partial(
-        _get_num_new_matched_tokens, full_blocks_only=generation.slug in _WHOLE_BLOCKS
-    )
     return {_sites.scheduler_matched_tokens(generation): wrapper}
 
 
@@ -434,6 +481,8 @@ def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
 
 
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
+# 0.17 to 0.20; 0.21 and 0.22 state how blocks are cut.
+_FAILING_CUTS = ("g0160", "g0180", "g0200")
 _NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)

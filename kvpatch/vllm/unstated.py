@@ -53,10 +53,16 @@ class Span:
     def is_empty(self) -> bool:
         return self.most is not None and self.most < self.least
 
-    @property
-    def tells_doubles_apart(self) -> bool:
-        """Whether it has no two sizes of which one is twice the other."""
-        return self.most is not None and self.least <= self.most < 2 * self.least
+    def tells(self, step_tokens: int | None) -> bool:
+        """Whether it has one multiple of the step at most.
+
+        Without a step, no two sizes of which one is twice the other.
+        """
+        if self.most is None:
+            return False
+        if step_tokens is None:
+            return self.least <= self.most < 2 * self.least
+        return self.most // step_tokens - (self.least - 1) // step_tokens <= 1
 
 
 def span_of(tokens: int, blocks: int, *, full_blocks_only: bool) -> Span:
@@ -158,16 +164,22 @@ class Introductions:
 
     Workers cannot fail one request to 0.11.0. So the scheduler, which knows neither the
     peer's bytes nor its own, has D compute a prompt until those before it leave no two
-    sizes of which one is twice the other; P is told, as of a full prefix hit.
+    sizes of which one is twice the other; P is told, as of a full prefix hit. From 0.17 to
+    0.20 a worker would fail the first prompts of a peer that may have cut its blocks, like
+    ones too: there it is multiples of a kernel block that have to be told apart.
 
     Args:
         block_tokens: of our own blocks.
         full_blocks_only: whether no partial block is moved (0.10.0).
+        step_tokens: what a peer's blocks are a multiple of; None where nothing is known.
     """
 
-    def __init__(self, block_tokens: int, *, full_blocks_only: bool) -> None:
+    def __init__(
+        self, block_tokens: int, *, full_blocks_only: bool = False, step_tokens: int | None = None
+    ) -> None:
         self._block_tokens = block_tokens
         self._full_blocks_only = full_blocks_only
+        self._step_tokens = step_tokens
         self._spans: dict[str, Span] = {}
 
     def allow(self, engine_id: str, tokens: int, blocks: int, needed_tokens: int) -> bool:
@@ -183,10 +195,25 @@ class Introductions:
         if known.is_empty:  # not one prompt on both sides, once: who knows when
             known = span
         self._spans[engine_id] = known
-        if not known.tells_doubles_apart:
+        if not known.tells(self._step_tokens):
             return False
         is_like = blocks == tokens // self._block_tokens
         return not self._full_blocks_only or is_like or blocks * known.least >= needed_tokens
+
+
+#: What FlashInfer, FlashMLA and CUTLASS cut larger blocks into: multiples of this.
+KERNEL_TOKENS = 64
+
+
+def step_of_cuts(block_tokens: int, device_type: str) -> int | None:
+    """What a peer's blocks are a multiple of, if it has our kernel blocks and cuts others.
+
+    None where blocks of our size are no reason to think so: smaller ones, which all kernels
+    take whole, and the CPU's.
+    """
+    if device_type == "cpu" or block_tokens % KERNEL_TOKENS:
+        return None
+    return KERNEL_TOKENS
 
 
 def _listed(sizes: Iterable[int]) -> str:
@@ -263,6 +290,11 @@ def kernel_sizes(worker: Any) -> KernelSizes | None:
 
 def _states_parts(worker: Any) -> bool:
     modules = (sys.modules.get(owner.__module__) for owner in type(worker).__mro__)
+    return states_parts(modules)
+
+
+def states_parts(modules: Iterable[Any]) -> bool:
+    """Whether the handshake of these modules says how many kernel blocks a block has."""
     kinds = (getattr(module, "NixlAgentMetadata", None) for module in modules)
     return any(_PARTS in getattr(kind, "__annotations__", ()) for kind in kinds)
 

@@ -114,7 +114,7 @@ class Engine:
         self.pretends = device != "cpu"
         standins.set_device_type(device)
         transfer = self.config.kv_transfer_config
-        transfer.kv_buffer_device = "cuda" if is_cuda else "cpu"
+        transfer.kv_buffer_device = "cuda" if device == "cuda" else "cpu"
         for inner in transfer.kv_connector_extra_config.get("connectors", ()):
             inner["kv_buffer_device"] = transfer.kv_buffer_device
 
@@ -413,8 +413,8 @@ class Engine:
             logging.getLogger(name).removeHandler(self.log)
         for worker in self.workers:
             agent = release.nixl_of(worker).connector_worker.nixl_wrapper
-            vars(agent).pop("make_prepped_xfer")
-            vars(agent).pop("register_memory")
+            for name in ("make_prepped_xfer", "register_memory", "initialize_xfer"):
+                vars(agent).pop(name)  # each holds this engine, and the agent its threads
         for connector in (*self.workers, self.scheduler.connector):
             shutdown = getattr(connector, "shutdown", None)
             if shutdown is not None:

@@ -154,12 +154,13 @@ def set_device_type(device: str) -> None:
     """
     from vllm.platforms import current_platform
 
-    from .release import connector_module
+    from .release import worker_modules
 
     current_platform.device_type = device
-    module = connector_module()
-    if device == "cuda" and module.NixlWrapper.__name__ != "HostMemoryAgent":
-        module.NixlWrapper = host_memory_agent(module.NixlWrapper)
+    for module in worker_modules() if device == "cuda" else ():
+        wrapper = getattr(module, "NixlWrapper", None)
+        if wrapper is not None and wrapper.__name__ != "HostMemoryAgent":
+            module.NixlWrapper = host_memory_agent(wrapper)
 
 
 def stop_pretending(worker: Any) -> None:

@@ -15,7 +15,7 @@ from .host import Lab
 from .kvcached_cells import LAYOUTS, case, cells, spec
 from .releases import moves_full_blocks_only, states_layout
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _CELLS = tuple(cells())
 _PACKED = ("g0260", "g0290", "g0300")

@@ -15,7 +15,7 @@ from .releases import moves_full_blocks_only, states_layout
 from .test_like_pairs import tokens_to_move
 from .test_patches import _KEYS_FIRST
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 #: kvcached's tensors have as many blocks as its virtual memory, whatever was planned.
 _ROWS = EngineSpec(

@@ -18,7 +18,7 @@ from .child import KVCACHEDS_OWN
 from .host import Lab
 from .test_kvcached_rows import _ROWS
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _HALVES = replace(_ROWS, allocation="split_half")
 Order = Literal["before", "after"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
@@ -225,3 +226,20 @@ def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
     report = lab.run(_cut_pair(128, 64).patched(*SLUGS, prefill=False), sabotage="shift_block")
 
     assert report.outcome == "corrupt", report
+
+
+def test_like_blocks_that_a_peer_may_have_cut(lab: Lab) -> None:
+    """D computes the first short prompts of peers like it, where a load that fails fails them."""
+    if states_kernel_blocks(lab.release) or Version(lab.release) < Version("0.17"):
+        pytest.skip("D is told how blocks are cut, or computes what fails")
+    side = EngineSpec("flashinfer", "HND", 64, 16, device="cuda")
+    case = Case("like, may be cut", side, side, prompt_tokens=40)
+
+    for found in (case, replace(case, prefill=replace(side, block_tokens=128, parts=2))):
+        report = lab.run(found.patched(*SLUGS, prefill=False))
+        assert (report.outcome, report.moved_tokens) == ("identical", 0), report
+
+    told = case.introduced()
+    report = lab.run(told.patched(*SLUGS, prefill=False))
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(told, lab.release)

@@ -143,4 +143,6 @@ def test_a_scheduler_asks_for_no_more_than_whole_blocks_hold() -> None:
 def test_spans() -> None:
     assert Span(3, 5).within(Span(4)) == Span(4, 5)
     assert Span(6).within(Span(1, 5)).is_empty
-    assert Span(16, 31).tells_doubles_apart and not Span(16, 32).tells_doubles_apart
+    assert Span(16, 31).tells(None) and not Span(16, 32).tells(None)
+    assert Span(50, 127).tells(64) and not Span(64, 128).tells(64) and Span(65, 127).tells(64)
+    assert not Span(64).tells(64)
