@@ -13,7 +13,6 @@ import hashlib
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+from filelock import FileLock
 
 from . import cache
 from .fetch import FetchFailed
@@ -50,8 +50,14 @@ def fetch(version: str) -> Path:
         FetchFailed: pip finds none, or what lies there is another.
     """
     final = tree(version)
-    if final.is_dir():
-        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{final}.lock"):
+        if not final.is_dir():
+            _fetch(version, final)
+    return final
+
+
+def _fetch(version: str, final: Path) -> None:
     url, digest = _archive(version)
     try:
         answer = httpx.get(url, follow_redirects=True, timeout=_TIMEOUT_SECONDS)
@@ -60,15 +66,11 @@ def fetch(version: str) -> Path:
         raise FetchFailed(f"kvcached {version}: {error!r}") from error
     if hashlib.sha256(answer.content).hexdigest() != digest:
         raise FetchFailed(f"kvcached {version}: {url} is not the archive that pip named")
-    final.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{version}-") as scratch:
         with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
             archive.extractall(scratch, filter="data")
         (unpacked,) = Path(scratch).iterdir()
-        if final.exists():  # another process was faster
-            shutil.rmtree(final)
         unpacked.replace(final)
-    return final
 
 
 def _archive(version: str) -> tuple[str, str]:
