@@ -326,7 +326,7 @@ def unreadable(release: str) -> EngineSpec:
     if not states_layout(release):
         return engine(block_tokens=32)
     # To 0.11.0 D asks for nothing of the large ones before it knows them: another model.
-    other_model = {"block_tokens": 25, "head_dim": 17}
+    other_model = {"block_tokens": 25, "head_dim": 18}
     return engine(**(UNREADABLE if states_block_size(release) else other_model))
 
 
