@@ -93,6 +93,8 @@ def test_like_pair_is_identical(lab: Lab, name: str) -> None:
 @pytest.mark.parametrize("prompt", [1, 31, 32, 33, 128])
 def test_prompts_around_a_block(lab: Lab, prompt: int) -> None:
     wanted = case("both", PAIRS["both"], prompt_tokens=prompt)
+    if not states_block_size(lab.release):  # D computes short prompts until it is told
+        wanted = wanted.introduced()
 
     report = lab.run(wanted)
 

@@ -150,7 +150,8 @@ def test_stock_reads_items_of_another_size(lab: Lab) -> None:
 
     report = lab.run(_other_items(32, "fp8", 16, "bfloat16", 16))
 
-    assert report.outcome == "corrupt", report
+    # 0.10.0 names full blocks only, and stumbles over their number.
+    assert report.outcome == ("corrupt" if states_layout(lab.release) else "refused"), report
 
 
 @pytest.mark.parametrize("p", [16, 64])
