@@ -56,7 +56,7 @@ def test_a_strange_platform_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "negative control: differs (as it must), 3 of 3" in done.stdout
     for side in ("prefill", "decode"):
         log = (tmp_path / f"kvpatch-{side}.log").read_text()
-        assert "Platform plugin strange is activated" in log
+        assert "kv_buffer_device: strange" in log
         assert "host buffer of 33554432 bytes" in log
 
 
