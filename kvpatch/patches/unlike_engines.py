@@ -23,9 +23,9 @@ Limits:
     either, so only caches of one head a rank are read there where blocks are unlike, and an
     unlike layout goes unnoticed as it does without kvpatch. From 0.11.1 to 0.20 it does not
     state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
-    prompt has to tell it too, of peers like D as well; shorter ones before it are computed
-    by D where its own blocks have multiples of 64 tokens or ``kv_load_failure_policy`` is
-    ``recompute`` (the default to 0.16), and fail elsewhere. Refused are keys that AMX
+    prompt has to tell it too, of peers like D as well; D computes shorter ones before it
+    (to 0.16 by the default ``kv_load_failure_policy``), but for models of several cache
+    groups, whose requests fail. Refused are keys that AMX
     tiles. Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism

@@ -206,14 +206,15 @@ KERNEL_TOKENS = 64
 
 
 def step_of_cuts(block_tokens: int, device_type: str) -> int | None:
-    """What a peer's blocks are a multiple of, if it has our kernel blocks and cuts others.
+    """What has to be told apart of a peer that has our kernel blocks and may cut others.
 
-    None where blocks of our size are no reason to think so: smaller ones, which all kernels
-    take whole, and the CPU's.
+    Multiples of 64 where ours are. Smaller blocks may be parts of odd multiples alone (48
+    cut into 16), which the first prompt that fills two blocks tells from ours.
+    None for the CPU's blocks, which nobody cuts.
     """
-    if device_type == "cpu" or block_tokens % KERNEL_TOKENS:
+    if device_type == "cpu":
         return None
-    return KERNEL_TOKENS
+    return _MOST_TOKENS + 1 if block_tokens % KERNEL_TOKENS else KERNEL_TOKENS
 
 
 def _listed(sizes: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ from kvpatch.vllm.unstated import (
     Span,
     sizes_by_item,
     span_of,
+    step_of_cuts,
 )
 
 pytestmark = pytest.mark.patching
@@ -146,3 +147,15 @@ def test_spans() -> None:
     assert Span(16, 31).tells(None) and not Span(16, 32).tells(None)
     assert Span(50, 127).tells(64) and not Span(64, 128).tells(64) and Span(65, 127).tells(64)
     assert not Span(64).tells(64)
+
+
+def test_any_two_blocks_tell_where_blocks_are_small() -> None:
+    """48 tokens in kernel blocks of 16: a prompt of one block says nothing, one of two does."""
+    introductions = Introductions(16, step_tokens=step_of_cuts(16, "cuda"))
+
+    assert not introductions.allow("p", tokens=10, blocks=1, needed_tokens=10)
+    assert introductions.allow("p", tokens=20, blocks=2, needed_tokens=20)
+    assert introductions.allow("p", tokens=10, blocks=1, needed_tokens=10)
+    assert not introductions.allow("another", tokens=16, blocks=1, needed_tokens=16)
+    assert step_of_cuts(128, "cuda") == 64
+    assert step_of_cuts(128, "cpu") is None
