@@ -367,7 +367,7 @@ def _get_num_new_matched_tokens(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    full_blocks_only: bool,
+    introduce: Callable[[Any], Introductions | None],
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
         found = wrapped(request, num_computed_tokens)
@@ -375,36 +375,12 @@ def _get_num_new_matched_tokens(
         engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
         if not found[0] or engine_id is None or blocks is None:
             return found
-        introductions = _INTRODUCTIONS.setdefault(
-            instance, Introductions(instance.block_size, full_blocks_only=full_blocks_only)
-        )
-        needed = num_computed_tokens + found[0]
-        if introductions.allow(engine_id, request.num_prompt_tokens, len(blocks), needed):
-            return found
-        return 0, False
-
-    return matched(*args, **kwargs)
-
-
-def _get_num_matched_of_cut_blocks(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    module: str,
-) -> Any:
-    def matched(request: Any, num_computed_tokens: int) -> Any:
-        found = wrapped(request, num_computed_tokens)
-        parameters = request.kv_transfer_params or {}
-        engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
-        if not found[0] or engine_id is None or not blocks:
-            return found
-        groups = blocks if isinstance(blocks[0], list | tuple) else [blocks]
-        introductions = _introductions_to_cuts(instance, module)
+        groups = blocks if blocks and isinstance(blocks[0], list | tuple) else [blocks]
+        introductions = _INTRODUCTIONS.get(instance) or introduce(instance)
         # Of several groups the worker asks, which knows which of them has windows.
         if introductions is None or len(groups) > 1:
             return found
+        _INTRODUCTIONS[instance] = introductions
         needed = num_computed_tokens + found[0]
         if introductions.allow(engine_id, request.num_prompt_tokens, len(groups[0]), needed):
             return found
@@ -413,15 +389,19 @@ def _get_num_matched_of_cut_blocks(
     return matched(*args, **kwargs)
 
 
-def _introductions_to_cuts(scheduler: Any, module: str) -> Introductions | None:
-    if scheduler not in _INTRODUCTIONS:
-        from vllm.platforms import current_platform
+def _introductions(scheduler: Any, *, full_blocks_only: bool) -> Introductions:
+    """Where the handshake states no block size."""
+    return Introductions(scheduler.block_size, full_blocks_only=full_blocks_only)
 
-        step = step_of_cuts(scheduler.block_size, str(current_platform.device_type))
-        if step is None or states_parts([sys.modules.get(module)]):
-            return None
-        _INTRODUCTIONS[scheduler] = Introductions(scheduler.block_size, step_tokens=step)
-    return _INTRODUCTIONS[scheduler]
+
+def _introductions_to_cuts(scheduler: Any, *, module: str) -> Introductions | None:
+    """Where it does not state how blocks are cut; None where none are."""
+    from vllm.platforms import current_platform
+
+    step = step_of_cuts(scheduler.block_size, str(current_platform.device_type))
+    if step is None or states_parts([sys.modules.get(module)]):
+        return None
+    return Introductions(scheduler.block_size, step_tokens=step)
 
 
 def _build_connector_meta(
@@ -463,16 +443,18 @@ def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
 
     To 0.20 it does not state how blocks are cut; to 0.16 D computes what fails, of itself.
     """
-    wrapper: Any
+    introduce: Any
     if generation.slug in _NO_BLOCK_SIZE:
-        wrapper = partial(
-            _get_num_new_matched_tokens, full_blocks_only=generation.slug in _WHOLE_BLOCKS
-        )
+        introduce = partial(_introductions, full_blocks_only=generation.slug in _WHOLE_BLOCKS)
     elif generation.slug in _FAILING_CUTS:
-        wrapper = partial(_get_num_matched_of_cut_blocks, module=generation.worker_module)
+        introduce = partial(_introductions_to_cuts, module=generation.worker_module)
     else:
         return {}
-    return {_sites.scheduler_matched_tokens(generation): wrapper}
+    return {
+        _sites.scheduler_matched_tokens(generation): partial(
+            _get_num_new_matched_tokens, introduce=introduce
+        )
+    }
 
 
 def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
