@@ -10,8 +10,6 @@ set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 
-python="$("$here/env.sh")"
-if ! "$python" -c "import kvpatch" 2>/dev/null; then
-    export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
-fi
-exec "$python" "$here/bench_host_buffer.py" "$@"
+# shellcheck source=experiments/run_cli.sh
+source "$here/run_cli.sh"
+run_script "$here/bench_host_buffer.py" "$@"

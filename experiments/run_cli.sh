@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# For the experiments that run a command of kvpatch's; sourced.
+# For the experiments that run a command of kvpatch's or a script of their own; sourced.
 #
 #   run_cli COMMAND [--release RELEASE] [OPTIONS]
+#   run_script SCRIPT [OPTIONS]
 #
 # Makes the environment for that release first (experiments/env.sh), then replaces the shell.
 
@@ -19,12 +20,22 @@ release_of() {
 }
 
 run_cli() {
-    local here release python
-    here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+    local release
     release="$(release_of "$@")"
+    _run_python "$release" -m kvpatch.cli "$@"
+}
+
+run_script() {
+    _run_python "" "$@"
+}
+
+_run_python() {
+    local here python release="$1"
+    shift
+    here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
     python="$("$here/env.sh" ${release:+"$release"})"
     if ! "$python" -c "import kvpatch" 2>/dev/null; then
         export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
     fi
-    exec "$python" -m kvpatch.cli "$@"
+    exec "$python" "$@"
 }

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 #: What torch and platforms' own copies say where they cannot.
 _CANNOT = (
-    RuntimeError,
-    NotImplementedError,
+    RuntimeError,  # and NotImplementedError, which is one
     AttributeError,
     TypeError,
     ValueError,
@@ -78,7 +77,7 @@ def unreachable(tensors: Mapping[str, torch.Tensor]) -> str | None:
     for layer, tensor in tensors.items():
         try:
             address = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:  # NotImplementedError is one
             return f"{layer} of shape {tuple(tensor.shape)} has no storage: {error}"
         if tensor.numel() and not address:
             return f"the storage of {layer}, of shape {tuple(tensor.shape)}, is nowhere in memory"
