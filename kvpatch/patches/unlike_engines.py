@@ -7,6 +7,8 @@ Why:
     handshake; smaller prefill blocks are read wrongly, without an error, where
     the last block is partial and there is a prefix hit, where K and V are packed
     in HND (0.26 to 0.31), and wherever the CPU backend stores keys by column.
+    0.11.1 and 0.11.2 fail every handshake of a decode engine that cuts its blocks
+    into kernel blocks.
 Where:
     D's scheduler and worker. P needs nothing.
 How:

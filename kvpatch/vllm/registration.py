@@ -230,6 +230,10 @@ class _AnyPeerFits(int):
 
 
 def _admit_any_block_size(worker: Any) -> None:
+    if "block_size" in vars(worker.kv_topo):
+        # 0.11.1 and 0.11.2: still of the blocks before they were cut into kernel blocks, so
+        # that every handshake of a worker that cuts its own fails. 0.12 asks the worker.
+        worker.kv_topo.block_size = worker.block_size
     worker.block_size = _AnyPeerFits(worker.block_size)
 
 

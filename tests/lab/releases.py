@@ -56,6 +56,11 @@ def states_kernel_blocks(release: str) -> bool:
     return Version(release) >= Version("0.21")
 
 
+def cuts_flash_attention(release: str) -> bool:
+    """In 0.11.1 and 0.11.2 FlashAttention too takes blocks of 16, 32 and 64 tokens alone."""
+    return release in ("0.11.1", "0.11.2")
+
+
 def tells_blocks(release: str) -> bool:
     """Whether a handshake says all of a block; to 0.20 a prompt of several has to go before."""
     return states_block_size(release) and states_kernel_blocks(release)

@@ -13,6 +13,7 @@ from .case import Case, EngineSpec, Sabotage
 from .cases import pair
 from .host import Lab
 from .releases import (
+    cuts_flash_attention,
     has_named_layouts,
     is_full,
     moves_full_blocks_only,
@@ -164,6 +165,9 @@ def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
+    if cuts_flash_attention(lab.release) and p == 64:  # may be half of 128: the load fails
+        assert report.outcome == "refused", report
+        return
     assert report.outcome == "identical", report
     expected = tokens_to_move(case, lab.release) if states_block_size(lab.release) else 0
     assert report.moved_tokens == expected
@@ -171,7 +175,7 @@ def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
 
 # -- blocks that FlashInfer cuts into kernel blocks of 64 ----------------------------------
 
-_CUT = [(128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
+_CUT = [(128, 128), (128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
 
 
 def _cut_pair(p: int, d: int, prompt_tokens: int | None = None) -> Case:
