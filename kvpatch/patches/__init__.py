@@ -19,6 +19,7 @@ SLUGS = (
     "block_count",
     "unlike_engines",
     "failed_loads",
+    "aborted_loads",
     "host_buffer",
 )
 

@@ -193,15 +193,47 @@ def set_host_xfer_buffer_ops(generation: Generation) -> Site:
     return _connector(generation, "set_host_xfer_buffer_ops", "copy_operation")
 
 
-def schedule(generation: Generation) -> Site:
-    """A step of vLLM's scheduler."""
-    throttle = ("throttle_prefills",) if generation.slug in _THROTTLES else ()
+def _core(name: str, *parameters: str) -> Site:
     return Site(
         module="vllm.v1.core.sched.scheduler",
         owner="Scheduler",
-        name="schedule",
+        name=name,
         kind="function",
-        parameters=("self", *throttle),
+        parameters=("self", *parameters),
+    )
+
+
+def schedule(generation: Generation) -> Site:
+    """A step of vLLM's scheduler."""
+    throttle = ("throttle_prefills",) if generation.slug in _THROTTLES else ()
+    return _core("schedule", *throttle)
+
+
+def finish_requests(generation: Generation) -> Site:
+    """Where vLLM's scheduler ends requests from outside: aborts, and failed loads."""
+    return _core("finish_requests", "request_ids", "finished_status")
+
+
+def connector_finished(generation: Generation) -> Site:
+    """Where vLLM's scheduler asks whether a request that is over keeps its blocks."""
+    return _core("_connector_finished", "request")
+
+
+def update_from_kv_xfer_finished(generation: Generation) -> Site:
+    """Where vLLM's scheduler hears what its workers have sent and received."""
+    first = generation.slug == "g0100"
+    output = "model_runner_output" if first else "kv_connector_output"
+    return _core("_update_from_kv_xfer_finished", output)
+
+
+def start_load_kv(generation: Generation) -> Site:
+    """Where a worker is told what to read in a step."""
+    return Site(
+        module=generation.worker_module,
+        owner=generation.worker_class,
+        name="start_load_kv",
+        kind="function",
+        parameters=("self", "metadata"),
     )
 
 

@@ -15,10 +15,10 @@ How:
     what it reports, without the work that follows a received one, as 0.22 does. Their
     blocks are booked as invalid, so that they fail by the load-failure policy.
     To 0.11.0, and with several cache groups to 0.29, which know no way to fail one
-    request, it is left waiting with an error in the log, until its client gives it up;
-    its blocks are freed then. To 0.11.0 a peer is first asked on a socket of our own,
-    for 5 s at most as from 0.11.1 on: the release waits for the answer of a dead one for
-    ever, and so do the handshakes behind it.
+    request, it is left waiting with an error in the log, until its client gives it up:
+    then it is reported, and its blocks are free. To 0.11.0 a peer is first asked on a
+    socket of our own, for 5 s at most as from 0.11.1 on: the release waits for the answer
+    of a dead one for ever, and so do the handshakes behind it.
 Upstream:
     Failed loads came with 0.11.1, and with it an end to the wait for a handshake; 0.22
     passes over failed requests, and 0.30 reports them by themselves.
@@ -38,6 +38,7 @@ from kvpatch._patching import Patch, Site, Wrapper
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.patches import _sites
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.vllm.aborts import loads_of
 from kvpatch.vllm.answers import require_answer
 from kvpatch.vllm.failures import (
     Unreported,
@@ -56,7 +57,7 @@ def _read_or_leave_waiting(
         engine_id = engine_of(meta)
         if engine_id not in instance._remote_agents:
             # The release goes on after a handshake whether it failed or not.
-            leave_waiting(req_id, f"the handshake with engine {engine_id} failed")
+            leave_waiting(instance, req_id, f"the handshake with engine {engine_id} failed")
             return None
         errors: tuple[type[Exception], ...] = (
             KvpatchError,
@@ -66,10 +67,33 @@ def _read_or_leave_waiting(
         try:
             return wrapped(req_id, meta)
         except errors as error:
-            leave_waiting(req_id, error)
+            leave_waiting(instance, req_id, error)
             return None
 
     return read(*args, **kwargs)
+
+
+def _start_load_kv(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def start(metadata: Any) -> Any:
+        entries = metadata.reqs_to_recv.items()
+        # One without blocks only tells P, and nobody waits for it.
+        loads_of(instance).begin(req_id for req_id, entry in entries if entry.local_block_ids)
+        return wrapped(metadata)
+
+    return start(*args, **kwargs)
+
+
+def _get_finished_and_given_up(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def get_finished(finished_req_ids: set[str]) -> Any:
+        sent, received = wrapped(finished_req_ids)
+        loads = loads_of(instance.connector_worker)
+        return sent, loads.report(received or (), finished_req_ids)
+
+    return get_finished(*args, **kwargs)
 
 
 def _handshake_with_the_living(
@@ -98,7 +122,7 @@ def _pop_done_or_leave_waiting(
 ) -> Any:
     def pop_done(transfers: dict[str, Any]) -> set[str]:
         def failed(req_id: str) -> None:
-            leave_waiting(req_id, "its read broke off")
+            leave_waiting(instance, req_id, "its read broke off")
 
         # The release makes a RuntimeError of the state ERR.
         return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
@@ -188,6 +212,8 @@ _SEVERAL_GROUPS = ("g0180", "g0200", "g0230", "g0240", "g0260", "g0290")
 def _sites_of(g: Generation) -> dict[Site, Wrapper]:
     found: dict[Site, Wrapper] = {}
     if g.slug in _NO_FAILURES:
+        found[_sites.start_load_kv(g)] = _start_load_kv
+        found[_sites.get_finished(g)] = _get_finished_and_given_up
         found[_sites.read_blocks_for_req(g)] = _read_or_leave_waiting
         found[_sites.nixl_handshake(g)] = partial(
             _handshake_with_the_living, module=g.worker_module

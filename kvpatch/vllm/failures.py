@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.vllm.aborts import loads_of
 from kvpatch.vllm.orders import groups
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
@@ -146,8 +147,9 @@ def _let_go(worker: Any, handles: Iterable[Any]) -> None:
             _LOG.warning("a transfer that broke off could not be released: %s", error)
 
 
-def leave_waiting(request_id: str, reason: object) -> None:
-    """Says what becomes of a failed load where the release can neither fail nor repeat it."""
+def leave_waiting(worker: Any, request_id: str, reason: object) -> None:
+    """Books a failed load where the release can neither fail nor repeat it."""
+    loads_of(worker).fail(request_id)
     _LOG.error(
         "the KV cache of request %s could not be loaded: %s. This vLLM cannot fail one request: "
         "it waits until its client gives it up. vLLM 0.11.1 or later fails it at once",

@@ -7,7 +7,7 @@ bodies that the adapters in ``kvpatch.vllm`` were written against.
 from __future__ import annotations
 
 from kvpatch._versions import Generation
-from kvpatch.patches import load
+from kvpatch.patches import aborted_loads, load
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 
@@ -21,6 +21,8 @@ def bodies(generation: Generation) -> list[tuple[str, str]]:
     # The one call that prepares a transfer, and what is paired before it.
     found.append((generation.reader_module, f"{generation.reader_class}._read_blocks"))
     found += _TOPOLOGY.get(generation.slug, [])
+    if generation.slug in aborted_loads.NEED_IT:
+        found.append(("vllm.v1.core.sched.scheduler", "Scheduler._free_blocks"))
     return list(dict.fromkeys(found))
 
 

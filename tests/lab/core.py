@@ -46,6 +46,8 @@ class CoreScheduler:
         self._metadata: list[Any] = []
         #: Requests that have been read, which the scheduler hears of with the next step.
         self._read: set[str] = set()
+        #: Requests that workers have loaded, likewise.
+        self._loaded: set[str] = set()
         self._scatter(seed)
 
     def limit_chunks(self, tokens: int) -> None:
@@ -86,7 +88,7 @@ class CoreScheduler:
         if not output.num_scheduled_tokens:
             # Nothing to compute: the metadata goes with the next step.
             self._metadata.append(output.kv_connector_metadata)
-            if self._read:
+            if self._read or self._loaded:
                 self._update(Computation(output.kv_connector_metadata, (), output))
             return None
         computed = []
@@ -105,8 +107,17 @@ class CoreScheduler:
         """What has been read; the next step tells the scheduler."""
         self._read |= request_ids
 
+    def loaded(self, request_ids: set[str]) -> None:
+        """What has been received; the next step tells the scheduler."""
+        self._loaded |= request_ids
+
+    def free_blocks(self) -> int:
+        """How many blocks the scheduler may hand out."""
+        return int(self._core.kv_cache_manager.block_pool.get_num_free_blocks())
+
     def _update(self, computation: Computation) -> None:
         sent, self._read = self._read, set()
+        loaded, self._loaded = self._loaded, set()
         from vllm.v1 import outputs as of_release
 
         kind = of_release.ModelRunnerOutput
@@ -125,9 +136,12 @@ class CoreScheduler:
             "prompt_logprobs_dict": {},
             "pooler_output": [],
             "finished_sending": sent,  # in 0.10.0
+            "finished_recving": loaded,
         }
         if hasattr(of_release, "KVConnectorOutput"):
-            wanted["kv_connector_output"] = of_release.KVConnectorOutput(finished_sending=sent)
+            wanted["kv_connector_output"] = of_release.KVConnectorOutput(
+                finished_sending=sent, finished_recving=loaded
+            )
         outputs = self._core.update_from_output(computation.output, kind(**accepted(kind, wanted)))
         for of_client in outputs.values():
             for output in of_client.outputs:
@@ -168,14 +182,17 @@ class CoreScheduler:
         self._metadata.append(self._core.schedule().kv_connector_metadata)
         manager = self._core.kv_cache_manager
         # What is loaded is not hashed before it is there.
-        hashed = [b for b in manager.get_blocks(request_id).blocks[0] if b.block_hash is not None]
+        blocks = manager.coordinator.get_blocks(request_id)[0]
+        hashed = [block for block in blocks if block.block_hash is not None]
         found = len(hashed) * self.spec.block_tokens
         if found != hit:
             raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
         tracked.external_tokens = tracked.request.num_computed_tokens - found
         tracked.tables = self._tables(request_id)
-        managers = manager.coordinator.single_type_managers
-        tracked.first_tokens = tuple(m.get_num_skipped_tokens(prompt_tokens) for m in managers)
+        if self.spec.is_hybrid:
+            managers = manager.coordinator.single_type_managers
+            skipped = (one.get_num_skipped_tokens(prompt_tokens) for one in managers)
+            tracked.first_tokens = tuple(skipped)
         return tracked
 
     def step(self) -> Any:

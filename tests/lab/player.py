@@ -275,6 +275,22 @@ class Player(Engine):
         for rank, done in enumerate(received):
             self._received[rank] |= done
 
+    # -- D with the release's own scheduler -----------------------------------
+
+    def free_blocks(self) -> int:
+        """How many blocks the scheduler may hand out."""
+        return self._core_scheduler().free_blocks()
+
+    def hang_up(self, name: str) -> None:
+        """Ends a request whose client is gone; the next step tells the workers."""
+        self._core_scheduler().abort(name)
+        self.over = {name}
+
+    def loaded(self, names: Sequence[str]) -> None:
+        """Tells the scheduler that these have been received, and takes a step."""
+        self._core_scheduler().loaded(set(names))
+        self.tick()
+
     def compare(self, names: Sequence[str]) -> tuple[int, int]:
         """Wrong and total elements of these requests."""
         wrong = total = 0

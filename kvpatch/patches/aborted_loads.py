@@ -1,0 +1,85 @@
+"""The blocks of an aborted request are not handed out while they are being written to.
+
+Why:
+    A client that gives up while D loads its prompt ends the request, and to 0.15 its
+    blocks are free at once. The read goes on and writes into them, whoever has
+    them by then: another request answers with tokens of the wrong prompt.
+Where:
+    vLLM's scheduler, on D.
+How:
+    As 0.16 does: a request that ends while it is loaded keeps its blocks until the
+    workers report the load, done or failed. What was reported and not yet scheduled
+    is forgotten, so that a later request of the same name is not taken for it.
+Upstream:
+    0.16 delays freeing in `finish_requests`.
+Limits:
+    An engine that has nothing else to do frees them with its next step, as it does on P.
+Remove when:
+    0.15 is no longer supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvpatch._patching import Patch
+from kvpatch._versions import GENERATIONS
+from kvpatch.patches import _sites
+from kvpatch.vllm.aborts import aborts_of
+
+
+def _finish_requests(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finish(request_ids: str | Iterable[str], finished_status: Any) -> Any:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        aborts_of(instance).begin(instance, ids)
+        return wrapped(ids, finished_status)
+
+    return finish(*args, **kwargs)
+
+
+def _connector_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finished(request: Any) -> Any:
+        keeps_blocks, parameters = wrapped(request)
+        return keeps_blocks or aborts_of(instance).has(request.request_id), parameters
+
+    return finished(*args, **kwargs)
+
+
+def _update_from_kv_xfer_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def update(output: Any) -> Any:
+        result = wrapped(output)
+        aborts_of(instance).end(instance, output.finished_recving or ())
+        return result
+
+    return update(*args, *kwargs.values())
+
+
+#: The blocks of an aborted request are free at once.
+NEED_IT = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
+
+PATCH = Patch(
+    slug="aborted_loads",
+    wire_affecting=False,
+    sites={
+        g.slug: {
+            _sites.finish_requests(g): _finish_requests,
+            _sites.connector_finished(g): _connector_finished,
+            _sites.update_from_kv_xfer_finished(g): _update_from_kv_xfer_finished,
+        }
+        for g in GENERATIONS
+        if g.slug in NEED_IT
+    },
+    not_needed={
+        g.slug: "since 0.16 the release keeps them itself"
+        for g in GENERATIONS
+        if g.slug not in NEED_IT
+    },
+    document=__doc__,
+)
