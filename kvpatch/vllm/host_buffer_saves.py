@@ -61,6 +61,18 @@ class GroupBlocks:
             count += 1
         return min(count, self.last_blocks) if self.last_blocks else count
 
+    def asked_for(
+        self, blocks: Sequence[int], tokens: int, *, full_blocks_only: bool
+    ) -> Sequence[int]:
+        """Of the blocks of an answer those that hold what was asked for.
+
+        Only a scheduler that computes a token more (:func:`is_complete`) has others, and windows
+        came later.
+        """
+        if self.last_blocks:
+            return blocks
+        return blocks[: self.needed(tokens, full_blocks_only=full_blocks_only)]
+
     def written(self, blocks: Sequence[int], start: int) -> list[int]:
         """Those that a step writes, which computes tokens from `start` on."""
         return [block for block in blocks[start // self.block_tokens :] if block]
@@ -158,13 +170,15 @@ class Saves:
             return True
 
     def _needed(self, request: Any) -> int:
-        core = self._core() if self._core is not None else None
-        drafted = int(getattr(core, "num_lookahead_tokens", 0) or 0)
-        # P answers with one token, whose own keys nobody computes.
-        tokens = request.num_prompt_tokens + drafted + max(0, int(request.max_tokens) - 1)
+        tokens = self._tokens(request)
         return sum(
             group.needed(tokens, full_blocks_only=self._full_blocks_only) for group in self._groups
         )
+
+    def _tokens(self, request: Any) -> int:
+        """That the request has blocks for, drafted ones included."""
+        core = self._core() if self._core is not None else None
+        return tokens_to_compute(request) + int(getattr(core, "num_lookahead_tokens", 0) or 0)
 
     # -- each step -----------------------------------------------------------
 
@@ -181,12 +195,15 @@ class Saves:
         ]
         # All of them first: a request may hit a block that another one computes in this step.
         for request, _, tables in steps:
+            held_by = request.request_id if is_complete(request) else None
             for group, blocks in zip(self._groups, tables, strict=True):
-                self._table.written(group.written(blocks, request.num_computed_tokens))
+                self._table.written(
+                    group.written(blocks, request.num_computed_tokens), but_held_by=held_by
+                )
         pairs: list[tuple[int, int]] = []
         is_last = False
         for request, count, tables in steps:
-            if not is_to_be_read(request):
+            if not is_to_be_read(request) or is_complete(request):
                 continue
             end = request.num_computed_tokens + count
             is_last |= end >= request.num_prompt_tokens
@@ -214,7 +231,7 @@ class Saves:
 
     # -- the end -------------------------------------------------------------
 
-    def publish(self, request_id: str, params: dict[str, Any]) -> None:
+    def publish(self, request: Any, params: dict[str, Any]) -> None:
         """Gives D the rows of a finished request's blocks in place of the blocks.
 
         Raises:
@@ -223,11 +240,14 @@ class Saves:
         blocks = params.get("remote_block_ids")
         if not blocks or not any(groups(blocks)):
             return
-        if hasattr(blocks[0], "__len__"):
-            rows = [self._rows_of(request_id, group) for group in blocks]
-            params["remote_block_ids"] = type(blocks)(rows)
-        else:
-            params["remote_block_ids"] = self._rows_of(request_id, blocks)
+        tokens = self._tokens(request)
+        full = self._full_blocks_only
+        rows = [
+            self._rows_of(request.request_id, group.asked_for(found, tokens, full_blocks_only=full))
+            for group, found in zip(self._groups, groups(blocks), strict=True)
+        ]
+        is_grouped = hasattr(blocks[0], "__len__")
+        params["remote_block_ids"] = type(blocks)(rows) if is_grouped else rows[0]
 
     def _rows_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
         slots = self.table.slots_of(request_id, [block for block in blocks if block])
@@ -251,6 +271,20 @@ class Saves:
             self._table.release(request_id)
 
 
+def tokens_to_compute(request: Any) -> int:
+    """Of the prompt and the answer: nobody computes the last one's own keys."""
+    return int(request.num_prompt_tokens) + max(0, int(request.max_tokens) - 1)
+
+
+def is_complete(request: Any) -> bool:
+    """Whether earlier steps have computed all that was asked for.
+
+    To 0.11.2 a scheduler that does not wait for a step's tokens has one more computed. The answer
+    may be out before that step is over, so that it must change nothing of what is published.
+    """
+    return int(request.num_computed_tokens) >= tokens_to_compute(request)
+
+
 def is_to_be_read(request: Any) -> bool:
     """Whether a decode engine will read this request's blocks."""
     params = request.kv_transfer_params
@@ -269,7 +303,7 @@ def finished(
         saves.release(request.request_id)
         return keeps_blocks, params or saves.refusal(request.request_id)
     try:
-        saves.publish(request.request_id, params)
+        saves.publish(request, params)
     except NotSaved as error:
         _LOG.error("request %s is not published: %s", request.request_id, error)
         connector_scheduler._reqs_need_send.pop(request.request_id, None)

@@ -40,12 +40,14 @@ class _Request:
         held: the slot of each of its blocks.
         published: blocks whose slot has been told to somebody who may read it.
         outlived: published slots whose block has been written and saved again.
+        is_short: whether there were no slots for some of its blocks.
     """
 
     reserved: int
     held: dict[int, int] = field(default_factory=dict)
     published: set[int] = field(default_factory=set)
     outlived: set[int] = field(default_factory=set)
+    is_short: bool = False
 
 
 class SlotTable:
@@ -96,18 +98,14 @@ class SlotTable:
         """Reserves slots for all blocks of a request; False where it has to ask again.
 
         Whoever asked before comes before. One that has its slots may ask as often as it
-        likes; one that waits and never asks again must be released.
+        likes, and gets no others, be it for another prompt under the same id; one that waits
+        and never asks again must be released.
 
         Raises:
             NeverFits: there are not so many slots.
         """
-        known = self._requests.get(request_id)
-        if known is not None and known.reserved >= blocks:
+        if request_id in self._requests:
             return True
-        if known is not None:
-            raise ValueError(
-                f"request {request_id} has reserved {known.reserved} slots and asks for {blocks}"
-            )
         if blocks > self._slots:
             self._queue.pop(request_id, None)
             raise NeverFits(request_id, blocks, self._slots)
@@ -119,10 +117,13 @@ class SlotTable:
         self._requests[request_id] = _Request(blocks)
         return True
 
-    def written(self, blocks: Iterable[int]) -> None:
+    def written(self, blocks: Iterable[int], *, but_held_by: str | None = None) -> None:
         """Forgets what slots hold of blocks that are about to get new content.
 
         A slot that was published stays held, as it was published.
+
+        Args:
+            but_held_by: a request that has all that it will publish, and holds it as it is.
         """
         for block in blocks:
             slot = self._slot_of.pop(block, None)
@@ -131,7 +132,7 @@ class SlotTable:
             self._block_in[slot] = None
             for request_id in tuple(self._holders[slot]):
                 request = self._requests[request_id]
-                if block not in request.published:
+                if request_id != but_held_by and block not in request.published:
                     del request.held[block]
                     self._let_go(request_id, slot)
             if slot in self._idle:
@@ -145,7 +146,8 @@ class SlotTable:
             holds them are not among them.
 
         Raises:
-            NotReserved: the request has not reserved so many slots; nothing is changed.
+            NotReserved: the request has not reserved so many slots: none is given, and it
+                publishes nothing more.
         """
         request = self._requests.get(request_id)
         wanted = list(dict.fromkeys(blocks))
@@ -155,6 +157,7 @@ class SlotTable:
         again = [block for block in wanted if block in request.held]
         needed = len(request.held) + len(request.outlived) + len(wanted)
         if needed > request.reserved:
+            request.is_short = True
             raise NotReserved(
                 f"request {request_id} has reserved {request.reserved} slots of the host buffer "
                 f"and needs {needed}"
@@ -185,6 +188,11 @@ class SlotTable:
             NotSaved: a block is in none of the request's slots.
         """
         request = self._requests.get(request_id)
+        if request is not None and request.is_short:
+            raise NotSaved(
+                f"request {request_id} has more blocks than the {request.reserved} slots of the "
+                "host buffer that it reserved"
+            )
         held = request.held if request is not None else {}
         missing = [block for block in blocks if block not in held]
         if request is None or missing:

@@ -63,6 +63,8 @@ class EngineSpec:
     own_scheduler: bool = False
     #: Tokens of every answer: of P's that D reads, one in all that proxies ask for.
     answer_tokens: int = 1
+    #: Whether a step is scheduled before the tokens of the last one are known.
+    schedules_ahead: bool = False
     #: Whether the connector is one of a MultiConnector's.
     in_multi: bool = False
     #: What the platform calls its device; empty for what the release can take for a CPU.

@@ -25,6 +25,7 @@ class CoreScheduler:
 
     def __init__(self, config: Any, plan: Any, spec: EngineSpec, seed: int) -> None:
         from vllm.v1.core import kv_cache_utils
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
         merge = getattr(kv_cache_utils, "generate_scheduler_kv_cache_config", None)  # from 0.11
@@ -35,7 +36,8 @@ class CoreScheduler:
             "block_size": spec.block_tokens,
             "hash_block_size": spec.block_tokens,
         }
-        self._core = Scheduler(**accepted(Scheduler, wanted))
+        kind = AsyncScheduler if spec.schedules_ahead else Scheduler
+        self._core = kind(**accepted(Scheduler, wanted))
         self._core.max_num_scheduled_tokens = spec.step_tokens
         self._core.num_lookahead_tokens = spec.lookahead_tokens
         self.connector = self._core.connector

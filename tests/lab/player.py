@@ -12,7 +12,7 @@ from . import release
 from .core import CoreScheduler
 from .engine import Engine
 from .engine_api import Ask, Left, Prompt, Seen
-from .scheduler import Scheduler, Tracked
+from .scheduler import Computation, Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
 
@@ -33,6 +33,8 @@ class Player(Engine):
         self._answered: set[str] = set()
         self._let_go: set[str] = set()
         self._copied = 0
+        #: A step that is scheduled and not computed.
+        self._ahead: Computation | None = None
 
     # -- P -----------------------------------------------------------------
 
@@ -94,6 +96,24 @@ class Player(Engine):
         self._compute()
         self._step()
         return self.answers()
+
+    def work_ahead(self) -> dict[str, str]:
+        """Computes a step; returns its answers while the next one is scheduled and not computed."""
+        computation = self.scheduler.compute()
+        assert computation is not None
+        self._send(computation.metadata, computation.computed)
+        self._ahead = self.scheduler.compute()
+        self.scheduler.computed(computation)
+        return self.answers()
+
+    def catch_up(self) -> int:
+        """Computes what was scheduled ahead; returns how many tokens that were."""
+        computation, self._ahead = self._ahead, None
+        if computation is None:
+            return 0
+        self._send(computation.metadata, computation.computed)
+        self.scheduler.computed(computation)
+        return sum(len(tokens) for _, tokens in computation.computed)
 
     def answers(self) -> dict[str, str]:
         """P's answers since the last time, as JSON."""

@@ -380,6 +380,30 @@ def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
         scene.read(scene.work(prompts))
 
 
+@pytest.mark.parametrize("tokens", [TOKENS, REQUEST_BLOCKS * BLOCK_TOKENS])
+def test_what_is_answered_is_there_while_the_next_step_is_under_way(lab: Lab, tokens: int) -> None:
+    """To 0.11.2 a step that is scheduled ahead computes a token more than was asked for."""
+    with Stage(lab) as stage:
+        prefill = stage.start(prefilling(ROOM, planned_blocks=99, schedules_ahead=True))
+        decode = stage.prefill(replace(SPEC, planned_blocks=99))
+        scene = Scene(stage, lab.release, prefill, decode)
+        prompts = stage.prompts(3, tokens)
+        prefill.call("begin", prompts)
+
+        answers = prefill.call("work_ahead")
+        asks = [Ask(prompt, answers[prompt.name]) for prompt in prompts]
+        decode.ask(*asks)
+        seen = decode.watch(*prompts)
+        beyond = prefill.call("catch_up")
+
+        assert seen.received == {prompt.name for prompt in prompts}, seen
+        assert decode.wrong(*prompts)[0] == 0
+        assert beyond == (3 if Version(lab.release) < Version("0.12") else 0)
+        prefill.call("tick")
+        assert prefill.heard(prompts) == {prompt.name for prompt in prompts}
+        assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+
+
 def test_in_a_multi_connector(lab: Lab) -> None:
     if Version("0.11.1") <= Version(lab.release) < Version("0.16"):
         pytest.skip("the release's MultiConnector hands over no handshake (0.11.1 to 0.15)")
