@@ -1,9 +1,10 @@
 """What a host buffer costs in real engines; experiments/bench_host_buffer.sh runs this.
 
 Prompts of one length go one by one through a pair of engines with the release's own path and
-through one with host buffers on both sides. On a CPU the caches lie in host memory themselves, so
-that the difference is what the detour costs: P's copies into the buffer, D's placement out of its
-staging pool.
+through one with host buffers on both sides, which run side by side and take turns, so that whatever
+else the machine does meets both. On a CPU the caches lie in host memory themselves, so that the
+difference is what the detour costs: P's copies into the buffer, D's placement out of its staging
+pool.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.verify.engine import Engine
+from kvpatch.verify.engine import Engine, EngineSpec
 from kvpatch.verify.matrix_run import HOST_BUFFER
 from kvpatch.verify.model import make_tiny_llama
 from kvpatch.verify.run import until_signal
@@ -33,7 +34,8 @@ from kvpatch.verify.setups import Options, small_engine
 
 BLOCK_TOKENS = 64
 BUFFER_BYTES = 128 * 1024**2
-WARM_UP = 3
+WARM_UP = 4
+DIRECT, BUFFERED = "direct", "host buffer"
 ASK_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -68,59 +70,42 @@ async def ask(client: httpx.AsyncClient, engine: Engine, tokens: list[int], para
     return response.json().get("kv_transfer_params")
 
 
-async def measure(
-    client: httpx.AsyncClient,
-    options: Options,
-    console: Console,
-    model: str,
-    into: Measured,
-    arguments: argparse.Namespace,
-    chance: random.Random,
-) -> None:
-    """One pair, started for the purpose."""
-    is_buffered = into.name == "host buffer"
+def pair_of(name: str, model: str, *, is_buffered: bool) -> list[EngineSpec]:
+    """P and D."""
     settings = (
-        (
-            ("KVPATCH_HOST_BUFFER", "always"),
-            ("KVPATCH_HOST_BUFFER_BYTES", str(BUFFER_BYTES)),
-        )
-        if is_buffered
-        else ()
+        ("KVPATCH_HOST_BUFFER", "always"),
+        ("KVPATCH_HOST_BUFFER_BYTES", str(BUFFER_BYTES)),
     )
-    specs = [
+    return [
         small_engine(
-            f"{into.name.replace(' ', '-')}-{side}",
+            f"{name.replace(' ', '-')}-{side}",
             model,
             "float32",
             ("--block-size", str(BLOCK_TOKENS)),
             True,
             is_buffered,
-            settings,
+            settings if is_buffered else (),
         )
         for side in ("prefill", "decode")
     ]
-    async with running(specs, client, options, console) as (prefill, decode):
-        await require_kvpatch_as_asked(client, (prefill, decode))
-        ids = sorted(set(await vocabulary(client, prefill)))
-        for number in range(-WARM_UP, arguments.requests):
-            prompt = chance.choices(ids, k=arguments.tokens)
-            before = await prefill.rpc(client, "kvpatch_saved")
-            started = time.perf_counter()
-            params = await ask(client, prefill, prompt, ASK_PREFILL)
-            prefilled = time.perf_counter()
-            await ask(client, decode, prompt, params)
-            ended = time.perf_counter()
-            after = await prefill.rpc(client, "kvpatch_saved")
-            if number < 0:
-                continue
-            into.prefill_s.append(prefilled - started)
-            into.first_token_s.append(ended - started)
-            into.saving_s.append(after[0]["seconds"] - before[0]["seconds"])
-            blocks = after[0]["blocks"] - before[0]["blocks"]
-            into.saved_bytes = int(blocks * after[0]["bytes_per_block"])
-        found = HOST_BUFFER.search(prefill.log.read_text(errors="replace"))
-        if found:
-            into.host_bytes, into.mirror_bytes = int(found[1]), int(found[4])
+
+
+async def measure(
+    client: httpx.AsyncClient, prefill: Engine, decode: Engine, prompt: list[int], into: Measured
+) -> None:
+    """One prompt through one pair."""
+    before = await prefill.rpc(client, "kvpatch_saved")
+    started = time.perf_counter()
+    params = await ask(client, prefill, prompt, ASK_PREFILL)
+    prefilled = time.perf_counter()
+    await ask(client, decode, prompt, params)
+    ended = time.perf_counter()
+    after = await prefill.rpc(client, "kvpatch_saved")
+    into.prefill_s.append(prefilled - started)
+    into.first_token_s.append(ended - started)
+    into.saving_s.append(after[0]["seconds"] - before[0]["seconds"])
+    blocks = after[0]["blocks"] - before[0]["blocks"]
+    into.saved_bytes = int(blocks * after[0]["bytes_per_block"])
 
 
 def show(rows: list[Measured], console: Console) -> None:
@@ -140,8 +125,14 @@ def show(rows: list[Measured], console: Console) -> None:
         )
     console.print(table)
     direct, buffered = rows
-    ratio = median(buffered.first_token_s) / median(direct.first_token_s)
-    console.print(f"first token, host buffer to direct: {ratio:.2f}", highlight=False)
+    pairs = list(zip(direct.first_token_s, buffered.first_token_s, strict=True))
+    first, middle, last = quantiles([(ours - theirs) * 1e3 for theirs, ours in pairs], n=4)
+    console.print(
+        f"first token, host buffer to direct, prompt by prompt: "
+        f"{median(ours / theirs for theirs, ours in pairs):.2f}, {middle:+.1f} ms "
+        f"(half of them {first:+.1f} to {last:+.1f})",
+        highlight=False,
+    )
     console.print(
         f"host memory of P: {buffered.host_bytes} bytes; vLLM's mirror of the same cache: "
         f"{buffered.mirror_bytes} bytes ({buffered.host_bytes / buffered.mirror_bytes:.3f})",
@@ -150,25 +141,44 @@ def show(rows: list[Measured], console: Console) -> None:
 
 
 async def run(arguments: argparse.Namespace, console: Console) -> list[Measured]:
-    """Both pairs in turn, twice."""
+    """Both pairs in turn; whichever was first comes second the next time."""
     folder = Path(tempfile.mkdtemp(prefix="kvpatch-bench-"))
     options = Options(work_dir=folder)
     model = str(make_tiny_llama(folder / "model"))
-    rows = [Measured("direct"), Measured("host buffer")]
+    specs = [
+        *pair_of(DIRECT, model, is_buffered=False),
+        *pair_of(BUFFERED, model, is_buffered=True),
+    ]
     chance = random.Random(3)
     async with httpx.AsyncClient(trust_env=False) as client:
-        for _ in range(arguments.rounds):
-            for row in rows:
-                await measure(client, options, console, model, row, arguments, chance)
-    return rows
+        console.print("four engines start, which takes a few minutes", highlight=False)
+        async with running(specs, client, options, console) as engines:
+            await require_kvpatch_as_asked(client, engines)
+            ids = sorted(set(await vocabulary(client, engines[0])))
+            pairs = [(engines[0], engines[1], DIRECT), (engines[2], engines[3], BUFFERED)]
+            rows = {name: Measured(name) for _, _, name in pairs}
+            for number in range(-WARM_UP, arguments.requests):
+                if number == 0:  # the first ones made pairs meet
+                    rows = {name: Measured(name) for name in rows}
+                prompt = chance.choices(ids, k=arguments.tokens)
+                for prefill, decode, name in pairs:
+                    await measure(client, prefill, decode, prompt, rows[name])
+                pairs.reverse()
+                if number >= 0 and (number + 1) % 10 == 0:
+                    console.print(f"{number + 1} of {arguments.requests} prompts", highlight=False)
+            found = HOST_BUFFER.search(engines[2].log.read_text(errors="replace"))
+            if not found:
+                raise SystemExit(f"{engines[2].spec.name} has no host buffer")
+            buffered = rows[BUFFERED]
+            buffered.host_bytes, buffered.mirror_bytes = int(found[1]), int(found[4])
+    return [rows[DIRECT], rows[BUFFERED]]
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=30, help="of each pair and round")
+    parser.add_argument("--requests", type=int, default=60, help="through each pair")
     parser.add_argument("--tokens", type=int, default=800, help="of each prompt")
-    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the rows here too")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 132)

@@ -6,7 +6,12 @@ answer, which leaves rows to the lease. In the middle P is stopped and another o
 what was under way is asked again.
 
 At the end one more prompt needs every slot of P's buffer: it is served if none is left allotted.
-Then it is sent once more beside rows that were left to the lease, and has to wait for them.
+Then it is sent once more beside rows that were left to the lease, and has to wait for them. P and D
+must then hold nothing of any request, by kvpatch's own account.
+
+``--host-buffer never`` is the control: the same requests between the same engines without buffers,
+so that what memory P and D take can be held against what any such engines take. Answers of the
+single engine are kept in the folder of ``--work-dir``, and taken from there by the next run.
 
 A prompt is taken only if the single engine prefers each of its tokens by a margin, so that another
 rounding in a batch of another size cannot change an answer.
@@ -49,6 +54,7 @@ ANSWER_TOKENS = 4
 LONGEST = 260
 MARGIN = 1e-3
 TRIES = 4
+SAMPLE_S = 10
 #: Engines grow a little whatever runs in them; a slot left behind each time would be far more.
 GROWTH_BYTES = 64 * 1024**2
 
@@ -68,10 +74,29 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    memory: list[dict[str, int]] = field(default_factory=list)
+    memory: list[Sample] = field(default_factory=list)
 
 
-def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpec:
+@dataclass(frozen=True)
+class Sample:
+    """What both engines took at one time.
+
+    Attributes:
+        seconds: since the first request.
+        requests: that were sent by then.
+        restarts: of P by then; it has another process after each.
+    """
+
+    seconds: float
+    requests: int
+    restarts: int
+    prefill_bytes: int
+    decode_bytes: int
+
+
+def engine(
+    name: str, model: str, block_tokens: int, kvpatch: bool, host_buffer: str = "always"
+) -> EngineSpec:
     """P, D or the single engine, with a cache that the soak fills many times over."""
     config = {
         **TRANSFER_CONFIG,
@@ -84,7 +109,7 @@ def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpe
     if kvpatch:
         arguments += ("--kv-transfer-config", json.dumps(config))
     settings = (
-        ("KVPATCH_HOST_BUFFER", "always"),
+        ("KVPATCH_HOST_BUFFER", host_buffer),
         ("KVPATCH_HOST_BUFFER_BYTES", str(ROWS * ROW_BYTES)),
         # Glibc keeps what threads free, which is no growth of ours.
         ("MALLOC_ARENA_MAX", "2"),
@@ -94,10 +119,29 @@ def engine(name: str, model: str, block_tokens: int, kvpatch: bool) -> EngineSpe
     )
 
 
+@dataclass(frozen=True)
+class References:
+    """Prompts with the answers of one engine alone, and one prompt that needs every slot."""
+
+    prompts: list[Prompt]
+    whole: Prompt
+
+    @classmethod
+    def load(cls, path: Path, count: int) -> References | None:
+        """What an earlier run kept; None where that is less."""
+        if not path.exists():
+            return None
+        whole, *prompts = (Prompt(*map(tuple, pair)) for pair in json.loads(path.read_text()))
+        return cls(prompts[:count], whole) if len(prompts) >= count else None
+
+    def keep(self, path: Path) -> None:
+        path.write_text(json.dumps([(p.token_ids, p.answer) for p in (self.whole, *self.prompts)]))
+
+
 async def references(
     client: httpx.AsyncClient, single: Engine, count: int, console: Console
-) -> tuple[list[Prompt], Prompt]:
-    """So many prompts, with the answers of one engine alone, and one that needs every slot."""
+) -> References:
+    """Asks the single engine."""
     ids = sorted(set(await vocabulary(client, single)))
     chance = random.Random(11)
     limit = asyncio.Semaphore(16)
@@ -125,13 +169,13 @@ async def references(
     whole = None
     while whole is None:
         whole = await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))
-    return found[:count], whole
+    return References(found[:count], whole)
 
 
 async def reference(
     client: httpx.AsyncClient, single: Engine, tokens: tuple[int, ...]
 ) -> Prompt | None:
-    """The single engine's answer; None where it is a close thing."""
+    """One engine's answer; None where it is a close thing."""
     response = await client.post(
         f"{single.url}/v1/completions",
         json={
@@ -161,51 +205,65 @@ class Soak:
     model: str
     prefill: Engine
     decode: Engine
-    prompts: list[Prompt]
-    whole: Prompt
+    references: References
+    host_buffer: str
+    restarts_wanted: int
     tally: Tally = field(default_factory=Tally)
     restarts: int = 0
     is_down: bool = False
     under_way: int = 0
+    sent: int = 0
+    started: float = 0.0
 
     async def run(self, connections: int, seconds: float) -> int:
         """All prompts that the time allows, so many at once; P restarts in the middle."""
-        queue = list(enumerate(self.prompts))
+        queue = list(enumerate(self.references.prompts))
         queue.reverse()
         total = len(queue)
         chance = random.Random(5)
-        started = time.monotonic()
+        self.started = time.monotonic()
 
         def passed() -> float:
-            return max((total - len(queue)) / total, (time.monotonic() - started) / seconds)
+            return max((total - len(queue)) / total, (time.monotonic() - self.started) / seconds)
 
         async def connection() -> None:
             while queue and passed() < 1.0:
                 number, prompt = queue.pop()
-                if passed() >= 0.5 and not self.restarts:
+                self.sent += 1
+                if passed() >= 0.5 and self.restarts < self.restarts_wanted:
                     await self.restart()
                 while self.is_down:
                     await asyncio.sleep(0.2)
                 await self.serve(number, prompt, chance)
-                if number % (total // 8 or 1) == 0:
-                    self.note(number)
 
-        await asyncio.gather(*(connection() for _ in range(connections)))
-        self.note(total)
-        return total - len(queue)
+        self.sample()
+        sampling = asyncio.create_task(self.keep_sampling())
+        try:
+            await asyncio.gather(*(connection() for _ in range(connections)))
+        finally:
+            sampling.cancel()
+        self.sample()
+        return self.sent
+
+    async def keep_sampling(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            if not self.is_down:
+                self.sample()
 
     async def restart(self) -> None:
         """Stops P whatever it is doing, and starts another in its place."""
         self.is_down = True
         self.restarts += 1
-        self.note(-1)
         self.console.print(f"P restarts, {self.under_way} requests under way", highlight=False)
         await asyncio.to_thread(self.prefill.stop)
-        spec = engine("soak-prefill-again", self.model, 64, kvpatch=True)
+        spec = engine("soak-prefill-again", self.model, 64, True, self.host_buffer)
         self.prefill = Engine(spec, self.options.work_dir / f"{spec.name}.log")
         self.prefill.start()
         await self.prefill.ready(self.client, self.options.startup_timeout_s)
         self.is_down = False
+        self.sample()
 
     async def serve(self, number: int, prompt: Prompt, chance: random.Random) -> None:
         """One request; what fails because of the restart is asked again."""
@@ -269,14 +327,19 @@ class Soak:
             return what
         return "answered before the client gave up"
 
-    def note(self, number: int) -> None:
-        """How much memory both engines take now."""
-        found = {"request": number, "P": resident(self.prefill), "D": resident(self.decode)}
-        found["restarts"] = self.restarts
+    def sample(self) -> None:
+        """How much memory both engines take now, with what has become of requests."""
+        found = Sample(
+            time.monotonic() - self.started,
+            self.sent,
+            self.restarts,
+            resident(self.prefill),
+            resident(self.decode),
+        )
         self.tally.memory.append(found)
-        sizes = ", ".join(f"{side} {found[side] / 2**20:.0f} MiB" for side in ("P", "D"))
         self.console.print(
-            f"request {number}: {sizes}; {dict(self.tally.outcomes)}",
+            f"{found.seconds:.0f} s, {found.requests} requests: P {mib(found.prefill_bytes)}, "
+            f"D {mib(found.decode_bytes)}; {dict(self.tally.outcomes)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -288,12 +351,12 @@ class Soak:
             RequestFailed: it is answered wrongly, or not before all leases must have ended.
         """
         started = time.monotonic()
-        answering = self.pass_on(self.whole, f"kvpatch{uuid.uuid4().hex}")
+        answering = self.pass_on(self.references.whole, f"kvpatch{uuid.uuid4().hex}")
         try:
             answer = await asyncio.wait_for(answering, 4 * LEASE_S)
         except asyncio.TimeoutError:
             raise RequestFailed("a prompt that needs every slot is not served") from None
-        if answer.token_ids != self.whole.answer:
+        if answer.token_ids != self.references.whole.answer:
             raise RequestFailed("a prompt that needs every slot is answered wrongly")
         for side in (self.prefill, self.decode):
             await side.forget_prefixes(self.client)
@@ -304,8 +367,23 @@ class Soak:
         await self.seconds_for_all_slots()  # waits for the leases of the clients that left
         alone = await self.seconds_for_all_slots()
         name = f"kvpatch{uuid.uuid4().hex}"
-        await complete_at_p_alone(self.client, self.prefill.url, self.model, self.prompts[0], name)
+        prompt = self.references.prompts[0]
+        await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
         return alone, await self.seconds_for_all_slots()
+
+    async def held(self) -> dict[str, int]:
+        """What kvpatch holds of requests in both engines, by its own account."""
+        found: Counter[str] = Counter()
+        for _ in range(TRIES):
+            # An engine hears of what was read while it computes something.
+            await reference(self.client, self.prefill, self.references.prompts[0].token_ids)
+            found = Counter()
+            for side in (self.prefill, self.decode):
+                for rank in await side.rpc(self.client, "kvpatch_held"):
+                    found.update(rank)
+            if not any(size for what, size in found.items() if what != "tables"):
+                break
+        return dict(found)
 
 
 async def complete_at_p_alone(
@@ -344,17 +422,24 @@ def resident(one: Engine) -> int:
     return total
 
 
-def growth(tally: Tally, side: str) -> int:
-    """Since half of what followed the restart: before, caches fill for the first time."""
-    last = tally.memory[-1]
-    since = [m for m in tally.memory if m["restarts"] == last["restarts"] and m["request"] >= 0]
-    start = since[len(since) // 2]
-    return last[side] - start[side]
+def mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"
 
 
-def show(tally: Tally, served: int, seconds: float, console: Console) -> None:
+def growth(tally: Tally) -> tuple[int, int]:
+    """Of P and D since half of what followed the last restart.
+
+    Before, what any engine needs for lengths of prompts that it has not met comes in.
+    """
+    since = [m for m in tally.memory if m.restarts == tally.memory[-1].restarts]
+    start, last = since[len(since) // 2], since[-1]
+    return last.prefill_bytes - start.prefill_bytes, last.decode_bytes - start.decode_bytes
+
+
+def show(run: Soak, served: int, console: Console) -> None:
     """What has become of the requests."""
-    console.print(f"{served} requests in {seconds:.0f} s", highlight=False)
+    tally = run.tally
+    console.print(f"{served} requests in {tally.memory[-1].seconds:.0f} s", highlight=False)
     for outcome, count in sorted(tally.outcomes.items()):
         console.print(f"  {count:6d} {outcome}", highlight=False)
     for line in (*tally.wrong[:20], *tally.failures[:20]):
@@ -368,49 +453,66 @@ async def soak(options: argparse.Namespace, console: Console) -> bool:
     of_run = Options(work_dir=folder.resolve())
     console.print(f"logs: {of_run.work_dir}", highlight=False)
     model = str(make_tiny_llama(of_run.work_dir / "model"))
+    kept = of_run.work_dir / "references.json"
     # Shorter than the servers keep idle connections: one that they close as it is used is an error.
     limits = httpx.Limits(max_connections=64, keepalive_expiry=1)
     async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
-        single = engine("soak-single", model, 32, kvpatch=False)
-        async with running((single,), client, of_run, console) as (engine_alone,):
-            prompts, whole = await references(client, engine_alone, options.requests, console)
+        known = References.load(kept, options.requests)
+        if known is None:
+            single = engine("soak-single", model, 32, kvpatch=False)
+            async with running((single,), client, of_run, console) as (engine_alone,):
+                known = await references(client, engine_alone, options.requests, console)
+            known.keep(kept)
+        if not options.seconds:
+            return True
         pair = (
-            engine("soak-prefill", model, 64, kvpatch=True),
-            engine("soak-decode", model, 32, kvpatch=True),
+            engine("soak-prefill", model, 64, True, options.host_buffer),
+            engine("soak-decode", model, 32, True, options.host_buffer),
         )
         async with running(pair, client, of_run, console) as engines:
             await require_kvpatch_as_asked(client, engines)
-            run = Soak(client, of_run, console, model, *engines, prompts, whole)
-            started = time.monotonic()
+            restarts = 0 if options.no_restart else 1
+            run = Soak(
+                client, of_run, console, model, *engines, known, options.host_buffer, restarts
+            )
             try:
                 served = await run.run(options.connections, options.seconds)
-                seconds = time.monotonic() - started
-                show(run.tally, served, seconds, console)
-                alone, beside = await run.end()
-                staging = (await run.decode.rpc(client, "kvpatch_held"))[0]["staging_bytes"]
+                show(run, served, console)
+                return await verdict(run, served)
             finally:
                 run.prefill.stop()  # of the restart, which running() does not know
-    tally = run.tally
-    grown = {side: growth(tally, side) for side in ("P", "D")}
-    console.print(
-        f"a prompt that needs every slot: {alone:.1f} s, and {beside:.1f} s beside rows that were "
-        f"left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(
-        "growth since the middle: "
-        + ", ".join(f"{side} {size / 2**20:+.1f} MiB" for side, size in grown.items()),
-        highlight=False,
-    )
-    return (
+
+
+async def verdict(run: Soak, served: int) -> bool:
+    """Whether every answer was right and nothing is left; growth is shown beside it."""
+    tally, console = run.tally, run.console
+    passed = (
         not tally.wrong
         and not tally.failures
         and tally.outcomes["right"] > served // 2
-        and run.restarts == 1
+        and run.restarts == run.restarts_wanted
+    )
+    grown = growth(tally)
+    console.print(
+        f"growth since the middle: P {mib(grown[0])}, D {mib(grown[1])}",
+        highlight=False,
+    )
+    if run.host_buffer == "never":
+        return passed  # what was measured is the memory of engines without buffers
+    alone, beside = await run.end()
+    held = await run.held()
+    console.print(
+        f"a prompt that needs every slot: {alone:.1f} s, and {beside:.1f} s beside rows that were "
+        f"left to a lease of {LEASE_S} s; left at the end: {held}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return (
+        passed
         and beside > max(LEASE_S / 2, 2 * alone)
-        and not staging
-        and all(bytes_ <= GROWTH_BYTES for bytes_ in grown.values())
+        and held.pop("tables") > 0
+        and not any(held.values())
+        and all(bytes_ <= GROWTH_BYTES for bytes_ in grown)
     )
 
 
@@ -419,8 +521,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--connections", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=3600, help="send no more after that")
-    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="send no more after that; 0: only the answers"
+    )
+    parser.add_argument("--host-buffer", choices=("always", "never"), default="always")
+    parser.add_argument("--no-restart", action="store_true", help="P stays, to watch its memory")
+    parser.add_argument(
+        "--work-dir", type=Path, help="for logs, the model and the single engine's answers; kept"
+    )
     console = Console(width=None if sys.stdout.isatty() else 132)
     passed = until_signal(soak(parser.parse_args(), console))
     console.print("passed" if passed else "FAILED")
