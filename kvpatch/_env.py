@@ -61,6 +61,18 @@ def is_kvcached_enabled() -> bool:
     return os.environ.get("ENABLE_KVCACHED", "").lower() in ("true", "1")
 
 
+def kvcached_contiguous() -> bool | None:
+    """What ``KVCACHED_CONTIGUOUS_LAYOUT`` says, read as kvcached reads it; None where unset."""
+    value = os.environ.get("KVCACHED_CONTIGUOUS_LAYOUT")
+    return None if value is None else value.lower() == "true"
+
+
+def kvcached_page_bytes() -> int | None:
+    """What ``KVCACHED_PAGE_SIZE_MB`` says; None where unset, or no number (kvcached refuses)."""
+    value = os.environ.get("KVCACHED_PAGE_SIZE_MB", "")
+    return int(value) * 1024**2 if value.isascii() and value.isdigit() else None
+
+
 def disabled_slugs() -> tuple[str, ...]:
     """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
     names = os.environ.get(DISABLE, "").replace(",", " ").split()

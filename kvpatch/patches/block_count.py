@@ -25,11 +25,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from kvpatch import _env
 from kvpatch._errors import RegistrationRefused
 from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 
 
@@ -46,6 +48,8 @@ def _register_kv_caches(
         kernel_blocks = registration.kernel_blocks_per_block(instance) or 1
         planned = registration.planned_blocks(instance)
         if layers and not is_as_planned(layers, planned, kernel_blocks):
+            if _env.is_kvcached_enabled():  # says more than the counts below can
+                check_pools(kv_caches, layers, kvcacheds_settings())
             registration.set_blocks(instance, common_blocks(layers, kernel_blocks))
         return wrapped(kv_caches)
 

@@ -39,6 +39,8 @@ from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer_worker import is_on
+from kvpatch.vllm.kvcached_pages import note_pages
+from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import forget_rows, register_rows
@@ -62,6 +64,8 @@ def _register_kv_caches(
         forget_rows(instance)
         if _env.is_kvcached_enabled():
             note_transport(kv_caches)
+            check_pools(kv_caches, layers, kvcacheds_settings())
+            note_pages(instance, kv_caches, layers)
             expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
             if is_in_rows(layers, expected):
                 refuse_without_reader(instance)

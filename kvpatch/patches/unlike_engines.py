@@ -57,6 +57,7 @@ from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
+from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
     completed,
@@ -351,7 +352,15 @@ def _read_blocks_for_req(
         with reader.reading(req_id, engine_id, peer, order):
             return wrapped(req_id, meta)
 
-    return read(*args, **kwargs)
+    def read_checked(req_id: str, meta: Any) -> Any:
+        reader, order = reader_of(instance), orders.order_of(meta)
+        if reader is None or order is None:
+            return read(req_id, meta)
+        parts = reader.ours.kernel_blocks_per_block
+        with reader.filling(partial(refuse_unmapped, instance, reader.groups, order, parts)):
+            return read(req_id, meta)
+
+    return read_checked(*args, **kwargs)
 
 
 def _peer_of(reader: Reader | None, engine_id: str, order: orders.Order | None) -> Peer | None:

@@ -46,8 +46,10 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         """As NIXL's own; the descriptors that are named are not the ones that are read.
 
         Raises:
-            ReadRefused: a peer that was only shown as one like us would be read as one.
+            ReadRefused: a peer that was only shown as one like us would be read as one, or
+                blocks to fill are not there.
         """
+        self._self_reader.check_blocks()
         engine_id = self._self_reader.is_reading()
         if engine_id is not None:
             rank = self._self_rank_of(engine_id, remote_handle)

@@ -9,7 +9,7 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,7 @@ class Reader:
         self._layers = ours.layers if layers is None else layers
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
         self._reading: _Reading | None = None
+        self._check: Callable[[], None] | None = None
         self._tails_left = False
         self._staged: WeakSet[StagedRead] = WeakSet()
 
@@ -251,6 +252,24 @@ class Reader:
             yield
         finally:
             self._reading = None
+
+    @contextmanager
+    def filling(self, check: Callable[[], None]) -> Iterator[None]:
+        """While inside, `check` is called before a transfer is prepared, ours or the release's.
+
+        There, and not before, the release makes a failed load of what it raises.
+        """
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
+
+    def check_blocks(self) -> None:
+        """Calls the check of :meth:`filling`, once a request."""
+        check, self._check = self._check, None
+        if check is not None:
+            check()
 
     def is_reading(self) -> str | None:
         """The engine that is being read from; None outside :meth:`reading`."""

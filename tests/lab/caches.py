@@ -8,6 +8,7 @@ and one for values (or one latent), which are all that the comparison sees.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from .case import EngineSpec
 from .compare import UNSIGNED, Array
-from .kvcached_standin import Reservation, allocate
+from .kvcached_standin import Allocation, Reservation, allocate
 
 _TORCH = {
     "float32": torch.float32,
@@ -33,6 +34,13 @@ _PROBE = {"block": 5003, "token": 112, "head": 11, "channel": 96}
 _HALF_GAP = 1.5
 # How kvcached shapes a layer for releases whose own shape is packed.
 _KVCACHED_DIMS = ("block", "kv", "token", "head", "channel")
+
+
+#: The setting that has kvcached's last layer lie elsewhere: in a "pool" of smaller blocks, in
+#: "other" memory, or in other memory while it "claims" to be in kvcached's.
+ODD_LAYER = "LAB_KVCACHED_ODD_LAYER"
+#: The setting that has a page under D's blocks not mapped.
+UNMAPPED = "LAB_KVCACHED_UNMAPPED"
 
 
 class UnknownShape(RuntimeError):
@@ -75,6 +83,11 @@ class Caches:
                 reservation.map(page)
                 found = reservation.bytes_at(page)
                 found[:] = noise.integers(0, 256, found.size, dtype=np.uint8)
+
+    def unmap_one(self) -> None:
+        """Takes a page away that is there."""
+        reservation = next(r for r in self.reservations if r.mapped)
+        reservation.unmap(max(reservation.mapped))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {layer.name: layer.tensor for layer in self.layers}
@@ -191,19 +204,32 @@ def _by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str) -> Caches
         "kv": 2,
     }
     is_hnd = layout in ("HND", "LBHNC", "BLHNC") and "packed" in dims
-    found = allocate(
-        [sizes[d] for d in dims],
-        spec.block_tokens,
-        torch_dtype(spec.dtype),
-        spec.layers,
-        contiguous=spec.allocation == "kvcached_rows",
-        attention="MLA" if spec.family == "mla" else "MHA",
-        layout="HND" if is_hnd else "NHD",
-        virtual_blocks=spec.blocks,
-    )
+
+    def reserve(layers: int, heads: int) -> Allocation:
+        found = sizes | {"head": heads}
+        return allocate(
+            [found[d] for d in dims],
+            spec.block_tokens,
+            torch_dtype(spec.dtype),
+            layers,
+            contiguous=spec.allocation == "kvcached_rows",
+            attention="MLA" if spec.family == "mla" else "MHA",
+            layout="HND" if is_hnd else "NHD",
+            virtual_blocks=spec.blocks,
+        )
+
+    found = reserve(spec.layers, spec.heads_per_rank)
+    tensors, odd = list(found.tensors), os.environ.get(ODD_LAYER, "")
+    if odd == "pool":
+        (tensors[-1],) = reserve(1, spec.heads_per_rank // 2).tensors
+    elif odd:
+        mark = tensors[-1]._kvcached_block_copy_view
+        tensors[-1] = torch.zeros(tensors[-1].shape, dtype=tensors[-1].dtype)
+        if odd == "claims":
+            tensors[-1]._kvcached_block_copy_view = mark
     layers = tuple(
         LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec))
-        for number, tensor in enumerate(found.tensors)
+        for number, tensor in enumerate(tensors)
     )
     return Caches(layers, (), dims, tuple(found.reservations))
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import release, standins
-from .caches import Caches, build
+from .caches import UNMAPPED, Caches, build
 from .compare import Array, expected, slots
 from .core import CoreScheduler
 from .engine_api import Start
@@ -202,6 +202,8 @@ class Engine:
             tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
             self.tracked.append(tracked)
             self._map(tracked)
+            if os.environ.get(UNMAPPED):
+                self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
         self.before = [[m.copy() for m in caches.memory] for caches in self.caches]

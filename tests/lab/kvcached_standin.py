@@ -5,6 +5,10 @@ reserved and not accessible (``mmap``, ``PROT_NONE``): a page can be read and wr
 :meth:`Reservation.map` on until :meth:`Reservation.unmap`. kvcached itself maps one page of
 zeros everywhere instead, so that a stray access shows nothing; here it ends the process.
 
+CUDA's driver, which knows what is mapped, is stood in for too: it answers with the page's
+own allocation or, where there is none, with one that all unmapped pages share, as kvcached's
+page of zeros is.
+
 What the layouts are, their strides, and how many blocks a reservation holds is all
 decided by kvcached's own ``alloc_kv_cache``.
 """
@@ -24,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvpatch.transfer import backing
 from tests.releases import kvcached
 
 from .compare import Array
@@ -39,6 +44,9 @@ _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
+#: What mmap aligns reservations to.
+_SYSTEM_PAGE_BYTES = 4096
+_PAGE_OF_ZEROS = 1
 
 
 def _check(result: int) -> None:
@@ -94,6 +102,20 @@ class Reservation:
         return torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
 
 
+#: Of this process; none is ever given back.
+_RESERVATIONS: list[Reservation] = []
+
+
+def _allocation_at(address: int) -> int | None:
+    for reservation in _RESERVATIONS:
+        offset = address - reservation.address
+        if 0 <= offset < reservation.size_bytes:
+            page = offset // reservation.page_bytes
+            start = reservation.address + page * reservation.page_bytes
+            return start if page in reservation.mapped else _PAGE_OF_ZEROS
+    return None
+
+
 @dataclass(frozen=True)
 class Allocation:
     """What kvcached handed out.
@@ -131,6 +153,7 @@ class _Compiled:
             self.reservations = [whole]
         else:
             self.reservations = [Reservation(size_bytes, PAGE_BYTES) for _ in range(layers)]
+        _RESERVATIONS.extend(self.reservations)
         return [reservation.tensor(dtype) for reservation in self.reservations]
 
 
@@ -184,6 +207,7 @@ def allocate(
             total_memory=pages * PAGE_BYTES * contents * layers
         ),
     )
+    backing.driver = lambda: backing.Driver(_allocation_at, _SYSTEM_PAGE_BYTES)
     # The device that kvcached asks for its memory, and pages that a test can fill.
     interfaces.torch = _Torch(device)
     interfaces.PAGE_SIZE = PAGE_BYTES

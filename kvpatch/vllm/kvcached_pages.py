@@ -1,0 +1,109 @@
+"""Which of a worker's pages kvcached has mapped, asked before a request's blocks are filled.
+
+What is read into a page that is not mapped lands in the page of zeros that all of them
+share, without an error, and is gone where kvcached maps a page there later. P's pages are
+P's to keep: D cannot see them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from kvpatch.geometry import Plane, kernel_blocks
+from kvpatch.transfer import backing
+from kvpatch.transfer.nixl import Int64Array
+from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.shares import ReadRefused
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.registration")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages behind a worker's tensors.
+
+    Attributes:
+        filler: what is mapped where kvcached has mapped nothing of its own.
+    """
+
+    driver: backing.Driver
+    filler: int
+    layers: Mapping[str, LayerCache]
+
+
+_PAGES: WeakKeyDictionary[Any, Pages] = WeakKeyDictionary()
+
+
+def note_pages(
+    worker: Any, kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]
+) -> None:
+    """Finds out how to tell pages that are not mapped; at registration most are not."""
+    _PAGES.pop(worker, None)
+    driver = backing.driver()
+    if driver is None or not layers:
+        return
+    storage = kv_caches[next(iter(layers))].untyped_storage()
+    filler = backing.filler_of(driver, storage.data_ptr(), storage.nbytes())
+    if filler is None:
+        _LOG.info("kvcached's page of zeros is mapped nowhere: unmapped pages are not looked for")
+        return
+    _PAGES[worker] = Pages(driver, filler, layers)
+
+
+def refuse_unmapped(
+    worker: Any, groups: Sequence[Group], order: Order, kernel_blocks_per_block: int
+) -> None:
+    """Refuses a request whose blocks have no page of their own here.
+
+    Raises:
+        ReadRefused: the first such block, and what to set.
+    """
+    pages = _PAGES.get(worker)
+    if pages is None:
+        return
+    for group, named in zip(groups, order.local_blocks, strict=False):
+        # Block 0 is what vLLM puts where a window has slid on; nobody fills it.
+        blocks = kernel_blocks([block for block in named if block], kernel_blocks_per_block)
+        for layer, block, address in _places(pages, group, blocks):
+            if pages.driver.allocation_at(address) == pages.filler:
+                raise ReadRefused(
+                    f"block {block} of {layer} is to be filled and the page at {address:#x} under "
+                    "it is not mapped: found the page of zeros that all unmapped ones of kvcached "
+                    "share, expected one of its own for every block that is handed out. Its "
+                    "processes disagree: give the engine and its workers one "
+                    "KVCACHED_CONTIGUOUS_LAYOUT, KVCACHED_PAGE_SIZE_MB and KVCACHED_IPC_NAME, or "
+                    "set ENABLE_KVCACHED=false"
+                )
+
+
+def _places(pages: Pages, group: Group, numbers: Int64Array) -> Iterator[tuple[str, int, int]]:
+    """(layer, block, address) of each page that the blocks lie in, once."""
+    seen: set[int] = set()
+    for layer in sorted(group.layers & pages.layers.keys()):
+        for plane in pages.layers[layer].planes:
+            first = plane.address + numbers * plane.strides_bytes.block
+            for addresses in (first, first + _block_reach(plane) - 1):
+                granules, which = np.unique(
+                    addresses // pages.driver.granule_bytes, return_index=True
+                )
+                for granule, index in zip(granules.tolist(), which.tolist(), strict=True):
+                    if granule not in seen:
+                        seen.add(granule)
+                        yield layer, int(numbers[index]), int(addresses[index])
+
+
+def _block_reach(plane: Plane) -> int:
+    """Bytes from a block's first to past its last."""
+    axes = tuple(zip(plane.counts, plane.strides_bytes, strict=True))[1:]
+    return sum((size - 1) * stride for size, stride in axes) + plane.item_bytes

@@ -1,0 +1,108 @@
+"""Tensors, variables and pages of kvcached's that contradict one another: each is refused.
+
+kvcached's own view code over the lab's stand-in for its compiled part; every refusal says
+what was found, what was expected and what to set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from kvpatch.patches import SLUGS
+from tests.releases import kvcached
+
+from .caches import ODD_LAYER, UNMAPPED
+from .case import Case, EngineSpec, Report
+from .host import Lab
+from .kvcached_cells import LAYOUTS, spec
+from .releases import states_layout
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+Layout = Literal["contiguous", "split-half"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _source() -> None:
+    kvcached.fetch(kvcached.NEWEST)
+
+
+def _spec(layout: str, *settings: tuple[str, str]) -> EngineSpec:
+    found = spec("flash", LAYOUTS[layout])
+    return replace(found, patched=True, patches=SLUGS, settings=settings)
+
+
+def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
+    return lab.run(Case("bad input", prefill, decode, prompt_tokens=107))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_that_the_variable_denies(lab: Lab, layout: str) -> None:
+    said, other = ("false", "true") if layout == "contiguous" else ("true", "false")
+    contrary, right = (
+        _spec(layout, ("KVCACHED_CONTIGUOUS_LAYOUT", value)) for value in (said, other)
+    )
+
+    refused, agreed = _run(lab, contrary, contrary), _run(lab, right, right)
+
+    assert refused.outcome == "refused", refused
+    assert f"KVCACHED_CONTIGUOUS_LAYOUT={said} and " in refused.detail
+    assert "allocation" in refused.detail and "set KVCACHED_CONTIGUOUS_LAYOUT" in refused.detail
+    assert agreed.outcome == "identical", agreed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pages_that_the_variable_denies(lab: Lab, layout: str) -> None:
+    contrary = _spec(layout, ("KVCACHED_PAGE_SIZE_MB", "64"))
+
+    report = _run(lab, contrary, contrary)
+
+    assert report.outcome == "refused", report
+    assert "KVCACHED_PAGE_SIZE_MB=64 and kvcached's pools are no whole number" in report.detail
+    assert "Expected multiples of 67108864 bytes" in report.detail
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_pools_of_unlike_pages(lab: Lab, layout: str) -> None:
+    odd = _spec(layout, (ODD_LAYER, "pool"))
+
+    report = _run(lab, odd, odd)
+
+    assert report.outcome == "refused", report
+    assert "unlike sizes: " in report.detail and "Expected" in report.detail
+    assert "layers.2." in report.detail and "ENABLE_KVCACHED=false" in report.detail
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("odd", "said"), [("other", "lie in none of its pools"), ("claims", "says that it lies in")]
+)
+def test_a_tensor_outside_the_pool(lab: Lab, layout: str, odd: str, said: str) -> None:
+    strange = _spec(layout, (ODD_LAYER, odd))
+
+    report = _run(lab, strange, strange)
+
+    assert report.outcome == "refused", report
+    assert "layers.2." in report.detail and said in report.detail
+    assert "expected" in report.detail and "ENABLE_KVCACHED=false" in report.detail
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("block_tokens", [16, 32])
+def test_a_page_that_is_not_mapped_under_a_descriptor(
+    lab: Lab, layout: str, block_tokens: int
+) -> None:
+    """Between like engines the release reads split halves itself, and is stopped as well."""
+    if block_tokens != 16 and layout == "split-half" and not states_layout(lab.release):
+        pytest.skip("0.10.0 states no layout: unlike halves are refused at the handshake")
+    prefill = _spec(layout)
+    decode = replace(_spec(layout, (UNMAPPED, "1")), block_tokens=block_tokens)
+
+    report = _run(lab, prefill, decode)
+
+    assert report.outcome == "refused", report
+    assert "is not mapped: found the page of zeros" in report.detail
+    assert "one of its own for every block" in report.detail

@@ -1,0 +1,269 @@
+"""What is made of kvcached's tensors, variables and pages, on small real tensors.
+
+The lab runs the same checks on kvcached's own view code and every release's worker.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvpatch._errors import RegistrationRefused
+from kvpatch.transfer.backing import Driver, driver, filler_of
+from kvpatch.vllm import kvcached_pages
+from kvpatch.vllm.caches import read_layers
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.kvcached_pools import Settings, check_pools, kvcacheds_settings
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, REGISTRATIONS
+from kvpatch.vllm.shares import ReadRefused
+
+pytestmark = pytest.mark.patching
+
+BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
+
+
+def _read(tensors, order):
+    registration = replace(
+        REGISTRATIONS["g0100"],
+        orders=lambda worker, layer: (order,),
+        layers=lambda worker: frozenset(tensors),
+    )
+    return read_layers(registration, None, tensors)
+
+
+def _rows(dtype=torch.float32):
+    pool = torch.zeros(BLOCKS, LAYERS, 2, TOKENS, HEADS, CHANNELS, dtype=dtype)
+    return {f"layers.{n}": pool[:, n] for n in range(LAYERS)}
+
+
+def _halves(heads=HEADS, blocks=BLOCKS, layers=LAYERS):
+    return {f"layers.{n}": torch.zeros(2, blocks, TOKENS, heads, CHANNELS) for n in range(layers)}
+
+
+def _check(tensors, order, contiguous=None, page_bytes=None):
+    check_pools(tensors, _read(tensors, order), Settings(contiguous, page_bytes))
+
+
+class TestVariables:
+    @pytest.mark.parametrize("contiguous", [None, True])
+    def test_rows_are_contiguous(self, contiguous):
+        _check(_rows(), BLOCKS_FIRST, contiguous)
+
+    @pytest.mark.parametrize("contiguous", [None, False])
+    def test_halves_are_not(self, contiguous):
+        _check(_halves(), KEYS_FIRST, contiguous)
+
+    def test_rows_that_the_variable_denies(self):
+        with pytest.raises(
+            RegistrationRefused, match=r"LAYOUT=false and several layers .* one allocation: 9216"
+        ):
+            _check(_rows(), BLOCKS_FIRST, contiguous=False)
+
+    def test_allocations_that_the_variable_denies(self):
+        with pytest.raises(RegistrationRefused, match="LAYOUT=true and the layers lie in 3 alloc"):
+            _check(_halves(), KEYS_FIRST, contiguous=True)
+
+    def test_a_single_layers_halves_that_the_variable_denies(self):
+        with pytest.raises(RegistrationRefused, match="keys of all blocks before"):
+            _check(_halves(layers=1), KEYS_FIRST, contiguous=True)
+
+    @pytest.mark.parametrize("contiguous", [True, False])
+    def test_one_layer_of_latents_is_both(self, contiguous):
+        latents = {"layers.0": torch.zeros(BLOCKS, TOKENS, CHANNELS)}
+
+        _check(latents, LATENT, contiguous)
+
+    def test_groups_that_share_a_pool_from_its_beginning_are_not_contiguous(self):
+        """Gemma: a pool holds a layer of each group, seen in shapes of one size."""
+        pool = torch.zeros(BLOCKS * TOKENS * CHANNELS)
+        few, many = (pool.view(BLOCKS, n * TOKENS, CHANNELS // n) for n in (1, 2))
+
+        _check({"layers.0": few, "layers.1": many}, LATENT, contiguous=False)
+
+    @pytest.mark.parametrize(("page_bytes", "fits"), [(1536, True), (1024, False)])
+    def test_pools_are_whole_pages(self, page_bytes, fits):
+        tensors = _halves()  # 3072 bytes each
+        if fits:
+            _check(tensors, KEYS_FIRST, page_bytes=page_bytes)
+            return
+        with pytest.raises(RegistrationRefused, match="Expected multiples of 1024 bytes"):
+            _check(_halves(blocks=7), KEYS_FIRST, page_bytes=page_bytes)
+
+    @pytest.mark.parametrize(
+        ("layout", "page", "expected"),
+        [
+            (None, None, Settings()),
+            ("TRUE", "4", Settings(contiguous=True, page_bytes=4 * 1024**2)),
+            ("1", "x", Settings(contiguous=False)),  # kvcached takes all but true for false
+        ],
+    )
+    def test_are_read_as_kvcached_reads_them(self, monkeypatch, layout, page, expected):
+        for name, value in (("CONTIGUOUS_LAYOUT", layout), ("PAGE_SIZE_MB", page)):
+            monkeypatch.delenv(f"KVCACHED_{name}", raising=False)
+            if value is not None:
+                monkeypatch.setenv(f"KVCACHED_{name}", value)
+
+        assert kvcacheds_settings() == expected
+
+
+class TestPools:
+    def test_of_unlike_sizes_are_refused_with_both(self):
+        tensors = _halves(layers=2) | {"layers.9": _halves(heads=1)["layers.0"]}
+
+        with pytest.raises(RegistrationRefused, match=r"3072 bytes at .*; 1536 bytes at .*: layer"):
+            _check(tensors, KEYS_FIRST)
+
+    def test_of_one_size_with_unlike_blocks_are_refused_with_both(self):
+        pool = torch.zeros(2 * BLOCKS * TOKENS * HEADS * CHANNELS)
+        small = pool[: pool.numel() // 2].view(2, BLOCKS, TOKENS, HEADS // 2, CHANNELS)
+        tensors = _halves(layers=2) | {"layers.2": small}
+
+        with pytest.raises(
+            RegistrationRefused, match=r"512 bytes a block in 6 .*; 256 bytes a block in 6 "
+        ):
+            _check(tensors, KEYS_FIRST)
+
+    def test_kernel_blocks_of_two_sizes_in_one_size_of_block_are_let_through(self):
+        tensors = {
+            "layers.0": torch.zeros(BLOCKS, TOKENS, CHANNELS),
+            "layers.1": torch.zeros(2 * BLOCKS, TOKENS // 2, CHANNELS),
+        }
+
+        _check(tensors, LATENT)
+
+    def _marked(self):
+        tensors = _halves()
+        for tensor in tensors.values():
+            tensor._kvcached_block_copy_view = tensor.view(torch.uint8).view(BLOCKS, -1)
+        return tensors
+
+    def test_that_kvcached_has_marked_are_its_own(self):
+        _check(self._marked(), KEYS_FIRST)
+
+    def test_a_tensor_that_lies_elsewhere_than_its_mark_is_refused(self):
+        tensors = self._marked()
+        mark = tensors["layers.1"]._kvcached_block_copy_view
+        tensors["layers.1"] = torch.zeros_like(tensors["layers.1"])
+        tensors["layers.1"]._kvcached_block_copy_view = mark
+
+        with pytest.raises(RegistrationRefused, match=r"layers\.1 says that it lies in kvcached's"):
+            _check(tensors, KEYS_FIRST)
+
+    def test_a_tensor_of_nobodys_beside_marked_ones_is_refused(self):
+        tensors = self._marked()
+        tensors["layers.1"] = torch.zeros_like(tensors["layers.1"])
+
+        with pytest.raises(
+            RegistrationRefused, match=r"layers\.0, layers\.2 are kvcached's and layers\.1 lie in"
+        ):
+            _check(tensors, KEYS_FIRST)
+
+
+class _Worker:
+    """FAKE: what pages are remembered for."""
+
+
+_FILLER = 77
+
+
+class TestPages:
+    """FAKE driver: pages of 256 bytes, which hold one block of keys or of values."""
+
+    def _pages(self, monkeypatch, mapped):
+        tensors = _halves(layers=1, blocks=8)
+        base = tensors["layers.0"].data_ptr()
+
+        def allocation_at(address):
+            page = (address - base) // 256
+            return 1000 + page if page in mapped else _FILLER
+
+        monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: Driver(allocation_at, 64))
+        worker = _Worker()
+        kvcached_pages.note_pages(worker, tensors, _read(tensors, KEYS_FIRST))
+        return worker
+
+    def _refuse(self, worker, blocks):
+        group = Group(frozenset({"layers.0"}), 0)
+        order = Order(TOKENS * len(blocks), TOKENS * len(blocks), (tuple(blocks),), ((1,),))
+        kvcached_pages.refuse_unmapped(worker, (group,), order, 1)
+
+    def test_blocks_with_pages_are_let_through(self, monkeypatch):
+        # Keys of blocks 2 and 3, and their values 8 blocks behind.
+        worker = self._pages(monkeypatch, {2, 3, 10, 11})
+
+        self._refuse(worker, [2, 3])
+
+    @pytest.mark.parametrize("unmapped", [2, 3, 10, 11])
+    def test_one_without_is_named(self, monkeypatch, unmapped):
+        worker = self._pages(monkeypatch, {2, 3, 10, 11} - {unmapped})
+
+        with pytest.raises(ReadRefused, match=rf"block {unmapped % 8} of layers\.0 is to be fill"):
+            self._refuse(worker, [2, 3])
+
+    def test_what_a_window_has_left_is_not_looked_at(self, monkeypatch):
+        self._refuse(self._pages(monkeypatch, {2, 10}), [0, 2])
+
+    def test_without_a_driver_nothing_is_looked_for(self, monkeypatch):
+        monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: None)
+        worker, tensors = _Worker(), _halves(layers=1)
+
+        kvcached_pages.note_pages(worker, tensors, _read(tensors, KEYS_FIRST))
+
+        self._refuse(worker, [2, 3])
+
+
+class TestDriver:
+    def test_the_filler_is_what_is_mapped_twice_and_far_apart(self):
+        pages = [5, 5, 6, 9, 9, 9, 7, 8]
+        known = Driver(lambda address: pages[address // 10], 1)
+
+        assert filler_of(known, 0, 80) == 9
+
+    def test_neighbours_may_be_one_large_page(self):
+        pages = [5, 5, 6, 6, 7, 7, 8, None]
+        known = Driver(lambda address: pages[address // 10], 1)
+
+        assert filler_of(known, 0, 80) is None
+
+    def test_where_none_is_loaded_there_is_none(self):
+        assert driver() is None
+
+    def test_is_asked_as_its_header_says(self, tmp_path):
+        """FAKE libcuda, compiled here: the two functions, with the header's types."""
+        compiler = shutil.which("cc")
+        if compiler is None:
+            pytest.skip("needs a C compiler")
+        source, library = tmp_path / "fake.c", tmp_path / "libcuda.so.1"
+        source.write_text(
+            "unsigned long long held = 0;\n"
+            "int cuMemRetainAllocationHandle(unsigned long long *handle, void *address) {\n"
+            "  if ((unsigned long long)address < 0x1f000000000ULL) return 1;\n"
+            "  held++; *handle = ((unsigned long long)address >> 21) | 1ULL << 63; return 0; }\n"
+            "int cuMemRelease(unsigned long long handle) {\n"
+            "  if (!(handle >> 63)) return 1; held--; return 0; }\n"
+        )
+        build = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", library, source]
+        subprocess.run(build, check=True)
+        asked = (
+            "import ctypes, sys; from kvpatch.transfer.backing import driver\n"
+            "assert driver() is None\n"
+            "fake = ctypes.CDLL(sys.argv[1]); found = driver()\n"
+            "print(found.allocation_at(0x1f0_0020_0000), found.allocation_at(4096),\n"
+            "      ctypes.c_ulonglong.in_dll(fake, 'held').value)\n"
+        )
+        answer = subprocess.run(
+            [sys.executable, "-c", asked, str(library)],
+            capture_output=True,
+            text=True,
+            env=os.environ,
+            check=True,
+        )
+
+        assert answer.stdout.split() == [str(0x1F000200000 >> 21 | 1 << 63), "None", "0"]
