@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
-from kvpatch.verify.engine import EngineSpec
+from kvpatch.verify.engine import TRANSFER_CONFIG, EngineSpec
 from kvpatch.verify.setups import BadOptions, Setup, small_engine
 
 DTYPE = "float32"
 """vLLM's CPU backend keeps keys by column in it on every x86 machine; in bfloat16 it may not."""
+
+CUDA_DTYPE = "bfloat16"
+"""FlashAttention takes no float32."""
+
+_CUDA = (
+    *("--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.2"),
+    *("--kv-transfer-config", json.dumps({**TRANSFER_CONFIG, "kv_buffer_device": "cuda"})),
+)
+"""FlashAttention on every CUDA device, and room for four engines on one; connectors read it."""
+
+Kvcached = Literal["contiguous", "split-half"]
+"""Which of kvcached's layouts an engine has."""
 
 _TORCH_ATTENTION = (
     "--worker-extension-cls",
@@ -24,11 +38,13 @@ class Side:
 
     Attributes:
         layout: NHD or HND; None where the backend has one only.
+        kvcached: where kvcached allocates the cache, as what.
     """
 
     block_tokens: int
     ranks: int = 1
     layout: str | None = None
+    kvcached: Kvcached | None = None
 
     def __str__(self) -> str:
         parts = [str(self.block_tokens)]
@@ -36,15 +52,22 @@ class Side:
             parts.append(f"TP{self.ranks}")
         if self.layout:
             parts.append(self.layout)
+        if self.kvcached:
+            parts.append(self.kvcached)
         return " ".join(parts)
 
 
 @dataclass(frozen=True)
 class Single:
-    """What the single engine and every engine of a row have in common."""
+    """What the single engine and every engine of a row have in common.
+
+    Attributes:
+        cuda: whether they run on a GPU, in bfloat16; on a CPU it is float32.
+    """
 
     model: str = "llama"
     torch_attention: bool = False
+    cuda: bool = False
 
     def __str__(self) -> str:
         return f"{self.model}, attention in torch" if self.torch_attention else self.model
@@ -107,20 +130,20 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def choose(text: str | None) -> tuple[Row, ...]:
+def choose(text: str | None, rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
     """``"128-32,2p1d"`` -> these rows in the order of the table; all of them for None.
 
     Raises:
         BadOptions: an unknown name, or none.
     """
     if text is None:
-        return ROWS
+        return tuple(rows)
     asked = {name.strip() for name in text.split(",") if name.strip()}
-    known = {row.name for row in ROWS}
+    known = {row.name for row in rows}
     if not asked or asked - known:
-        names = ", ".join(row.name for row in ROWS)
+        names = ", ".join(row.name for row in rows)
         raise BadOptions(f"--rows: expected some of {names}, found {text!r}")
-    return tuple(row for row in ROWS if row.name in asked)
+    return tuple(row for row in rows if row.name in asked)
 
 
 def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
@@ -140,7 +163,8 @@ def single_setup(single: Single, model: str) -> Setup:
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
     """The set-ups ``stock`` and ``kvpatch``, on the same prefill engines.
 
-    Those have kvpatch only where they have a host buffer, which a stock decode engine reads too.
+    Those have kvpatch only where they have a host buffer, which a stock decode engine reads too,
+    or kvcached.
     """
     buffer = (
         {}
@@ -156,7 +180,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
             row.single,
             side,
             model,
-            kvpatch=bool(buffer),
+            kvpatch=bool(buffer or side.kvcached),
             settings=buffer,
         )
         for number, side in enumerate(row.prefill)
@@ -188,8 +212,19 @@ def _engine(
     if single.torch_attention:
         arguments += _TORCH_ATTENTION
     environment = dict(settings)
+    if single.cuda:
+        arguments += _CUDA if connector else _CUDA[: _CUDA.index("--kv-transfer-config")]
+    if side.kvcached:
+        environment |= {
+            "ENABLE_KVCACHED": "true",
+            "KVCACHED_AUTOPATCH": "1",
+            "KVCACHED_CONTIGUOUS_LAYOUT": str(side.kvcached == "contiguous").lower(),
+        }
+    elif single.cuda:
+        environment |= {"ENABLE_KVCACHED": "false", "KVCACHED_AUTOPATCH": "0"}
     if side.layout is not None:
         environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
+    dtype = CUDA_DTYPE if single.cuda else DTYPE
     return small_engine(
-        name, model, DTYPE, arguments, connector, kvpatch, tuple(environment.items())
+        name, model, dtype, arguments, connector, kvpatch, tuple(environment.items())
     )

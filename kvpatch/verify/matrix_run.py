@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvpatch.verify.compare import Comparison, Observation, compare
 from kvpatch.verify.engine import Engine, EngineFailed, require_environment, stop_all
-from kvpatch.verify.matrix import Row, Single, by_single, row_setups, single_setup
+from kvpatch.verify.kvcached import require_layouts
+from kvpatch.verify.matrix import Row, Side, Single, by_single, row_setups, single_setup
 from kvpatch.verify.model import MAKERS
 from kvpatch.verify.observe import Serving
 from kvpatch.verify.prompts import Case, build_cases
@@ -150,6 +151,7 @@ class _RowRun:
             prefill, decode = engines[:count], engines[count:]
             await self._require_patch(decode)
             self._require_host_buffers(engines)
+            await self._require_layouts(engines, (*self.row.prefill, self.row.decode))
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             stop_all(decode)
             if not self.with_stock:
@@ -158,6 +160,7 @@ class _RowRun:
                 await engine.forget_prefixes(self.client)
             try:
                 async with running(stock.decode, self.client, self.options, self.console) as decode:
+                    await self._require_layouts(decode, (self.row.decode,))
                     observations["stock"] = await self._serve(stock, prefill, decode)
             except EngineFailed as error:
                 # What stock does is shown beside the row and decides nothing about it.
@@ -184,6 +187,10 @@ class _RowRun:
             ranks = HOST_BUFFER.findall(engine.log.read_text(errors="replace"))
             if not ranks:
                 raise EngineFailed(f"{engine.spec.name}: expected a host buffer, found none")
+
+    async def _require_layouts(self, engines: Sequence[Engine], sides: Sequence[Side]) -> None:
+        if self.row.single.cuda:
+            await require_layouts(self.client, engines, sides, self.options.work_dir)
 
     async def _require_patch(self, engines: Sequence[Engine]) -> None:
         for engine in engines:

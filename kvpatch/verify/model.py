@@ -83,6 +83,30 @@ def make_tiny_window_llama(folder: Path) -> Path:
     return _write(folder, build)
 
 
+def make_wide_llama(folder: Path) -> Path:
+    """A Llama of 16 layers with 8 heads of 128 channels, about 400 MB of bfloat16 on a GPU.
+
+    kvcached reserves virtual memory for as much as the device has. Blocks of the tiny model would
+    be millions, and a connector describes each of them.
+    """
+
+    def build(vocabulary: int) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {
+            **_SIZES,
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            # Four times the rows of the tiny one to add up: attention is as sharp with half.
+            "initializer_range": 0.1,
+        }
+        config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=8, head_dim=128, **sizes)
+        return LlamaForCausalLM(config)
+
+    return _write(folder, build)
+
+
 def make_tiny_mla(folder: Path) -> Path:
     """A DeepSeek-V2 without experts: one latent of 512 + 64 channels, the one width that vLLM's
     CPU backend has a kernel for.
@@ -115,6 +139,7 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "llama": make_tiny_llama,
     "window": make_tiny_window_llama,
     "mla": make_tiny_mla,
+    "wide": make_wide_llama,
 }
 """Every model by its short name."""
 

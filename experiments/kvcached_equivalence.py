@@ -1,0 +1,187 @@
+"""P and D on a GPU, with kvcached and without; experiments/kvcached_equivalence.sh runs this.
+
+Every pair serves the same prompts as one single engine without kvcached, greedily; the tokens are
+compared one by one, the cache of every layer by SHA-256 over each head's bytes, at P and at D. The
+layout of every engine's cache is written down, and must be the one that was asked for. A block of
+D's cache is spoiled on purpose in each pair, and must be noticed. kvpatch is on D and, where P has
+kvcached, on P.
+
+Exit status: 0 every pair identical and every spoiled cache noticed, 1 not, 2 could not run,
+128 + n stopped by signal n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpatch._errors import KvpatchError
+from kvpatch.verify.kvcached import ROWS
+from kvpatch.verify.matrix import Row, by_single, choose, row_setups, single_setup
+from kvpatch.verify.setups import Options, Setup, require_release
+
+if TYPE_CHECKING:
+    from kvpatch.verify.matrix_run import RowResult
+
+_PIPE_COLUMNS = 132
+_MODEL = "WORK_DIR/model-wide"
+_TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_CONTIGUOUS_LAYOUT")
+
+
+class NotHere(KvpatchError):
+    """This machine or environment cannot run the experiment."""
+
+
+def arguments(given: Sequence[str]) -> argparse.Namespace:
+    """What a command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="kvcached_equivalence.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", help="which pairs, separated by commas; all by default")
+    parser.add_argument("--list", action="store_true", help="only name the pairs")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only show the engines and their variables"
+    )
+    parser.add_argument(
+        "--stock", action="store_true", help="also serve each pair without kvpatch on D"
+    )
+    parser.add_argument("--release", help="vLLM release that must be installed")
+    parser.add_argument("--max-tokens", type=int, default=24, help="tokens of each answer")
+    parser.add_argument(
+        "--work-dir", type=Path, help="for logs, the model, layout dumps and results; kept"
+    )
+    parser.add_argument(
+        "--startup-timeout", type=float, default=900.0, help="seconds an engine may take to start"
+    )
+    return parser.parse_args(given)
+
+
+def plan(rows: Sequence[Row], *, stock: bool) -> list[str]:
+    """A line for each engine that would run: its variables and arguments."""
+    lines = []
+    for single, its_rows in by_single(rows).items():
+        lines += _lines(single_setup(single, _MODEL))
+        for row in its_rows:
+            lines.append(f"\n{row.name}: {row}")
+            without, with_kvpatch = row_setups(row, _MODEL)
+            lines += _lines(with_kvpatch)
+            if stock:
+                lines += _lines(Setup(without.name, (), without.decode))
+    return lines
+
+
+def _lines(setup: Setup) -> list[str]:
+    lines = []
+    for spec in setup.specs:
+        variables = dict(spec.environment)
+        if spec.kvpatch:
+            variables["ENABLE_KVPATCH"] = "true"
+        told = [f"{name}={variables[name]}" for name in _TELLS if name in variables]
+        lines.append(" ".join(["", spec.name, *told, shlex.join(spec.arguments)]))
+    return lines
+
+
+def require_here() -> None:
+    """Raise :class:`NotHere`, with what to install, where CUDA, vLLM, NIXL or kvcached is not."""
+    driver = shutil.which("nvidia-smi")
+    gpus = subprocess.run(
+        [driver, "-L"] if driver else ["false"], capture_output=True, text=True, check=False
+    )
+    if gpus.returncode or not gpus.stdout.strip():
+        raise NotHere(
+            "this machine has no CUDA device (nvidia-smi finds none), and kvcached has memory on "
+            "one only: run it where there is one; --dry-run shows the plan anywhere, and "
+            "tests/lab/test_kvcached.py runs kvcached's own view code in host memory"
+        )
+    missing = [name for name in ("vllm", "nixl", "kvcached") if not importlib.util.find_spec(name)]
+    if missing:
+        raise NotHere(
+            f"{sys.executable} has no {', '.join(missing)}: unset KVPATCH_PYTHON, so that "
+            "kvcached_equivalence.sh makes an environment, or install vLLM for CUDA, nixl, and "
+            "`pip install kvcached==0.1.6 --no-build-isolation`, which needs the CUDA toolkit"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NotHere(
+            f"torch {torch.__version__} in {sys.executable} finds no CUDA device and nvidia-smi "
+            "does: install a build of torch for CUDA, or set CUDA_VISIBLE_DEVICES"
+        )
+
+
+def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
+    """Whether every pair was identical and every spoiled cache noticed."""
+    from rich.console import Console
+
+    from kvpatch.verify.matrix_report import (
+        matrix_json_lines,
+        matrix_summary,
+        matrix_table,
+        problems,
+        row_line,
+    )
+    from kvpatch.verify.matrix_run import run_matrix
+    from kvpatch.verify.report import write_json_lines
+    from kvpatch.verify.run import until_signal
+
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    folder = (asked.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-kvcached-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / "kvcached.jsonl"
+    finished: list[RowResult] = []
+
+    def report(result: RowResult) -> None:
+        finished.append(result)
+        write_json_lines(results, matrix_json_lines(finished))
+        console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
+
+    options = Options(
+        work_dir=folder, max_tokens=asked.max_tokens, startup_timeout_s=asked.startup_timeout
+    )
+    console.print(f"logs, layout dumps and results: {folder}", soft_wrap=True, highlight=False)
+    until_signal(run_matrix(rows, options, console, report, with_stock=asked.stock))
+    console.rule()
+    console.print(matrix_table(finished))
+    for line in (*problems(finished), matrix_summary(finished)):
+        console.print(line, markup=False, soft_wrap=True, highlight=False)
+    console.print(f"fingerprints, a line per pair and prompt: {results}", soft_wrap=True)
+    return bool(finished) and all(result.passed for result in finished)
+
+
+def main(given: Sequence[str]) -> int:
+    """The exit status."""
+    from kvpatch.verify.run import Interrupted
+
+    asked = arguments(given)
+    try:
+        rows = choose(asked.rows, ROWS)
+        if asked.list:
+            print("\n".join(row.name for row in rows))
+            return 0
+        if asked.dry_run:
+            print("\n".join(plan(rows, stock=asked.stock)))
+            return 0
+        require_here()
+        if asked.release is not None:
+            require_release(asked.release)
+        return 0 if run(asked, rows) else 1
+    except Interrupted as stopped:
+        print(f"{stopped}; every engine has been stopped", file=sys.stderr)
+        return 128 + stopped.number
+    except KvpatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""kvcached's pairs on a GPU: which engines each row has, and what their caches must look like.
+
+Everything but :func:`require_layouts` is pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.verify.engine import Engine, EngineFailed
+from kvpatch.verify.matrix import Kvcached, Row, Side, Single
+
+if TYPE_CHECKING:
+    import httpx
+
+_ON_CUDA = Single(model="wide", cuda=True)
+#: What kvcached's own logger writes before each line.
+_LOG_MARK = "[kvcached]"
+
+
+def _row(name: str, prefill: Side, decode: Side) -> Row:
+    return Row(name, (prefill,), decode, _ON_CUDA)
+
+
+def _rows_of(layout: Kvcached) -> tuple[Row, ...]:
+    """Both sides alike, of unlike blocks both ways, and one side without kvcached."""
+    large, small = Side(128, kvcached=layout), Side(32, kvcached=layout)
+    return (
+        _row(layout, small, small),
+        _row(f"{layout}-128-32", large, small),
+        _row(f"{layout}-32-128", small, large),
+        _row(f"{layout}-plain", small, Side(32)),
+        _row(f"plain-{layout}", Side(32), small),
+        _row(f"{layout}-plain-128-32", large, Side(32)),
+        _row(f"plain-{layout}-128-32", Side(128), small),
+    )
+
+
+ROWS: tuple[Row, ...] = (
+    _row("plain", Side(32), Side(32)),
+    _row("plain-128-32", Side(128), Side(32)),
+    *_rows_of("contiguous"),
+    *_rows_of("split-half"),
+    _row(
+        "contiguous-split-half-128-32",
+        Side(128, kvcached="contiguous"),
+        Side(32, kvcached="split-half"),
+    ),
+    _row(
+        "split-half-contiguous-32-128",
+        Side(32, kvcached="split-half"),
+        Side(128, kvcached="contiguous"),
+    ),
+)
+
+
+def layout_found(ranks: Sequence[Sequence[dict[str, Any]]]) -> Kvcached | None:
+    """Which of kvcached's layouts a layout dump shows, were it kvcached's; None for neither.
+
+    Contiguous is one allocation in whose blocks every layer has its part; split-half one for each
+    layer, with both halves or, where keys and values are packed, one.
+    """
+    found = {_layout_of_rank(layers) for layers in ranks}
+    return found.pop() if len(found) == 1 else None
+
+
+def _layout_of_rank(layers: Sequence[dict[str, Any]]) -> Kvcached | None:
+    places = {layer["storage_address"] for layer in layers}
+    if len(places) == len(layers) > 1:
+        return "split-half"
+    strides = {plane["strides_bytes"][0] for layer in layers for plane in layer["planes"]}
+    row_bytes = sum(_block_bytes(layer) for layer in layers)
+    return "contiguous" if len(places) == 1 and strides == {row_bytes} else None
+
+
+def _block_bytes(layer: dict[str, Any]) -> int:
+    """Of one block of a layer, in all its planes."""
+    total = 0
+    for plane in layer["planes"]:
+        _, heads, tokens, channels = plane["counts"]
+        total += heads * tokens * channels * plane["item_bytes"]
+    return total
+
+
+async def require_layouts(
+    client: httpx.AsyncClient, engines: Sequence[Engine], sides: Sequence[Side], folder: Path
+) -> None:
+    """Write each engine's layout dump to ``folder``, and see that it is what was asked for.
+
+    Raises:
+        EngineFailed: kvcached is on where it should not be, or off, or has another layout.
+    """
+    for engine, side in zip(engines, sides, strict=True):
+        ranks = await engine.rpc(client, "kvpatch_layout")
+        (folder / f"layout-{engine.spec.name}.json").write_text(json.dumps(ranks, indent=1) + "\n")
+        complain_of(engine.spec.name, side, ranks, engine.log.read_text(errors="replace"))
+
+
+def complain_of(name: str, side: Side, ranks: Sequence[Sequence[dict[str, Any]]], log: str) -> None:
+    """Raise :class:`EngineFailed` unless the dump and the log are of the side's kvcached."""
+    is_on = _LOG_MARK in log
+    if is_on is not bool(side.kvcached):
+        raise EngineFailed(
+            f"{name}: expected kvcached to be {'on' if side.kvcached else 'off'}, and its log has "
+            f"{'lines' if is_on else 'no line'} of it; is kvcached installed beside this vLLM?"
+        )
+    if side.kvcached and layout_found(ranks) != side.kvcached:
+        found = layout_found(ranks) or "neither of kvcached's layouts"
+        raise EngineFailed(f"{name}: expected kvcached's {side.kvcached} layout, found {found}")

@@ -1,0 +1,227 @@
+"""What experiments/kvcached_equivalence.sh would run, and how it refuses; no GPU here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvpatch.verify.engine import EngineFailed, command, environment
+from kvpatch.verify.kvcached import ROWS, complain_of, layout_found
+from kvpatch.verify.layout import describe
+from kvpatch.verify.matrix import Side, choose, row_setups, single_setup
+from kvpatch.verify.setups import BadOptions
+
+pytestmark = pytest.mark.serving
+
+_EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+_SCRIPT = _EXPERIMENTS / "kvcached_equivalence.sh"
+
+
+def _module() -> Any:
+    path = _EXPERIMENTS / "kvcached_equivalence.py"
+    spec = importlib.util.spec_from_file_location("kvcached_equivalence", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(_SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "KVPATCH_PYTHON": sys.executable, **variables},
+    )
+
+
+def test_both_layouts_both_ways_and_unlike_blocks_are_in_the_table() -> None:
+    pairs = {(row.prefill[0], row.decode) for row in ROWS}
+
+    for layout in ("contiguous", "split-half"):
+        large, small = (Side(tokens, kvcached=layout) for tokens in (128, 32))
+        assert {(small, small), (large, small), (small, large)} <= pairs
+        assert {(small, Side(32)), (Side(32), small)} <= pairs
+    assert (Side(32), Side(32)) in pairs
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize(("name", "said"), [("contiguous", "true"), ("split-half", "false")])
+def test_each_engine_of_a_pair_is_told_its_layout(name: str, said: str) -> None:
+    (row,) = choose(name, ROWS)
+    _, setup = row_setups(row, "model")
+
+    for spec in setup.specs:
+        variables = environment(spec, {"KVCACHED_CONTIGUOUS_LAYOUT": "x"}, 1)
+        assert variables["ENABLE_KVCACHED"] == "true"
+        assert variables["KVCACHED_AUTOPATCH"] == "1"
+        assert variables["KVCACHED_CONTIGUOUS_LAYOUT"] == said
+        assert variables["ENABLE_KVPATCH"] == "true"
+
+
+def test_a_plain_side_and_the_single_engine_have_no_kvcached() -> None:
+    (row,) = choose("plain-contiguous", ROWS)
+    _, setup = row_setups(row, "model")
+    inherited = {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1"}
+
+    (plain,), (single,) = setup.prefill, single_setup(row.single, "model").prefill
+    for spec in (plain, single):
+        variables = environment(spec, inherited, 1)
+        assert (variables["ENABLE_KVCACHED"], variables["KVCACHED_AUTOPATCH"]) == ("false", "0")
+        assert "ENABLE_KVPATCH" not in variables
+    assert "--kv-transfer-config" not in command(single, 1)
+
+
+def test_connectors_read_the_gpu_and_not_a_buffer_on_the_host() -> None:
+    (row,) = choose("contiguous-128-32", ROWS)
+    _, setup = row_setups(row, "model")
+
+    for spec, tokens in zip(setup.specs, ("128", "32"), strict=True):
+        line = command(spec, 1)
+        last = {line[i]: line[i + 1] for i in range(len(line) - 1) if line[i].startswith("--")}
+        assert '"kv_buffer_device": "cuda"' in last["--kv-transfer-config"]
+        assert (last["--block-size"], last["--dtype"]) == (tokens, "bfloat16")
+        assert last["--attention-backend"] == "FLASH_ATTN"
+
+
+def test_an_unknown_pair_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadOptions, match=r"--rows: expected some of plain, .*, found 'tp2'"):
+        choose("tp2", ROWS)
+
+
+# --- what caches must look like ------------------------------------------------------
+
+
+class _Layer:
+    """FAKE of a layer that the probe has found: its tensor is real, on the host."""
+
+    group = 0
+    window_tokens = None
+    block_tokens = 4
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        from kvpatch.geometry import DimensionOrder, read_planes
+        from kvpatch.vllm.tensors import tensor_facts
+
+        order = DimensionOrder(("block", "kv", "token", "head", "channel"))
+        self.name, self.tensor = name, tensor
+        self.planes = read_planes(name, tensor_facts(tensor), order)
+
+
+def _dump(*tensors: torch.Tensor) -> list[list[dict[str, Any]]]:
+    return [[describe(_Layer(f"layers.{n}", t)) for n, t in enumerate(tensors)]]  # type: ignore[arg-type]
+
+
+def _rows() -> list[list[dict[str, Any]]]:
+    return _dump(*torch.zeros(6, 3, 2, 4, 2, 8).unbind(1))
+
+
+def _apart() -> list[list[dict[str, Any]]]:
+    return _dump(*(torch.zeros(2, 6, 4, 2, 8).transpose(0, 1) for _ in range(3)))
+
+
+def test_a_dump_shows_which_layout_it_is() -> None:
+    assert layout_found(_rows()) == "contiguous"
+    assert layout_found(_apart()) == "split-half"
+    # One buffer with the layers one behind the other, as vLLM has it from 0.29 on.
+    assert layout_found(_dump(*torch.zeros(3, 6, 2, 4, 2, 8).unbind(0))) is None
+    assert layout_found([*_rows(), *_apart()]) is None
+
+
+@pytest.mark.parametrize(
+    ("side", "ranks", "log", "clause"),
+    [
+        (Side(32, kvcached="contiguous"), _rows(), "no word", "to be on, and its log has no line"),
+        (Side(32), _rows(), "[kvcached] hello", "expected kvcached to be off"),
+        (Side(32, kvcached="contiguous"), _apart(), "[kvcached] hello", "found split-half"),
+        (Side(32, kvcached="split-half"), _rows(), "[kvcached] hello", "found contiguous"),
+    ],
+)
+def test_an_engine_that_is_not_as_asked_is_refused(
+    side: Side, ranks: list[list[dict[str, Any]]], log: str, clause: str
+) -> None:
+    with pytest.raises(EngineFailed, match=rf"one: .*{clause}".replace("[", r"\[")):
+        complain_of("one", side, ranks, log)
+
+
+def test_an_engine_as_asked_is_let_through() -> None:
+    complain_of("one", Side(32, kvcached="contiguous"), _rows(), "[kvcached] hello")
+    complain_of("one", Side(32), _apart(), "no word")
+
+
+# --- the script ----------------------------------------------------------------------
+
+
+def test_help_list_and_plan_need_no_gpu() -> None:
+    helped, listed, planned = (_run(option) for option in ("--help", "--list", "--dry-run"))
+
+    assert (helped.returncode, listed.returncode, planned.returncode) == (0, 0, 0)
+    assert "--rows" in helped.stdout and "Exit status" in helped.stdout
+    assert listed.stdout.split() == [row.name for row in ROWS]
+    assert planned.stdout.count("KVCACHED_CONTIGUOUS_LAYOUT=true") == sum(
+        side.kvcached == "contiguous" for row in ROWS for side in (*row.prefill, row.decode)
+    )
+    assert "single-wide ENABLE_KVCACHED=false" in planned.stdout
+
+
+def test_stock_is_planned_where_it_is_asked_for() -> None:
+    planned = _run("--dry-run", "--stock", "--rows", "contiguous")
+
+    assert "contiguous-decode-stock ENABLE_KVCACHED=true" in planned.stdout
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine may have CUDA")
+@pytest.mark.parametrize("python", [sys.executable, ""])
+def test_without_cuda_it_refuses_and_installs_nothing(python: str) -> None:
+    refused = _run("--rows", "contiguous", KVPATCH_PYTHON=python)
+
+    assert refused.returncode == 2
+    assert "no CUDA device (nvidia-smi finds none)" in refused.stderr
+    assert "--dry-run shows the plan anywhere" in refused.stderr
+
+
+def test_an_unknown_row_and_option_end_it() -> None:
+    row, option = _run("--rows", "nothing"), _run("--no-such-option")
+
+    assert row.returncode == 2 and "--rows: expected some of" in row.stderr
+    assert option.returncode == 2 and "unrecognized arguments" in option.stderr
+
+
+def _fake_driver(folder: Path) -> None:
+    """FAKE nvidia-smi: names a GPU that is not there."""
+    script = folder / "nvidia-smi"
+    script.write_text("#!/bin/sh\necho 'GPU 0: none (UUID: none)'\n")
+    script.chmod(0o755)
+
+
+def test_without_kvcached_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_driver(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    module = _module()
+
+    with pytest.raises(module.NotHere, match=r"has no .*kvcached.*pip install kvcached==0\.1\.6"):
+        module.require_here()
+
+
+def test_a_torch_without_cuda_is_told_from_a_machine_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _fake_driver(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = _module()
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+
+    with pytest.raises(module.NotHere, match=r"torch .* finds no CUDA device and nvidia-smi does"):
+        module.require_here()
