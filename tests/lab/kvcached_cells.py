@@ -1,13 +1,13 @@
 """kvcached's layouts on each release: what its own NIXL patch and kvpatch make of them.
 
-``python -m tests.lab.kvcached_cells --write [RELEASE ...]`` plays every cell and writes the
-table of docs/kvcached.md; releases that are not named keep their rows.
+``python -m tests.lab.kvcached_cells --write [RELEASE ...]`` plays every cell, keeps what came of it
+in docs/kvcached_cells.json, and writes the tables of docs/kvcached.md from that file; releases that
+are not named keep their rows.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,8 +22,11 @@ from .child import KVCACHEDS_OWN
 from .host import Lab
 
 _DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kvcached.md"
+_CELLS = _DOCUMENT.with_name("kvcached_cells.json")
 _MARKS = ("<!-- cells -->\n", "<!-- end of cells -->")
-_STATE = re.compile(r"<!-- cells of (\S+): (.*) -->")
+
+#: Release -> cell -> (kvcached's own patch's outcome, kvpatch's).
+Cells = dict[str, dict[str, list[str]]]
 
 FAMILIES: tuple[Family, ...] = ("flash", "flashinfer", "mla")
 LAYOUTS: dict[str, Allocation] = {"contiguous": "kvcached_rows", "split-half": "kvcached_apart"}
@@ -83,8 +86,8 @@ def play(release: str) -> dict[str, list[str]]:
     return found
 
 
-def table(known: dict[str, dict[str, list[str]]]) -> str:
-    """The rows of all releases, and what they were made from."""
+def table(known: Cells) -> str:
+    """The rows of all releases."""
     lines = []
     for layout in LAYOUTS:
         heads = [f"{family} {side}" for family in FAMILIES for side in SIDES]
@@ -97,25 +100,41 @@ def table(known: dict[str, dict[str, list[str]]]) -> str:
                     own, ours = found[f"{family} {layout} {side}"]
                     row.append(f"{own} → {ours}")
             lines.append(f"| {release} | " + " | ".join(row) + " |")
-    lines += [""]
-    lines += [
-        f"<!-- cells of {release}: {json.dumps(found)} -->" for release, found in known.items()
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n\n"
+
+
+def read_cells() -> Cells:
+    """What is known, in the order of the releases."""
+    return in_order(json.loads(_CELLS.read_text()))
+
+
+def in_order(known: Cells) -> Cells:
+    """By release, the oldest first."""
+    return {name: known[name] for g in GENERATIONS for name in g.releases if name in known}
+
+
+def with_tables(document: str, known: Cells) -> str:
+    """The page with the tables of what is known."""
+    start, end = document.index(_MARKS[0]) + len(_MARKS[0]), document.index(_MARKS[1])
+    return document[:start] + table(known) + document[end:]
+
+
+def write(known: Cells) -> None:
+    """Keeps what is known: one line a cell, so that a change shows as one."""
+    ordered = in_order(known)
+    lines = []
+    for release, found in ordered.items():
+        cells = ",\n".join(f"  {json.dumps(cell)}: {json.dumps(found[cell])}" for cell in found)
+        lines.append(f" {json.dumps(release)}: {{\n{cells}\n }}")
+    _CELLS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    _DOCUMENT.write_text(with_tables(_DOCUMENT.read_text(), ordered))
 
 
 def main(releases: list[str]) -> None:
     kvcached.fetch(kvcached.NEWEST)
-    text = _DOCUMENT.read_text()
-    start, end = text.index(_MARKS[0]) + len(_MARKS[0]), text.index(_MARKS[1])
-    known = {name: json.loads(found) for name, found in _STATE.findall(text[start:end])}
-    order = [generation.releases[-1] for generation in GENERATIONS]
-    for release in releases or order:
-        known[release] = play(release)
-        ordered = {name: known[name] for g in GENERATIONS for name in g.releases if name in known}
-        text = _DOCUMENT.read_text()
-        start, end = text.index(_MARKS[0]) + len(_MARKS[0]), text.index(_MARKS[1])
-        _DOCUMENT.write_text(text[:start] + table(ordered) + text[end:])
+    for release in releases or [generation.releases[-1] for generation in GENERATIONS]:
+        found = play(release)
+        write(read_cells() | {release: found})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,28 @@
+"""The tables of docs/kvcached.md are those of the outcomes that were kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lab import kvcached_cells
+
+pytestmark = pytest.mark.contract
+
+
+def test_the_page_has_the_tables_of_its_data() -> None:
+    known = kvcached_cells.read_cells()
+    page = kvcached_cells._DOCUMENT.read_text()
+
+    assert kvcached_cells.with_tables(page, known) == page
+    every = {" ".join(cell) for cell in kvcached_cells.cells()}
+    assert known and all(set(found) == every for found in known.values())
+
+
+def test_a_cell_that_is_changed_shows() -> None:
+    known = kvcached_cells.read_cells()
+    page = kvcached_cells._DOCUMENT.read_text()
+    release = next(iter(known))
+    cell = next(iter(known[release]))
+    changed = known | {release: known[release] | {cell: ["works", "corrupts"]}}
+
+    assert kvcached_cells.with_tables(page, changed) != page
