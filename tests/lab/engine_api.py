@@ -74,6 +74,20 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class Timed:
+    """One read, from the step that posts it to the step that reports it.
+
+    Attributes:
+        cpu_seconds: of the thread that runs the steps.
+        descriptors: in the transfers that it took.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    descriptors: int
+
+
+@dataclass(frozen=True)
 class Left:
     """What a worker holds of transfers, over all ranks."""
 

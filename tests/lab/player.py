@@ -10,11 +10,12 @@ from typing import Any
 
 from . import release
 from .core import CoreScheduler
-from .engine import Engine
-from .engine_api import Ask, Left, Prompt, Seen
+from .engine import Engine, LoadFailed
+from .engine_api import Ask, Left, Prompt, Seen, Timed
 from .scheduler import Computation, Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
+_TIMED_POLL_SECONDS = 0.0001
 
 
 class Player(Engine):
@@ -234,10 +235,32 @@ class Player(Engine):
                 prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
             )
             self.tracked.append(tracked)
+            self._map(tracked)
             self._by_name[prompt.name] = tracked
             tokens += tracked.external_tokens
         self._step()
         return tokens
+
+    def timed(self, ask: Ask, seconds: float) -> Timed:
+        """Reads one prompt from a P that is known; its pages are there before the clock runs."""
+        prompt = ask.prompt
+        tracked = self.scheduler.decode(
+            prompt.number, prompt.name, prompt.tokens, 0, json.loads(ask.answer)
+        )
+        self.tracked.append(tracked)
+        self._by_name[prompt.name] = tracked
+        self._map(tracked)
+        descriptors, used, started = self.descriptors, time.thread_time(), time.perf_counter()
+        while True:
+            self._step()
+            seen = self._look([prompt.name])
+            passed = time.perf_counter() - started
+            if prompt.name in seen.received:
+                used = time.thread_time() - used
+                return Timed(passed, used, self.descriptors - descriptors)
+            if seen.failed or passed > seconds:
+                raise LoadFailed(f"{prompt.name} was not read: {seen}")
+            time.sleep(_TIMED_POLL_SECONDS)
 
     def refuse(self, ask: Ask) -> None:
         """Ends a prompt that was never scheduled: its client left while it queued."""

@@ -15,11 +15,11 @@ from typing import Any
 from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
-from .engine_api import Ask, Failure, Left, Prompt, Seen, Start
+from .engine_api import Ask, Failure, Left, Prompt, Seen, Start, Timed
 from .host import EXTRA, PORTS, Engine, Lab
 
 #: P must take part in every transfer: one that is stopped holds them all.
-_TCP_ALONE = (("UCX_TLS", "self,tcp"),)
+_TCP_ALONE = "self,tcp"
 _WATCH_SECONDS = 20.0
 _TOLD_SECONDS = 10.0
 _HOLD_SECONDS = 5.0
@@ -72,6 +72,11 @@ class Actor:
     def ask(self, *asks: Ask) -> int:
         """Posts reads (or shakes hands first); the tokens that D said it will load."""
         return int(self.call("ask", asks))
+
+    def timed(self, ask: Ask) -> Timed:
+        """Reads one prompt, timed in D's own process."""
+        timed: Timed = self.call("timed", ask, _WATCH_SECONDS)
+        return timed
 
     def watch(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> Seen:
         """Steps until each is received or failed, or the time is over."""
@@ -137,8 +142,9 @@ class Stage:
             d = stage.decode(third)
     """
 
-    def __init__(self, lab: Lab) -> None:
+    def __init__(self, lab: Lab, transports: str = _TCP_ALONE) -> None:
         self._lab = lab
+        self._settings = (("UCX_TLS", transports),)
         self._actors: list[Actor] = []
         self._name = uuid.uuid4().hex[:6]
         self._prompts = 0
@@ -190,7 +196,7 @@ class Stage:
 
     def _start(self, role: str, spec: EngineSpec, port: int = 0, engine_id: str = "") -> Actor:
         name = f"{role}-{self._name}-{len(self._actors)}"
-        spec = replace(spec, settings=spec.settings + _TCP_ALONE)
+        spec = replace(spec, settings=spec.settings + self._settings)
         port = port or PORTS.take(spec.tp_size)
         actor = Actor(name, spec, engine_id or name, port, self._lab.hire(spec))
         self._actors.append(actor)
