@@ -37,6 +37,7 @@ from kvpatch.geometry.rows import (
     pair_rows,
     part_bytes,
     part_planes,
+    places_of,
     read_row,
 )
 from kvpatch.geometry.segments import (
@@ -88,6 +89,7 @@ __all__ = [
     "pair_rows",
     "part_bytes",
     "part_planes",
+    "places_of",
     "plan_copy",
     "plan_rounds",
     "plan_runs",

@@ -184,13 +184,28 @@ def part_bytes(counts: Counts, contents: int, item_bytes: int) -> int:
 
 
 def pair_rows(segments: Segments) -> tuple[Int64Array, Int64Array] | None:
-    """(remote block, local block) of segments that all begin with a block on both sides.
+    """(remote block, local block) of segments, of blocks that hold the same tokens on both sides.
 
-    None where one does not: a whole row would then write over tokens that are there.
+    None where one begins elsewhere in a block here than there. Where all begin inside their
+    blocks, as a sliding window does, what is before them comes along: lists of blocks to fill
+    begin with a whole one.
     """
-    if segments.remote_offset.any() or segments.local_offset.any():
+    if (segments.remote_offset != segments.local_offset).any():
         return None
     return segments.remote_block, segments.local_block
+
+
+def places_of(groups: Sequence[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+    """The layers at each place of a row: the first ones of all groups, the second ones, ...
+
+    A block is one group's, so that layers of several groups can have one place. The longest
+    group has a layer at every place, which comes first there.
+    """
+    ordered = sorted((in_order(group) for group in groups), key=len, reverse=True)
+    return tuple(
+        tuple(group[place] for group in ordered if place < len(group))
+        for place in range(len(ordered[0]) if ordered else 0)
+    )
 
 
 def in_order(layers: Iterable[str]) -> list[str]:

@@ -42,6 +42,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -136,6 +137,8 @@ def reader_for(
     buffer = buffer_of(worker)
     rows = rows_of(worker)
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
+    if len(groups) > 1:
+        ours = replace(ours, groups=tuple(group.layers for group in groups))
     device = next(iter(kv_caches.values())).device
     if rows is not None:
         pool = staging_pool(agent, ours.memory, device)

@@ -9,7 +9,7 @@ from the layout's name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -21,13 +21,13 @@ from kvpatch.geometry import (
     Plane,
     Strides,
     UnreadableGeometry,
-    in_order,
     part_bytes,
     part_planes,
+    places_of,
 )
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
-from kvpatch.vllm.row_form import RowForm
+from kvpatch.vllm.row_form import RowForm, places_digest
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
@@ -50,6 +50,7 @@ class OurSide:
         row_layers: layers as they follow one another in a block's row of all layers, on
             both sides; None where that is not known.
         kernel_sizes: how the release cuts blocks; None where that is not known.
+        groups: the layers of each block table; None where there is one.
     """
 
     layers: Mapping[str, LayerCache]
@@ -69,6 +70,7 @@ class OurSide:
     units: tuple[tuple[str, ...], ...] | None = None
     row_layers: tuple[str, ...] | None = None
     kernel_sizes: KernelSizes | None = None
+    groups: tuple[frozenset[str], ...] | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -149,9 +151,19 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
         raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
     first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     address, stride_bytes = peer.addresses[0], peer.stride_bytes[0]
+    groups = ours.groups or (ours.layers.keys(),)
+    places = places_of([group & ours.layers.keys() for group in groups])
+    if places_digest(places) != form.places:
+        raise refusal(
+            ours,
+            peer,
+            "its attention groups have other layers side by side than ours: both sides need one "
+            "model, one vLLM and the same of --disable-hybrid-kv-cache-manager and --speculative-"
+            "config, or KVCACHED_CONTIGUOUS_LAYOUT=false on P",
+        )
     found = []
     offset = 0
-    for name in in_order(ours.layers):
+    for name, is_last in _with_ends(places):
         planes = ours.layers[name].planes
         has_heads = _has_heads(ours.layers[name])
         if has_heads != ("head" in form.axes) or len(set(_widths(planes))) > 1:
@@ -169,7 +181,8 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
         found.append(
             part_planes(like, address + offset, form.axes, counts, len(planes), stride_bytes)
         )
-        offset += part_bytes(counts, len(planes), like.item_bytes)
+        if is_last:
+            offset += part_bytes(counts, len(planes), like.item_bytes)
     if offset != peer.block_bytes[0]:
         raise refusal(
             ours,
@@ -179,6 +192,13 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
             "--pipeline-parallel-size",
         )
     return tuple(found)
+
+
+def _with_ends(places: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
+    """(layer, whether it is the last one of its place)."""
+    for layers in places:
+        for name in layers:
+            yield name, name == layers[-1]
 
 
 def _by_layout(

@@ -334,14 +334,14 @@ class Reader:
             or statement.rows != rows.form
             or statement.block_bytes[0] != rows.row.row_bytes
             or statement.tp_size != self.ours.tp_size
-            or len(self.groups) != 1
-            or len(shares) != 1
         ):
             return None
-        pairs = pair_rows(shares[0].segments)
-        if pairs is None or not pairs[0].size:
+        # A block is one group's: the row is that group's layers, whichever it is.
+        pairs = [pair_rows(share.segments) for share in shares if len(share.segments)]
+        whole = [pair for pair in pairs if pair is not None]
+        if not whole or len(whole) < len(pairs):
             return None
-        remote, local = pairs
+        remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))
         return (
             statement.addresses[0] + remote * statement.stride_bytes[0],
             rows.row.address + local * rows.row.row_bytes,

@@ -7,8 +7,11 @@ compare: a peer that does not know the words refuses the handshake.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 from kvpatch._errors import KvpatchError
 from kvpatch.geometry import PART_AXES, PartAxes
@@ -16,7 +19,7 @@ from kvpatch.geometry import PART_AXES, PartAxes
 _WORD = "kvpatch_rows"
 _LETTERS = {"kv": "K", "token": "N", "head": "H", "channel": "C"}
 _BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in PART_AXES}
-_FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)")
+_FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-9a-f]{{16}}))?")
 
 
 class UnknownForm(KvpatchError):
@@ -31,15 +34,18 @@ class RowForm:
         block_tokens: of a kernel block, which is what a row holds.
         kernel_blocks_per_block: rows in one of the blocks that ids count.
         axes: of each layer's part.
+        places: :func:`places_digest`, so that both sides have the same layers in one place.
     """
 
     block_tokens: int
     kernel_blocks_per_block: int
     axes: PartAxes
+    places: str = ""
 
     def __str__(self) -> str:
         letters = "".join(_LETTERS[axis] for axis in self.axes)
-        return f"{_WORD}:{self.kernel_blocks_per_block}x{self.block_tokens}:{letters}"
+        places = f":{self.places}" if self.places else ""
+        return f"{_WORD}:{self.kernel_blocks_per_block}x{self.block_tokens}:{letters}{places}"
 
     @property
     def inner_layout(self) -> str:
@@ -47,6 +53,13 @@ class RowForm:
         if "head" not in self.axes:
             return "HND"
         return "NHD" if self.axes.index("token") < self.axes.index("head") else "HND"
+
+
+def places_digest(places: Sequence[Sequence[str]]) -> str:
+    """Which layers have one place in a row; empty where each has a place of its own."""
+    if all(len(layers) == 1 for layers in places):
+        return ""
+    return sha256(json.dumps([sorted(layers) for layers in places]).encode()).hexdigest()[:16]
 
 
 def form_in(*texts: str | None) -> RowForm | None:
@@ -64,7 +77,8 @@ def form_in(*texts: str | None) -> RowForm | None:
                 f"a peer's blocks are said to be rows of all layers of the form {text!r}: expected "
                 f"one of {', '.join(_BY_LETTERS)}; use one kvpatch on both sides"
             )
-        return RowForm(int(found[2]), int(found[1]), _BY_LETTERS[found[3]])
+        axes = _BY_LETTERS[found[3]]
+        return RowForm(int(found[2]), int(found[1]), axes, found[4] or "")
     return None
 
 

@@ -12,7 +12,7 @@ import copy
 import ctypes
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -22,11 +22,11 @@ from weakref import WeakKeyDictionary
 import wrapt
 
 from kvpatch._errors import RegistrationRefused
-from kvpatch.geometry import DimensionOrder, Row, UnreadableGeometry, read_row
+from kvpatch.geometry import DimensionOrder, Row, UnreadableGeometry, places_of, read_row
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import Registration
-from kvpatch.vllm.row_form import RowForm
+from kvpatch.vllm.row_form import RowForm, places_digest
 
 if TYPE_CHECKING:
     import torch
@@ -78,34 +78,47 @@ def register_rows(
         RegistrationRefused: they are not such rows throughout, or this worker cannot read
             into rows.
     """
-    row = whole_row(kv_caches, layers)
+    groups = registration.groups(worker, layers)
+    places = places_of([group.layers & layers.keys() for group in groups])
+    row = whole_row(kv_caches, layers, places)
     first = layers[row.layers[0]].planes[0]
     axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
-    shown = shown_tensors(registration, worker, kv_caches, layers, row, axes_only.inner_layout)
+    shown = shown_tensors(
+        registration, worker, kv_caches, layers, row, places, axes_only.inner_layout
+    )
     if "head" in row.axes:
         _state_layout(worker, axes_only.inner_layout)
     agent = worker.nixl_wrapper
     worker.nixl_wrapper = _OneRegion(agent, row)
     try:
-        with _listener_told(worker, lambda m: restated(m, row, _form_of(worker, row, layers))):
+        with _listener_told(
+            worker, lambda m: restated(m, row, _form_of(worker, row, layers, places))
+        ):
             result = wrapped(shown)
     finally:
         worker.nixl_wrapper = agent
-    form = _form_of(worker, row, layers)
+    form = _form_of(worker, row, layers, places)
     _restate_payload(worker, row, form)
     read = read_layers(registration, worker, shown, first_head=first.first_head)
     _ROWS[worker] = RegisteredRows(row, form, read)
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
         row.rows,
-        len(row.layers),
+        len(layers),
         row.row_bytes,
     )
     return result
 
 
-def whole_row(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]) -> Row:
+def whole_row(
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LayerCache],
+    places: Sequence[Sequence[str]],
+) -> Row:
     """The rows that all of a worker's tensors are.
+
+    Args:
+        places: the layers that are to have one place in a row, by place.
 
     Raises:
         RegistrationRefused: some are not, with the setting that helps.
@@ -123,13 +136,26 @@ def whole_row(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerC
             f"between them, and lie in {len(pools)} allocations: expected kvcached's contiguous "
             "layout, which has one pool of all layers"
         )
+    for first, *others in places:
+        for other in others:
+            if _memory_of(layers[other]) != _memory_of(layers[first]):
+                raise RegistrationRefused(
+                    f"{first} and {other}, of two attention groups, are expected to have one place "
+                    "in kvcached's contiguous layout and one shape there, and have "
+                    f"{layers[first].planes[0]} and {layers[other].planes[0]}: set "
+                    "KVCACHED_CONTIGUOUS_LAYOUT=false"
+                )
     try:
-        return read_row({name: layer.planes for name, layer in layers.items()})
+        return read_row({first: layers[first].planes for first, *_ in places})
     except UnreadableGeometry as error:
         raise RegistrationRefused(
             f"kvcached's contiguous layout cannot be read here: {error}; set "
             "KVCACHED_CONTIGUOUS_LAYOUT=false"
         ) from error
+
+
+def _memory_of(layer: LayerCache) -> list[tuple[Any, ...]]:
+    return [(p.content, p.address, p.strides_bytes, p.counts, p.item_bytes) for p in layer.planes]
 
 
 # --- what the release is shown ---------------------------------------------------
@@ -141,16 +167,17 @@ def shown_tensors(
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
     row: Row,
+    places: Sequence[Sequence[str]],
     inner_layout: str,
 ) -> dict[str, torch.Tensor]:
-    """The pool's memory as tensors of the release's own shape, a layer behind the other.
+    """The pool's memory as tensors of the release's own shape, a place behind the other.
 
     Each has a storage of its own, as kvcached's other layouts have.
     """
     starts = {}
     start = row.address
-    for name, size in zip(row.layers, row.part_bytes, strict=True):
-        starts[name] = start
+    for here, size in zip(places, row.part_bytes, strict=True):
+        starts.update(dict.fromkeys(here, start))
         start += size * row.rows
     return {
         name: _shown_tensor(
@@ -282,10 +309,13 @@ def restated(metadata: Any, row: Row, form: RowForm) -> Any:
     return found
 
 
-def _form_of(worker: Any, row: Row, layers: Mapping[str, LayerCache]) -> RowForm:
+def _form_of(
+    worker: Any, row: Row, layers: Mapping[str, LayerCache], places: Sequence[Sequence[str]]
+) -> RowForm:
     """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
-    return RowForm(layers[row.layers[0]].planes[0].counts.block_tokens, parts, row.axes)
+    tokens = layers[row.layers[0]].planes[0].counts.block_tokens
+    return RowForm(tokens, parts, row.axes, places_digest(places))
 
 
 @contextmanager

@@ -147,7 +147,7 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
     """
     dims = probe_dims(backend, spec.family)
     if spec.allocation in ("kvcached_rows", "kvcached_apart"):
-        return _by_kvcached(spec, dims, layout)
+        return _by_kvcached(spec, dims, layout, slots)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
         dims = _KVCACHED_DIMS
@@ -191,7 +191,9 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
     return Caches(tuple(layers), memory, dims)
 
 
-def _by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str) -> Caches:
+def _by_kvcached(
+    spec: EngineSpec, dims: tuple[str, ...], layout: str, slots: Sequence[int]
+) -> Caches:
     """As kvcached's own code lays the layers out, in shapes that it knows."""
     if spec.family == "mla":
         dims = ("block", "token", "channel")
@@ -218,8 +220,9 @@ def _by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str) -> Caches
             virtual_blocks=spec.blocks,
         )
 
-    found = reserve(spec.layers, spec.heads_per_rank)
-    tensors, odd = list(found.tensors), os.environ.get(ODD_LAYER, "")
+    # Layers of several groups share a tensor, as kvcached hands it to both.
+    found = reserve(max(slots) + 1, spec.heads_per_rank)
+    tensors, odd = [found.tensors[slot] for slot in slots], os.environ.get(ODD_LAYER, "")
     if odd == "pool":
         (tensors[-1],) = reserve(1, spec.heads_per_rank // 2).tensors
     elif odd:

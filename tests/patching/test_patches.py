@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvpatch._errors import RegistrationRefused
-from kvpatch.geometry import UnreadableGeometry
+from kvpatch.geometry import UnreadableGeometry, places_of
 from kvpatch.patches.block_count import common_blocks, is_as_planned
 from kvpatch.patches.kvcached_regions import arrangement, is_in_rows, is_split_inside
 from kvpatch.patches.shared_tensors import first_layers
@@ -107,8 +107,8 @@ class TestRows:
     def _pool(self, layers=LAYERS):
         return torch.zeros(BLOCKS, layers, 2, TOKENS, HEADS, CHANNELS)
 
-    def _row(self, tensors):
-        return whole_row(tensors, _read(tensors, BLOCKS_FIRST))
+    def _row(self, tensors, *groups):
+        return whole_row(tensors, _read(tensors, BLOCKS_FIRST), places_of(groups or (tensors,)))
 
     def test_are_one_pool_of_all_layers(self):
         pool = self._pool()
@@ -149,13 +149,39 @@ class TestRows:
         with pytest.raises(RegistrationRefused, match="in a row of all layers"):
             self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 0]})
 
+    def test_layers_of_two_groups_have_one_place(self):
+        pool = self._pool(2)
+        names = [f"layers.{n}" for n in range(4)]
+        tensors = {name: pool[:, n // 2] for n, name in enumerate(names)}
+
+        row = self._row(tensors, names[::2], names[1::2])
+
+        assert row.layers == ("layers.0", "layers.2")
+        assert row.row_bytes == 2 * 2 * BLOCK * 4
+
+    def test_layers_of_two_groups_elsewhere_are_refused(self):
+        pool = self._pool(2)
+        tensors = {f"layers.{n}": pool[:, n // 2] for n in range(4)}
+
+        with pytest.raises(RegistrationRefused, match=r"layers\.0 and layers\.2, of two attention"):
+            self._row(tensors, ["layers.0", "layers.1"], ["layers.2", "layers.3"])
+
+    def test_layers_of_two_groups_in_unlike_shapes_are_refused(self):
+        """Gemma: more heads and fewer tokens in one group, of the same bytes."""
+        pool = self._pool(1)
+        other = pool.view(BLOCKS, 1, 2, TOKENS // 2, 2 * HEADS, CHANNELS)
+        tensors = {"layers.0": pool[:, 0], "layers.1": other[:, 0]}
+
+        with pytest.raises(RegistrationRefused, match="one place .* and one shape there"):
+            self._row(tensors, ["layers.0"], ["layers.1"])
+
     def test_recurrent_state_beside_it_is_refused(self):
         pool = self._pool()
         tensors = {"layers.0": pool[:, 0]}
         layers = _read(tensors, BLOCKS_FIRST)
 
         with pytest.raises(RegistrationRefused, match="state.0 are no attention caches"):
-            whole_row(tensors | {"state.0": pool}, layers)
+            whole_row(tensors | {"state.0": pool}, layers, places_of([tensors]))
 
 
 class TestBlockCount:

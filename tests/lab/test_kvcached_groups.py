@@ -1,0 +1,108 @@
+"""kvcached's pools under several attention groups: full attention beside sliding windows.
+
+The i-th layers of all groups have one place in a pool, as kvcached hands it out; a block is
+one group's. P and D run the release's own scheduler and allocator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+from tests.releases import kvcached
+
+from .case import Case, EngineSpec, Report, Sabotage
+from .host import Lab
+from .kvcached_cells import LAYOUTS
+from .test_cache_groups import MODELS, WINDOW, _engine
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_PROMPT_TOKENS = 300
+
+
+@pytest.fixture(autouse=True)
+def _release_has_groups(lab: Lab) -> None:
+    kvcached.fetch(kvcached.NEWEST)
+    if Version(lab.release) < Version("0.18"):
+        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
+
+
+def _spec(model: str, block_tokens: int, layout: str = "contiguous") -> EngineSpec:
+    found = replace(_engine(model, block_tokens), layout="NHD", patched=True, patches=SLUGS)
+    if not layout:
+        return found
+    return replace(found, allocation=LAYOUTS[layout], tensor_blocks=2 * found.planned_blocks)
+
+
+def _run(
+    lab: Lab,
+    prefill: EngineSpec,
+    decode: EngineSpec,
+    hit_blocks: int = 0,
+    sabotage: Sabotage | None = None,
+) -> Report:
+    hit = hit_blocks * decode.block_tokens
+    return lab.run(Case("groups", prefill, decode, _PROMPT_TOKENS, hit), sabotage=sabotage)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("hit_blocks", [0, 2])
+def test_two_pools_move_a_block_of_a_groups_layers_as_one_descriptor(
+    lab: Lab, model: str, hit_blocks: int
+) -> None:
+    spec = _spec(model, 32)
+
+    report = _run(lab, spec, spec, hit_blocks)
+
+    assert report.outcome == "identical", report
+    assert report.registrations == 1
+    whole = -(-_PROMPT_TOKENS // 32)
+    of_window = whole - (_PROMPT_TOKENS - WINDOW + 1) // 32
+    groups = len(MODELS[model][0])
+    # A window's block that a prefix hit has left in place is D's already.
+    assert report.descriptors == whole - hit_blocks + (groups - 1) * of_window
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
+def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
+    spec = _spec("three groups", 32, layout)
+
+    report = _run(lab, spec, spec, sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("p", "d"), [(32, 64), (64, 32)])
+def test_of_unlike_blocks(lab: Lab, model: str, p: int, d: int) -> None:
+    report = _run(lab, _spec(model, p), _spec(model, d), hit_blocks=1)
+
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
+@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
+def test_beside_a_plain_cache(
+    lab: Lab, model: str, p: str, d: str, blocks: tuple[int, int]
+) -> None:
+    report = _run(lab, _spec(model, blocks[0], p), _spec(model, blocks[1], d), hit_blocks=1)
+
+    assert report.outcome == "identical", report
+
+
+def test_other_layers_side_by_side_are_refused(lab: Lab) -> None:
+    """P has layers 0, 1 and 2 in one place, and D 0 and 1."""
+    three = _spec("three groups", 32)
+    two = replace(three, window_tokens=MODELS["two groups"][0])
+
+    report = _run(lab, three, two)
+
+    assert report.outcome == "refused", report
+    assert "its attention groups have other layers side by side than ours" in report.detail
+    assert "KVCACHED_CONTIGUOUS_LAYOUT=false on P" in report.detail

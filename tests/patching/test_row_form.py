@@ -1,0 +1,40 @@
+"""What a handshake says of rows, there and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch.geometry import PART_AXES
+from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, places_digest, without_form
+
+pytestmark = pytest.mark.patching
+
+_PLACES = (("layers.0", "layers.1"), ("layers.2", "layers.3"))
+
+
+@pytest.mark.parametrize("axes", PART_AXES)
+@pytest.mark.parametrize("places", ["", places_digest(_PLACES)])
+def test_is_read_as_it_was_written(axes, places):
+    form = RowForm(16, 2, axes, places)
+
+    assert form_in(None, f"FLASH_ATTN {form}") == form
+    assert without_form(f"FLASH_ATTN {form}") == "FLASH_ATTN"
+
+
+def test_layers_that_are_alone_are_not_told():
+    assert places_digest((("layers.0",), ("layers.1",))) == ""
+    assert str(RowForm(16, 1, PART_AXES[0])).count(":") == 2
+
+
+def test_other_layers_side_by_side_are_told_apart():
+    swapped = (("layers.1", "layers.0"), _PLACES[1])
+    other = (("layers.0", "layers.2"), ("layers.1", "layers.3"))
+
+    assert places_digest(swapped) == places_digest(_PLACES)  # one place, in whichever order
+    assert places_digest(other) != places_digest(_PLACES)
+    assert places_digest(_PLACES[::-1]) != places_digest(_PLACES)
+
+
+def test_unknown_axes_are_refused():
+    with pytest.raises(UnknownForm, match="expected one of"):
+        form_in("kvpatch_rows:1x16:NNNN")
