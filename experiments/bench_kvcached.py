@@ -5,11 +5,12 @@
 The same prompt length and the same bytes between two like engines: plain caches without kvpatch,
 kvcached's split halves and kvcached's contiguous layout with it, pair after pair in one run, the
 order of each round by chance. kvcached's tensors are laid out by its own view code, in host memory
-of which only the pages in use can be accessed (its compiled part, which needs CUDA, is stood in
-for); the connectors are the release's own, over real NIXL. The clock runs in D's process, from the
-step that posts a request's read to the step that reports it; pages are there before. "cpu" is what
-the thread that runs those steps took. Every read is compared with what P wrote. Each ratio is the
-median over the turns, with the interval that holds it in 95 of 100 drawings of turns.
+of which only the pages in use, of 2 MiB as on a GPU, can be accessed (its compiled part, which
+needs CUDA, and CUDA's driver are stood in for); the connectors are the release's own, over real
+NIXL. The clock runs in D's process, from the step that posts a request's read to the step that
+reports it; pages are there before. "cpu" is what the thread that runs those steps took. Every read
+is compared with what P wrote. Each ratio is the median over the turns, with the interval that holds
+it in 95 of 100 drawings of turns.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvpatch.patches import SLUGS
 from tests.lab.case import EngineSpec
 from tests.lab.engine_api import Timed
 from tests.lab.host import Lab
+from tests.lab.kvcached_standin import PAGE
 from tests.lab.stage import Stage
 from tests.releases import kvcached
 from tests.releases.fetch import fetch
@@ -49,7 +51,13 @@ _PLAIN = EngineSpec(
     # A stage hands out no block twice.
     planned_blocks=(TURNS + 2) * TOKENS // 16,
 )
-_ON = replace(_PLAIN, patched=True, patches=SLUGS, tensor_blocks=2 * _PLAIN.planned_blocks)
+_ON = replace(
+    _PLAIN,
+    patched=True,
+    patches=SLUGS,
+    tensor_blocks=4 * _PLAIN.planned_blocks,
+    settings=((PAGE, str(2 * 1024**2)),),
+)
 SPECS = {
     "plain": _PLAIN,
     "split-half": replace(_ON, allocation="kvcached_apart"),

@@ -19,6 +19,7 @@ How:
     the handshake. Of the contiguous layout NIXL is handed the pool once, and peers
     are told of rows of all layers, which a peer without kvpatch refuses; reads go
     through ``unlike_engines``, between two such pools one descriptor a block.
+    Tensors that contradict kvcached's variables, or one another, are refused.
 Upstream:
     kvcached #313 and #391.
 Remove when:

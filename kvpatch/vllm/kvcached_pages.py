@@ -88,9 +88,13 @@ def refuse_unmapped(
 
 
 def _places(pages: Pages, group: Group, numbers: Int64Array) -> Iterator[tuple[str, int, int]]:
-    """(layer, block, address) of each page that the blocks lie in, once."""
+    """(layer, block, address) of each page that the blocks lie in, once, in two layers."""
     seen: set[int] = set()
-    for layer in sorted(group.layers & pages.layers.keys()):
+    # kvcached maps a page of all layers together; the outermost ones end the rows of a pool.
+    ordered = sorted(
+        group.layers & pages.layers.keys(), key=lambda name: pages.layers[name].planes[0].address
+    )
+    for layer in dict.fromkeys((*ordered[:1], *ordered[-1:])):
         for plane in pages.layers[layer].planes:
             first = plane.address + numbers * plane.strides_bytes.block
             for addresses in (first, first + _block_reach(plane) - 1):

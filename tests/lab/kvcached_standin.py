@@ -34,7 +34,9 @@ from tests.releases import kvcached
 from .compare import Array
 
 #: Small, so that a cache of some blocks has many; kvcached's have 2 MiB and more.
-PAGE_BYTES = 16 * 1024
+_PAGE_BYTES = 16 * 1024
+#: The setting with another size of a page.
+PAGE = "LAB_KVCACHED_PAGE_BYTES"
 
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
@@ -44,9 +46,12 @@ _C.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _C.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _MAP_NORESERVE = 0x4000
 _FAILED = ctypes.c_void_p(-1).value
-#: What mmap aligns reservations to.
-_SYSTEM_PAGE_BYTES = 4096
 _PAGE_OF_ZEROS = 1
+
+
+def page_bytes() -> int:
+    """Of a page of one layer's keys, or values."""
+    return int(os.environ.get(PAGE, _PAGE_BYTES))
 
 
 def _check(result: int) -> None:
@@ -65,10 +70,11 @@ class Reservation:
 
     def __post_init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        found = _C.mmap(None, self.size_bytes, 0, flags, -1, 0)
+        aligned = page_bytes()  # as kvcached's are
+        found = _C.mmap(None, self.size_bytes + aligned, 0, flags, -1, 0)
         if found == _FAILED or found is None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.address = found
+        self.address = -(-found // aligned) * aligned
 
     def map(self, page: int) -> None:
         """Puts memory behind a page."""
@@ -149,10 +155,10 @@ class _Compiled:
     ) -> list[torch.Tensor]:
         dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[item_bytes]
         if self.contiguous:
-            whole = Reservation(size_bytes * layers, PAGE_BYTES * layers * num_kv_buffers)
+            whole = Reservation(size_bytes * layers, page_bytes() * layers * num_kv_buffers)
             self.reservations = [whole]
         else:
-            self.reservations = [Reservation(size_bytes, PAGE_BYTES) for _ in range(layers)]
+            self.reservations = [Reservation(size_bytes, page_bytes()) for _ in range(layers)]
         _RESERVATIONS.extend(self.reservations)
         return [reservation.tensor(dtype) for reservation in self.reservations]
 
@@ -199,18 +205,18 @@ def allocate(
         block *= size
     blocks = shape[1] if len(shape) == 5 and shape[0] == 2 else shape[0]
     block_bytes = block // blocks * dtype.itemsize
-    pages = -(-virtual_blocks * block_bytes // contents // PAGE_BYTES)
+    pages = -(-virtual_blocks * block_bytes // contents // page_bytes())
     pages += pages % 2
     device = types.SimpleNamespace(
         is_available=lambda: True,
         get_device_properties=lambda _: types.SimpleNamespace(
-            total_memory=pages * PAGE_BYTES * contents * layers
+            total_memory=pages * page_bytes() * contents * layers
         ),
     )
-    backing.driver = lambda: backing.Driver(_allocation_at, _SYSTEM_PAGE_BYTES)
+    backing.driver = lambda: backing.Driver(_allocation_at, page_bytes())
     # The device that kvcached asks for its memory, and pages that a test can fill.
     interfaces.torch = _Torch(device)
-    interfaces.PAGE_SIZE = PAGE_BYTES
+    interfaces.PAGE_SIZE = page_bytes()
     interfaces.normalize_gpu_device = lambda name: name
     interfaces._kvcached_initialized = True
     interfaces._contiguous_layout = _COMPILED.contiguous = contiguous
