@@ -33,7 +33,7 @@ from tests.lab.stage import Actor, Stage
 from tests.releases.fetch import fetch
 
 TOKENS = 1024
-TURNS = 25
+TURNS = 20
 SIDES = ("stock", "stock again", "kvpatch")
 _DRAWINGS = 2000
 SPEC = EngineSpec(
