@@ -9,6 +9,8 @@ is timed. "cpu" is what the thread that runs D's steps took of a processor meanw
 that kvpatch adds is in it, and what other work on the machine adds is not. Each ratio is the
 median over the turns, to the first stock D of the same turn, with the interval that holds it
 in 95 of 100 drawings of turns. The second stock D shows what the measurement cannot tell from 1.
+"idle step" is what a step of D with nothing to load takes of a processor: scheduler's and
+worker's half of the connector, every call of vLLM's; the least of each kind is the step itself.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ TOKENS = 1024
 TURNS = 20
 SIDES = ("stock", "stock again", "kvpatch")
 _DRAWINGS = 2000
+_IDLE_STEPS = 2000
 SPEC = EngineSpec(
     "flash", "HND", block_tokens=16, layers=16, kv_heads=4, head_dim=64, planned_blocks=4096
 )
@@ -70,8 +73,8 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return statistics.median(ratios), medians[cut], medians[-1 - cut]
 
 
-def measure(lab: Lab) -> dict[str, list[tuple[float, float]]]:
-    """As many turns as P has blocks for."""
+def measure(lab: Lab, idle: dict[str, list[float]]) -> dict[str, list[tuple[float, float]]]:
+    """As many turns as P has blocks for, and some idle steps."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
     order = list(found)
     with Stage(lab) as stage:
@@ -82,6 +85,8 @@ def measure(lab: Lab) -> dict[str, list[tuple[float, float]]]:
             measured = {name: seconds_of(stage, prefill, sides[name]) for name in order}
             for name in sides if turn else ():  # the first one shakes hands
                 found[name].append(measured[name])
+        for name in random.sample(order, len(order)):
+            idle[name].append(float(sides[name].call("idle", _IDLE_STEPS)))
     return found
 
 
@@ -95,9 +100,10 @@ def main() -> None:
     console = Console()
     fetch([options.release])
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SIDES}
+    idle: dict[str, list[float]] = {name: [] for name in SIDES}
     with Lab(options.release) as lab:
         for _ in track(range(-(-options.repeat // TURNS)), "reading", console=console):
-            for name, times in measure(lab).items():
+            for name, times in measure(lab, idle).items():
                 found[name] += times
     table = Table("D", "", "median ms", "least ms", "of stock", title=f"vLLM {options.release}")
     rows = []
@@ -111,6 +117,11 @@ def main() -> None:
                 name, what, f"{statistics.median(own) * 1e3:.2f}", f"{min(own) * 1e3:.2f}",
                 f"{ratio[0]:.3f} ({ratio[1]:.3f} to {ratio[2]:.3f})",
             )  # fmt: skip
+    for name, each in idle.items():
+        rows.append((name, "idle step", statistics.median(each), min(each), None, None, None))
+        table.add_row(
+            name, "idle step", f"{statistics.median(each) * 1e3:.4f}", f"{min(each) * 1e3:.4f}", ""
+        )
     console.print(table)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2))

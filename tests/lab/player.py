@@ -283,6 +283,14 @@ class Player(Engine):
             time.sleep(_POLL_SECONDS)
             self._step()
 
+    def idle(self, steps: int) -> float:
+        """Seconds of a processor that one of so many steps takes, with nothing to do."""
+        started = time.thread_time()
+        for _ in range(steps):
+            self._step()
+            self._finished()
+        return (time.thread_time() - started) / steps
+
     def _look(self, names: Sequence[str]) -> Seen:
         _, received, broken = self._finished()
         for rank, done in enumerate(received):
