@@ -1,10 +1,10 @@
 """What a host buffer costs in real engines; experiments/bench_host_buffer.sh runs this.
 
-Prompts of one length go one by one through a pair of engines with the release's own path and
-through one with host buffers on both sides, which run side by side and take turns, so that whatever
-else the machine does meets both. On a CPU the caches lie in host memory themselves, so that the
-difference is what the detour costs: P's copies into the buffer, D's placement out of its staging
-pool.
+Prompts of one length go one by one through a pair of engines without host buffers, which is a like
+pair that kvpatch leaves to the release, and through one with host buffers on both sides. The pairs
+run side by side and take turns, so that whatever else the machine does meets both. On a CPU the
+caches lie in host memory themselves, so that the difference is what the detour costs: P's copies
+into the buffer, D's placement out of its staging pool.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def ask(client: httpx.AsyncClient, engine: Engine, tokens: list[int], para
 def pair_of(name: str, model: str, *, is_buffered: bool) -> list[EngineSpec]:
     """P and D."""
     settings = (
-        ("KVPATCH_HOST_BUFFER", "always"),
+        ("KVPATCH_HOST_BUFFER", "always" if is_buffered else "never"),
         ("KVPATCH_HOST_BUFFER_BYTES", str(BUFFER_BYTES)),
     )
     return [
@@ -83,8 +83,8 @@ def pair_of(name: str, model: str, *, is_buffered: bool) -> list[EngineSpec]:
             "float32",
             ("--block-size", str(BLOCK_TOKENS)),
             True,
-            is_buffered,
-            settings if is_buffered else (),
+            True,
+            settings,
         )
         for side in ("prefill", "decode")
     ]
