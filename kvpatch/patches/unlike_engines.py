@@ -48,7 +48,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvpatch import _env
-from kvpatch._errors import RegistrationRefused
+from kvpatch._errors import KvpatchError, RegistrationRefused
 from kvpatch._patching import Patch, Site
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.geometry import KeyOrder
@@ -56,7 +56,7 @@ from kvpatch.patches import _sites
 from kvpatch.vllm import orders
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.groups import Group
+from kvpatch.vllm.groups import Group, whole_group
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
@@ -331,25 +331,20 @@ def _read_blocks_for_req(
     def read(req_id: str, meta: Any) -> Any:
         reader = reader_of(instance)
         orders.stop_pretending(meta)
+        if reader is None:
+            return wrapped(req_id, meta)
         engine_id = orders.engine_of(meta)
         order = orders.order_of(meta)
-        peer = _peer_of(reader, engine_id, order)
-        if reader is None or peer is None:
-            # From 0.32 this is where hands are shaken, and the request comes again.
-            is_known = engine_id in instance._remote_agents
-            if is_known and is_on(instance) and order is not None and any(order.local_blocks):
-                raise ReadRefused(
-                    f"request {req_id} reads from engine {engine_id}, which has not shaken hands "
-                    "with the host buffer's reader"
-                )
-            return wrapped(req_id, meta)
-        if order is None:
-            raise ReadRefused(
-                f"request {req_id} reads from engine {engine_id} of another geometry and carries "
-                "no token count: set ENABLE_KVPATCH for the scheduler's process too"
-            )
-        if not any(order.local_blocks):
-            # A full prefix hit, or an abort: the release only tells P.
+        try:
+            peer = _peer_of(reader, engine_id, order)
+            _check_order(instance, req_id, engine_id, peer, order)
+        except KvpatchError as error:
+            orders.pretend_alike(meta, expanded=expanded)
+            with reader.refusing(engine_id, error):
+                return wrapped(req_id, meta)
+        if peer is None or order is None or not any(order.local_blocks):
+            # One like us; or one that hands are shaken with now (from 0.32), and the request
+            # comes again; or a full prefix hit or an abort, of which the release tells P.
             return wrapped(req_id, meta)
         orders.pretend_alike(meta, expanded=expanded)
         with reader.reading(req_id, engine_id, peer, order):
@@ -366,10 +361,31 @@ def _read_blocks_for_req(
     return read_checked(*args, **kwargs)
 
 
-def _peer_of(reader: Reader | None, engine_id: str, order: orders.Order | None) -> Peer | None:
-    if reader is None:
-        return None
+def _peer_of(reader: Reader, engine_id: str, order: orders.Order | None) -> Peer | None:
     return reader.peer(engine_id) if order is None else reader.peer_for(engine_id, order)
+
+
+def _check_order(
+    worker: Any, req_id: str, engine_id: str, peer: Peer | None, order: orders.Order | None
+) -> None:
+    """Refuses what neither the release nor we can read.
+
+    Raises:
+        ReadRefused: a host buffer's peer that its reader has not met, or no token count.
+    """
+    if peer is not None:
+        if order is None:
+            raise ReadRefused(
+                f"request {req_id} reads from engine {engine_id} of another geometry and carries "
+                "no token count: set ENABLE_KVPATCH for the scheduler's process too"
+            )
+        return
+    is_known = engine_id in worker._remote_agents
+    if is_known and is_on(worker) and order is not None and any(order.local_blocks):
+        raise ReadRefused(
+            f"request {req_id} reads from engine {engine_id}, which has not shaken hands "
+            "with the host buffer's reader"
+        )
 
 
 _INTRODUCTIONS: WeakKeyDictionary[Any, Introductions] = WeakKeyDictionary()
@@ -391,12 +407,13 @@ def _get_num_new_matched_tokens(
             return found
         groups = blocks if blocks and isinstance(blocks[0], list | tuple) else [blocks]
         introductions = _INTRODUCTIONS.get(instance) or introduce(instance)
-        # Of several groups the worker asks, which knows which of them has windows.
-        if introductions is None or len(groups) > 1:
+        whole = whole_group(instance)
+        if introductions is None or whole is None:
             return found
         _INTRODUCTIONS[instance] = introductions
         needed = num_computed_tokens + found[0]
-        if introductions.allow(engine_id, request.num_prompt_tokens, len(groups[0]), needed):
+        held = len(groups[whole]) if whole < len(groups) else 0
+        if introductions.allow(engine_id, request.num_prompt_tokens, held, needed):
             return found
         return 0, False
 

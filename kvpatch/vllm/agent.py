@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import wrapt
 
+from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.shares import ReadRefused
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class ReadingAgent(wrapt.ObjectProxy[Any]):
@@ -46,9 +50,14 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         """As NIXL's own; the descriptors that are named are not the ones that are read.
 
         Raises:
+            KvpatchError: the request is refused.
             ReadRefused: a peer that was only shown as one like us would be read as one, or
                 blocks to fill are not there.
         """
+        if self._self_reader.refusal is not None:
+            refused_engine_id, error = self._self_reader.refusal
+            self._let_go(refused_engine_id, remote_handle, notif_msg)
+            raise error
         self._self_reader.check_blocks()
         engine_id = self._self_reader.is_reading()
         if engine_id is not None:
@@ -70,6 +79,17 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
             *args,
             **kwargs,
         )
+
+    def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
+        """Tells a peer that a request is over: nobody will ever read its blocks."""
+        peer = self._self_reader.known(engine_id)
+        if peer is None:
+            return
+        rank = peer.ranks[self._self_rank_of(engine_id, remote_handle)]
+        try:
+            self.__wrapped__.send_notif(rank.agent, notif_msg=notification)
+        except errors_of(self.__wrapped__) as error:
+            _LOG.warning("%s was not told of a request that is refused: %s", rank.agent, error)
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts a transfer."""

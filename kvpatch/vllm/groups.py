@@ -44,9 +44,29 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     return groups
 
 
+def whole_group(scheduler: Any) -> int | None:
+    """The first group with full attention, as a scheduler has them; None without one.
+
+    What other groups name of a prompt does not tell how many blocks it fills. None with
+    recurrent state too, which is left to the release.
+    """
+    plan = getattr(scheduler, "kv_cache_config", None)  # from 0.18
+    if plan is None:
+        return 0
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    specs = [_members(group.kv_cache_spec)[0] for group in plan.kv_cache_groups]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        return None
+    return next((n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), None)
+
+
 def _window_tokens(spec: Any) -> int:
-    of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
-    specs = of_layers.values() if of_layers else (spec,)
     # SlidingWindowSpec and its kind; a full-attention layer may carry one unused.
-    windows = (s.sliding_window for s in specs if "SlidingWindow" in type(s).__name__)
+    windows = (s.sliding_window for s in _members(spec) if "SlidingWindow" in type(s).__name__)
     return max(windows, default=0)
+
+
+def _members(spec: Any) -> tuple[Any, ...]:
+    of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
+    return tuple(of_layers.values()) if of_layers else (spec,)

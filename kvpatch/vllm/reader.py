@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
+from kvpatch._errors import KvpatchError
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
@@ -127,6 +128,7 @@ class Reader:
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
         self._reading: _Reading | None = None
         self._check: Callable[[], None] | None = None
+        self._refusal: tuple[str, KvpatchError] | None = None
         self._tails_left = False
         self._staged: WeakSet[StagedRead] = WeakSet()
 
@@ -266,10 +268,28 @@ class Reader:
             self._check = None
 
     def check_blocks(self) -> None:
-        """Calls the check of :meth:`filling`, once a request."""
-        check, self._check = self._check, None
-        if check is not None:
-            check()
+        """Calls the check of :meth:`filling`, until it has nothing to say."""
+        if self._check is not None:
+            self._check()
+            self._check = None
+
+    @contextmanager
+    def refusing(self, engine_id: str, error: KvpatchError) -> Iterator[None]:
+        """While inside, a transfer that the release prepares raises an error in its place.
+
+        From 0.11.1 on the release fails one request there; an error anywhere before that
+        would end the engine.
+        """
+        self._refusal = engine_id, error
+        try:
+            yield
+        finally:
+            self._refusal = None
+
+    @property
+    def refusal(self) -> tuple[str, KvpatchError] | None:
+        """(engine id, error) inside :meth:`refusing`; else None."""
+        return self._refusal
 
     def is_reading(self) -> str | None:
         """The engine that is being read from; None outside :meth:`reading`."""

@@ -183,13 +183,16 @@ class CoreScheduler:
         tracked = self._add(number, request_id, prompt_tokens, params)
         self._metadata.append(self._core.schedule().kv_connector_metadata)
         manager = self._core.kv_cache_manager
-        # What is loaded is not hashed before it is there.
-        blocks = manager.coordinator.get_blocks(request_id)[0]
-        hashed = [block for block in blocks if block.block_hash is not None]
-        found = len(hashed) * self.spec.block_tokens
-        if found != hit:
-            raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
-        tracked.external_tokens = tracked.request.num_computed_tokens - found
+        if tracked.request.status.name == "WAITING_FOR_REMOTE_KVS":
+            # What is loaded is not hashed before it is there.
+            blocks = manager.coordinator.get_blocks(request_id)[0]
+            hashed = [block for block in blocks if block.block_hash is not None]
+            found = len(hashed) * self.spec.block_tokens
+            if found != hit:
+                raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
+            tracked.external_tokens = tracked.request.num_computed_tokens - found
+        else:  # D computes it itself
+            tracked.tokens = hit
         tracked.tables = self._tables(request_id)
         if self.spec.is_hybrid:
             managers = manager.coordinator.single_type_managers

@@ -18,7 +18,7 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .release import HYBRID_MODEL_TOKENS
-from .releases import is_full
+from .releases import is_full, states_kernel_blocks
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -221,3 +221,23 @@ def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
 
     frees_too_much = Version(lab.release) < Version("0.20")
     assert report.outcome == ("corrupt" if frees_too_much else "identical"), report
+
+
+# --- blocks that FlashInfer may have cut, to 0.20 ---
+
+
+@pytest.mark.parametrize("prompt", [10, 40, 100])
+@pytest.mark.parametrize("cut", [True, False])
+def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> None:
+    """48 tokens cut into 16 look like 16: D computes until a prompt of full attention tells."""
+    if states_kernel_blocks(lab.release):
+        pytest.skip("this release states how blocks are cut")
+    d = replace(_engine("two groups", 16), family="flashinfer", device="cuda")
+    p = replace(_engine("two groups", 48), family="flashinfer", device="cuda", parts=3)
+    case = Case("may be cut", p if cut else d, d, prompt)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    fills_two_blocks = prompt > case.prefill.block_tokens
+    assert report.moved_tokens == (prompt if fills_two_blocks else 0)

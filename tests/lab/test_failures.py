@@ -19,7 +19,7 @@ from packaging.version import Version
 from .case import EngineSpec
 from .engine_api import Ask, Left, Prompt, Seen
 from .host import Lab
-from .releases import states_block_size, states_layout
+from .releases import states_block_size, states_kernel_blocks, states_layout
 from .stage import Actor, Raised, Stage
 from .test_several_peers import (
     SPEC,
@@ -362,6 +362,26 @@ def test_blocks_that_do_not_hold_the_tokens(pair: Pair, lab: Lab) -> None:
     assert decode.written(refused) == 0
     assert_identical(decode, [kept], loaded(kept, lab.release))
     assert_served(stage, lab.release, prefill, decode)
+
+
+def test_a_prompt_that_does_not_tell_how_blocks_are_cut(stage: Stage, lab: Lab) -> None:
+    """It fails alone, P may let go of its blocks, and a longer one tells."""
+    if not states_block_size(lab.release) or states_kernel_blocks(lab.release):
+        pytest.skip("D computes such a prompt, or the handshake says how blocks are cut")
+    prefill = stage.prefill(engine(family="flashinfer", block_tokens=128, parts=2))
+    decode = stage.decode(replace(STAGED, family="flashinfer"))
+    short, told = stage.prompt(40), stage.prompt(8 * 128 - 20)
+    asks = prefill.compute(short)
+
+    decode.ask(*asks)
+
+    seen = assert_failed_alone(decode, lab.release, [short])
+    assert any("may have 64, 128" in line for line in seen.logged), seen
+    assert prefill.heard([short]) == {short.name}
+    decode.ask(*prefill.compute(told))
+    assert decode.watch(told).received == {told.name}
+    assert decode.wrong(told)[0] == 0
+    assert prefill.heard([told]) == {told.name}
 
 
 def _without_a_block(ask: Ask) -> Ask:
