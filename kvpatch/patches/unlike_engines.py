@@ -26,9 +26,9 @@ Limits:
     unlike layout goes unnoticed as it does without kvpatch. From 0.11.1 to 0.20 it does not
     state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
     prompt has to tell it too, of peers like D as well; D computes shorter ones before it
-    (to 0.16 by the default ``kv_load_failure_policy``), but for models of several cache
-    groups, whose requests fail. Refused are keys that AMX
-    tiles. Of several cache groups a P in BLNHC or BHLNC
+    (to 0.16 by the default ``kv_load_failure_policy``). Models of windows alone cannot tell.
+    Refused are keys that AMX tiles, and to 0.25 models of windows alone with a draft model.
+    Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
     leaves unlike peers to the release, but for smaller blocks, which it reads wrongly.
@@ -63,6 +63,7 @@ from kvpatch.vllm.likeness import (
     alike_block_bytes,
     completed,
     is_alike,
+    refuse_drafted_windows,
     refuse_smaller_blocks,
     refuse_unreadable,
 )
@@ -239,6 +240,7 @@ def _add_remote_agent(
     kwargs: dict[str, Any],
     *,
     registration: Registration,
+    drafted_windows: bool,
 ) -> Any:
     def add(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *more: Any
@@ -268,6 +270,8 @@ def _add_remote_agent(
             if rank is not None:
                 rank.agent = agent
             return agent
+        if drafted_windows:
+            refuse_drafted_windows(instance, reader.ours, reader.groups, peer)
         return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
 
     return add(*args, **kwargs)
@@ -501,6 +505,8 @@ _NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
 _WHOLE_BLOCKS = ("g0100",)
 # 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
 _DRAFTED_BLOCKS = ("g0230", "g0240")
+# To 0.24 a list of P's goes on behind the prompt where it drafts tokens (0.25 ends g0240).
+_DRAFTED_WINDOWS = ("g0180", "g0200", "g0230", "g0240")
 # Up to 0.19 both lists are expanded to kernel blocks before the request is read.
 _EXPANDED = ("g0111", "g0130", "g0140", "g0160", "g0180")
 
@@ -515,6 +521,7 @@ PATCH = Patch(
             _sites.add_remote_agent(g): partial(
                 _add_remote_agent,
                 registration=REGISTRATIONS[g.slug],
+                drafted_windows=g.slug in _DRAFTED_WINDOWS,
             ),
             _sites.read_blocks_for_req(g): partial(
                 _read_blocks_for_req, expanded=g.slug in _EXPANDED

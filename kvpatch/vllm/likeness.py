@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvpatch.geometry import Content, KeyOrder
+from kvpatch.vllm.groups import Group
 from kvpatch.vllm.peers import OurSide, heads_of, refusal, tokens_in_bytes
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.unstated import BlockTokens, sizes_by_item
@@ -109,6 +111,34 @@ def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
     _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     return tuple(length * their_heads // our_heads for length in ours.block_bytes)
+
+
+#: Ways to speculate that reserve no slots.
+_WITHOUT_A_MODEL = ("ngram", "ngram_gpu", "suffix")
+
+
+def refuse_drafted_windows(
+    worker: Any, ours: OurSide, groups: Sequence[Group], peer: Statement
+) -> None:
+    """Refuses a peer whose lists of blocks end nobody knows where.
+
+    A window's list is the end of a table. Slots for drafted tokens can add a block to it,
+    which only a list of full attention would tell. A draft model has caches of its own, so
+    that both sides have one or neither has.
+
+    Raises:
+        PeerRefused: there are windows alone, and this worker drafts tokens.
+    """
+    speculation = getattr(worker.vllm_config, "speculative_config", None)
+    drafts = speculation is not None and speculation.method not in _WITHOUT_A_MODEL
+    if drafts and all(group.window_tokens for group in groups):
+        raise refusal(
+            ours,
+            peer,
+            "this vLLM names blocks for drafted tokens too, and with sliding windows alone nobody "
+            "can tell them from the prompt's: speculate without a draft model, use one "
+            "--block-size, or vLLM 0.26 or later",
+        )
 
 
 def refuse_unreadable(worker: Any, peer: Statement) -> None:

@@ -18,6 +18,7 @@ from kvpatch.vllm.likeness import (
     alike_block_bytes,
     completed,
     is_alike,
+    refuse_drafted_windows,
     refuse_smaller_blocks,
 )
 from kvpatch.vllm.orders import Order
@@ -528,3 +529,26 @@ def test_smaller_blocks_are_refused_where_nobody_reads_them_rightly(tokens, mamb
         return
     with pytest.raises(PeerRefused, match="--block-size"):
         refuse_smaller_blocks(worker, peer)
+
+
+@pytest.mark.parametrize(
+    ("method", "windows", "refused"),
+    [
+        ("eagle", (64,), True),
+        ("mtp", (64, 128), True),
+        ("eagle", (64, 0), False),  # full attention tells where a table ends
+        ("ngram", (64,), False),
+        (None, (64,), False),
+    ],
+)
+def test_windows_alone_with_a_draft_model(method, windows, refused):
+    speculation = None if method is None else SimpleNamespace(method=method)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculation))
+    groups = [Group(frozenset("ab"), window) for window in windows]
+    _, ours = ours_of()
+    peer = read_statement(_metadata(), 0, 1)
+    if not refused:
+        refuse_drafted_windows(worker, ours, groups, peer)
+        return
+    with pytest.raises(PeerRefused, match="drafted tokens"):
+        refuse_drafted_windows(worker, ours, groups, peer)
