@@ -67,6 +67,16 @@ def test_two_pools_move_a_block_of_a_groups_layers_as_one_descriptor(
     assert report.descriptors == whole - hit_blocks + (groups - 1) * of_window
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("blocks", [(32, 32), (64, 32)])
+def test_split_halves(lab: Lab, model: str, blocks: tuple[int, int]) -> None:
+    p, d = blocks
+
+    report = _run(lab, _spec(model, p, "split-half"), _spec(model, d, "split-half"), hit_blocks=1)
+
+    assert report.outcome == "identical", report
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
 def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
