@@ -23,7 +23,8 @@ Limits:
     To 0.11.0 the handshake states no block size: D computes prompts itself until one of
     three of P's blocks or more has told it, for peers like D too, and 0.10.0 states no layout
     either, so only caches of one head a rank are read there where blocks are unlike, and an
-    unlike layout goes unnoticed as it does without kvpatch. From 0.11.1 to 0.20 it does not
+    unlike layout goes unnoticed as it does without kvpatch; with a draft model D computes
+    every prompt there. From 0.11.1 to 0.20 it does not
     state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
     prompt has to tell it too, of peers like D as well; D computes shorter ones before it
     (to 0.16 by the default ``kv_load_failure_policy``). Models of windows alone cannot tell.
@@ -66,6 +67,7 @@ from kvpatch.vllm.likeness import (
     refuse_drafted_windows,
     refuse_smaller_blocks,
     refuse_unreadable,
+    reserves_slots,
 )
 from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import heads_of, refusal
@@ -425,8 +427,16 @@ def _get_num_new_matched_tokens(
 
 
 def _introductions(scheduler: Any, *, full_blocks_only: bool) -> Introductions:
-    """Where the handshake states no block size."""
-    return Introductions(scheduler.block_size, full_blocks_only=full_blocks_only)
+    """Where the handshake states no block size.
+
+    0.10.0 loads a prompt into whole blocks and one more for drafted tokens: it takes the
+    last blocks of P's for these, a block off, or ends.
+    """
+    return Introductions(
+        scheduler.block_size,
+        full_blocks_only=full_blocks_only,
+        allows_none=full_blocks_only and reserves_slots(scheduler.vllm_config),
+    )
 
 
 def _introductions_to_cuts(scheduler: Any, *, module: str) -> Introductions | None:

@@ -114,7 +114,13 @@ def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
 
 
 #: Ways to speculate that reserve no slots.
-_WITHOUT_A_MODEL = ("ngram", "ngram_gpu", "suffix")
+_WITHOUT_SLOTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def reserves_slots(vllm_config: Any) -> bool:
+    """Whether an engine reserves slots for drafted tokens behind a prompt."""
+    speculation = getattr(vllm_config, "speculative_config", None)
+    return speculation is not None and speculation.method not in _WITHOUT_SLOTS
 
 
 def refuse_drafted_windows(
@@ -129,9 +135,7 @@ def refuse_drafted_windows(
     Raises:
         PeerRefused: there are windows alone, and this worker drafts tokens.
     """
-    speculation = getattr(worker.vllm_config, "speculative_config", None)
-    drafts = speculation is not None and speculation.method not in _WITHOUT_A_MODEL
-    if drafts and all(group.window_tokens for group in groups):
+    if reserves_slots(worker.vllm_config) and all(group.window_tokens for group in groups):
         raise refusal(
             ours,
             peer,

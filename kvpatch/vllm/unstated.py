@@ -172,11 +172,18 @@ class Introductions:
         block_tokens: of our own blocks.
         full_blocks_only: whether no partial block is moved (0.10.0).
         step_tokens: what a peer's blocks are a multiple of; None where nothing is known.
+        allows_none: whether nothing is to be loaded from anybody.
     """
 
     def __init__(
-        self, block_tokens: int, *, full_blocks_only: bool = False, step_tokens: int | None = None
+        self,
+        block_tokens: int,
+        *,
+        full_blocks_only: bool = False,
+        step_tokens: int | None = None,
+        allows_none: bool = False,
     ) -> None:
+        self._allows_none = allows_none
         self._block_tokens = block_tokens
         self._full_blocks_only = full_blocks_only
         self._step_tokens = step_tokens
@@ -188,7 +195,7 @@ class Introductions:
         Args:
             needed_tokens: up to where it would be loaded.
         """
-        if not blocks:
+        if self._allows_none or not blocks:
             return False
         span = span_of(tokens, blocks, full_blocks_only=self._full_blocks_only)
         known = self._spans.get(engine_id, Span()).within(span)

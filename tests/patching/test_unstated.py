@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.patches import unlike_engines
 from kvpatch.vllm.unstated import (
     BlocksUnknown,
     BlockTokens,
@@ -159,3 +162,18 @@ def test_any_two_blocks_tell_where_blocks_are_small() -> None:
     assert not introductions.allow("another", tokens=16, blocks=1, needed_tokens=16)
     assert step_of_cuts(128, "cuda") == 64
     assert step_of_cuts(128, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("method", "allows"), [(None, True), ("ngram", True), ("eagle", False), ("deepseek_mtp", False)]
+)
+def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
+    """A hit of one block of 16, 64 tokens in all: 0.10.0 names 4 blocks of its own for 3 of P's."""
+    speculation = None if method is None else SimpleNamespace(method=method)
+    scheduler = SimpleNamespace(
+        block_size=16, vllm_config=SimpleNamespace(speculative_config=speculation)
+    )
+    introductions = unlike_engines._introductions(scheduler, full_blocks_only=True)
+    assert introductions.allow("p", 64, 4, 64) is allows
+    later = unlike_engines._introductions(scheduler, full_blocks_only=False)
+    assert later.allow("p", 64, 4, 64)
