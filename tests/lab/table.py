@@ -2,18 +2,22 @@
 
 Plays the unlike pairs of the tests on stock and with kvpatch on D, every release, and
 writes docs/unlike.md: how many cells each makes identical, refuses, or corrupts silently.
+Releases that are not played keep their rows, from comments in the page itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
+import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 from rich.progress import Progress
@@ -22,12 +26,14 @@ from kvpatch._versions import RELEASES
 from kvpatch.patches import SLUGS
 from tests.releases.fetch import fetch
 
-from .case import Case, EngineSpec, Outcome, Report
+from .case import Case, EngineSpec, Outcome, Report, Sabotage
 from .host import Lab
 from .unlike import Dimensions, cases, told
 
 SEED = 20
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "unlike.md"
+_LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
+_STATE = re.compile(r"<!-- (\S+): ([IRFC]+) ([IRFC]+) -->")
 KINDS = ("smaller P blocks", "larger P blocks", "other layout", "CPU backend", "other ranks")
 
 
@@ -88,7 +94,23 @@ def play(release: str) -> list[Cell]:
                     _first_line(stock), _first_line(ours),
                 )
             )  # fmt: skip
+        _must_notice(lab, found)
     return found
+
+
+def _must_notice(lab: Lab, found: Sequence[Cell]) -> None:
+    """The negative control: what is spoilt on purpose is called corrupt.
+
+    Raises:
+        RuntimeError: it is not, and what was called identical says nothing.
+    """
+    cases_by_name = {case.name: case for case in all_cases()}
+    served = (told(cases_by_name[c.case], lab.release) for c in found if c.kvpatch == "identical")
+    case = next(case for case in served if case.prompt_tokens > 2 * case.decode.block_tokens)
+    for sabotage in get_args(Sabotage):
+        report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+        if report.outcome != "corrupt":
+            raise RuntimeError(f"{lab.release}: {sabotage} went unnoticed: {report}")
 
 
 def _first_line(report: Report) -> str:
@@ -97,15 +119,17 @@ def _first_line(report: Report) -> str:
 
 def page(found: Sequence[Cell]) -> str:
     """docs/unlike.md."""
+    order = [case.name for case in all_cases()]
+    found = sorted(found, key=lambda c: (RELEASES.index(c.release), order.index(c.case)))
     releases = [r for r in RELEASES if any(cell.release == r for cell in found)]
     silent = sum(cell.stock == "corrupt" for cell in found)
-    ours = Counter(cell.kvpatch for cell in found)
+    stock, ours = Counter(cell.stock for cell in found), Counter(cell.kvpatch for cell in found)
     lines = [
         "# Unlike engines, release by release",
         "",
         "Written by `python -m tests.lab.table --write`: real connectors of both roles over real",
         "NIXL in host memory, D's cache compared with P's element by element. kvpatch is on D",
-        "alone.",
+        "alone. On each release caches were spoilt on purpose in three ways, and noticed.",
         "",
         f"{len(found)} cells: {len(found) // max(1, len(releases))} pairs on {len(releases)} "
         "releases.",
@@ -113,37 +137,125 @@ def page(found: Sequence[Cell]) -> str:
         "backends (FlashAttention, FlashInfer, MLA), prompts, prefix hits, element sizes and",
         "numbers of requests, and some of unlike ranks and of the CPU backend.",
         "",
-        f"Stock calls **{silent}** of them done and holds other bytes than P: wrong tokens with",
-        f"HTTP 200. With kvpatch {ours['identical']} are identical, {ours['refused']} refused,",
-        f"{ours['failed']} end without an answer, {ours['corrupt']} are corrupt.",
+        "| | identical | refused | not completed | corrupt |",
+        "|---|---|---|---|---|",
+        _sum_row("stock", stock),
+        _sum_row("kvpatch on D", ours),
+        "",
+        "Corrupt: the request is called done and D holds other bytes than P, wrong tokens with",
+        f"HTTP 200. Stock does that in **{silent}** cells. Not completed: P is never told that it",
+        "was read and keeps its blocks, or a worker does not start.",
         "",
         "To 0.20 handshakes do not say all of a block. With kvpatch a prompt of five blocks goes",
         "before, which tells the rest; without it, D computes short prompts itself to 0.11.0, and",
-        "fails some of FlashInfer's from 0.11.1 on. Refused with kvpatch: on 0.10.0, which states",
-        "no layout either, unlike blocks of several heads; some releases serve no P/D on their CPU",
-        "backend, or with such ranks, at all. Corrupt: an unlike layout that 0.10.0 does not state",
-        "goes unnoticed, as in stock.",
+        "fails some of FlashInfer's from 0.11.1 on. What kvpatch does not serve is listed below.",
         "",
-        "Each cell: stock → kvpatch, as identical / refused or failed / **corrupt**.",
+        "## Every release",
         "",
-        "| release | " + " | ".join(KINDS) + " |",
+        "Each cell is stock → kvpatch on D, in pairs: ok (identical), no (refused or not",
+        "completed), **wrong** (corrupt). Releases with the same row share it.",
+        "",
+        "| release | " + " | ".join(_heading(kind, found, releases) for kind in KINDS) + " |",
         "|---|" + "---|" * len(KINDS),
     ]
-    for release in releases:
-        row = [cell for cell in found if cell.release == release]
-        columns = (_counts(cell for cell in row if cell.kind == kind) for kind in KINDS)
-        lines.append(f"| {release} | " + " | ".join(columns) + " |")
+    rows = {release: _row(release, found) for release in releases}
+    for first, last in _runs(releases, lambda a, b: rows[a] == rows[b]):
+        lines.append(f"| {_span(first, last)} | {rows[first]} |")
+    lines += ["", "## What stock corrupts", "", "| pair | releases |", "|---|---|"]
+    lines += _pairs(cell for cell in found if cell.stock == "corrupt")
+    lines += ["", "## What kvpatch does not serve", "", "| pair | releases |", "|---|---|"]
+    lines += _pairs((cell for cell in found if cell.kvpatch != "identical"), say_outcome=True)
+    lines += ["", f"<!-- cases: {_fingerprint()} -->", *(_state(r, found) for r in releases)]
     return "\n".join(lines) + "\n"
+
+
+def _sum_row(name: str, counts: Counter[Outcome]) -> str:
+    order: tuple[Outcome, ...] = ("identical", "refused", "failed", "corrupt")
+    return f"| {name} | " + " | ".join(str(counts[outcome]) for outcome in order) + " |"
+
+
+def _heading(kind: str, found: Sequence[Cell], releases: Sequence[str]) -> str:
+    count = sum(cell.kind == kind and cell.release == releases[0] for cell in found)
+    return f"{kind} ({count})"
+
+
+def _row(release: str, found: Sequence[Cell]) -> str:
+    row = [cell for cell in found if cell.release == release]
+    return " | ".join(_counts(cell for cell in row if cell.kind == kind) for kind in KINDS)
 
 
 def _counts(cells: Iterable[Cell]) -> str:
     cells = list(cells)
-    sides = (Counter(c.stock for c in cells), Counter(c.kvpatch for c in cells))
     texts = []
-    for counts in sides:
-        corrupt = f"**{counts['corrupt']}**" if counts["corrupt"] else "0"
-        texts.append(f"{counts['identical']}/{counts['refused'] + counts['failed']}/{corrupt}")
+    for counts in (Counter(c.stock for c in cells), Counter(c.kvpatch for c in cells)):
+        no = counts["refused"] + counts["failed"]
+        words = ((counts["identical"], "{} ok"), (no, "{} no"), (counts["corrupt"], "**{} wrong**"))
+        texts.append(", ".join(text.format(count) for count, text in words if count))
     return " → ".join(texts)
+
+
+def _pairs(cells: Iterable[Cell], *, say_outcome: bool = False) -> list[str]:
+    """A row for each pair, with its releases; and for each outcome, where that is said."""
+    outcomes: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        outcome = cell.kvpatch if say_outcome else ""
+        outcomes.setdefault((cell.case, outcome), []).append(cell.release)
+    rows = []
+    for (case, outcome), releases in outcomes.items():
+        said = {"": "", "failed": "not completed: "}.get(outcome, f"{outcome}: ")
+        spans = _runs([r for r in RELEASES if r in releases], _are_neighbours)
+        rows.append(f"| {case} | {said}{', '.join(_span(*span) for span in spans)} |")
+    return rows
+
+
+def _runs(
+    releases: Sequence[str], together: Callable[[str, str], bool]
+) -> Iterator[tuple[str, str]]:
+    """First and last of the runs of releases of which each goes together with the next."""
+    first = 0
+    for end in range(1, len(releases) + 1):
+        if end == len(releases) or not together(releases[end - 1], releases[end]):
+            yield releases[first], releases[end - 1]
+            first = end
+
+
+def _are_neighbours(release: str, other: str) -> bool:
+    return RELEASES.index(release) + 1 == RELEASES.index(other)
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
+
+
+# -- what a page was made from, in comments of its own --------------------------
+
+
+def _fingerprint() -> str:
+    """Of the names of all cases, in order: the letters of :func:`_state` count on it."""
+    names = "\n".join(case.name for case in all_cases())
+    return hashlib.sha256(names.encode()).hexdigest()[:12]
+
+
+def _state(release: str, found: Sequence[Cell]) -> str:
+    by_case = {cell.case: cell for cell in found if cell.release == release}
+    cells = [by_case[case.name] for case in all_cases()]
+    letters = (
+        "".join(_LETTERS[c.stock] for c in cells),
+        "".join(_LETTERS[c.kvpatch] for c in cells),
+    )
+    return f"<!-- {release}: {' '.join(letters)} -->"
+
+
+def _cells_of_page(text: str) -> list[Cell]:
+    """What a page was made from; nothing of one that has other cases."""
+    if f"<!-- cases: {_fingerprint()} -->" not in text:
+        return []
+    outcomes = {letter: outcome for outcome, letter in _LETTERS.items()}
+    return [
+        Cell(release, kind_of(case), case.name, outcomes[stock], outcomes[ours])
+        for release, *letters in _STATE.findall(text)
+        for case, stock, ours in zip(all_cases(), *letters, strict=True)
+    ]
 
 
 def _read(path: Path | None) -> list[Cell]:
@@ -180,7 +292,9 @@ def main() -> None:
             if arguments.cells:
                 _add(arguments.cells, done.result())
             progress.advance(task)
-    text = page(found)
+    played = {cell.release for cell in found}
+    kept = [cell for cell in _cells_of_page(PAGE.read_text()) if cell.release not in played]
+    text = page(kept + found)
     console.print(text, markup=False)
     if arguments.write:
         PAGE.write_text(text)
