@@ -113,6 +113,7 @@ async def _observe_single(
     async with running(setup.specs, client, options, console) as engines:
         cases = build_cases(await vocabulary(client, engines[0]))
         serving = Serving(f"single ({single})", engines, (), client, options, console)
+        await serving.rehearse(cases)
         return cases, await serving.observe(cases)
 
 
@@ -152,6 +153,8 @@ class _RowRun:
             await self._require_patch(decode)
             self._require_host_buffers(engines)
             await self._require_layouts(engines, (*self.row.prefill, self.row.decode))
+            serving = Serving(self.row.name, prefill, (), self.client, self.options, self.console)
+            await serving.rehearse(self.cases)
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             stop_all(decode)
             if not self.with_stock:

@@ -86,8 +86,9 @@ def play(release: str) -> list[Cell]:
     found = []
     with Lab(release) as lab:
         for case in all_cases():
-            stock = lab.run(case.stock())
-            ours = lab.run(told(case, release).patched(*SLUGS, prefill=False))
+            played = told(case, release)
+            stock = lab.run(played.stock())
+            ours = lab.run(played.patched(*SLUGS, prefill=False))
             found.append(
                 Cell(
                     release, kind_of(case), case.name, stock.outcome, ours.outcome,
@@ -146,9 +147,10 @@ def page(found: Sequence[Cell]) -> str:
         f"HTTP 200. Stock does that in **{silent}** cells. Not completed: P is never told that it",
         "was read and keeps its blocks, or a worker does not start.",
         "",
-        "To 0.20 handshakes do not say all of a block. With kvpatch a prompt of five blocks goes",
-        "before, which tells the rest; without it, D computes short prompts itself to 0.11.0, and",
-        "fails some of FlashInfer's from 0.11.1 on. What kvpatch does not serve is listed below.",
+        "To 0.20 handshakes do not say all of a block. A prompt of five blocks goes before there,",
+        "which tells kvpatch the rest; without it, D computes short prompts itself to 0.11.0, and",
+        "some of FlashInfer's from 0.11.1 on are computed or fail. What kvpatch does not serve is",
+        "listed below.",
         "",
         "## Every release",
         "",
