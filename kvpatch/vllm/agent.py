@@ -8,6 +8,7 @@ from typing import Any
 
 import wrapt
 
+from kvpatch._errors import KvpatchError
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.reader import Reader
@@ -62,7 +63,11 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         engine_id = self._self_reader.is_reading()
         if engine_id is not None:
             rank = self._self_rank_of(engine_id, remote_handle)
-            return self._self_reader.prepare(self.__wrapped__, rank, notif_msg)
+            try:
+                return self._self_reader.prepare(self.__wrapped__, rank, notif_msg)
+            except KvpatchError:
+                self._let_go(engine_id, remote_handle, notif_msg)
+                raise
         unlike = self._self_engine_of(remote_handle)
         if unlike is not None:
             raise ReadRefused(

@@ -360,6 +360,7 @@ def test_blocks_that_do_not_hold_the_tokens(pair: Pair, lab: Lab) -> None:
 
     assert_failed_alone(decode, lab.release, [refused])
     assert decode.written(refused) == 0
+    assert prefill.heard([refused]) == {refused.name}
     assert_identical(decode, [kept], loaded(kept, lab.release))
     assert_served(stage, lab.release, prefill, decode)
 
