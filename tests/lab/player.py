@@ -145,6 +145,16 @@ class Player(Engine):
         table = saves.table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
 
+    def booked(self) -> set[str]:
+        """Requests that kvpatch's account of P's host buffer still knows."""
+        from kvpatch.vllm.host_buffer_saves import saves_of
+
+        saves = saves_of(release.nixl_of(self.scheduler.connector))
+        assert saves is not None
+        table = saves.table
+        holders = set().union(*table._holders)
+        return {*saves._refusals, *table._requests, *table._queue, *holders}
+
     def buffer_bytes(self) -> dict[str, int]:
         """Of the first rank's host buffer: its size, that of its tensors' memory, and blocks."""
         pool = self._pools()[0]

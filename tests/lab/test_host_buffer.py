@@ -446,13 +446,18 @@ def test_tensors_that_layers_share_are_there_once(lab: Lab) -> None:
 
 
 def test_requests_come_go_and_fail_at_random(scene: Scene) -> None:
-    """90 prompts of any length, many given up on in the queue or in the middle."""
+    """90 prompts of any length, many given up on in the queue or in the middle.
+
+    Those that are longer than the buffer are refused, or given up on before they can be.
+    """
     chance = random.Random(7)
     scene.prefill.call("take_turns", 2 * BLOCK_TOKENS)
-    prompts = [scene.stage.prompt(chance.randint(1, TOKENS)) for _ in range(90)]
+    lengths = [chance.randint(1, TOKENS) for _ in range(70)] + 20 * [5 * TOKENS]
+    chance.shuffle(lengths)
+    prompts = [scene.stage.prompt(tokens) for tokens in lengths]
     ahead = list(prompts)
     running: list[Prompt] = []
-    served = cancelled = 0
+    served = cancelled = refused = 0
 
     while ahead or running:
         for _ in range(min(len(ahead), chance.randint(0, 6))):
@@ -469,13 +474,16 @@ def test_requests_come_go_and_fail_at_random(scene: Scene) -> None:
             cancelled += 1
         # 0.10.0 publishes nothing of what is shorter than a block.
         asks = [ask for ask in asks if loaded(ask.prompt, scene.release)]
+        refused += sum("kvpatch_refused" in ask.answer for ask in asks)
+        asks = [ask for ask in asks if "kvpatch_refused" not in ask.answer]
         scene.read(asks, look_for_strays=False)
         served += len(asks)
         assert scene.slots()["held"] <= ROOM
 
-    assert min(served, cancelled) > 10, (served, cancelled)
+    assert min(served, cancelled) > 10 and refused > 2, (served, cancelled, refused)
     assert scene.decode.strays() == 0
     assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.prefill.call("booked") == set()
 
 
 def test_a_prefix_that_p_has_is_not_copied_again(scene: Scene) -> None:
