@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import wrapt
 
@@ -90,9 +90,11 @@ def register_rows(
         _state_layout(worker, axes_only.inner_layout)
     agent = worker.nixl_wrapper
     worker.nixl_wrapper = _OneRegion(agent, row)
+    # The thread that answers handshakes never ends, and is not to keep the worker.
+    this_worker = ref(worker)
     try:
         with _listener_told(
-            worker, lambda m: restated(m, row, _form_of(worker, row, layers, places))
+            worker, lambda m: restated(m, row, _form_of(this_worker(), row, layers, places))
         ):
             result = wrapped(shown)
     finally:
