@@ -109,19 +109,24 @@ def _enable_kvpatch(patches: tuple[str, ...]) -> None:
     kvpatch.enable()
 
 
+#: What a worker's shutdown takes at most: its listener looks up once a second.
+_SHUT_DOWN_SECONDS = 2.0
+
+
 def _serve(connection: Connection) -> None:
     from .player import Player
 
     engine: Any = None
     while True:
+        if engine is None and not connection.poll(_SHUT_DOWN_SECONDS):
+            # A NIXL agent polls until it is collected, and its shutdown held it when it stopped.
+            gc.collect()
         method, arguments = connection.recv()
         try:
             if method == "start":
                 engine, result = Player(*arguments), None
-            elif engine is None:
-                result = None
             else:
-                result = getattr(engine, method)(*arguments)
+                result = None if engine is None else getattr(engine, method)(*arguments)
                 if method == "stop":
                     engine = None
                     gc.collect()
