@@ -21,15 +21,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvpatch._errors import KvpatchError
 from kvpatch.verify.kvcached import ROWS
 from kvpatch.verify.matrix import Row, by_single, choose, row_setups, single_setup
 from kvpatch.verify.setups import Options, Setup, require_release
-
-if TYPE_CHECKING:
-    from kvpatch.verify.matrix_run import RowResult
 
 _PIPE_COLUMNS = 132
 _MODEL = "WORK_DIR/model-wide"
@@ -123,39 +119,15 @@ def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Whether every pair was identical and every spoiled cache noticed."""
     from rich.console import Console
 
-    from kvpatch.verify.matrix_report import (
-        matrix_json_lines,
-        matrix_summary,
-        matrix_table,
-        problems,
-        row_line,
-    )
-    from kvpatch.verify.matrix_run import run_matrix
-    from kvpatch.verify.report import write_json_lines
-    from kvpatch.verify.run import until_signal
+    from kvpatch.verify.matrix_shown import show_matrix
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     folder = (asked.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-kvcached-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    results = folder / "kvcached.jsonl"
-    finished: list[RowResult] = []
-
-    def report(result: RowResult) -> None:
-        finished.append(result)
-        write_json_lines(results, matrix_json_lines(finished))
-        console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
-
     options = Options(
         work_dir=folder, max_tokens=asked.max_tokens, startup_timeout_s=asked.startup_timeout
     )
-    console.print(f"logs, layout dumps and results: {folder}", soft_wrap=True, highlight=False)
-    until_signal(run_matrix(rows, options, console, report, with_stock=asked.stock))
-    console.rule()
-    console.print(matrix_table(finished))
-    for line in (*problems(finished), matrix_summary(finished)):
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
-    console.print(f"fingerprints, a line per pair and prompt: {results}", soft_wrap=True)
-    return bool(finished) and all(result.passed for result in finished)
+    return show_matrix(rows, options, console, "kvcached", with_stock=asked.stock)
 
 
 def main(given: Sequence[str]) -> int:

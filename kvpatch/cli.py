@@ -187,16 +187,8 @@ def verify_matrix(
 
     from kvpatch._errors import KvpatchError
     from kvpatch.verify.matrix import choose
-    from kvpatch.verify.matrix_report import (
-        matrix_json_lines,
-        matrix_summary,
-        matrix_table,
-        problems,
-        row_line,
-    )
-    from kvpatch.verify.matrix_run import RowResult, run_matrix
-    from kvpatch.verify.report import write_json_lines
-    from kvpatch.verify.run import Interrupted, until_signal
+    from kvpatch.verify.matrix_shown import show_matrix
+    from kvpatch.verify.run import Interrupted
     from kvpatch.verify.setups import Options, require_release
 
     # A pipe has no width of its own, and the table should not be cut there.
@@ -212,29 +204,15 @@ def verify_matrix(
             require_release(release)
         folder = (work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        results = folder / "matrix.jsonl"
-        finished: list[RowResult] = []
-
-        def report(result: RowResult) -> None:
-            finished.append(result)
-            write_json_lines(results, matrix_json_lines(finished))
-            console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
-
         options = Options(work_dir=folder, max_tokens=max_tokens, startup_timeout_s=startup_timeout)
-        console.print(f"logs and results: {folder}", soft_wrap=True, highlight=False)
-        until_signal(run_matrix(chosen, options, console, report, with_stock=stock))
+        passed = show_matrix(chosen, options, console, "matrix", with_stock=stock)
     except Interrupted as stopped:
         errors.print(f"{stopped}; every engine has been stopped", soft_wrap=True)
         raise typer.Exit(128 + stopped.number) from None
     except KvpatchError as error:
         errors.print(f"error: {error}", markup=False, soft_wrap=True, highlight=False)
         raise typer.Exit(2) from None
-    console.rule()
-    console.print(matrix_table(finished))
-    for line in (*problems(finished), matrix_summary(finished)):
-        console.print(line, markup=False, soft_wrap=True, highlight=False)
-    console.print(f"one JSON line per pair and prompt: {results}", soft_wrap=True, highlight=False)
-    if not all(result.passed for result in finished):
+    if not passed:
         raise typer.Exit(1)
 
 
