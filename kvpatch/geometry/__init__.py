@@ -35,10 +35,12 @@ from kvpatch.geometry.rows import (
     Row,
     in_order,
     pair_rows,
+    part_axes,
     part_bytes,
     part_planes,
     places_of,
     read_row,
+    shares_place,
 )
 from kvpatch.geometry.segments import (
     BlockList,
@@ -87,6 +89,7 @@ __all__ = [
     "named_layout",
     "pair_blocks",
     "pair_rows",
+    "part_axes",
     "part_bytes",
     "part_planes",
     "places_of",
@@ -95,5 +98,6 @@ __all__ = [
     "plan_runs",
     "read_planes",
     "read_row",
+    "shares_place",
     "uncovered_tail",
 ]

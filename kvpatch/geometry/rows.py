@@ -97,6 +97,23 @@ def read_row(layers: Mapping[str, Sequence[Plane]]) -> Row:
     return Row(tuple(names), axes, address, tuple(parts), counts.pop())
 
 
+def shares_place(first: Sequence[Plane], other: Sequence[Plane], axes: PartAxes) -> bool:
+    """Whether a layer's blocks are the same bytes as another's, laid out alike inside.
+
+    Heads, tokens and channels of a block may be others, if they come to as many bytes.
+    """
+    one, two = first[0], other[0]
+    expected = part_planes(two, one.address, axes, two.counts, len(other), one.strides_bytes.block)
+    bytes_of = [part_bytes(p[0].counts, len(p), p[0].item_bytes) for p in (first, other)]
+    return (
+        len(first) == len(other)
+        and bytes_of[0] == bytes_of[1]
+        and one.counts.blocks == two.counts.blocks
+        and {plane.strides_bytes.block for plane in other} == {one.strides_bytes.block}
+        and _places(other) == _places(expected)
+    )
+
+
 def part_axes(planes: Sequence[Plane]) -> PartAxes:
     """How a layer's part of a row lies, by its strides.
 

@@ -16,9 +16,10 @@ How:
     is told that its keys and values are apart; from 0.26 on, which knows one
     region a layer, each half is registered as a layer. A peer that does not do
     the same has another number of regions or another block length and refuses
-    the handshake. Of the contiguous layout NIXL is handed the pool once, and peers
-    are told of rows of all layers, which a peer without kvpatch refuses; reads go
-    through ``unlike_engines``, between two such pools one descriptor a block.
+    the handshake; ``unlike_engines`` reads across. Of the contiguous layout NIXL is
+    handed the pool once, and peers are told of rows of all layers, which a peer
+    without kvpatch refuses; reads go through ``unlike_engines``, between two such
+    pools one descriptor a block.
     Tensors that contradict kvcached's variables, or one another, are refused.
 Upstream:
     kvcached #313 and #391.

@@ -28,7 +28,8 @@ Limits:
     state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
     prompt has to tell it too, of peers like D as well; D computes shorter ones before it
     (to 0.16 by the default ``kv_load_failure_policy``). Models of windows alone cannot tell.
-    Refused are keys that AMX tiles, and to 0.25 models of windows alone with a draft model.
+    Refused are keys that AMX tiles, and to 0.25 models of windows alone, or of groups of unlike
+    shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
@@ -45,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import lcm
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -58,6 +60,7 @@ from kvpatch.vllm import orders
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group, whole_group
+from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
@@ -70,10 +73,11 @@ from kvpatch.vllm.likeness import (
     reserves_slots,
 )
 from kvpatch.vllm.our_side import our_side, own_regions
-from kvpatch.vllm.peers import heads_of, refusal
+from kvpatch.vllm.peers import refusal
 from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
+from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.unstated import BlockTokens, Introductions, states_parts, step_of_cuts
@@ -98,12 +102,15 @@ def _register_kv_caches(
         cache = read_cache(registration, instance, kv_caches)
         buffer = buffer_of(instance)
         behind = cache if buffer is None else read_cache(registration, instance, buffer.tensors)
+        # So is this: that its own blocks are no longer keys first is what registering may make
+        # the worker believe.
+        blocks_hold_both = cache is not None and has_both_in_blocks(registration, instance, cache)
         result = wrapped(kv_caches)
         rows = rows_of(instance)
         can_read = (
             cache is not None
             and is_plain(instance)
-            and has_blocks_of(instance.block_size, cache[0])
+            and has_blocks_of(instance.block_size, cache, behind)
         )
         if rows is not None and not can_read:
             raise RegistrationRefused(
@@ -113,7 +120,9 @@ def _register_kv_caches(
             )
         if can_read and cache is not None and behind is not None:
             agent = own_agent(instance.nixl_wrapper)
-            reader = reader_for(instance, agent, kv_caches, cache, behind[0])
+            reader = reader_for(
+                instance, agent, kv_caches, cache, behind[0], blocks_hold_both=blocks_hold_both
+            )
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
                 agent, reader, partial(_rank_of, instance), partial(_unlike_engine_of, instance)
@@ -130,16 +139,21 @@ def reader_for(
     kv_caches: Mapping[str, Any],
     cache: Cache,
     behind: Mapping[str, LayerCache],
+    *,
+    blocks_hold_both: bool = False,
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it.
 
     Args:
         behind: the device's layers where what is registered is a host buffer; else the same.
+        blocks_hold_both: of :func:`has_both_in_blocks`.
     """
     layers, groups, key_order = cache
     buffer = buffer_of(worker)
     rows = rows_of(worker)
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
+    if blocks_hold_both:
+        ours = replace(ours, halves=halves_of(ours))
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
     device = next(iter(kv_caches.values())).device
@@ -169,13 +183,21 @@ def is_plain(worker: Any) -> bool:
     )
 
 
-def has_blocks_of(block_tokens: int, layers: Mapping[str, LayerCache]) -> bool:
+def has_blocks_of(block_tokens: int, cache: Cache, behind: Cache | None) -> bool:
     """Whether every tensor's blocks are the ones that the worker will name.
 
-    The hybrid allocator may hand out logical blocks where kernel blocks are meant.
+    The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
+    several shapes have blocks of unlike tokens, of which the worker names the fewest, or from
+    0.30 on their least common multiple.
     """
-    found = {plane.counts.block_tokens for cache in layers.values() for plane in cache.planes}
-    return found == {block_tokens}
+    layers, groups, _ = cache
+    found = [tokens_of(layers, group.layers & layers.keys()) for group in groups]
+    if any(len(tokens) > 1 for tokens in found):
+        return False
+    every = set[int]().union(*found)
+    if are_unlike(layers) and cache is behind:
+        return block_tokens in (min(every), lcm(*every))
+    return every == {block_tokens}
 
 
 def read_cache(
@@ -194,6 +216,15 @@ def read_cache(
     if len(layers) < len(kv_caches):
         return None
     return layers, registration.groups(worker, layers), key_order
+
+
+def has_both_in_blocks(registration: Registration, worker: Any, cache: Cache) -> bool:
+    """Whether the backend's own blocks hold keys, and then values, in rows."""
+    layers, _, key_order = cache
+    orders = [registration.orders(worker, layer)[0] for layer in layers]
+    return key_order is KeyOrder.ROW_MAJOR and all(
+        order.dimensions[:2] == ("block", "kv") for order in orders
+    )
 
 
 def own_agent(agent: Any) -> Any:

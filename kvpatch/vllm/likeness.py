@@ -9,8 +9,10 @@ from typing import Any
 
 from kvpatch.geometry import Content, KeyOrder
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.peers import OurSide, heads_of, refusal, tokens_in_bytes
+from kvpatch.vllm.halves import halves_of_peer, may_be_kvcacheds
+from kvpatch.vllm.peers import OurSide, refusal, tokens_in_bytes
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.unstated import BlockTokens, sizes_by_item
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -23,12 +25,15 @@ def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | 
     Raises:
         PeerRefused: its bytes are no whole number of tokens.
     """
+    states_layout = peer.layout is not None
+    if not states_layout and halves_of_peer(ours, peer) == "apart":
+        peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
     if peer.block_tokens is None:  # to 0.11.0, where no block is cut
         tokens = tokens_in_bytes(ours, peer)
         sizes = BlockTokens(
             sizes_by_item(tokens, ours.item_bytes),
             readable=(tokens,),
-            full_blocks_only=peer.layout is None,  # 0.10.0
+            full_blocks_only=not states_layout,  # 0.10.0
         )
         return replace(peer, block_tokens=tokens, kernel_blocks_per_block=1), sizes
     if peer.kernel_blocks_per_block is not None or ours.kernel_sizes is None:
@@ -58,8 +63,11 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     same_layout = peer.layout in (None, ours.layout)
     # Heads of unlike ranks are one piece of a layer's block in HND only.
     same_heads = peer.tp_size == ours.tp_size or _has_heads_in_pieces(ours)
-    if same_blocks and same_layout and same_heads:
+    same_halves = halves_of_peer(ours, peer) in (None, ours.halves)
+    if same_blocks and same_layout and same_heads and same_halves:
         return True
+    if not same_halves:
+        _refuse_unproven_halves(ours, peer)
     if ours.key_order is KeyOrder.COLUMN_MAJOR and ours.item_bytes != 4:
         raise refusal(
             ours,
@@ -89,6 +97,36 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             "(VLLM_ATTENTION_BACKEND)",
         )
     return False
+
+
+def _refuse_unproven_halves(ours: OurSide, peer: Statement) -> None:
+    """Refuses a peer whose keys and values are together by its statement, and may not be.
+
+    Raises:
+        PeerRefused: with what would tell.
+    """
+    if ours.halves == "together":
+        return
+    if peer.layout is None:
+        raise refusal(
+            ours,
+            peer,
+            "this release's handshake states no layout, which tells heads from tokens where P's "
+            "blocks hold keys and values together and ours keep them apart: use kvcached on both "
+            "sides or on neither, or vLLM 0.10.1 or later",
+        )
+    parts: tuple[int, ...] = (peer.kernel_blocks_per_block or 1,)
+    if peer.kernel_blocks_per_block is None and ours.kernel_sizes is not None:
+        parts = ours.kernel_sizes.parts(peer.block_tokens or ours.block_tokens)
+    if may_be_kvcacheds(peer, parts):
+        raise refusal(
+            ours,
+            peer,
+            "its blocks hold keys and values together, or it has kvcached, which would keep them "
+            "apart, and no kvpatch to say so: as many blocks come out of kvcached's pages. Set "
+            "ENABLE_KVPATCH on a P with kvcached, and have one without it use another number of "
+            "blocks (--num-gpu-blocks-override)",
+        )
 
 
 def _has_many_heads(ours: OurSide, peer: Statement) -> bool:
@@ -135,13 +173,14 @@ def refuse_drafted_windows(
     Raises:
         PeerRefused: there are windows alone, and this worker drafts tokens.
     """
-    if reserves_slots(worker.vllm_config) and all(group.window_tokens for group in groups):
+    windows_alone = all(group.window_tokens for group in groups)
+    if reserves_slots(worker.vllm_config) and (windows_alone or ours.unlike_shapes):
         raise refusal(
             ours,
             peer,
-            "this vLLM names blocks for drafted tokens too, and with sliding windows alone nobody "
-            "can tell them from the prompt's: speculate without a draft model, use one "
-            "--block-size, or vLLM 0.26 or later",
+            "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "
+            "groups of several shapes, nobody can tell them from the prompt's: speculate without a "
+            "draft model, use one --block-size, or vLLM 0.26 or later",
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from kvpatch.geometry import (
@@ -26,8 +27,17 @@ from kvpatch.geometry import (
     places_of,
 )
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.halves import Halves, by_peers_regions, halves_of_peer
 from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
 from kvpatch.vllm.row_form import RowForm, places_digest
+from kvpatch.vllm.shapes import (
+    Shape,
+    UnlikeShapes,
+    are_unlike,
+    check_tokens,
+    heads_of,
+    shape_at_peer,
+)
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
@@ -51,6 +61,8 @@ class OurSide:
             both sides; None where that is not known.
         kernel_sizes: how the release cuts blocks; None where that is not known.
         groups: the layers of each block table; None where there is one.
+        halves: whether keys and values are in one region, or in two, where the backend's own
+            blocks hold both, one behind the other; None where they do not.
     """
 
     layers: Mapping[str, LayerCache]
@@ -71,22 +83,23 @@ class OurSide:
     row_layers: tuple[str, ...] | None = None
     kernel_sizes: KernelSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
+    halves: Halves | None = None
 
     @property
     def item_bytes(self) -> int:
         """Of one element of the first layer."""
         return next(iter(self.layers.values())).planes[0].item_bytes
 
+    @cached_property
+    def unlike_shapes(self) -> bool:
+        """Whether layers have several shapes."""
+        return are_unlike(self.layers)
+
     def __str__(self) -> str:
         return (
             f"blocks of {self.block_tokens} tokens, layout {self.layout}, rank {self.tp_rank} of "
             f"{self.tp_size}, {len(self.addresses)} regions"
         )
-
-
-def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(first global head, number of heads) of a rank; ranks beyond the heads share them."""
-    return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
 
 
 def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
@@ -97,13 +110,21 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
             not what its sizes come to.
     """
     try:
-        if peer.rows is not None:
-            return _in_rows(ours, peer, peer.rows)
-        if ours.units is None:
-            return _by_address(ours, peer)
-        return _by_layout(ours, ours.units, peer)
+        found = _regions_of(ours, peer)
+        check_tokens(ours, peer, [plane for region in found for plane in region])
+        return found
+    except UnlikeShapes as error:
+        raise refusal(ours, peer, str(error)) from error
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
         raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
+
+
+def _regions_of(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+    if peer.rows is not None:
+        return _in_rows(ours, peer, peer.rows)
+    if ours.units is None:
+        return _by_address(ours, peer)
+    return _by_layout(ours, ours.units, peer)
 
 
 def tokens_in_bytes(ours: OurSide, peer: Statement) -> int:
@@ -149,7 +170,6 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
     """Rows of all layers, of any release: each layer's part follows the one before."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
-    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     address, stride_bytes = peer.addresses[0], peer.stride_bytes[0]
     groups = ours.groups or (ours.layers.keys(),)
     places = places_of([group & ours.layers.keys() for group in groups])
@@ -163,6 +183,7 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
         )
     found = []
     offset = 0
+    even_bytes = peer.block_bytes[0] // len(places)  # where shapes are unlike, kvcached's are
     for name, is_last in _with_ends(places):
         planes = ours.layers[name].planes
         has_heads = _has_heads(ours.layers[name])
@@ -170,14 +191,9 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
             raise refusal(
                 ours, peer, f"its rows {form} have no place for layer {name}: use one model"
             )
-        counts = Counts(
-            peer.blocks, heads if has_heads else 1, form.block_tokens, planes[0].counts.channels
-        )
-        like = replace(
-            planes[0],
-            first_head=first_head if has_heads else 0,
-            memory=peer_memory(ours, peer),
-        )
+        shape = shape_at_peer(ours, peer, planes, even_bytes)
+        counts = Counts(peer.blocks, shape.heads, shape.tokens, planes[0].counts.channels)
+        like = replace(planes[0], first_head=shape.first_head, memory=peer_memory(ours, peer))
         found.append(
             part_planes(like, address + offset, form.axes, counts, len(planes), stride_bytes)
         )
@@ -205,20 +221,30 @@ def _by_layout(
     ours: OurSide, units: tuple[tuple[str, ...], ...], peer: Statement
 ) -> tuple[tuple[Plane, ...], ...]:
     """From 0.29: a region is what its layout's name makes it."""
-    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    tokens = peer.block_tokens or ours.block_tokens
-    sizes = {
-        name: LayerSizes(heads if _has_heads(layer) else 1, sum(_widths(layer.planes)))
+    page_bytes = peer.block_bytes[0]
+    if ours.unlike_shapes and (
+        peer.layout not in ("LBHNC", "LBNHC") or set(peer.block_bytes) != {page_bytes}
+    ):
+        raise UnlikeShapes(
+            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC: "
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P"
+        )
+    shapes = {
+        name: shape_at_peer(ours, peer, layer.planes, page_bytes)
         for name, layer in ours.layers.items()
     }
-    stated = Regions(str(peer.layout), tokens, peer.block_bytes, peer.region_names)
+    sizes = {
+        name: LayerSizes(shapes[name].heads, sum(_widths(layer.planes)), shapes[name].tokens)
+        for name, layer in ours.layers.items()
+    }
+    stated = Regions(str(peer.layout), peer.block_bytes, peer.region_names)
     try:
         pieces = stated.pieces(units, ours.row_layers, sizes)
     except UnknownRegions as error:
         raise refusal(ours, peer, str(error)) from error
-    _check_packed(pieces, sizes, tokens, ours, peer)
+    _check_packed(pieces, sizes, ours, peer)
     return tuple(
-        _piece_planes(layer, piece, first_head if _has_heads(layer) else 0, tokens, ours, peer)
+        _piece_planes(layer, piece, shapes[name], ours, peer)
         for name, layer in ours.layers.items()
         for piece in pieces[name]
     )
@@ -227,7 +253,6 @@ def _by_layout(
 def _check_packed(
     pieces: Mapping[str, tuple[Piece, ...]],
     sizes: Mapping[str, LayerSizes],
-    tokens: int,
     ours: OurSide,
     peer: Statement,
 ) -> None:
@@ -235,7 +260,7 @@ def _check_packed(
     if not peer.packed_layers:
         return
     found = {
-        (name, pieces[name][0].offset_bytes, size.heads * tokens * size.row_bytes)
+        (name, pieces[name][0].offset_bytes, size.heads * size.tokens * size.row_bytes)
         for name, size in sizes.items()
     }
     if found != set(peer.packed_layers):
@@ -248,8 +273,9 @@ def _check_packed(
 
 
 def _piece_planes(
-    layer: LayerCache, piece: Piece, first_head: int, tokens: int, ours: OurSide, peer: Statement
+    layer: LayerCache, piece: Piece, shape: Shape, ours: OurSide, peer: Statement
 ) -> tuple[Plane, ...]:
+    first_head, tokens = shape.first_head, shape.tokens
     planes = []
     offset = 0
     for plane, width in zip(layer.planes, _widths(layer.planes), strict=True):
@@ -304,7 +330,7 @@ def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]
 
 
 def _check_regions(ours: OurSide, peer: Statement) -> None:
-    if len(peer.addresses) != len(ours.addresses):
+    if len(peer.addresses) != len(ours.addresses) and halves_of_peer(ours, peer) is None:
         raise refusal(
             ours,
             peer,
@@ -333,7 +359,7 @@ def _planes(
 def _regions(
     name: str, layer: LayerCache, ours: OurSide, peer: Statement
 ) -> dict[int, list[Plane]]:
-    """Our planes of one layer by the number of the region that they lie in."""
+    """Our planes of one layer by the number of the peer's region that they lie in."""
     found: dict[int, list[Plane]] = {}
     region = None
     for plane in layer.planes:
@@ -344,19 +370,14 @@ def _regions(
                 ours, peer, f"layer {name} starts in none of our regions: use layout HND or NHD"
             )
         found.setdefault(region, []).append(plane)
-    return found
+    return by_peers_regions(found, ours, peer)
 
 
 def _region_planes(
     members: list[Plane], region: int, packed: bool, ours: OurSide, peer: Statement
 ) -> list[Plane]:
-    first = members[0]
-    has_heads = first.content is not Content.LATENT
-    first_head, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    if not has_heads:
-        first_head, heads = 0, 1
     widths = _widths(members)
-    tokens = peer.block_tokens or ours.block_tokens
+    first_head, heads, tokens = shape_at_peer(ours, peer, members, peer.block_bytes[region])
     if prod((heads, tokens, sum(widths))) != peer.block_bytes[region]:
         raise refusal(
             ours,

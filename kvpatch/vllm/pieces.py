@@ -25,16 +25,18 @@ class UnknownRegions(KvpatchError):
     """Regions that are not what the layout's name comes to; the message says what helps."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class LayerSizes:
     """One layer's cache at the peer.
 
     Attributes:
         row_bytes: of one token of one head, keys and values together.
+        tokens: of a block.
     """
 
     heads: int
     row_bytes: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,6 @@ class Regions:
     """
 
     layout: str
-    block_tokens: int
     block_bytes: tuple[int, ...]
     names: tuple[str, ...] | None
 
@@ -139,11 +140,11 @@ class Regions:
 
     def _layer_at(self, start: int, count: int, layer: LayerSizes) -> tuple[Piece, ...]:
         # A region a head, or one of them all.
-        parts = [LayerSizes(1, layer.row_bytes)] * count if count > 1 else [layer]
+        parts = [LayerSizes(1, layer.row_bytes, layer.tokens)] * count if count > 1 else [layer]
         found = []
         for number, part in enumerate(parts):
             region = start + number
-            self._check_bytes(region, self.block_tokens * part.heads * part.row_bytes, part.heads)
+            self._check_bytes(region, part.tokens * part.heads * part.row_bytes, part)
             found.append(Piece(region, 0, number, part.heads, *self._strides(part)))
         return tuple(found)
 
@@ -158,10 +159,10 @@ class Regions:
             )
         if self.names is not None and self.names[0] not in sizes:
             raise UnknownRegions(f"its region is named {self.names[0]}: use one model")
-        head_bytes = [self.block_tokens * sizes[layer].row_bytes for layer in row_layers]
+        head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in row_layers]
         heads = [sizes[layer].heads for layer in row_layers]
         row_bytes = sum(count * size for count, size in zip(heads, head_bytes, strict=True))
-        self._check_bytes(0, row_bytes, max(heads))
+        self._check_bytes(0, row_bytes, max(sizes[layer] for layer in row_layers))
         if self.layout == "BHLNC":
             return self._heads_of_all_layers(row_layers, head_bytes, sizes)
         found: dict[str, tuple[Piece, ...]] = {}
@@ -201,13 +202,13 @@ class Regions:
         """(from head to head, from token to token) where a layer is in one piece."""
         if self.layout in _TOKENS_OUTSIDE_HEADS:
             return part.row_bytes, part.heads * part.row_bytes
-        return self.block_tokens * part.row_bytes, part.row_bytes
+        return part.tokens * part.row_bytes, part.row_bytes
 
-    def _check_bytes(self, region: int, expected: int, heads: int) -> None:
+    def _check_bytes(self, region: int, expected: int, layer: LayerSizes) -> None:
         found = self.block_bytes[region]
         if found != expected:
             raise UnknownRegions(
-                f"{self.block_tokens} tokens of {heads} heads come to {expected} bytes in a block "
+                f"{layer.tokens} tokens of {layer.heads} heads come to {expected} bytes in a block "
                 f"of layout {self.layout} and not to {found}: both sides need one model, one "
                 "--kv-cache-dtype and one attention backend, and pages without padding"
             )

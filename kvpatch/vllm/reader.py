@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -59,6 +60,11 @@ class Rank:
     planes: tuple[Plane, ...]
     crossings: tuple[Crossing, ...]
     agent: str = ""
+
+    @cached_property
+    def block_tokens(self) -> Mapping[str, int]:
+        """Of its kernel blocks, by layer."""
+        return {plane.layer: plane.counts.block_tokens for plane in self.planes}
 
 
 @dataclass
@@ -315,7 +321,9 @@ class Reader:
         if reading.block_tokens is not None and statement.block_tokens is not None:
             parts = reading.block_tokens // statement.block_tokens
             statement = replace(statement, kernel_blocks_per_block=parts)
-        shares = shares_of(self.ours, self.groups, statement, rank.crossings, reading.order)
+        shares = shares_of(
+            self.ours, self.groups, statement, rank.crossings, reading.order, rank.block_tokens
+        )
         ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
         whole = self._whole_rows(statement, shares)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks

@@ -22,11 +22,20 @@ from weakref import WeakKeyDictionary, ref
 import wrapt
 
 from kvpatch._errors import RegistrationRefused
-from kvpatch.geometry import DimensionOrder, Row, UnreadableGeometry, places_of, read_row
+from kvpatch.geometry import (
+    DimensionOrder,
+    Row,
+    UnreadableGeometry,
+    part_axes,
+    places_of,
+    read_row,
+    shares_place,
+)
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.row_form import RowForm, places_digest
+from kvpatch.vllm.shapes import are_unlike, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -138,26 +147,29 @@ def whole_row(
             f"between them, and lie in {len(pools)} allocations: expected kvcached's contiguous "
             "layout, which has one pool of all layers"
         )
-    for first, *others in places:
-        for other in others:
-            if _memory_of(layers[other]) != _memory_of(layers[first]):
-                raise RegistrationRefused(
-                    f"{first} and {other}, of two attention groups, are expected to have one place "
-                    "in kvcached's contiguous layout and one shape there, and have "
-                    f"{layers[first].planes[0]} and {layers[other].planes[0]}: set "
-                    "KVCACHED_CONTIGUOUS_LAYOUT=false"
-                )
     try:
-        return read_row({first: layers[first].planes for first, *_ in places})
+        for first, *others in places:
+            axes = part_axes(layers[first].planes)
+            for other in others:
+                if not shares_place(layers[first].planes, layers[other].planes, axes):
+                    raise RegistrationRefused(
+                        f"{first} and {other}, of two attention groups, are expected to have one "
+                        "place in kvcached's contiguous layout, as many bytes there and one layout "
+                        f"inside, and have {layers[first].planes[0]} and "
+                        f"{layers[other].planes[0]}: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+                    )
+        row = read_row({first: layers[first].planes for first, *_ in places})
     except UnreadableGeometry as error:
         raise RegistrationRefused(
             f"kvcached's contiguous layout cannot be read here: {error}; set "
             "KVCACHED_CONTIGUOUS_LAYOUT=false"
         ) from error
-
-
-def _memory_of(layer: LayerCache) -> list[tuple[Any, ...]]:
-    return [(p.content, p.address, p.strides_bytes, p.counts, p.item_bytes) for p in layer.planes]
+    if are_unlike(layers) and len(set(row.part_bytes)) > 1:
+        raise RegistrationRefused(
+            "layers of several shapes have unlike bytes in a block of kvcached's contiguous "
+            f"layout: {sorted(set(row.part_bytes))}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    return row
 
 
 # --- what the release is shown ---------------------------------------------------
@@ -316,7 +328,7 @@ def _form_of(
 ) -> RowForm:
     """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
-    tokens = layers[row.layers[0]].planes[0].counts.block_tokens
+    tokens = min(tokens_of(layers, layers))
     return RowForm(tokens, parts, row.axes, places_digest(places))
 
 

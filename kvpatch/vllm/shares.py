@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from kvpatch._errors import KvpatchError
 from kvpatch.geometry import (
@@ -17,6 +17,7 @@ from kvpatch.geometry import (
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide
+from kvpatch.vllm.shapes import tokens_of
 from kvpatch.vllm.wire import Statement
 
 
@@ -30,8 +31,12 @@ def shares_of(
     peer: Statement,
     crossings: Sequence[Crossing],
     order: Order,
+    block_tokens: Mapping[str, int] | None = None,
 ) -> tuple[Share, ...]:
     """What to copy for a request from one rank of a peer.
+
+    Args:
+        block_tokens: of the peer's kernel blocks by layer; None where all have what it states.
 
     Raises:
         ReadRefused: the request names blocks that the peer does not have, or more than
@@ -43,11 +48,18 @@ def shares_of(
             f"the prompt has {order.tokens} tokens and the peer holds {order.remote_tokens}: "
             "send both engines the same prompt"
         )
+    stated = peer.block_tokens or ours.block_tokens
+    tokens = [
+        next((block_tokens[name] for name in group.layers if name in block_tokens), stated)
+        if block_tokens
+        else stated
+        for group in groups
+    ]
     found = []
     for number, group in enumerate(groups):
         if not order.local_blocks[number]:
             continue
-        remote = _remote_blocks(ours, groups, peer, order, number)
+        remote = _remote_blocks(groups, peer, order, number, tokens)
         local = _local_blocks(ours, groups, order, number)
         start = _first_token(group, remote, local, order)
         segments = pair_blocks(remote, local, start, order.tokens)
@@ -92,18 +104,18 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, order: Order
 
 
 def _remote_blocks(
-    ours: OurSide, groups: Sequence[Group], peer: Statement, order: Order, number: int
+    groups: Sequence[Group], peer: Statement, order: Order, number: int, tokens: Sequence[int]
 ) -> BlockList:
-    block_tokens = peer.block_tokens or ours.block_tokens
+    block_tokens = tokens[number]
     parts = peer.kernel_blocks_per_block or 1
     found = order.remote_blocks[number]
     if groups[number].window_tokens:
         # Groups have equally many blocks, slots for drafted tokens included (to 0.24),
-        # and a window's list is the end of them.
+        # and a window's list is the end of them. Where blocks are unlike nobody drafts.
         whole = [
             len(blocks)
-            for group, blocks in zip(groups, order.remote_blocks, strict=True)
-            if not group.window_tokens
+            for group, blocks, size in zip(groups, order.remote_blocks, tokens, strict=True)
+            if not group.window_tokens and size == block_tokens
         ]
         held = -(-order.remote_tokens // (block_tokens * parts))
         blocks = _window_end(found, block_tokens, parts, max(whole, default=held))
@@ -136,27 +148,35 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
 def _local_blocks(ours: OurSide, groups: Sequence[Group], order: Order, number: int) -> BlockList:
     """Our blocks; a list that ends with the last token tells by its length where it starts."""
     parts = ours.kernel_blocks_per_block
-    logical_tokens = ours.block_tokens * parts
+    block_tokens = _own_tokens(ours, groups[number])
+    logical_tokens = block_tokens * parts
     found = order.local_blocks[number]
-    found = found[: len(found) - _drafted_blocks(groups, order, logical_tokens)]
+    found = found[: len(found) - _drafted_blocks(ours, groups, order)]
     first = (-(-order.tokens // logical_tokens) - len(found)) * logical_tokens
     if first < 0:
         raise ReadRefused(
             f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {order.tokens}: "
             "expected no more than it fills"
         )
-    return BlockList(kernel_blocks(found, parts), ours.block_tokens, first)
+    return BlockList(kernel_blocks(found, parts), block_tokens, first)
 
 
-def _drafted_blocks(groups: Sequence[Group], order: Order, logical_tokens: int) -> int:
+def _own_tokens(ours: OurSide, group: Group) -> int:
+    if not ours.unlike_shapes:
+        return ours.block_tokens
+    return min(tokens_of(ours.layers, group.layers & ours.layers.keys()))
+
+
+def _drafted_blocks(ours: OurSide, groups: Sequence[Group], order: Order) -> int:
     """Blocks behind the prompt, for tokens to be drafted: every group has as many (0.23, 0.24).
 
     Told from the length of a group with full attention, which starts behind the hit.
     """
     if order.hit_tokens is None:
         return 0
-    needed = -(-order.tokens // logical_tokens) - order.hit_tokens // logical_tokens
     for group, blocks in zip(groups, order.local_blocks, strict=True):
         if not group.window_tokens and blocks:
+            logical_tokens = _own_tokens(ours, group) * ours.kernel_blocks_per_block
+            needed = -(-order.tokens // logical_tokens) - order.hit_tokens // logical_tokens
             return max(0, len(blocks) - needed)
     return 0

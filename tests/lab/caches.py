@@ -154,41 +154,53 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
         order: tuple[str, ...] = ("layer", *dims)
     else:
         order = memory_order(backend, dims, layout)
-    sizes = {
-        "block": spec.blocks * spec.parts,
-        "token": spec.block_tokens // spec.parts,
-        "head": spec.heads_per_rank,
-        "channel": spec.head_dim,
-        "packed": 2 * spec.head_dim,
-        "kv": 2,
-        "layer": max(slots) + 1,
-    }
-    if spec.allocation == "split_half":
-        strides, length = _split_half(dims, order, sizes)
-    elif spec.allocation == "contiguous":
-        strides, length = _contiguous(dims, order, sizes)
-    else:
-        strides, length = _dense(order, sizes), math.prod(sizes[d] for d in order)
-
     dtype = torch_dtype(spec.dtype)
     # To 0.28 each layer has an allocation of its own; from 0.29 on all share
     # one, unless they come from kvcached, which is when the counts differ.
     by_kvcached = spec.tensor_blocks is not None or spec.allocation == "split_half"
     own = hasattr(backend, "get_kv_cache_shape") or by_kvcached
     apart = order[0] == "layer" and spec.allocation != "contiguous" and own
-    count = sizes["layer"] if apart else 1
+    count = max(slots) + 1 if apart else 1
+    # Blocks of all layers have one size in bytes.
+    _, length = _strides(spec, dims, order, _sizes(spec, 0, slots))
     stores = [torch.zeros(length // count, dtype=dtype) for _ in range(count)]
     layers = []
     for layer in range(spec.layers):
         slot = slots[layer]
+        sizes = _sizes(spec, layer, slots)
+        strides, _ = _strides(spec, dims, order, sizes)
         store, offset = (stores[slot], 0) if apart else (stores[0], slot * strides["layer"])
         tensor = torch.as_strided(
             store, [sizes[d] for d in dims], [strides[d] for d in dims], offset
         )
-        planes = _planes(tensor, dims, spec)
+        planes = _planes(tensor, dims, spec, layer)
         layers.append(LayerCache(layer_name(layer), tensor, planes))
     memory = tuple(store.view(torch.uint8).numpy() for store in stores)
     return Caches(tuple(layers), memory, dims)
+
+
+def _sizes(spec: EngineSpec, layer: int, slots: Sequence[int]) -> dict[str, int]:
+    heads, channels = spec.shape_of(layer)
+    return {
+        "block": spec.blocks * spec.parts,
+        "token": spec.block_tokens_of(layer) // spec.parts,
+        "head": heads,
+        "channel": channels,
+        "packed": 2 * channels,
+        "kv": 2,
+        "layer": max(slots) + 1,
+    }
+
+
+def _strides(
+    spec: EngineSpec, dims: tuple[str, ...], order: tuple[str, ...], sizes: dict[str, int]
+) -> tuple[dict[str, int], int]:
+    """Element strides of every dimension, and how many elements all layers take."""
+    if spec.allocation == "split_half":
+        return _split_half(dims, order, sizes)
+    if spec.allocation == "contiguous":
+        return _contiguous(dims, order, sizes)
+    return _dense(order, sizes), math.prod(sizes[d] for d in order)
 
 
 def _by_kvcached(
@@ -197,32 +209,34 @@ def _by_kvcached(
     """As kvcached's own code lays the layers out, in shapes that it knows."""
     if spec.family == "mla":
         dims = ("block", "token", "channel")
-    sizes = {
-        "block": spec.planned_blocks,
-        "token": spec.block_tokens,
-        "head": spec.heads_per_rank,
-        "channel": spec.head_dim,
-        "packed": 2 * spec.head_dim,
-        "kv": 2,
-    }
     is_hnd = layout in ("HND", "LBHNC", "BLHNC") and "packed" in dims
 
-    def reserve(layers: int, heads: int) -> Allocation:
-        found = sizes | {"head": heads}
+    def shape(layer: int, heads: int | None = None) -> list[int]:
+        sizes = _sizes(spec, layer, slots) | {"block": spec.planned_blocks}
+        return [heads if heads and d == "head" else sizes[d] for d in dims]
+
+    def reserve(layers: int, heads: int | None = None) -> Allocation:
         return allocate(
-            [found[d] for d in dims],
-            spec.block_tokens,
+            shape(0, heads),
+            spec.block_tokens_of(0),
             torch_dtype(spec.dtype),
             layers,
             contiguous=spec.allocation == "kvcached_rows",
             attention="MLA" if spec.family == "mla" else "MHA",
             layout="HND" if is_hnd else "NHD",
             virtual_blocks=spec.blocks,
+            other_shapes=[] if heads else other_shapes,
         )
 
+    shapes = {
+        layer: (tuple(shape(layer)), spec.block_tokens_of(layer)) for layer in range(spec.layers)
+    }
+    other_shapes = [other for other in dict.fromkeys(shapes.values()) if other != shapes[0]]
     # Layers of several groups share a tensor, as kvcached hands it to both.
-    found = reserve(max(slots) + 1, spec.heads_per_rank)
-    tensors, odd = [found.tensors[slot] for slot in slots], os.environ.get(ODD_LAYER, "")
+    found = reserve(max(slots) + 1)
+    views = {shapes[0]: found.tensors} | dict(zip(other_shapes, found.others, strict=True))
+    tensors = [views[shapes[layer]][slot] for layer, slot in enumerate(slots)]
+    odd = os.environ.get(ODD_LAYER, "")
     if odd == "pool":
         (tensors[-1],) = reserve(1, spec.heads_per_rank // 2).tensors
     elif odd:
@@ -231,7 +245,7 @@ def _by_kvcached(
         if odd == "claims":
             tensors[-1]._kvcached_block_copy_view = mark
     layers = tuple(
-        LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec))
+        LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec, number))
         for number, tensor in enumerate(tensors)
     )
     return Caches(layers, (), dims, tuple(found.reservations))
@@ -270,12 +284,15 @@ def _contiguous(
     return _dense(whole, sizes), math.prod(sizes[d] for d in whole)
 
 
-def _planes(tensor: torch.Tensor, dims: tuple[str, ...], spec: EngineSpec) -> tuple[Array, ...]:
+def _planes(
+    tensor: torch.Tensor, dims: tuple[str, ...], spec: EngineSpec, layer: int
+) -> tuple[Array, ...]:
+    channels = spec.shape_of(layer)[1]
     raw = tensor.view(_RAW[spec.item_bytes]).numpy().view(UNSIGNED[spec.item_bytes])
     if spec.family == "cpu":
         return _column_major_planes(raw, dims, spec)
     if "packed" in dims:
-        halves = [raw[..., : spec.head_dim], raw[..., spec.head_dim :]]
+        halves = [raw[..., :channels], raw[..., channels:]]
         axes = tuple("channel" if d == "packed" else d for d in dims)
     elif "kv" in dims:
         halves = [raw[_pick(dims, k)] for k in (0, 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -55,6 +56,9 @@ class EngineSpec:
     #: Any window makes the release's own hybrid allocator plan several cache
     #: groups over shared tensors, and its own scheduler hand out their blocks.
     window_tokens: tuple[int, ...] = (0,)
+    #: KV heads and channels of layers with a window, where they are others. The release plans
+    #: blocks of more tokens for the smaller ones of both, so that blocks have one size in bytes.
+    window_shape: tuple[int, int] | None = None
     #: Prompt tokens that one step computes at most (chunked prefill).
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
@@ -111,6 +115,18 @@ class EngineSpec:
     def window_of(self, layer: int) -> int:
         """The sliding window of a layer in tokens; 0 for full attention."""
         return self.window_tokens[layer % len(self.window_tokens)]
+
+    def shape_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of a rank, and channels, of a layer."""
+        if self.window_shape is None or not self.window_of(layer):
+            return self.heads_per_rank, self.head_dim
+        heads, channels = self.window_shape
+        return max(1, heads // self.tp_size), channels
+
+    def block_tokens_of(self, layer: int) -> int:
+        """Tokens of a block of a layer's."""
+        most = max(math.prod(self.shape_of(other)) for other in range(self.layers))
+        return self.block_tokens * most // math.prod(self.shape_of(layer))
 
     @property
     def item_bytes(self) -> int:

@@ -7,13 +7,14 @@ the release's doing; the lab only says that a step was computed.
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
 import numpy as np
 
 from .case import EngineSpec
-from .release import accepted
+from .release import accepted, block_tokens_of_groups
 from .scheduler import TO_BE_READ, Computation, Tracked, new_request
 from .standins import NoStructuredOutput
 
@@ -28,14 +29,18 @@ class CoreScheduler:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
 
+        self._block_tokens = block_tokens_of_groups(plan)
         merge = getattr(kv_cache_utils, "generate_scheduler_kv_cache_config", None)  # from 0.11
         wanted = {
             "vllm_config": config,
             "kv_cache_config": merge([plan]) if merge else plan,
             "structured_output_manager": NoStructuredOutput(),
-            "block_size": spec.block_tokens,
-            "hash_block_size": spec.block_tokens,
+            # As the engine core has them.
+            "block_size": math.lcm(*self._block_tokens),
+            "hash_block_size": math.gcd(*self._block_tokens),
         }
+        if not accepted(Scheduler, {"hash_block_size": 0}):  # to 0.19 one is both
+            wanted["block_size"] = wanted["hash_block_size"]
         kind = AsyncScheduler if spec.schedules_ahead else Scheduler
         self._core = kind(**accepted(Scheduler, wanted))
         self._core.max_num_scheduled_tokens = spec.step_tokens
@@ -158,8 +163,8 @@ class CoreScheduler:
         tracked.tables = tables
         # What P no longer has it need not keep.
         tracked.first_tokens = tuple(
-            self.spec.block_tokens * next((i for i, block in enumerate(t) if block), len(t))
-            for t in tracked.tables
+            tokens * next((i for i, block in enumerate(table) if block), len(table))
+            for tokens, table in zip(self._block_tokens, tracked.tables, strict=True)
         )
 
     def finish(self, tracked: Tracked) -> dict[str, Any] | None:
@@ -187,7 +192,7 @@ class CoreScheduler:
             # What is loaded is not hashed before it is there.
             blocks = manager.coordinator.get_blocks(request_id)[0]
             hashed = [block for block in blocks if block.block_hash is not None]
-            found = len(hashed) * self.spec.block_tokens
+            found = len(hashed) * self._block_tokens[0]
             if found != hit:
                 raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
             tracked.external_tokens = tracked.request.num_computed_tokens - found

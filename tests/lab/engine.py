@@ -82,6 +82,9 @@ class Engine:
         self.config = release.vllm_config(spec, start.engine_id, "kv_both", start.extra_config)
         self.plan = release.kv_cache_config(spec, self.config)
         self.groups = release.groups_of_layers(spec, self.plan)
+        self.block_tokens = [
+            tokens // spec.parts for tokens in release.block_tokens_of_groups(self.plan)
+        ]
         shared = release.slots(spec, self.plan)
         self.caches: list[Caches] = [
             build(spec, backend, layout, shared) for _ in range(spec.tp_size)
@@ -308,13 +311,14 @@ class Engine:
         spec = self.spec
         for rank, caches in enumerate(self.caches):
             first = spec.first_head(rank)
-            heads = range(first, first + spec.heads_per_rank)
             for number, layer in enumerate(caches.layers):
+                of_layer, channels = spec.shape_of(number)
+                heads = range(first, first + of_layer)
                 group = self.groups[number]
                 start = max(tokens.start, tracked.first_tokens[group] if seen else 0)
                 looked_at = range(start, tokens.stop)
                 table = spec.kernel_blocks(tracked.tables[group])
-                block, offset = slots(table, looked_at, spec.block_tokens // spec.parts)
+                block, offset = slots(table, looked_at, self.block_tokens[group])
                 for plane, array in enumerate(layer.planes):
                     content = spec.content_of(number)
                     value = expected(
@@ -323,7 +327,7 @@ class Engine:
                         tracked.number,
                         looked_at,
                         heads,
-                        spec.head_dim,
+                        channels,
                         spec.item_bytes,
                     )
                     yield number, array, block, offset, value
@@ -364,7 +368,7 @@ class Engine:
 
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""
-        group, tokens = self.groups[layer], self.spec.block_tokens
+        group, tokens = self.groups[layer], self.spec.block_tokens_of(layer)
         return self.spec.kernel_blocks(
             [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)]
         )

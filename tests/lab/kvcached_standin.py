@@ -129,10 +129,12 @@ class Allocation:
     Attributes:
         tensors: a view for each layer.
         reservations: the memory behind them.
+        others: views of other shapes over the same memory.
     """
 
     tensors: list[torch.Tensor]
     reservations: list[Reservation]
+    others: tuple[list[torch.Tensor], ...] = ()
 
 
 class _Compiled:
@@ -191,12 +193,15 @@ def allocate(
     layout: str,
     virtual_blocks: int,
     kernel_block_tokens: int | None = None,
+    other_shapes: Sequence[tuple[Sequence[int], int]] = (),
 ) -> Allocation:
     """Has kvcached lay out a cache; nothing of it can be accessed yet.
 
     Args:
         shape: as the release's backend gives it.
         virtual_blocks: about how many blocks the device's memory stands for.
+        other_shapes: (shape, tokens of a block) of groups that have another, in blocks of as
+            many bytes.
     """
     interfaces = _interfaces()
     contents = 1 if attention == "MLA" else 2
@@ -220,7 +225,7 @@ def allocate(
     interfaces.normalize_gpu_device = lambda name: name
     interfaces._kvcached_initialized = True
     interfaces._contiguous_layout = _COMPILED.contiguous = contiguous
-    tensors = interfaces.alloc_kv_cache(
+    tensors, made = interfaces.alloc_kv_cache(
         tuple(shape),
         block_tokens,
         dtype,
@@ -229,8 +234,23 @@ def allocate(
         attention_type=attention,
         kv_layout=layout,
         kernel_block_size=kernel_block_tokens,
+        return_meta=True,
     )
-    return Allocation(list(tensors), list(_COMPILED.reservations))
+    others = [
+        interfaces.build_kv_views(
+            made["raw_kv_tensors"],
+            tuple(other),
+            tokens,
+            dtype,
+            attention,
+            made["num_blocks_per_layer"],
+            made["gpu_mem_bytes_per_layer_k_or_v"],
+            made["num_layers"],
+            kv_layout=layout,
+        )[0]
+        for other, tokens in other_shapes
+    ]
+    return Allocation(list(tensors), list(_COMPILED.reservations), tuple(others))
 
 
 class _Torch:

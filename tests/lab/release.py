@@ -256,13 +256,15 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     return config
 
 
-def _layer_spec(spec: EngineSpec, window_tokens: int) -> Any:
+def _layer_spec(spec: EngineSpec, layer: int) -> Any:
     from vllm.v1 import kv_cache_interface as interface
 
+    window_tokens = spec.window_of(layer)
+    heads, channels = spec.shape_of(layer)
     wanted = {
         "block_size": spec.block_tokens,
-        "num_kv_heads": spec.heads_per_rank,
-        "head_size": spec.head_dim,
+        "num_kv_heads": heads,
+        "head_size": channels,
         "dtype": torch_dtype(spec.dtype),
         "use_mla": spec.family == "mla",
         "sliding_window": window_tokens or None,
@@ -275,7 +277,22 @@ def _layer_spec(spec: EngineSpec, window_tokens: int) -> Any:
 
 def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
     """The plan that the engine core would hand to both sides of the connector."""
-    return _planned(spec, config) if spec.is_hybrid else _one_group(spec)
+    if not spec.is_hybrid:
+        return _one_group(spec)
+    plan = _planned(spec, config)
+    sizes = block_tokens_of_groups(plan)
+    planned = {n: sizes[i] for i, g in enumerate(plan.kv_cache_groups) for n in g.layer_names}
+    expected = {layer_name(i): spec.block_tokens_of(i) for i in range(spec.layers)}
+    if planned != expected:
+        raise NotInRelease(f"blocks of {planned} tokens are planned, and {expected} expected")
+    # As the engine core does it.
+    config.cache_config.block_size = min(sizes)
+    return plan
+
+
+def block_tokens_of_groups(plan: Any) -> list[int]:
+    """Tokens of a block of each cache group."""
+    return [group.kv_cache_spec.block_size for group in plan.kv_cache_groups]
 
 
 def slots(spec: EngineSpec, plan: Any) -> list[int]:
@@ -306,7 +323,7 @@ def _planned(spec: EngineSpec, config: Any) -> Any:
     """The release's own plan for layers of several kinds."""
     from vllm.v1.core import kv_cache_utils
 
-    specs = {layer_name(i): _layer_spec(spec, spec.window_of(i)) for i in range(spec.layers)}
+    specs = {layer_name(i): _layer_spec(spec, i) for i in range(spec.layers)}
     memory_bytes = 1 << 40  # the number of blocks is prescribed
     if hasattr(kv_cache_utils, "get_kv_cache_configs"):
         (plan,) = kv_cache_utils.get_kv_cache_configs(config, [specs], [memory_bytes])

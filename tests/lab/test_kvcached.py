@@ -8,6 +8,7 @@ import pytest
 
 from kvpatch._versions import generation_of
 from kvpatch.patches import SLUGS
+from kvpatch.vllm.halves import PAGE_BYTES
 from tests.releases import kvcached
 
 from .case import Case, Family, Sabotage
@@ -19,6 +20,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _CELLS = tuple(cells())
 _PACKED = ("g0260", "g0290", "g0300")
+_PLAIN_P = ("flashinfer", "split-half", "D")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,25 +28,14 @@ def _source() -> None:
     kvcached.fetch(kvcached.NEWEST)
 
 
-def _keys_first(lab: Lab, family: Family) -> bool:
-    return family == "flash" and generation_of(lab.release).slug in (
-        *("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160"),
-        *("g0180", "g0200"),
-    )
-
-
 @pytest.mark.parametrize(("family", "layout", "side"), _CELLS)
 def test_kvcacheds_layouts(lab: Lab, family: Family, layout: str, side: str) -> None:
     """A read or a write outside the pages in use would end the process that does it."""
     report = lab.run(case(family, layout, side, by_kvpatch=True))
 
-    # A split-half layer is two regions, a plain one of blocks [K/V] is one.
-    alike = family == "mla" or _keys_first(lab, family)
-    packed = generation_of(lab.release).slug in _PACKED
-    expected = ("identical",)
-    if layout == "split-half" and side != "both" and not alike and not packed:
-        expected = ("refused",)
-    assert report.outcome in expected, report
+    # Of a plain P 0.10.0's handshake has no layout, and D's halves apart need to know it.
+    unknown = not states_layout(lab.release) and (family, layout, side) == _PLAIN_P
+    assert report.outcome == ("refused" if unknown else "identical"), report
     if layout == "contiguous" and side == "both":
         assert report.descriptors == -(-report.moved_tokens // 16)
         assert report.registrations == 1
@@ -60,6 +51,64 @@ def test_a_spoilt_cache_is_noticed(
 
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
+
+
+@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
+@pytest.mark.parametrize("side", ["P", "D"])
+def test_a_spoilt_cache_beside_a_plain_one_is_noticed(
+    lab: Lab, side: str, sabotage: Sabotage
+) -> None:
+    beside = case("flashinfer", "split-half", side, by_kvpatch=True)
+    if side == "D" and not states_layout(lab.release):
+        pytest.skip("this pair is refused")
+
+    report = lab.run(beside, sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+@pytest.mark.parametrize("side", ["P", "D"])
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
+def test_halves_beside_a_plain_cache_of_other_blocks(
+    lab: Lab, side: str, sizes: tuple[int, int]
+) -> None:
+    """The plain one is HND, as vLLM's connector asks for; the other NHD, as kvcached's are."""
+    if not states_layout(lab.release):
+        pytest.skip("this release states no layout")
+    beside = case("flashinfer", "split-half", side, by_kvpatch=True)
+    p, d = (
+        replace(
+            engine,
+            block_tokens=tokens,
+            layout="NHD" if engine.is_kvcacheds else "HND",
+            patched=engine is beside.decode or engine.is_kvcacheds,
+            patches=SLUGS if engine is beside.decode or engine.is_kvcacheds else (),
+        )
+        for engine, tokens in zip((beside.prefill, beside.decode), sizes, strict=True)
+    )
+
+    report = lab.run(Case("beside", p, d, prompt_tokens=300))
+
+    assert report.outcome == "identical", report
+
+
+def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
+    """Its keys and values, if they were apart, would fill 2 MiB of kvcached's pages each."""
+    if not states_layout(lab.release) or generation_of(lab.release).slug in _PACKED:
+        pytest.skip("this release states no layout, or packs keys and values")
+    beside = case("flashinfer", "split-half", "D", by_kvpatch=True)
+    block_bytes = 16 * beside.prefill.kv_heads * beside.prefill.head_dim * 2
+    full, odd = (
+        replace(beside, prefill=replace(beside.prefill, planned_blocks=blocks))
+        for blocks in (PAGE_BYTES // block_bytes, PAGE_BYTES // block_bytes + 1)
+    )
+
+    report = lab.run(full)
+
+    assert report.outcome == "refused", report
+    assert "or it has kvcached" in report.detail
+    assert lab.run(odd).outcome == "identical"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -116,3 +116,71 @@ def test_other_layers_side_by_side_are_refused(lab: Lab) -> None:
     assert report.outcome == "refused", report
     assert "its attention groups have other layers side by side than ours" in report.detail
     assert "KVCACHED_CONTIGUOUS_LAYOUT=false on P" in report.detail
+
+
+# --- groups of unlike shapes (Gemma), which kvcached views over blocks of one size ---
+
+#: (heads, channels) with full attention, and of windows; vLLM plans blocks of more tokens
+#: for what is smaller.
+SHAPES = {
+    "more channels in windows": ((2, 16), (1, 32)),
+    "windows of 64 tokens": ((2, 16), (1, 16)),
+    "full attention of 64 tokens": ((1, 16), (2, 16)),
+}
+
+
+def _unlike(shape: str, block_tokens: int, layout: str) -> EngineSpec:
+    (heads, channels), of_windows = SHAPES[shape]
+    found = _spec("three groups", block_tokens, layout)
+    blocks = 2 * found.planned_blocks
+    return replace(
+        found,
+        kv_heads=heads,
+        head_dim=channels,
+        window_shape=of_windows,
+        planned_blocks=blocks,
+        tensor_blocks=2 * blocks if layout else None,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("p", "d", "p_tokens"),
+    [
+        ("contiguous", "contiguous", 32),
+        ("contiguous", "contiguous", 64),
+        ("contiguous", "", 32),
+        ("", "contiguous", 64),
+        ("split-half", "split-half", 32),
+        ("split-half", "split-half", 64),
+    ],
+)
+def test_groups_of_unlike_shapes(lab: Lab, shape: str, p: str, d: str, p_tokens: int) -> None:
+    report = _run(lab, _unlike(shape, p_tokens, p), _unlike(shape, 32, d), hit_blocks=2)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == _PROMPT_TOKENS - 64
+    if p == d == "contiguous" and p_tokens == 32:
+        assert report.registrations == 1
+        whole = 4 if shape.startswith("full") else 8
+        windows = 2 * (2 if shape.startswith("windows") else 3)
+        assert report.descriptors == whole + windows
+
+
+@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
+def test_a_spoilt_pool_of_unlike_shapes_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    spec = _unlike("windows of 64 tokens", 32, "contiguous")
+
+    report = _run(lab, spec, spec, sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+def test_unlike_shapes_in_items_of_another_size_are_refused(lab: Lab) -> None:
+    """Bytes would tell half the tokens, which is not what P states."""
+    d = _unlike("windows of 64 tokens", 32, "contiguous")
+
+    report = _run(lab, replace(d, dtype="fp8"), d)
+
+    assert report.outcome == "refused", report

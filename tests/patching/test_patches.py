@@ -166,14 +166,24 @@ class TestRows:
         with pytest.raises(RegistrationRefused, match=r"layers\.0 and layers\.2, of two attention"):
             self._row(tensors, ["layers.0", "layers.1"], ["layers.2", "layers.3"])
 
-    def test_layers_of_two_groups_in_unlike_shapes_are_refused(self):
+    def test_layers_of_two_groups_in_unlike_shapes_have_one_place(self):
         """Gemma: more heads and fewer tokens in one group, of the same bytes."""
         pool = self._pool(1)
         other = pool.view(BLOCKS, 1, 2, TOKENS // 2, 2 * HEADS, CHANNELS)
-        tensors = {"layers.0": pool[:, 0], "layers.1": other[:, 0]}
 
-        with pytest.raises(RegistrationRefused, match="one place .* and one shape there"):
-            self._row(tensors, ["layers.0"], ["layers.1"])
+        row = self._row(
+            {"layers.0": pool[:, 0], "layers.1": other[:, 0]}, ["layers.0"], ["layers.1"]
+        )
+
+        assert row.layers == ("layers.0",)
+        assert row.row_bytes == pool[0].nbytes
+
+    def test_layers_of_two_groups_in_unlike_bytes_are_refused(self):
+        pool = self._pool(1)
+        other = pool[:, :, :, : TOKENS // 2]
+
+        with pytest.raises(RegistrationRefused, match="one place .* as many bytes there"):
+            self._row({"layers.0": pool[:, 0], "layers.1": other[:, 0]}, ["layers.0"], ["layers.1"])
 
     def test_recurrent_state_beside_it_is_refused(self):
         pool = self._pool()

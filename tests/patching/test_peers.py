@@ -23,9 +23,10 @@ from kvpatch.vllm.likeness import (
 )
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.our_side import row_layers_of, units_of
-from kvpatch.vllm.peers import OurSide, heads_of, peer_regions
+from kvpatch.vllm.peers import OurSide, peer_regions
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
+from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.unstated import BlocksUnknown, KernelSizes
 from kvpatch.vllm.wire import PeerRefused, as_alike, read_statement

@@ -1,0 +1,36 @@
+"""Which plain peers may be kvcached's with keys and values apart, by their numbers of blocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpatch.vllm.halves import PAGE_BYTES, may_be_kvcacheds
+from kvpatch.vllm.wire import Statement
+
+
+def _peer(blocks: int, block_bytes: int) -> Statement:
+    return Statement("p", 0, 1, 16, 1, "NHD", blocks, (0,), (block_bytes,), (block_bytes,), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("half_bytes", "pages"),
+    [(32 << 10, 1), (32 << 10, 77), (48 << 10, 5), (20_000, 9), (3 << 20, 7), (2 << 20, 1)],
+)
+def test_every_number_that_kvcached_could_cut_is_one(half_bytes: int, pages: int) -> None:
+    """As kvcached 0.1.6 counts: whole pages of all keys, divided by a block's."""
+    blocks = pages * PAGE_BYTES // half_bytes
+
+    assert may_be_kvcacheds(_peer(blocks, 2 * half_bytes), (1,))
+    # And where each of its blocks is cut into kernel blocks.
+    assert may_be_kvcacheds(_peer(4 * blocks, 2 * half_bytes // 4), (1, 2, 4))
+
+
+@pytest.mark.parametrize("blocks", [63, 65, 1000])
+def test_others_are_none(blocks: int) -> None:
+    assert not may_be_kvcacheds(_peer(blocks, 64 << 10), (1,))
+
+
+def test_a_block_cut_in_more_parts_leaves_more_over() -> None:
+    """62 kernel blocks of 32 KiB: 31 whole blocks of 64 KiB, of which a page has 32."""
+    assert not may_be_kvcacheds(_peer(62, 64 << 10), (2,))
+    assert may_be_kvcacheds(_peer(60, 64 << 10), (1, 5))
