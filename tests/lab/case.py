@@ -210,9 +210,10 @@ class Report:
     corrupt
         The release called it done, and D holds something else.
     refused
-        The release raised or failed the load; `detail` has type and message.
+        The load failed alone, or kvpatch did not let an engine start; `detail` says why.
     failed
-        No answer: a crash, a hang, a missing completion, or an error of the lab.
+        No answer: an engine that ended or did not start, a crash, a hang, a missing
+        completion, or an error of the lab.
     """
 
     outcome: Outcome

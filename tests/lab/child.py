@@ -16,7 +16,6 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from tests.releases import kvcached
@@ -26,7 +25,6 @@ from .engine_api import Failure, Fork
 _PR_SET_PDEATHSIG = 1
 #: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.
 KVCACHEDS_OWN = "LAB_KVCACHEDS_OWN_PATCH"
-_LAB = str(Path(__file__).resolve().parent)
 
 
 def main(fd: int) -> None:
@@ -139,11 +137,12 @@ def _serve(connection: Connection) -> None:
 def _failure(where: str, error: Exception, logged: list[str]) -> Failure:
     from .engine import LoadFailed
 
-    frames = traceback.extract_tb(error.__traceback__)
-    by_lab = str(Path(frames[-1].filename).parent) == _LAB and not isinstance(error, LoadFailed)
+    # By name: a stock engine's process does not import kvpatch.
+    is_kvpatchs = any(kind.__name__ == "KvpatchError" for kind in type(error).__mro__)
+    is_refusal = isinstance(error, LoadFailed) or (where == "start" and is_kvpatchs)
     message = "; logged: ".join([str(error), *dict.fromkeys(logged)])
     trace = "".join(traceback.format_exception(error))
-    return Failure(where, type(error).__name__, message, trace, by_lab)
+    return Failure(where, type(error).__name__, message, trace, is_refusal)
 
 
 def _die_with_parent() -> None:

@@ -39,8 +39,9 @@ class Failure:
     kind: str
     message: str
     trace: str
-    #: Raised by the lab's own code rather than under a call into the release.
-    by_lab: bool
+    #: A load that failed alone, or an engine that kvpatch did not let start; any other
+    #: exception ends an engine, or is the lab's own.
+    is_refusal: bool
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ class Lab:
             )
         for answer in [engine.receive("start") for _, engine, _ in sides]:
             if isinstance(answer, Failure):
-                return _refusal("registration", answer)
+                return _without_answer("registration", answer)
 
         prompts = [(f"req-{run}-{n}", case.prompt_tokens) for n in range(case.n_requests)]
         hits = [case.prefix_hit_tokens] * case.n_requests
@@ -210,21 +210,21 @@ class Lab:
             hits.insert(0, 0)
         answers = prefill.call("prefill", prompts)
         if isinstance(answers, Failure):
-            return _refusal("prefill", answers)
+            return _without_answer("prefill", answers)
         wanted = [
             (*prompt, hit, answer)
             for prompt, hit, answer in zip(prompts, hits, answers, strict=True)
         ]
         moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
         if isinstance(moved, Failure):
-            return _refusal("transfer", moved)
+            return _without_answer("transfer", moved)
         untold = self._untold(prefill, decode, [name for name, _ in prompts], answers)
         held = prefill.call("check", None)
         found = decode.call("check", sabotage)
         counts = decode.call("counts")
         for answer in (held, found, counts):
             if isinstance(answer, Failure):
-                return _refusal("comparison", answer)
+                return _without_answer("comparison", answer)
         wrong, total, stray = found
         report = Report(
             "identical" if not wrong and not stray else "corrupt",
@@ -269,11 +269,11 @@ class Lab:
         return Engine(Connection(ours.detach()), pid, log, kind)
 
 
-def _refusal(phase: str, failure: Failure) -> Report:
+def _without_answer(phase: str, failure: Failure) -> Report:
     detail = f"{phase}: {failure.kind}: {failure.message}"
-    if failure.by_lab:
-        return Report("failed", f"{detail}\n{failure.trace[-_TAIL_CHARACTERS:]}")
-    return Report("refused", detail)
+    if failure.is_refusal:
+        return Report("refused", detail)
+    return Report("failed", f"{detail}\n{failure.trace[-_TAIL_CHARACTERS:]}")
 
 
 def _environment(tree: Path, home: Path) -> dict[str, str]:

@@ -145,8 +145,9 @@ def page(found: Sequence[Cell]) -> str:
         _sum_row("kvpatch on D", ours),
         "",
         "Corrupt: the request is called done and D holds other bytes than P, wrong tokens with",
-        f"HTTP 200. Stock does that in **{silent}** cells. Not completed: the request waits, or P",
-        "is never told that it was read, or a worker does not start.",
+        f"HTTP 200. Stock does that in **{silent}** cells. Refused: the load fails, and both",
+        "engines go on. Not completed: an engine ends or does not start, the request waits, or P",
+        "is never told that it was read.",
         "",
         "To 0.20 handshakes do not say all of a block. A prompt of five blocks goes before there,",
         "which tells kvpatch the rest; without it, D computes short prompts itself to 0.11.0, and",
@@ -170,6 +171,13 @@ def page(found: Sequence[Cell]) -> str:
     lines += _pairs(cell for cell in found if cell.stock == "corrupt")
     lines += ["", "## What kvpatch does not serve", "", "| pair | releases |", "|---|---|"]
     lines += _pairs((cell for cell in found if cell.kvpatch != "identical"), say_outcome=True)
+    lines += [
+        "",
+        "The CPU backend's pairs fail between like engines there too. To 0.11.0 the connector does",
+        "not know the device. 0.11.1 and 0.11.2 take the number of heads for the block size, on",
+        "both sides. 0.23 to 0.25 take the first blocks of a layer for its keys and values, and a",
+        "stock P ends while it registers them.",
+    ]
     lines += ["", f"<!-- cases: {_fingerprint()} -->", *(_state(r, found) for r in releases)]
     return "\n".join(lines) + "\n"
 
