@@ -41,7 +41,7 @@ def add_remote_agent(generation: Generation) -> Site:
 
 
 def nixl_handshake(generation: Generation) -> Site:
-    """Where a worker asks a peer for its metadata; these parameters to 0.11.0."""
+    """Where a worker asks a peer for its metadata; these parameters to 0.13."""
     return Site(
         module=generation.worker_module,
         owner=generation.worker_class,

@@ -16,7 +16,9 @@ How:
     and shows the release a peer like itself, within the memory that P registered.
     The release goes on to keep its books, notify and complete as ever; the one
     transfer that it prepares for a request is replaced by the byte runs between
-    the two geometries, paired by token position. Like pairs are left to it.
+    the two geometries, paired by token position. Like pairs are left to it. To 0.13 D
+    shakes hands with one rank of P alone: of a P with more ranks than D's it is led to
+    each that it needs, one after the other, and a request's reads from all are one to it.
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:
@@ -28,6 +30,7 @@ Limits:
     state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
     prompt has to tell it too, of peers like D as well; D computes shorter ones before it
     (to 0.16 by the default ``kv_load_failure_policy``). Models of windows alone cannot tell.
+    To 0.13 the ranks of a P with more than D are a multiple of D's.
     Refused are keys that AMX tiles, and to 0.25 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
@@ -66,6 +69,7 @@ from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
     completed,
+    has_ranks_unmet,
     is_alike,
     refuse_drafted_windows,
     refuse_smaller_blocks,
@@ -74,6 +78,7 @@ from kvpatch.vllm.likeness import (
 )
 from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import refusal
+from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
 from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
@@ -96,6 +101,7 @@ def _register_kv_caches(
     kwargs: dict[str, Any],
     *,
     registration: Registration,
+    meets_one_rank: bool,
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
         # Read first: what registering makes of split tensors is not what they are.
@@ -121,11 +127,21 @@ def _register_kv_caches(
         if can_read and cache is not None and behind is not None:
             agent = own_agent(instance.nixl_wrapper)
             reader = reader_for(
-                instance, agent, kv_caches, cache, behind[0], blocks_hold_both=blocks_hold_both
+                instance,
+                agent,
+                kv_caches,
+                cache,
+                behind[0],
+                blocks_hold_both=blocks_hold_both,
+                meets_one_rank=meets_one_rank,
             )
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
-                agent, reader, partial(_rank_of, instance), partial(_unlike_engine_of, instance)
+                agent,
+                reader,
+                partial(_ranks_of, instance),
+                partial(_unlike_engine_of, instance),
+                partial(_agents_beside, instance),
             )
             registration.admit_peers(instance)
         return result
@@ -141,12 +157,14 @@ def reader_for(
     behind: Mapping[str, LayerCache],
     *,
     blocks_hold_both: bool = False,
+    meets_one_rank: bool,
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it.
 
     Args:
         behind: the device's layers where what is registered is a host buffer; else the same.
         blocks_hold_both: of :func:`has_both_in_blocks`.
+        meets_one_rank: whether the release shakes hands with one rank of a peer.
     """
     layers, groups, key_order = cache
     buffer = buffer_of(worker)
@@ -154,6 +172,7 @@ def reader_for(
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
     if blocks_hold_both:
         ours = replace(ours, halves=halves_of(ours))
+    ours = replace(ours, meets_one_rank=meets_one_rank)
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
     device = next(iter(kv_caches.values())).device
@@ -232,16 +251,27 @@ def own_agent(agent: Any) -> Any:
     return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
 
 
-def _rank_of(worker: Any, engine_id: str, handle: Any) -> int:
-    """The peer's rank whose descriptors a handle stands for.
+def _ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
+    """The peer's ranks that a handle of prepared descriptors stands for.
 
     Raises:
         ReadRefused: none of its ranks.
     """
-    for rank, found in _handles(worker, engine_id):
-        if found == handle:
-            return rank
-    raise ReadRefused(f"a transfer was prepared with none of the ranks of engine {engine_id}")
+    found = tuple(rank for rank, one in _handles(worker, engine_id) if one == handle)
+    if not found:
+        raise ReadRefused(f"a transfer was prepared with none of the ranks of engine {engine_id}")
+    return found
+
+
+def _agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
+    """All that are told what one rank is told: of more ranks than ours the release knows one."""
+    reader = reader_of(worker)
+    if reader is not None and reader.ours.meets_one_rank:
+        for peer in tuple(reader.peers.values()):  # handshakes add to it
+            names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
+            if agent in names:
+                return names
+    return (agent,)
 
 
 def _unlike_engine_of(worker: Any, handle: Any) -> str | None:
@@ -260,10 +290,10 @@ def _handles(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
         return []
     if isinstance(handles, Mapping):  # from 0.14
         return [(int(rank), handle) for rank, handle in list(handles.items())]
-    # One rank only, the last that it has shaken hands with.
+    # One for the only rank that the release knows of; we may know of more.
     reader = reader_of(worker)
     peer = reader.known(engine_id) if reader else None
-    return [(rank, handles) for rank in list(peer.ranks)[-1:]] if peer else []
+    return [(rank, handles) for rank in list(peer.ranks)] if peer else []
 
 
 def _add_remote_agent(
@@ -333,11 +363,42 @@ def _add_unlike(
         block_bytes=alike_block_bytes(ours, statement),
         own=own_regions(worker),
     )
+    shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
     with layout_called(worker, layout):
-        rank.agent = wrapped(alike, statement.tp_rank, statement.tp_size, *more)
+        rank.agent = wrapped(alike, statement.tp_rank, shown_ranks, *more)
     reader.admit(rank, unstated)
     _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
     return rank.agent
+
+
+def _nixl_handshake(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def handshake(
+        host: str, port: int, remote_tp_size: int, expected_engine_id: str
+    ) -> dict[int, str]:
+        asked = host, port, remote_tp_size, expected_engine_id
+        worker = instance
+        is_asking = isinstance(worker, AskingOneRank)
+        if is_asking or reader_of(worker) is None or remote_tp_size <= worker.world_size:
+            return wrapped(*asked)  # type: ignore[no-any-return]
+        ranks = ranks_to_read(worker.tp_rank, worker.world_size, remote_tp_size)
+        if ranks is None:
+            raise PeerRefused(
+                f"engine {expected_engine_id} cannot be read: it has {remote_tp_size} tensor-"
+                f"parallel ranks and we have {worker.world_size}: use a --tensor-parallel-size on "
+                "the prefill side that is a multiple of the decode side's"
+            )
+        met = Met()
+        for rank in ranks:
+            known = worker.dst_xfer_side_handles.pop(expected_engine_id, None)
+            if known is not None:  # of the rank before: the release keeps one, ours need none
+                worker.nixl_wrapper.release_dlist_handle(known)
+            asking = AskingOneRank(worker, rank, remote_tp_size)
+            met.update(type(worker)._nixl_handshake(asking, *asked))
+        return met
+
+    return handshake(*args, **kwargs)
 
 
 @contextmanager
@@ -533,12 +594,20 @@ def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
     }
 
 
+def _sites_of_handshakes(generation: Generation) -> dict[Site, Any]:
+    """To 0.13 a worker shakes hands with one rank of its peer, and not where it has more."""
+    if generation.slug not in _MEETS_ONE_RANK:
+        return {}
+    return {_sites.nixl_handshake(generation): _nixl_handshake}
+
+
 def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
     """To 0.15 the blocks of an aborted request are free at once, its read or not."""
     return {_sites.get_finished(generation): _get_finished} if generation.slug in _ABORTS else {}
 
 
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
+_MEETS_ONE_RANK = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130")
 # 0.17 to 0.20; 0.21 and 0.22 state how blocks are cut.
 _FAILING_CUTS = ("g0160", "g0180", "g0200")
 _NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
@@ -557,7 +626,9 @@ PATCH = Patch(
     sites={
         g.slug: {
             _sites.register_kv_caches(g): partial(
-                _register_kv_caches, registration=REGISTRATIONS[g.slug]
+                _register_kv_caches,
+                registration=REGISTRATIONS[g.slug],
+                meets_one_rank=g.slug in _MEETS_ONE_RANK,
             ),
             _sites.add_remote_agent(g): partial(
                 _add_remote_agent,
@@ -573,6 +644,7 @@ PATCH = Patch(
                 drafted_blocks=g.slug in _DRAFTED_BLOCKS,
             ),
             **_sites_of_introductions(g),
+            **_sites_of_handshakes(g),
             **_sites_of_aborts(g),
         }
         for g in GENERATIONS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -46,6 +46,18 @@ class Telemetry:
     xferDuration: int = 0  # noqa: N815
     totalBytes: int = 0  # noqa: N815
     descCount: int = 0  # noqa: N815
+
+
+def sum_of(found: Iterable[Any]) -> Telemetry:
+    """What several transfers come to; of their starts the first."""
+    total = Telemetry()
+    for one in found:
+        total.startTime = min(total.startTime or one.startTime, one.startTime)
+        total.postDuration += one.postDuration
+        total.xferDuration += one.xferDuration
+        total.totalBytes += one.totalBytes
+        total.descCount += one.descCount
+    return total
 
 
 class _Flight(NamedTuple):
@@ -164,15 +176,7 @@ class StagedRead:
 
     def telemetry(self) -> Telemetry:
         """The sums over all transfers so far."""
-        total = Telemetry()
-        for handle in self._read:
-            found = self._nixl.get_xfer_telemetry(handle)
-            total.startTime = min(total.startTime or found.startTime, found.startTime)
-            total.postDuration += found.postDuration
-            total.xferDuration += found.xferDuration
-            total.totalBytes += found.totalBytes
-            total.descCount += found.descCount
-        return total
+        return sum_of(self._nixl.get_xfer_telemetry(handle) for handle in self._read)
 
     def release(self) -> None:
         """Lets go of everything, finished or not; a second time does nothing.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import wrapt
 
 from kvpatch._errors import KvpatchError
+from kvpatch.transfer.joined import JoinedRead
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.reader import Reader
@@ -21,21 +23,25 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
     """Prepares the reader's transfers in place of the release's own while the reader reads.
 
     Args:
-        rank_of: (engine id, handle) -> the peer's rank whose descriptors it stands for.
+        ranks_of: (engine id, handle) -> the peer's ranks that it stands for: one, or all where
+            the release knows one handle for them.
         engine_of: handle -> the unlike engine that it belongs to, if it does to one.
+        beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
     """
 
     def __init__(
         self,
         agent: Any,
         reader: Reader,
-        rank_of: Callable[[str, Any], int],
+        ranks_of: Callable[[str, Any], Sequence[int]],
         engine_of: Callable[[Any], str | None],
+        beside: Callable[[str], Sequence[str]],
     ) -> None:
         super().__init__(agent)
         self._self_reader = reader
-        self._self_rank_of = rank_of
+        self._self_ranks_of = ranks_of
         self._self_engine_of = engine_of
+        self._self_beside = beside
 
     def make_prepped_xfer(
         self,
@@ -62,9 +68,9 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         self._self_reader.check_blocks()
         engine_id = self._self_reader.is_reading()
         if engine_id is not None:
-            rank = self._self_rank_of(engine_id, remote_handle)
+            ranks = self._self_ranks_of(engine_id, remote_handle)
             try:
-                return self._self_reader.prepare(self.__wrapped__, rank, notif_msg)
+                return self._prepare(ranks, notif_msg)
             except KvpatchError:
                 self._let_go(engine_id, remote_handle, notif_msg)
                 raise
@@ -85,37 +91,61 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
             **kwargs,
         )
 
+    def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
+        reader, nixl = self._self_reader, self.__wrapped__
+        if len(ranks) == 1:
+            return reader.prepare(nixl, ranks[0], notification)
+        needed = reader.holding_all(ranks)
+        others = [reader.agent(rank) for rank in ranks if rank not in needed]
+        with ExitStack() as prepared:
+            reads = []
+            for rank in needed:
+                reads.append(reader.prepare(nixl, rank, notification))
+                prepared.callback(self.release_xfer_handle, reads[-1])
+            prepared.pop_all()
+        return JoinedRead(self, reads, lambda: self._tell(others, notification))
+
     def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
         """Tells a peer that a request is over: nobody will ever read its blocks."""
         peer = self._self_reader.known(engine_id)
-        if peer is None:
-            return
-        rank = peer.ranks[self._self_rank_of(engine_id, remote_handle)]
-        try:
-            self.__wrapped__.send_notif(rank.agent, notif_msg=notification)
-        except errors_of(self.__wrapped__) as error:
-            _LOG.warning("%s was not told of a request that is refused: %s", rank.agent, error)
+        if peer is not None:
+            ranks = self._self_ranks_of(engine_id, remote_handle)
+            self._tell([peer.ranks[rank].agent for rank in ranks], notification)
+
+    def _tell(self, agents: Iterable[str], notification: bytes) -> None:
+        """Tells each; one that cannot be told lets go of its blocks after a time."""
+        for agent in agents:
+            try:
+                self.__wrapped__.send_notif(agent, notif_msg=notification)
+            except errors_of(self.__wrapped__) as error:
+                _LOG.warning("%s was not told that a request is over: %s", agent, error)
+
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
+        """Sends a message to a rank, and to those beside it of which the release does not know."""
+        beside = self._self_beside(remote_agent_name)
+        self._tell((name for name in beside if name != remote_agent_name), notif_msg)
+        return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts a transfer."""
-        if isinstance(handle, StagedRead):
+        if isinstance(handle, StagedRead | JoinedRead):
             return handle.start()
         return self.__wrapped__.transfer(handle, *args, **kwargs)
 
     def check_xfer_state(self, handle: Any) -> Any:
         """``DONE``, ``PROC`` or ``ERR``."""
-        if isinstance(handle, StagedRead):
+        if isinstance(handle, StagedRead | JoinedRead):
             return handle.state()
         return self.__wrapped__.check_xfer_state(handle)
 
     def get_xfer_telemetry(self, handle: Any) -> Any:
         """NIXL's counts of a transfer."""
-        if isinstance(handle, StagedRead):
+        if isinstance(handle, StagedRead | JoinedRead):
             return handle.telemetry()
         return self.__wrapped__.get_xfer_telemetry(handle)
 
     def release_xfer_handle(self, handle: Any) -> Any:
         """Lets go of a transfer."""
-        if isinstance(handle, StagedRead):
+        if isinstance(handle, StagedRead | JoinedRead):
             return handle.release()
         return self.__wrapped__.release_xfer_handle(handle)

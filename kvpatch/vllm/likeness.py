@@ -62,7 +62,9 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     )
     same_layout = peer.layout in (None, ours.layout)
     # Heads of unlike ranks are one piece of a layer's block in HND only.
-    same_heads = peer.tp_size == ours.tp_size or _has_heads_in_pieces(ours)
+    same_heads = peer.tp_size == ours.tp_size or (
+        _has_heads_in_pieces(ours) and not has_ranks_unmet(ours, peer)
+    )
     same_halves = halves_of_peer(ours, peer) in (None, ours.halves)
     if same_blocks and same_layout and same_heads and same_halves:
         return True
@@ -87,7 +89,8 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             ours,
             peer,
             "this release's handshake does not state the layout, which tells heads from tokens "
-            "where blocks are unlike: use one --block-size, or vLLM 0.10.1 or later",
+            "where blocks or ranks are unlike: use one --block-size and one "
+            "--tensor-parallel-size, or vLLM 0.10.1 or later",
         )
     if peer.backend not in (None, ours.backend):
         raise refusal(
@@ -129,6 +132,11 @@ def _refuse_unproven_halves(ours: OurSide, peer: Statement) -> None:
         )
 
 
+def has_ranks_unmet(ours: OurSide, peer: Statement) -> bool:
+    """Whether it has more ranks than we do, and the release meets one of them."""
+    return ours.meets_one_rank and peer.tp_size > ours.tp_size
+
+
 def _has_many_heads(ours: OurSide, peer: Statement) -> bool:
     planes = [plane for cache in ours.layers.values() for plane in cache.planes]
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
@@ -144,7 +152,7 @@ def _has_heads_in_pieces(ours: OurSide) -> bool:
 def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
     """What a block would have on the peer if its blocks were ours: its heads, our tokens."""
     has_heads = any(p.content.value != "latent" for c in ours.layers.values() for p in c.planes)
-    if not has_heads:
+    if not has_heads or has_ranks_unmet(ours, peer):  # shown as a rank like ours
         return ours.block_bytes
     _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)

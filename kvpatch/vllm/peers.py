@@ -63,6 +63,7 @@ class OurSide:
         groups: the layers of each block table; None where there is one.
         halves: whether keys and values are in one region, or in two, where the backend's own
             blocks hold both, one behind the other; None where they do not.
+        meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
     """
 
     layers: Mapping[str, LayerCache]
@@ -84,6 +85,7 @@ class OurSide:
     kernel_sizes: KernelSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
     halves: Halves | None = None
+    meets_one_rank: bool = False
 
     @property
     def item_bytes(self) -> int:

@@ -22,6 +22,7 @@ from kvpatch._errors import KvpatchError
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
+    Content,
     Crossing,
     Plane,
     Share,
@@ -308,9 +309,7 @@ class Reader:
             ReadRefused, UnpairableBlocks: the blocks do not hold the tokens.
             PeerRefused: a head of ours is on none of the peer's ranks.
         """
-        reading = self._reading
-        if reading is None:
-            raise ReadRefused("a transfer was prepared outside a request")
+        reading = self._being_read()
         if reading.peer.missing is not None:
             raise PeerRefused(
                 f"no rank of engine {reading.engine_id} that we read from holds "
@@ -344,6 +343,35 @@ class Reader:
         read.request_id = reading.request_id
         self._staged.add(read)
         return read
+
+    def holding_all(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the ranks that it takes to read every head that any of them holds.
+
+        Raises:
+            ReadRefused: nothing is being read.
+        """
+        ranks = self._being_read().peer.ranks
+        held: set[tuple[str, Content, int]] = set()
+        found = []
+        for number in numbers:
+            heads = set(_heads(ranks[number].planes))
+            if not heads <= held:
+                found.append(number)
+            held |= heads
+        return found
+
+    def agent(self, number: int) -> str:
+        """NIXL's name of a rank of the peer that is being read.
+
+        Raises:
+            ReadRefused: nothing is being read.
+        """
+        return self._being_read().peer.ranks[number].agent
+
+    def _being_read(self) -> _Reading:
+        if self._reading is None:
+            raise ReadRefused("a transfer was prepared outside a request")
+        return self._reading
 
     def give_up(self, request_ids: Collection[str]) -> None:
         """Places nothing more of requests that are over (their blocks may be others')."""
@@ -408,6 +436,13 @@ class Reader:
             for name in layers:
                 for plane in self._layers[name].planes:
                     zero_tokens(self._tensors[name], plane, tail)
+
+
+def _heads(planes: Sequence[Plane]) -> Iterator[tuple[str, Content, int]]:
+    """Every head of every content of every layer."""
+    for plane in planes:
+        for head in range(plane.first_head, plane.first_head + plane.counts.heads):
+            yield plane.layer, plane.content, head
 
 
 _READERS: WeakKeyDictionary[Any, Reader] = WeakKeyDictionary()

@@ -66,6 +66,11 @@ def tells_blocks(release: str) -> bool:
     return states_block_size(release) and states_kernel_blocks(release)
 
 
+def meets_one_rank(release: str) -> bool:
+    """To 0.13 a worker shakes hands with one rank of its peer, and needs as many ranks or more."""
+    return Version(release) < Version("0.14")
+
+
 def states_layout(release: str) -> bool:
     """0.10.0 does not."""
     return release not in GENERATIONS[0].releases

@@ -1,0 +1,104 @@
+"""Reads from several ranks of a peer, as one.
+
+Looks to a release that knows one transfer a request like one: started, asked for its
+state, measured, released.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.staged import Telemetry, sum_of
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+class JoinedRead:
+    """One request's reads, one from each rank, each of which tells its own rank.
+
+    One that fails leaves the others going on: blocks may be handed out again when nothing
+    is written to them any more.
+
+    Args:
+        agent: takes staged reads for NIXL's own transfers.
+        reads: prepared, and not yet started.
+        tell_others: tells the ranks of which nothing is read; called after the last byte.
+    """
+
+    def __init__(self, agent: Any, reads: Sequence[Any], tell_others: Callable[[], None]) -> None:
+        self._agent = agent
+        self._reads = list(reads)
+        self._tell_others = tell_others
+        self._going: list[Any] = []
+        self._has_failed = self._is_done = False
+        self._errors: tuple[type[Exception], ...] = errors_of(agent)
+
+    def start(self) -> str:
+        """Starts all of them.
+
+        Raises:
+            Exception: NIXL's, where nothing is on its way yet; all have been let go of.
+        """
+        for read in self._reads:
+            try:
+                self._agent.transfer(read)
+            except self._errors:
+                self._fail()
+                if not self._going:
+                    self.release()
+                    raise
+                break
+            self._going.append(read)
+        return "PROC"
+
+    def state(self) -> str:
+        """``DONE``, ``PROC`` or ``ERR``; one that has ended stays as it is."""
+        if self._is_done:
+            return "DONE"
+        for read in tuple(self._going):
+            try:
+                state = self._agent.check_xfer_state(read)
+            except self._errors:
+                self._fail()
+                state = "ERR"
+            if state == "PROC":
+                continue
+            self._going.remove(read)
+            if state != "DONE" and not self._has_failed:
+                _LOG.warning("a read from one of several ranks ended as %s", state)
+                self._has_failed = True
+        if self._going:
+            return "PROC"
+        if self._has_failed:
+            return "ERR"
+        self._tell_others()
+        self._is_done = True
+        return "DONE"
+
+    def telemetry(self) -> Telemetry:
+        """The sums over all of them."""
+        return sum_of(self._agent.get_xfer_telemetry(read) for read in self._reads)
+
+    def release(self) -> None:
+        """Lets go of all of them; a second time does nothing.
+
+        Raises:
+            Exception: NIXL's, where one cannot be cancelled; the others have been let go of.
+        """
+        reads, self._reads = self._reads, []
+        failed: Exception | None = None
+        for read in reads:
+            try:
+                self._agent.release_xfer_handle(read)
+            except self._errors as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
+    def _fail(self) -> None:
+        """Books the error that is being handled."""
+        _LOG.warning("a read from one of several ranks failed", exc_info=True)
+        self._has_failed = True

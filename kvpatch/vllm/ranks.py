@@ -1,0 +1,70 @@
+"""All ranks of a peer of more ranks than ours, where the release meets one (to 0.13).
+
+There each worker shakes hands with the one rank of its peer that its own number leads to,
+and divides by the ratio of ranks, which is 0 here. So it asks once for each rank that it
+needs, and is told of peers of as many ranks as it has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import wrapt
+
+
+def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:
+    """The ranks of a larger peer whose heads one rank holds; None where they are not whole ranks.
+
+    Each rank of the peer is one of ours' alone, and is told by it alone.
+    """
+    ratio, rest = divmod(remote_tp_size, tp_size)
+    return None if rest else tuple(range(tp_rank * ratio, (tp_rank + 1) * ratio))
+
+
+class AskingOneRank(wrapt.ObjectProxy[Any]):
+    """A worker while it shakes hands with one rank of a peer, whichever that is.
+
+    What the release works the rank's number out from is as if both had as many ranks, and
+    ours were that one. Everything else is the worker's, which other threads go on using.
+    """
+
+    def __init__(self, worker: Any, remote_rank: int, remote_tp_size: int) -> None:
+        super().__init__(worker)
+        self._self_rank = remote_rank
+        self._self_tp_size = remote_tp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """To 0.11.0."""
+        return self._self_rank
+
+    @property
+    def _tp_size(self) -> dict[str, int]:
+        """To 0.11.0: of this engine."""
+        return {self.engine_id: self._self_tp_size}
+
+    @property
+    def kv_topo(self) -> Any:
+        """From 0.11.1 on."""
+        return _LeadingTo(self.__wrapped__.kv_topo, self._self_rank)
+
+
+class _LeadingTo(wrapt.ObjectProxy[Any]):
+    """What the release knows of ranks, but for the one that it reads from."""
+
+    def __init__(self, topology: Any, remote_rank: int) -> None:
+        super().__init__(topology)
+        self._self_rank = remote_rank
+
+    def get_target_remote_rank(self, remote_tp_size: int) -> int:
+        return self._self_rank
+
+
+class Met(dict[int, str]):
+    """NIXL's names of a peer's ranks, by rank; the first one's for a rank that is not there.
+
+    The release looks for a rank of its own number, to send it a notification.
+    """
+
+    def __missing__(self, rank: int) -> str:
+        return next(iter(self.values()))

@@ -1,0 +1,129 @@
+"""P has more ranks than D, on releases whose workers shake hands with one rank of a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Sabotage
+from .host import Lab
+from .releases import meets_one_rank, states_layout
+from .stage import Stage
+from .test_failures import STAGED, assert_failed_alone, assert_served
+from .test_like_pairs import tokens_to_move
+from .test_several_peers import TOKENS, assert_identical, engine, held, introduce, loaded, names
+from .unlike import told
+
+pytestmark = pytest.mark.lab
+
+_STAGED = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 18)))
+
+
+@pytest.fixture(autouse=True)
+def _meets_one_rank(lab: Lab) -> None:
+    if not meets_one_rank(lab.release):
+        pytest.skip("this release shakes hands with all ranks itself")
+    if not states_layout(lab.release):
+        pytest.skip("this release does not state its layout: a limit that PATCHES.md names")
+
+
+def _case(p_tp: int, d_tp: int, p: int = 64, d: int = 64, heads: int = 4, **more: object) -> Case:
+    common = {"kv_heads": heads, "planned_blocks": 16, "dtype": "float32"} | more
+    prefill, decode = (
+        EngineSpec(block_tokens=tokens, tp_size=ranks, **common)  # type: ignore[arg-type]
+        for tokens, ranks in ((p, p_tp), (d, d_tp))
+    )
+    return Case(f"P {p} TP{p_tp}, D {d} TP{d_tp}", prefill, decode, prompt_tokens=150)
+
+
+_CASES = {
+    "one block size": _case(2, 1),
+    "four ranks to two": replace(_case(4, 2, p=32), n_requests=3, prefix_hit_tokens=64),
+    "four ranks to one": _case(4, 1, p=128, layout="NHD"),
+    "heads that ranks share": _case(4, 1, heads=2),
+    "ranks that all hold all": _case(2, 1, p=32, family="mla", head_dim=64),
+    "a full prefix hit": replace(_case(4, 2), prompt_tokens=128, prefix_hit_tokens=128),
+    "in rounds": _case(2, 1, p=32, settings=_STAGED),
+}
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
+    case = told(_CASES[name], lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(case, lab.release)
+
+
+@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
+def test_spoilt_heads_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    case = told(_CASES["one block size"], lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+
+
+def test_stock_does_not_read_them(lab: Lab) -> None:
+    """What is mended here, like engines included."""
+    assert lab.run(_CASES["one block size"]).outcome == "failed"
+
+
+def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:
+    case = told(_case(3, 2, heads=6), lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "refused", report
+    assert "that is a multiple of the decode side's" in report.detail, report
+
+
+# -- what becomes of requests --------------------------------------------------
+
+
+@pytest.fixture
+def stage(lab: Lab) -> Iterator[Stage]:
+    with Stage(lab) as opened:
+        yield opened
+
+
+@pytest.mark.one_per_generation
+def test_death_of_all_ranks_in_mid_transfer(stage: Stage, lab: Lab) -> None:
+    mortal = stage.prefill(engine(block_tokens=32, tp_size=2))
+    survivor = stage.prefill(engine(tp_size=2))
+    decode = stage.decode(STAGED)
+    introduce(decode, stage.prompts(2, TOKENS), mortal, survivor)
+    lost, kept = stage.prompts(2, TOKENS), stage.prompts(2, TOKENS)
+    asks = [*mortal.compute(*lost), *survivor.compute(*kept)]
+
+    with held(survivor):
+        mortal.hold()
+        decode.ask(*asks)
+        assert decode.watch(*lost, *kept, seconds=0.1).waiting == names([*lost, *kept])
+        mortal.die()
+
+    assert_failed_alone(decode, lab.release, lost)
+    assert_identical(decode, kept, sum(loaded(p, lab.release) for p in kept))
+    assert survivor.heard(kept) == names(kept)
+    assert_served(stage, lab.release, survivor, decode)
+
+
+@pytest.mark.one_per_generation
+def test_every_rank_is_told_once(stage: Stage, lab: Lab) -> None:
+    """Also those whose heads another rank holds too, and of a request that is never read."""
+    prefill, decode = stage.prefill(engine(tp_size=4)), stage.decode(STAGED)
+    introduce(decode, stage.prompts(1, TOKENS), prefill)
+    prompt = stage.prompt(TOKENS)
+
+    decode.call("refuse", *prefill.compute(prompt))
+
+    assert prefill.heard([prompt]) == {prompt.name}
+    assert_served(stage, lab.release, prefill, decode)
+    # A rank that is told twice logs that it does not know the request.
+    assert prefill.watch(seconds=0.1).logged == ()
