@@ -210,10 +210,10 @@ class Report:
     corrupt
         The release called it done, and D holds something else.
     refused
-        The load failed alone, or kvpatch did not let an engine start; `detail` says why.
+        The load failed alone, or an engine was not let start; `detail` says why.
     failed
-        No answer: an engine that ended or did not start, a crash, a hang, a missing
-        completion, or an error of the lab.
+        No answer: an engine that ended, a crash, a hang, a missing completion, or an
+        error of the lab.
     """
 
     outcome: Outcome

@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from tests.releases import kvcached
@@ -25,6 +26,7 @@ from .engine_api import Failure, Fork
 _PR_SET_PDEATHSIG = 1
 #: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.
 KVCACHEDS_OWN = "LAB_KVCACHEDS_OWN_PATCH"
+_LAB = str(Path(__file__).resolve().parent)
 
 
 def main(fd: int) -> None:
@@ -137,9 +139,9 @@ def _serve(connection: Connection) -> None:
 def _failure(where: str, error: Exception, logged: list[str]) -> Failure:
     from .engine import LoadFailed
 
-    # By name: a stock engine's process does not import kvpatch.
-    is_kvpatchs = any(kind.__name__ == "KvpatchError" for kind in type(error).__mro__)
-    is_refusal = isinstance(error, LoadFailed) or (where == "start" and is_kvpatchs)
+    frames = traceback.extract_tb(error.__traceback__)
+    by_lab = str(Path(frames[-1].filename).parent) == _LAB
+    is_refusal = isinstance(error, LoadFailed) or (where == "start" and not by_lab)
     message = "; logged: ".join([str(error), *dict.fromkeys(logged)])
     trace = "".join(traceback.format_exception(error))
     return Failure(where, type(error).__name__, message, trace, is_refusal)

@@ -39,8 +39,8 @@ class Failure:
     kind: str
     message: str
     trace: str
-    #: A load that failed alone, or an engine that kvpatch did not let start; any other
-    #: exception ends an engine, or is the lab's own.
+    #: A load that failed alone, or an engine that the release or kvpatch did not let start;
+    #: any other exception ends an engine, or is the lab's own.
     is_refusal: bool
 
 

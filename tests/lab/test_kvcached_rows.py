@@ -103,7 +103,8 @@ def test_a_stock_d_refuses_rows(lab: Lab, family: Family, layout: str, layers: i
 
     report = _run(lab, _on(rows), plain)
 
-    allowed = ("refused",) if layers > 1 else ("refused", "identical")
+    # To 0.21 an engine ends over a handshake that failed.
+    allowed = ("refused", "failed") if layers > 1 else ("refused", "failed", "identical")
     assert report.outcome in allowed, report
 
 
@@ -151,9 +152,6 @@ def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
 @pytest.mark.parametrize("rows_on", ["both", "prefill", "decode"])
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
 def test_rows_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, rows_on: str) -> None:
-    like = _run(lab, replace(_PLAIN, tp_size=p_tp), replace(_PLAIN, tp_size=d_tp))
-    if like.outcome == "refused" and "smaller" in like.detail:
-        pytest.skip(f"this release serves no such ranks at all: {like.detail[:80]}")
     prefill, decode = (
         _on(replace(_ROWS if rows_on in ("both", side) else _PLAIN, tp_size=tp))
         for side, tp in (("prefill", p_tp), ("decode", d_tp))
