@@ -8,7 +8,8 @@ Why:
     the last block is partial and there is a prefix hit, where K and V are packed
     in HND (0.26 to 0.31), and wherever the CPU backend stores keys by column.
     0.11.1 and 0.11.2 fail every handshake of a decode engine that cuts its blocks
-    into kernel blocks.
+    into kernel blocks, and on a CPU they take the number of heads for the block size.
+    To 0.13 a prefill engine of more ranks fails every handshake.
 Where:
     D's scheduler and worker. P needs nothing.
 How:
@@ -76,6 +77,7 @@ from kvpatch.vllm.likeness import (
     refuse_unreadable,
     reserves_slots,
 )
+from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import refusal
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
@@ -102,6 +104,7 @@ def _register_kv_caches(
     *,
     registration: Registration,
     meets_one_rank: bool,
+    misreads_blocks: bool,
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
         # Read first: what registering makes of split tensors is not what they are.
@@ -112,6 +115,11 @@ def _register_kv_caches(
         # the worker believe.
         blocks_hold_both = cache is not None and has_both_in_blocks(registration, instance, cache)
         result = wrapped(kv_caches)
+        is_misread = False
+        if misreads_blocks and cache is not None:
+            is_misread = takes_heads_for_tokens(instance, cache[0])
+        if is_misread:
+            take_planned_blocks(instance)
         rows = rows_of(instance)
         can_read = (
             cache is not None
@@ -134,6 +142,7 @@ def _register_kv_caches(
                 behind[0],
                 blocks_hold_both=blocks_hold_both,
                 meets_one_rank=meets_one_rank,
+                misreads_blocks=is_misread,
             )
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
@@ -158,6 +167,7 @@ def reader_for(
     *,
     blocks_hold_both: bool = False,
     meets_one_rank: bool,
+    misreads_blocks: bool,
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it.
 
@@ -165,6 +175,7 @@ def reader_for(
         behind: the device's layers where what is registered is a host buffer; else the same.
         blocks_hold_both: of :func:`has_both_in_blocks`.
         meets_one_rank: whether the release shakes hands with one rank of a peer.
+        misreads_blocks: whether block sizes that peers state are none.
     """
     layers, groups, key_order = cache
     buffer = buffer_of(worker)
@@ -172,7 +183,7 @@ def reader_for(
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
     if blocks_hold_both:
         ours = replace(ours, halves=halves_of(ours))
-    ours = replace(ours, meets_one_rank=meets_one_rank)
+    ours = replace(ours, meets_one_rank=meets_one_rank, misreads_blocks=misreads_blocks)
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
     device = next(iter(kv_caches.values())).device
@@ -326,8 +337,11 @@ def _add_remote_agent(
                 refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-        peer, unstated = completed(reader.ours, stated)
-        if is_alike(reader.ours, peer) and not reader.is_for_all:
+        misread = reader.ours.misreads_blocks
+        peer, unstated = completed(
+            reader.ours, replace(stated, block_tokens=None) if misread else stated
+        )
+        if is_alike(reader.ours, peer) and not (reader.is_for_all or misread):
             rank = reader.admit_like(peer, unstated)
             agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
             if rank is not None:
@@ -608,6 +622,8 @@ def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
 
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
 _MEETS_ONE_RANK = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130")
+# 0.11.1 and 0.11.2, on a CPU backend; 0.12.0 does not.
+_MISREADS_BLOCKS = ("g0111",)
 # 0.17 to 0.20; 0.21 and 0.22 state how blocks are cut.
 _FAILING_CUTS = ("g0160", "g0180", "g0200")
 _NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
@@ -629,6 +645,7 @@ PATCH = Patch(
                 _register_kv_caches,
                 registration=REGISTRATIONS[g.slug],
                 meets_one_rank=g.slug in _MEETS_ONE_RANK,
+                misreads_blocks=g.slug in _MISREADS_BLOCKS,
             ),
             _sites.add_remote_agent(g): partial(
                 _add_remote_agent,

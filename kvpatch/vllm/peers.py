@@ -64,6 +64,7 @@ class OurSide:
         halves: whether keys and values are in one region, or in two, where the backend's own
             blocks hold both, one behind the other; None where they do not.
         meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
+        misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
     """
 
     layers: Mapping[str, LayerCache]
@@ -86,6 +87,7 @@ class OurSide:
     groups: tuple[frozenset[str], ...] | None = None
     halves: Halves | None = None
     meets_one_rank: bool = False
+    misreads_blocks: bool = False
 
     @property
     def item_bytes(self) -> int:

@@ -71,6 +71,12 @@ def meets_one_rank(release: str) -> bool:
     return Version(release) < Version("0.14")
 
 
+def registers_cpu_caches(release: str) -> bool:
+    """To 0.11.0 a connector has no CPU backend; 0.23 to 0.25 take blocks for keys and values."""
+    version = Version(release)
+    return version >= Version("0.11.1") and not Version("0.23") <= version < Version("0.26")
+
+
 def states_layout(release: str) -> bool:
     """0.10.0 does not."""
     return release not in GENERATIONS[0].releases

@@ -173,10 +173,9 @@ def page(found: Sequence[Cell]) -> str:
     lines += _pairs((cell for cell in found if cell.kvpatch != "identical"), say_outcome=True)
     lines += [
         "",
-        "The CPU backend's pairs fail between like engines there too. To 0.11.0 the connector does",
-        "not know the device. 0.11.1 and 0.11.2 take the number of heads for the block size, on",
-        "both sides. 0.23 to 0.25 take the first blocks of a layer for its keys and values, and a",
-        "stock P ends while it registers them.",
+        "The CPU backend's pairs fail between like engines there too: to 0.11.0 the connector does",
+        "not know the device, and 0.23 to 0.25 take the first blocks of a layer for its keys and",
+        "values, so that a stock P does not start.",
     ]
     lines += ["", f"<!-- cases: {_fingerprint()} -->", *(_state(r, found) for r in releases)]
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ from .releases import (
     has_named_layouts,
     is_full,
     moves_full_blocks_only,
+    registers_cpu_caches,
     states_block_size,
     states_kernel_blocks,
     states_layout,
@@ -71,13 +72,13 @@ def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
     assert report.wrong_elements > 0
 
 
-@pytest.mark.parametrize(("p", "d"), [(128, 32), (32, 128), (96, 64)])
+@pytest.mark.parametrize(("p", "d"), [(128, 32), (32, 128), (96, 64), (32, 32)])
 def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
-    like = lab.run(Case("like", *pair(EngineSpec("cpu", block_tokens=d, dtype="float32"))))
-    if like.outcome != "identical":
-        pytest.skip(f"this release serves no P/D on its CPU backend: {like.detail[:80]}")
+    """0.11.1 and 0.11.2 take its heads for the tokens of a block, on both sides."""
+    if not registers_cpu_caches(lab.release):
+        pytest.skip("this release's worker, P's too, does not register a CPU backend's cache")
 
-    report = lab.run(_pair("cpu", p, d).patched(*SLUGS, prefill=False))
+    report = lab.run(told(_pair("cpu", p, d), lab.release).patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
 
