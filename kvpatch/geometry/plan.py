@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -102,9 +103,9 @@ def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
     Raises:
         UnplannableCopy: a segment reaches outside a plane.
     """
-    runs = [_NO_RUNS, *(_runs(segments, copies) for segments, copies in parts)]
-    joined = _Runs(*(np.concatenate(column) for column in zip(*runs, strict=True)))
-    return Plan(*joined, zero_address=_NO_RUNS.local, zero_length=_NO_RUNS.length)
+    lots = [lot for segments, copies in parts for lot in _lots(segments, copies)]
+    runs = _written(lots)
+    return Plan(*runs, zero_address=_NO_RUNS.local, zero_length=_NO_RUNS.length)
 
 
 class _Runs(NamedTuple):
@@ -116,33 +117,57 @@ class _Runs(NamedTuple):
 _NO_RUNS = _Runs(*(np.empty(0, dtype=np.int64) for _ in range(3)))
 
 
+class _Lot(NamedTuple):
+    """Runs of copies that are strided alike: planned once, the same from each address on."""
+
+    remote_address: Int64Array
+    local_address: Int64Array
+    runs: _Runs
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(addresses, runs from each)."""
+        return self.remote_address.size, self.runs.length.size
+
+
 def _runs(segments: Segments, copies: Sequence[Copy]) -> _Runs:
     """The runs of all copies, one after the other."""
+    return _written(_lots(segments, copies))
+
+
+def _lots(segments: Segments, copies: Sequence[Copy]) -> list[_Lot]:
     if not len(segments) or not copies:
-        return _NO_RUNS
+        return []
     alike: defaultdict[CopyStrides, list[Copy]] = defaultdict(list)
     reach = reach_of(segments)
     for copy in copies:
         check_reach(reach, copy)
         alike[copy.strides].append(copy)
-    parts = [_shifted(segments, strides, group) for strides, group in alike.items()]
-    if len(parts) == 1:
-        return parts[0]
-    return _Runs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    return [_lot(segments, strides, group) for strides, group in alike.items()]
 
 
-def _shifted(segments: Segments, strides: CopyStrides, copies: Sequence[Copy]) -> _Runs:
-    """Runs of copies that are strided alike: planned once, shifted to each address."""
+def _lot(segments: Segments, strides: CopyStrides, copies: Sequence[Copy]) -> _Lot:
     outside, inside = _outside_blocks(strides)
-    runs = _merged(_relative_runs(segments, strides, inside))
     shift = _offsets(outside)
-    remote = _add(np.array([copy.remote_address for copy in copies], dtype=np.int64), shift.remote)
-    local = _add(np.array([copy.local_address for copy in copies], dtype=np.int64), shift.local)
-    return _Runs(
-        _add(remote, runs.remote),
-        _add(local, runs.local),
-        np.tile(runs.length, remote.size),
+    return _Lot(
+        _add(np.array([copy.remote_address for copy in copies], dtype=np.int64), shift.remote),
+        _add(np.array([copy.local_address for copy in copies], dtype=np.int64), shift.local),
+        _merged(_relative_runs(segments, strides, inside)),
     )
+
+
+def _written(lots: Sequence[_Lot]) -> _Runs:
+    """The runs of all lots, each byte of them written once: they may be millions."""
+    if not lots:
+        return _NO_RUNS
+    ends = np.cumsum([prod(lot.shape) for lot in lots]).tolist()
+    found = _Runs(*(np.empty(ends[-1], dtype=np.int64) for _ in range(3)))
+    for lot, begin, end in zip(lots, [0, *ends], ends, strict=False):
+        remote, local, length = (column[begin:end].reshape(lot.shape) for column in found)
+        np.add(lot.remote_address[:, None], lot.runs.remote, out=remote)
+        np.add(lot.local_address[:, None], lot.runs.local, out=local)
+        length[:] = lot.runs.length
+    return found
 
 
 def _outside_blocks(strides: CopyStrides) -> tuple[list[Axis], list[Axis]]:

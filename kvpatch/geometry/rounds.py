@@ -95,6 +95,7 @@ def plan_rounds(shares: Sequence[Share], round_bytes: int | Callable[[], int]) -
                     f"expected a buffer of at least {slots.slot_bytes} bytes, which one remote "
                     f"block needs, found {fixed}"
                 )
+            strides = _in_buffer(slots)
             first = 0
             while first < blocks.count:
                 # In equal parts, so that all regions have the same ones: each is worked out once.
@@ -105,7 +106,7 @@ def plan_rounds(shares: Sequence[Share], round_bytes: int | Callable[[], int]) -
                     parts, used = [], 0
                     limit = round_bytes() if callable(round_bytes) else round_bytes
                     continue
-                parts.append(_part(slots, blocks, first, first + count, used))
+                parts.append(_part(slots, strides, blocks, first, first + count, used))
                 used += count * slots.slot_bytes
                 first += count
     if parts:
@@ -123,6 +124,7 @@ class _Blocks:
     first_segment: Int64Array
     segments: Segments
     known: dict[tuple[int, int], Segments] = field(default_factory=dict)
+    known_runs: dict[tuple[int, ...], _Runs] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments) -> _Blocks:
@@ -147,6 +149,25 @@ class _Blocks:
             self.known[first, end] = self._part(first, end)
         return self.known[first, end]
 
+    def runs(self, first: int, end: int, slots: Slots) -> _Runs:
+        """What is read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
+        key = (first, end, slots.block_stride, slots.span_bytes, slots.slot_bytes)
+        if key not in self.known_runs:
+            self.known_runs[key] = self._runs(first, end, slots)
+        return self.known_runs[key]
+
+    def _runs(self, first: int, end: int, slots: Slots) -> _Runs:
+        remote = self.block[first:end] * slots.block_stride
+        span, slot_bytes = slots.span_bytes, slots.slot_bytes
+        starts = np.empty(end - first, dtype=np.bool_)
+        starts[0] = True
+        # Blocks in a row are one run where they touch in the buffer too.
+        np.not_equal(remote[:-1] + span, remote[1:], out=starts[1:])
+        starts[1:] |= span != slot_bytes
+        begins = np.flatnonzero(starts)
+        blocks = np.diff(begins, append=end - first)
+        return _Runs(remote[begins], begins * slot_bytes, blocks * span)
+
     def _part(self, first: int, end: int) -> Segments:
         bounds = self.first_segment[first : end + 1]
         rows = slice(int(bounds[0]), int(bounds[-1]))
@@ -157,6 +178,14 @@ class _Blocks:
         )
 
 
+class _Runs(NamedTuple):
+    """Of some blocks of any region of one shape: remote ones from its address on."""
+
+    remote: Int64Array
+    offset: Int64Array
+    length: Int64Array
+
+
 class _Part(NamedTuple):
     remote: Int64Array
     offset: Int64Array
@@ -165,43 +194,54 @@ class _Part(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-def _part(slots: Slots, blocks: _Blocks, first: int, end: int, at: int) -> _Part:
+def _in_buffer(slots: Slots) -> tuple[CopyStrides, ...]:
+    """How each copy is strided once its blocks lie in slots."""
+    return tuple(
+        copy.strides._replace(block=copy.strides.block._replace(remote_stride=slots.slot_bytes))
+        for copy in slots.copies
+    )
+
+
+def _part(
+    slots: Slots,
+    strides: tuple[CopyStrides, ...],
+    blocks: _Blocks,
+    first: int,
+    end: int,
+    at: int,
+) -> _Part:
     """Blocks ``first`` to ``end`` of a region, from byte ``at`` of the buffer on."""
-    remote = slots.address + blocks.block[first:end] * slots.block_stride
-    offset = at + np.arange(end - first, dtype=np.int64) * slots.slot_bytes
-    length = np.full(end - first, slots.span_bytes, dtype=np.int64)
+    runs = blocks.runs(first, end, slots)
     segments = blocks.part(first, end)
     placements = tuple(
         Placement(
             layer=copy.local.layer,
             staging_offset=at + copy.remote_address - slots.address,
             local_address=copy.local_address,
-            strides=copy.strides._replace(
-                block=copy.strides.block._replace(remote_stride=slots.slot_bytes)
-            ),
+            strides=strides_in_buffer,
             segments=segments,
         )
-        for copy in slots.copies
+        for copy, strides_in_buffer in zip(slots.copies, strides, strict=True)
     )
-    return _Part(remote, offset, length, at + (end - first) * slots.slot_bytes, placements)
+    return _Part(
+        slots.address + runs.remote,
+        at + runs.offset,
+        runs.length,
+        at + (end - first) * slots.slot_bytes,
+        placements,
+    )
 
 
 def _round(parts: Sequence[_Part]) -> Round:
-    remote = np.concatenate([part.remote for part in parts])
-    offset = np.concatenate([part.offset for part in parts])
-    length = np.concatenate([part.length for part in parts])
-    starts = np.empty(length.size, dtype=np.bool_)
-    starts[0] = True
-    np.not_equal(remote[:-1] + length[:-1], remote[1:], out=starts[1:])
-    starts[1:] |= offset[:-1] + length[:-1] != offset[1:]
     # Neighbours of two regions may belong to two registrations: never one run.
-    borders = np.cumsum([part.length.size for part in parts[:-1]], dtype=np.int64)
-    starts[borders] = True
-    first = np.flatnonzero(starts)
     return Round(
-        remote[first],
-        offset[first],
-        np.add.reduceat(length, first),
+        _joined([part.remote for part in parts]),
+        _joined([part.offset for part in parts]),
+        _joined([part.length for part in parts]),
         parts[-1].end,
         tuple(placement for part in parts for placement in part.placements),
     )
+
+
+def _joined(columns: Sequence[Int64Array]) -> Int64Array:
+    return np.concatenate(columns) if len(columns) > 1 else columns[0]
