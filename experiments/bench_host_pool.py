@@ -40,13 +40,13 @@ class Model:
     after: tuple[int, ...]
 
     def tensors(self, blocks: int, device: str) -> dict[str, torch.Tensor]:
-        """Noise, bfloat16."""
+        """Noise, bfloat16, in memory of torch's own, as an engine's."""
         shape = (*self.before, blocks, *self.after)
         count = int(np.prod(shape)) * 2
         noise = np.random.default_rng(0)
         return {
             f"layer.{layer}": torch.from_numpy(noise.integers(0, 256, count, dtype=np.uint8))
-            .to(device)
+            .to(device, copy=True)
             .view(torch.bfloat16)
             .view(shape)
             for layer in range(self.layers)

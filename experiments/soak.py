@@ -6,7 +6,8 @@ answer, which leaves rows to the lease. In the middle P is stopped and another o
 what was under way is asked again.
 
 At the end one more prompt needs every slot of P's buffer: it is served if none is left allotted.
-Then it is sent once more beside rows that were left to the lease, and has to wait for them.
+Then it is sent once more beside rows that were left to the lease, and has to wait for them. The
+last thing that P's log says of its slots must be that none is in use.
 
 ``--host-buffer never`` is the control: the same requests between the same engines without buffers,
 so that what memory P and D take can be held against what any such engines take. Answers of the
@@ -23,6 +24,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
@@ -30,7 +32,7 @@ import uuid
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -372,6 +374,17 @@ class Soak:
         await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
         return alone, await self.seconds_for_all_slots()
 
+    async def slots_left(self) -> SlotsSaid | None:
+        """What P's log says last of its slots, once P has had steps in which to give them back."""
+        path = self.options.work_dir / f"{self.prefill.spec.name}.log"
+        end = time.monotonic() + 2 * LEASE_S
+        while True:
+            said = slots_said(path.read_text(errors="replace"))
+            if (said and not any(said[-1])) or time.monotonic() > end:
+                return said[-1] if any(any(line) for line in said) else None
+            await reference(self.client, self.prefill, self.references.prompts[0].token_ids[:2])
+            await asyncio.sleep(0.5)
+
     async def staging_bytes(self) -> int:
         """What is taken of D's staging pool."""
         return int((await self.decode.rpc(self.client, "kvpatch_held"))[0]["staging_bytes"])
@@ -395,6 +408,24 @@ async def complete_at_p_alone(
     )
     if response.status_code != 200:
         raise RequestFailed(f"{url}: HTTP {response.status_code}")
+
+
+class SlotsSaid(NamedTuple):
+    """A line of P's log."""
+
+    reserved: int
+    held: int
+    waiting: int
+
+
+_SAID = re.compile(
+    r"host buffer: (\d+) of \d+ slots reserved, (\d+) of them filled; (\d+) requests wait"
+)
+
+
+def slots_said(log: str) -> list[SlotsSaid]:
+    """All that a log says of slots in use."""
+    return [SlotsSaid(*map(int, found)) for found in _SAID.findall(log)]
 
 
 def resident(one: Engine) -> int:
@@ -491,10 +522,11 @@ async def verdict(run: Soak, served: int) -> bool:
     if run.host_buffer == "never":
         return passed  # what was measured is the memory of engines without buffers
     alone, beside = await run.end()
+    left = await run.slots_left()
     staging = await run.staging_bytes()
     console.print(
         f"a prompt that needs every slot: {alone:.1f} s, and {beside:.1f} s beside rows that were "
-        f"left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}",
+        f"left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}; slots at P: {left}",
         highlight=False,
         soft_wrap=True,
     )
@@ -502,6 +534,8 @@ async def verdict(run: Soak, served: int) -> bool:
         passed
         and beside > max(LEASE_S / 2, 2 * alone)
         and not staging
+        and left is not None
+        and not any(left)
         and all(bytes_ <= GROWTH_BYTES for bytes_ in grown)
     )
 

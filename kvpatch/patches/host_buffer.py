@@ -35,6 +35,7 @@ from kvpatch import _env
 from kvpatch._patching import Patch, Site, Wrapper
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.patches import _sites
+from kvpatch.vllm import host_buffer_links as links
 from kvpatch.vllm import host_buffer_saves as saves
 from kvpatch.vllm import host_buffer_worker as workers
 from kvpatch.vllm.host_buffer import HostBufferRefused, is_wanted_here
@@ -145,7 +146,7 @@ def _scheduler_init(
         wrapped(vllm_config, *more, **named)
         if is_wanted_here(vllm_config, supported_devices(module)):
             instance.use_host_buffer = False
-            saves.attach(instance, saves.Saves(full_blocks_only=full_blocks_only))
+            links.attach(instance, saves.Saves(full_blocks_only=full_blocks_only))
 
     init(*args, **kwargs)
 
@@ -154,7 +155,7 @@ def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
-        account = saves.saves_of(instance)
+        account = links.saves_of(instance)
         if account is not None and saves.is_to_be_read(request) and not account.admit(request):
             return None, False  # asked again in the next step
         return wrapped(request, num_computed_tokens)
@@ -167,7 +168,7 @@ def _build_connector_meta(
 ) -> Any:
     def build(scheduler_output: Any) -> Any:
         metadata = wrapped(scheduler_output)
-        account = saves.saves_of(instance)
+        account = links.saves_of(instance)
         if account is not None:
             account.plan(scheduler_output, metadata)
         return metadata
@@ -180,7 +181,7 @@ def _request_finished(
 ) -> Any:
     def finished(request: Any, block_ids: Any) -> Any:
         answer = wrapped(request, block_ids)
-        account = saves.saves_of(instance)
+        account = links.saves_of(instance)
         if account is None:
             return answer
         return saves.finished(account, instance.connector_scheduler, request, answer)
@@ -199,8 +200,8 @@ def _schedule(
     *,
     knows_later: bool,
 ) -> Any:
-    saves.link(instance)
-    held = [] if knows_later else saves.without_room(instance)
+    links.link(instance)
+    held = [] if knows_later else links.without_room(instance)
     if not held:
         return wrapped(*args, **kwargs)
     order = list(instance.waiting)
@@ -208,7 +209,7 @@ def _schedule(
     try:
         return wrapped(*args, **kwargs)
     finally:
-        saves.put_back(instance.waiting, order, held)
+        links.put_back(instance.waiting, order, held)
 
 
 def _free(
@@ -216,7 +217,7 @@ def _free(
 ) -> Any:
     def free(request: Any) -> Any:
         result = wrapped(request)
-        saves.freed(instance, request.request_id)
+        links.freed(instance, request.request_id)
         return result
 
     return free(*args, **kwargs)

@@ -7,6 +7,8 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     import torch
 
@@ -49,7 +51,7 @@ def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Te
 
     if device.type == "cuda":
         # torch's own allocator of pinned memory takes the next power of two.
-        memory = torch.zeros(size_bytes, dtype=torch.uint8).fill_(0)
+        memory = _huge(size_bytes)
         runtime = torch.cuda.cudart()
         error = runtime.cudaHostRegister(memory.data_ptr(), size_bytes, 0)
         if int(error) == 0:
@@ -63,7 +65,14 @@ def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Te
             return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             _LOG.info("%s has no pinned memory: %s", device.type, error)
-    return torch.empty(size_bytes, dtype=torch.uint8).fill_(0)
+    return _huge(size_bytes)
+
+
+def _huge(size_bytes: int) -> torch.Tensor:
+    """Zeroes, by numpy, which asks for huge pages: what is copied lies all over it."""
+    import torch
+
+    return torch.from_numpy(np.empty(size_bytes, dtype=np.uint8)).fill_(0)
 
 
 def _unpin(memory: torch.Tensor) -> None:

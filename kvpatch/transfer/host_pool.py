@@ -9,17 +9,14 @@ same order, and each byte of a block is copied once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpatch._errors import RegistrationRefused
+from kvpatch.transfer.device_copies import DeviceCopies
+from kvpatch.transfer.host_copies import HostCopies
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
 from kvpatch.transfer.own_copies import Operation, OwnCopies
-from kvpatch.transfer.slot_rows import BlockTensor, Sheet, rows_of, slot_storage
+from kvpatch.transfer.slot_rows import BlockTensor, StorageCopy, rows_of, slot_storage
 
 if TYPE_CHECKING:
     import torch
@@ -32,23 +29,16 @@ _CANNOT = (
     ValueError,
     IndexError,
 )
-#: Of device memory at once, for blocks on their way.
-_GATHERED_BYTES = 32 * 1024**2
-_WIDEST_BYTES = 8
-#: On the host, what is worth threads; two or three fill what memory can take.
-_LONG_BYTES = 4 * 1024**2
-#: Slots that are worth a call of their own, and what is copied twice while it is in the cache.
-_LONG_RUN = 4
-_CACHED_BYTES = 256 * 1024
-_MOST_THREADS = 4
 
 
-class _Run(NamedTuple):
-    """Slots that follow one another, and where their blocks are in the list of blocks."""
+class Copies(Protocol):
+    """A way to copy blocks into slots."""
 
-    slot: int
-    first: int
-    length: int
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies blocks into slots, after all that the device was told; some of each."""
+
+    def settle(self) -> None:
+        """Waits until all that was saved is in host memory."""
 
 
 def block_bytes(
@@ -127,8 +117,7 @@ class HostPool:
         self.size_bytes = sum(copy.size_bytes for _, copy in storages)
         _check_room(self.size_bytes, slots)
         found: dict[str, torch.Tensor] = {}
-        #: (device bytes, host bytes, what to copy) of each storage.
-        self._copies: list[tuple[torch.Tensor, torch.Tensor, tuple[Sheet, ...]]] = []
+        copies: list[StorageCopy] = []
         for storage, copy in storages:
             host = host_bytes(copy.size_bytes, self._device, self)
             for layer, (offset, shape, strides) in copy.places.items():
@@ -138,14 +127,13 @@ class HostPool:
                 )
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
             whole = whole.set_(storage, 0, (storage.nbytes(),), (1,))
-            self._copies.append((whole, host, copy.sheets))
+            copies.append(StorageCopy(whole, host, copy.sheets))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
-        self._is_on_host = _is_on_host(self._device)
-        self._streams = None if self._is_on_host else _streams_of(self._device)
-        self._own: OwnCopies | None = None
-        self._threads: ThreadPoolExecutor | None = None
-        self._stream: Any = None
-        self._event: Any = None
+        self._copies: Copies = (
+            HostCopies(copies, self.size_bytes // slots)
+            if _is_on_host(self._device)
+            else DeviceCopies(copies, self._device, blocks, slots)
+        )
         self._try()
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -158,19 +146,8 @@ class HostPool:
             ValueError: a number that is none of a block or slot, or a slot named twice.
         """
         self._check(blocks, slots)
-        if not blocks:
-            return
-        if self._own is not None:
-            self._own.save(blocks, slots)
-            return
-        order = np.argsort(np.asarray(slots, dtype=np.int64))
-        into = np.asarray(slots, dtype=np.int64)[order]
-        of = np.asarray(blocks, dtype=np.int64)[order]
-        runs = tuple(_runs(into))
-        if self._is_on_host:
-            self._copy_on_host(of, into, runs)
-            return
-        self._copy_from_device(of, runs)
+        if blocks:
+            self._copies.save(blocks, slots)
 
     def use(self, operation: Operation) -> None:
         """From now on copies as the platform does, once that is seen to be right.
@@ -179,78 +156,20 @@ class HostPool:
             RegistrationRefused: it raises, or what it copies is something else. What copied
                 before goes on.
         """
-        before, self._own = (
-            self._own,
+        self.settle()
+        before, self._copies = (
+            self._copies,
             OwnCopies(operation, self._sources, self.tensors, self._block_dimensions, self._blocks),
         )
         try:
             self._try()
         except RegistrationRefused:
-            self._own = before
+            self._copies = before
             raise
 
     def settle(self) -> None:
         """Waits until all that was saved is in host memory."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
-
-    def _copy_on_host(self, of: Any, into: Any, runs: Sequence[_Run]) -> None:
-        """In threads where it takes long: numpy lets go of the interpreter while it copies."""
-        tasks = [
-            partial(_copy_row, source, host, sheet, row, of, into, runs)
-            for source, host, sheets in self._copies
-            for sheet in sheets
-            for row in range(sheet.count)
-        ]
-        if self._threads is None and len(of) * self.size_bytes // self.slots >= _LONG_BYTES:
-            self._threads = ThreadPoolExecutor(_most_threads(), "kvpatch-host-pool")
-        if self._threads is None:
-            for task in tasks:
-                task()
-        else:
-            for done in [self._threads.submit(task) for task in tasks]:
-                done.result()
-
-    def _copy_from_device(self, of: Any, runs: Sequence[_Run]) -> None:
-        import torch
-
-        if self._streams is None:
-            self._gather(torch.from_numpy(of).to(self._device), runs, non_blocking=False)
-            return
-        if self._stream is None:
-            self._stream = self._streams.Stream(device=self._device)
-        current = self._streams.current_stream(self._device)
-        with self._streams.stream(self._stream):
-            # Uploaded before it waits, or this thread would wait for the model too.
-            indices = torch.from_numpy(of).to(self._device, non_blocking=True)
-            self._stream.wait_stream(current)
-            self._gather(indices, runs, non_blocking=True)
-            self._event = self._streams.Event()
-            self._event.record(self._stream)
-
-    def _gather(self, indices: torch.Tensor, runs: Sequence[_Run], non_blocking: bool) -> None:
-        """One gather a sheet, as long as that takes little device memory."""
-        for source, host, sheets in self._copies:
-            for sheet in sheets:
-                unit = _unit_bytes(source, host, sheet)
-                rows, into = (
-                    _sheet_view(memory, sheet, count, start, apart, unit)
-                    for memory, count, start, apart in (
-                        (source, self._blocks, sheet.source, sheet.source_apart),
-                        (host, self.slots, sheet.target, sheet.target_apart),
-                    )
-                )
-                at_once = max(1, _GATHERED_BYTES // (sheet.count * sheet.row_bytes))
-                whole = sheet.step_bytes == sheet.row_bytes
-                for start in range(0, len(indices), at_once):
-                    found = rows.index_select(1, indices[start : start + at_once])
-                    for run in _within(runs, start, at_once, split=not whole):
-                        at = run.first - start
-                        for row in range(sheet.count):
-                            into[row, run.slot : run.slot + run.length].copy_(
-                                found[row, at : at + run.length], non_blocking=non_blocking
-                            )
+        self._copies.settle()
 
     def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if len(blocks) != len(slots) or len(set(slots)) != len(slots):
@@ -347,107 +266,6 @@ def _check_room(size_bytes: int, slots: int) -> None:
 def _is_on_host(device: torch.device) -> bool:
     """Whether "device" blocks are in host memory, where KVPATCH_HOST_BUFFER is always."""
     return bool(device.type == "cpu")
-
-
-def _most_threads() -> int:
-    """No more than the model itself has."""
-    import torch
-
-    return max(1, min(_MOST_THREADS, int(torch.get_num_threads())))
-
-
-def _streams_of(device: torch.device) -> Any:
-    """The module of the device's streams; None where it has none."""
-    import torch
-
-    module = torch.get_device_module(device)
-    return module if hasattr(module, "Stream") and hasattr(module, "Event") else None
-
-
-def _runs(slots: Any) -> Iterator[_Run]:
-    """Slots in ascending order, as runs."""
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(slots) != 1) + 1, [slots.size]))
-    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        yield _Run(int(slots[first]), first, end - first)
-
-
-def _within(runs: Sequence[_Run], start: int, count: int, split: bool) -> Iterator[_Run]:
-    """What of the runs is in a part of the list; single slots where they are not in one piece."""
-    for run in runs:
-        first = max(run.first, start)
-        end = min(run.first + run.length, start + count)
-        if end <= first:
-            continue
-        slot = run.slot + first - run.first
-        if split:
-            yield from (_Run(slot + i, first + i, 1) for i in range(end - first))
-        else:
-            yield _Run(slot, first, end - first)
-
-
-def _copy_row(
-    source: torch.Tensor,
-    host: torch.Tensor,
-    sheet: Sheet,
-    row: int,
-    of: Any,
-    slots: Any,
-    runs: Sequence[_Run],
-) -> None:
-    """One of a sheet's rows, of all blocks: in one pass over memory where runs are long."""
-    unit = _unit_bytes(source, host, sheet)
-    kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
-    rows, into = (
-        np.ndarray((count, sheet.row_bytes // unit), kind, memory.numpy(), offset, strides)
-        for memory, count, offset in (
-            (source, int(of.max()) + 1, sheet.source + row * sheet.source_apart),
-            (host, int(slots[-1]) + 1, sheet.target + row * sheet.target_apart),
-        )
-    )
-    # take would make a copy of all rows first where there are gaps between them.
-    if sheet.step_bytes == sheet.row_bytes and len(of) >= _LONG_RUN * len(runs):
-        for slot, first, length in runs:
-            # Every number is in range; clip alone writes to `out` without a copy of it.
-            numbers = of[first : first + length]
-            np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
-        return
-    at_once = _CACHED_BYTES // sheet.row_bytes
-    if at_once < _LONG_RUN:
-        for slot, number in zip(slots.tolist(), of.tolist(), strict=True):
-            into[slot] = rows[number]
-        return
-    for start in range(0, len(of), at_once):
-        part = slice(start, start + at_once)
-        into[slots[part]] = rows[of[part]]
-
-
-def _sheet_view(
-    memory: torch.Tensor, sheet: Sheet, count: int, start: int, apart: int, unit_bytes: int
-) -> torch.Tensor:
-    """[row, block or slot, units] of so many blocks or slots."""
-    import torch
-
-    return torch.empty(0, dtype=_kinds()[unit_bytes], device=memory.device).set_(
-        memory.untyped_storage(),
-        start // unit_bytes,
-        (sheet.count, count, sheet.row_bytes // unit_bytes),
-        (apart // unit_bytes, sheet.step_bytes // unit_bytes, 1),
-    )
-
-
-def _unit_bytes(source: torch.Tensor, host: torch.Tensor, sheet: Sheet) -> int:
-    """The widest aligned items that a sheet's rows are made of, at both ends."""
-    return gcd(
-        _WIDEST_BYTES,
-        source.data_ptr(),
-        host.data_ptr(),
-        sheet.source,
-        sheet.source_apart,
-        sheet.target,
-        sheet.target_apart,
-        sheet.step_bytes,
-        sheet.row_bytes,
-    )
 
 
 def _kinds() -> dict[int, torch.dtype]:

@@ -50,3 +50,6 @@ class OwnCopies:
                 for numbers in (blocks, slots)
             )
             self._operation(sources, targets, of, into, "d2h")
+
+    def settle(self) -> None:
+        """The operation is done when it returns."""

@@ -12,9 +12,13 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch._errors import RegistrationRefused
 from kvpatch.geometry.tensor import axes_nest, extent_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,14 @@ class Sheet:
     target_apart: int
     step_bytes: int
     row_bytes: int
+
+
+class StorageCopy(NamedTuple):
+    """A storage's bytes, its slots' bytes in host memory, and what to copy between them."""
+
+    source: torch.Tensor
+    host: torch.Tensor
+    sheets: tuple[Sheet, ...]
 
 
 @dataclass(frozen=True)

@@ -148,19 +148,11 @@ class CacheProbe:
     def kvpatch_held(self) -> dict[str, int]:
         """What kvpatch holds in this process of requests: all 0 once they are over.
 
-        Slots are those of a host buffer whose scheduler is in this process too, as with one rank.
+        Slots of host buffers are the scheduler's, which says so in its log.
         """
-        from kvpatch.vllm.host_buffer_saves import accounts
         from kvpatch.vllm.reader import readers
 
-        tables = [account.table for account in accounts() if account.is_linked]
-        return {
-            "tables": len(tables),
-            "reserved": sum(table.slots - table.free for table in tables),
-            "held": sum(table.held for table in tables),
-            "waiting": sum(table.waiting for table in tables),
-            "staging_bytes": sum(reader.pool.taken_bytes for reader in readers()),
-        }
+        return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers())}
 
     def kvpatch_saved(self) -> dict[str, float]:
         """What saving to this process's host buffers has taken so far."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, ref
 
 from kvpatch import _env
 from kvpatch.vllm.host_buffer import NULL_ROWS, HostBufferRefused, block_bytes_of, rows_in
+from kvpatch.vllm.host_buffer_groups import GroupBlocks
+from kvpatch.vllm.host_buffer_usage import UsageLog
 from kvpatch.vllm.orders import groups
 from kvpatch.vllm.slots import NeverFits, NotReserved, NotSaved, SlotTable
 
@@ -42,56 +44,6 @@ def copies_of(metadata: Any) -> Copies | None:
     return found if isinstance(found, Copies) else None
 
 
-@dataclass(frozen=True)
-class GroupBlocks:
-    """How a cache group's blocks are published.
-
-    Attributes:
-        block_tokens: of one of the group's blocks.
-        last_blocks: of a sliding window, how many of the last ones; 0 for all.
-    """
-
-    block_tokens: int
-    last_blocks: int
-
-    def needed(self, tokens: int, *, full_blocks_only: bool) -> int:
-        """Blocks that a request of so many tokens publishes."""
-        count = tokens // self.block_tokens
-        if not full_blocks_only and tokens % self.block_tokens:
-            count += 1
-        return min(count, self.last_blocks) if self.last_blocks else count
-
-    def asked_for(
-        self, blocks: Sequence[int], tokens: int, *, full_blocks_only: bool
-    ) -> Sequence[int]:
-        """Of the blocks of an answer those that hold what was asked for.
-
-        Only a scheduler that computes a token more (:func:`is_complete`) has others, and windows
-        came later.
-        """
-        if self.last_blocks:
-            return blocks
-        return blocks[: self.needed(tokens, full_blocks_only=full_blocks_only)]
-
-    def written(self, blocks: Sequence[int], start: int) -> list[int]:
-        """Those that a step writes, which computes tokens from `start` on."""
-        return [block for block in blocks[start // self.block_tokens :] if block]
-
-    def ready(
-        self, blocks: Sequence[int], end: int, prompt_tokens: int, *, full_blocks_only: bool
-    ) -> list[int]:
-        """Those that have their last content once the tokens before `end` are computed.
-
-        Before the prompt's end a window's are left out: most of them will have slid out.
-        """
-        if end < prompt_tokens:
-            stop = 0 if self.last_blocks else end // self.block_tokens
-        else:
-            stop = end // self.block_tokens if full_blocks_only else len(blocks)
-        first = max(0, stop - self.last_blocks) if self.last_blocks else 0
-        return [block for block in blocks[first:stop] if block]
-
-
 class Saves:
     """The host buffer as one connector's scheduler half sees it.
 
@@ -109,6 +61,7 @@ class Saves:
         #: Why requests that are not over yet are not saved.
         self._refusals: dict[str, str] = {}
         self._groups: tuple[GroupBlocks, ...] = ()
+        self._usage = UsageLog()
 
     @property
     def is_linked(self) -> bool:
@@ -223,6 +176,7 @@ class Saves:
                 is_last,
             )
             setattr(metadata, _ATTRIBUTE, copies)
+        self._usage.look(self._table)
 
     def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
         found = core.kv_cache_manager.get_block_ids(request_id)
@@ -269,6 +223,7 @@ class Saves:
         """A request's blocks are free."""
         if self._table is not None:
             self._table.release(request_id)
+            self._usage.look(self._table)
 
 
 def tokens_to_compute(request: Any) -> int:
@@ -313,71 +268,3 @@ def finished(
         saves.release(request.request_id)
         return False, None
     return answer
-
-
-_SAVES: WeakKeyDictionary[Any, Saves] = WeakKeyDictionary()
-_BY_MANAGER: WeakKeyDictionary[Any, list[Saves]] = WeakKeyDictionary()
-
-
-def attach(connector_scheduler: Any, saves: Saves) -> None:
-    """Gives a connector's scheduler half its account of the host buffer."""
-    _SAVES[connector_scheduler] = saves
-
-
-def saves_of(connector: Any) -> Saves | None:
-    """The account of a connector; None in workers, and without a host buffer."""
-    scheduler = getattr(connector, "connector_scheduler", None)
-    return None if scheduler is None else _SAVES.get(scheduler)
-
-
-def accounts() -> tuple[Saves, ...]:
-    """All of this process."""
-    return tuple(_SAVES.values())
-
-
-def link(core: Any) -> None:
-    """Brings vLLM's scheduler and the accounts of its connectors together."""
-    for connector in connectors_of(core):
-        saves = saves_of(connector)
-        if saves is not None and not saves.is_linked:
-            saves.link(core, connector.connector_scheduler)
-            _BY_MANAGER.setdefault(core.kv_cache_manager, []).append(saves)
-
-
-def connectors_of(core: Any) -> Iterator[Any]:
-    """The scheduler's connector, or those that a MultiConnector stands for."""
-    connector = getattr(core, "connector", None)
-    if connector is not None:
-        yield from getattr(connector, "_connectors", None) or (connector,)
-
-
-def freed(manager: Any, request_id: str) -> None:
-    """The block manager has let go of a request's blocks."""
-    for saves in _BY_MANAGER.get(manager, ()):
-        saves.release(request_id)
-
-
-def without_room(core: Any) -> list[Any]:
-    """Requests in the queue that the host buffer has no room for yet (to 0.10.1)."""
-    accounts = [saves for saves in map(saves_of, connectors_of(core)) if saves is not None]
-    if not accounts:
-        return []
-    return [
-        request
-        for request in core.waiting
-        if request.num_computed_tokens == 0
-        and is_to_be_read(request)
-        and not all(saves.admit(request) for saves in accounts)
-    ]
-
-
-def put_back(queue: Any, order: Iterable[Any], held: Sequence[Any]) -> None:
-    """Puts requests back among those that are still in the queue, in the order from before.
-
-    Those that were not there before, as preempted ones, stay in front.
-    """
-    place = {request.request_id: number for number, request in enumerate(order)}
-    merged = sorted((*queue, *held), key=lambda request: place.get(request.request_id, -1))
-    queue.remove_requests(list(queue))
-    for request in merged:
-        queue.add_request(request)

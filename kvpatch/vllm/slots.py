@@ -85,6 +85,11 @@ class SlotTable:
         return self._slots - self._reserved
 
     @property
+    def reserved(self) -> int:
+        """Slots that requests have reserved, filled or not."""
+        return self._reserved
+
+    @property
     def waiting(self) -> int:
         """Requests that have asked and must ask again."""
         return len(self._queue)

@@ -138,7 +138,7 @@ class Player(Engine):
 
     def slots(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
-        from kvpatch.vllm.host_buffer_saves import saves_of
+        from kvpatch.vllm.host_buffer_links import saves_of
 
         saves = saves_of(release.nixl_of(self.scheduler.connector))
         assert saves is not None
@@ -147,7 +147,7 @@ class Player(Engine):
 
     def booked(self) -> set[str]:
         """Requests that kvpatch's account of P's host buffer still knows."""
-        from kvpatch.vllm.host_buffer_saves import saves_of
+        from kvpatch.vllm.host_buffer_links import saves_of
 
         saves = saves_of(release.nixl_of(self.scheduler.connector))
         assert saves is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -18,8 +19,12 @@ from kvpatch.vllm.host_buffer import (
     refuse_shares,
     rows_in,
 )
-from kvpatch.vllm.host_buffer_saves import GroupBlocks, Saves, put_back
+from kvpatch.vllm.host_buffer_groups import GroupBlocks
+from kvpatch.vllm.host_buffer_links import put_back
+from kvpatch.vllm.host_buffer_saves import Saves
+from kvpatch.vllm.host_buffer_usage import UsageLog
 from kvpatch.vllm.host_buffer_worker import is_own, make
+from kvpatch.vllm.slots import SlotTable
 
 KNOWN = frozenset({"cuda", "tpu", "cpu"})
 
@@ -202,3 +207,36 @@ def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
         Saves(full_blocks_only=False).admit(
             SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
         )
+
+
+# --- what the log says of slots ----------------------------------------------------
+
+
+def test_slots_in_use_are_said_now_and_then_and_when_none_is(caplog):
+    now = [0.0]
+    usage, table = UsageLog(lambda: now[0]), SlotTable(4)
+    caplog.set_level(logging.INFO, "kvpatch.host_buffer")
+
+    def said(at: float) -> list[str]:
+        now[0] = at
+        caplog.clear()
+        usage.look(table)
+        return caplog.messages
+
+    assert said(11) == [], "nothing was ever in use"
+    table.reserve("a", 3)
+    table.save("a", [7])
+    table.reserve("b", 2)
+    assert said(9) == [], "too soon"
+    assert said(12) == [
+        "host buffer: 3 of 4 slots reserved, 1 of them filled; 1 requests wait for slots"
+    ]
+    assert said(13) == []
+    table.release("b")
+    table.release("a")
+    assert said(14) == [
+        "host buffer: 0 of 4 slots reserved, 0 of them filled; 0 requests wait for slots"
+    ]
+    assert said(40) == [], "said already"
+    table.reserve("c", 1)
+    assert len(said(41)) == 1

@@ -7,7 +7,10 @@ dimensions of the tensor that shows them, apart from what the pool works out.
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -19,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch._errors import RegistrationRefused
-from kvpatch.transfer import host_memory, host_pool
+from kvpatch.transfer import device_copies, host_copies, host_memory, host_pool
 from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
 
 pytestmark = pytest.mark.patching
@@ -244,7 +247,7 @@ def way(request, monkeypatch):
     CALLS.clear()
     monkeypatch.setattr(host_pool, "_is_on_host", lambda device: request.param == "host")
     streams = StandInStreams if request.param == "device with streams" else None
-    monkeypatch.setattr(host_pool, "_streams_of", lambda device: streams)
+    monkeypatch.setattr(device_copies, "streams_of", lambda device: streams)
     return request.param
 
 
@@ -296,7 +299,7 @@ def test_any_order_of_axes(memory, dimensions, sizes, own, parts, lead, item_byt
     pairs = [(data.draw(st.integers(0, cache.blocks - 1)), slot) for slot in into]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_pool, "_is_on_host", lambda device: on_host)
-        patch.setattr(host_pool, "_streams_of", lambda device: None)
+        patch.setattr(device_copies, "streams_of", lambda device: None)
         check(tensors, cache.block_dimensions(tensors), cache.blocks, slots, pairs)
 
 
@@ -319,13 +322,13 @@ def test_layers_that_share_a_tensor_are_copied_once(way, monkeypatch):
 def count_rows(monkeypatch) -> list[int]:
     """Bytes that each row moved on the host."""
     moved: list[int] = []
-    copy = host_pool._copy_row
+    copy = host_copies.copy_row
 
     def counting(source: Any, host: Any, sheet: Any, row: int, of: Any, *more: Any) -> None:
         moved.append(sheet.row_bytes * len(of))
         copy(source, host, sheet, row, of, *more)
 
-    monkeypatch.setattr(host_pool, "_copy_row", counting)
+    monkeypatch.setattr(host_copies, "copy_row", counting)
     return moved
 
 
@@ -381,27 +384,50 @@ def test_one_block_may_be_in_two_slots(way):
 
 
 def test_long_copies_go_in_threads_and_their_errors_come_back(monkeypatch):
-    monkeypatch.setattr(host_pool, "_LONG_BYTES", 1)
+    monkeypatch.setattr(host_copies, "_LONG_BYTES", 1)
     cache = CASES["keys first, kernel blocks"]
     tensors = cache.tensors()
     dimensions = cache.block_dimensions(tensors)
     pool = check(tensors, dimensions, 5, 4, [(3, 0), (4, 1), (0, 2)])
-    assert pool._threads is not None
+    assert pool._copies._threads is not None
 
     def fails(*_: Any) -> None:
         raise RuntimeError("no copy")
 
-    monkeypatch.setattr(host_pool, "_copy_row", fails)
+    monkeypatch.setattr(host_copies, "copy_row", fails)
     with pytest.raises(RuntimeError, match="no copy"):
         pool.save([0], [0])
 
 
+def test_threads_run_where_any_thread_of_the_process_may():
+    """The one that makes them may be bound to a core that is set aside for transfers."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    end = threading.Event()
+    elsewhere = threading.Thread(target=end.wait)  # as the model's, on all cores
+    elsewhere.start()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with ThreadPoolExecutor(1) as bound:
+            assert bound.submit(os.sched_getaffinity, 0).result() == {min(cores)}
+        with ThreadPoolExecutor(1, initializer=host_copies._use_all_cores) as free:
+            assert free.submit(os.sched_getaffinity, 0).result() == cores
+        assert os.sched_getaffinity(0) == {min(cores)}
+    finally:
+        os.sched_setaffinity(0, cores)
+        end.set()
+        elsewhere.join()
+
+
 @pytest.mark.parametrize("cached_bytes", [100, 400, 2**20])
 @pytest.mark.parametrize("long_run", [1, 4])
-def test_more_than_is_copied_at_once(way, monkeypatch, long_run, cached_bytes):
-    monkeypatch.setattr(host_pool, "_GATHERED_BYTES", 200)
-    monkeypatch.setattr(host_pool, "_CACHED_BYTES", cached_bytes)
-    monkeypatch.setattr(host_pool, "_LONG_RUN", long_run)
+@pytest.mark.parametrize("long_row_bytes", [1, 2**20])
+def test_more_than_is_copied_at_once(way, monkeypatch, long_row_bytes, long_run, cached_bytes):
+    monkeypatch.setattr(device_copies, "_GATHERED_BYTES", 200)
+    monkeypatch.setattr(host_copies, "_CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(host_copies, "_LONG_ROW_BYTES", long_row_bytes)
+    monkeypatch.setattr(host_copies, "_LONG_RUN", long_run)
     for name in ("NHD, keys first", "LHBNC", "blocks padded"):
         tensors = CASES[name].tensors()
         for pairs in ([(3, 0), (4, 1), (0, 2), (1, 3)], [(3, 3), (4, 1), (0, 0)]):
@@ -514,14 +540,14 @@ def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
     cache = CASES["latent"]
     tensors = cache.tensors()
     arguments = tensors, cache.block_dimensions(tensors), 5, 3
-    monkeypatch.setattr(host_pool, "_copy_row", lambda *_: None)
+    monkeypatch.setattr(host_copies, "copy_row", lambda *_: None)
     with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(*arguments)
 
     def no_copies(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(host_pool, "_copy_row", no_copies)
+    monkeypatch.setattr(host_copies, "copy_row", no_copies)
     with pytest.raises(RegistrationRefused, match="on cpu cannot be copied.*no such kernel"):
         HostPool(*arguments)
 
@@ -552,7 +578,7 @@ def test_a_platforms_own_copies_are_used(monkeypatch):
     pool = HostPool(tensors, dimensions, 5, 3)
     own = Copying(dimensions["layer.0"])
     pool.use(own)
-    monkeypatch.setattr(host_pool, "_copy_row", lambda *_: pytest.fail("torch's copies"))
+    monkeypatch.setattr(host_copies, "copy_row", lambda *_: pytest.fail("torch's copies"))
     before = fill(pool)
     own.calls.clear()
 

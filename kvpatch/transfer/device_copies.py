@@ -1,0 +1,132 @@
+"""Copies of a device's blocks into slots in host memory: one gather, then its rows.
+
+On a device with streams in one of their own, so that the model goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpatch.transfer.runs import Run, runs_of, within
+from kvpatch.transfer.slot_rows import Sheet, StorageCopy
+
+if TYPE_CHECKING:
+    import torch
+
+#: Of device memory at once, for blocks on their way.
+_GATHERED_BYTES = 32 * 1024**2
+_WIDEST_BYTES = 8
+
+
+class DeviceCopies:
+    """Copies by torch. On a device with streams they are there after :meth:`settle`.
+
+    Args:
+        copies: every storage's.
+        device: of the blocks.
+        blocks, slots: how many there are of each.
+    """
+
+    def __init__(
+        self, copies: Sequence[StorageCopy], device: torch.device, blocks: int, slots: int
+    ) -> None:
+        self._copies = copies
+        self._device = device
+        self._blocks = blocks
+        self._slots = slots
+        self._streams = streams_of(device)
+        self._stream: Any = None
+        self._event: Any = None
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies blocks into slots, after all that the device was told."""
+        import torch
+
+        into = np.asarray(slots, dtype=np.int64)
+        order = np.argsort(into)
+        of = np.asarray(blocks, dtype=np.int64)[order]
+        runs = tuple(runs_of(into[order]))
+        if self._streams is None:
+            self._gather(torch.from_numpy(of).to(self._device), runs, non_blocking=False)
+            return
+        if self._stream is None:
+            self._stream = self._streams.Stream(device=self._device)
+        current = self._streams.current_stream(self._device)
+        with self._streams.stream(self._stream):
+            # Uploaded before it waits, or this thread would wait for the model too.
+            indices = torch.from_numpy(of).to(self._device, non_blocking=True)
+            self._stream.wait_stream(current)
+            self._gather(indices, runs, non_blocking=True)
+            self._event = self._streams.Event()
+            self._event.record(self._stream)
+
+    def settle(self) -> None:
+        """Waits until all that was saved is in host memory."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+    def _gather(self, indices: torch.Tensor, runs: Sequence[Run], non_blocking: bool) -> None:
+        """One gather a sheet, as long as that takes little device memory."""
+        for source, host, sheets in self._copies:
+            for sheet in sheets:
+                unit = _unit_bytes(source, host, sheet)
+                rows, into = (
+                    _sheet_view(memory, sheet, count, start, apart, unit)
+                    for memory, count, start, apart in (
+                        (source, self._blocks, sheet.source, sheet.source_apart),
+                        (host, self._slots, sheet.target, sheet.target_apart),
+                    )
+                )
+                at_once = max(1, _GATHERED_BYTES // (sheet.count * sheet.row_bytes))
+                whole = sheet.step_bytes == sheet.row_bytes
+                for start in range(0, len(indices), at_once):
+                    found = rows.index_select(1, indices[start : start + at_once])
+                    for run in within(runs, start, at_once, split=not whole):
+                        at = run.first - start
+                        for row in range(sheet.count):
+                            into[row, run.slot : run.slot + run.length].copy_(
+                                found[row, at : at + run.length], non_blocking=non_blocking
+                            )
+
+
+def streams_of(device: torch.device) -> Any:
+    """The module of the device's streams; None where it has none."""
+    import torch
+
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "Stream") and hasattr(module, "Event") else None
+
+
+def _sheet_view(
+    memory: torch.Tensor, sheet: Sheet, count: int, start: int, apart: int, unit_bytes: int
+) -> torch.Tensor:
+    """[row, block or slot, units] of so many blocks or slots."""
+    import torch
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return torch.empty(0, dtype=kinds[unit_bytes], device=memory.device).set_(
+        memory.untyped_storage(),
+        start // unit_bytes,
+        (sheet.count, count, sheet.row_bytes // unit_bytes),
+        (apart // unit_bytes, sheet.step_bytes // unit_bytes, 1),
+    )
+
+
+def _unit_bytes(source: torch.Tensor, host: torch.Tensor, sheet: Sheet) -> int:
+    """The widest aligned items that a sheet's rows are made of, at both ends."""
+    return gcd(
+        _WIDEST_BYTES,
+        source.data_ptr(),
+        host.data_ptr(),
+        sheet.source,
+        sheet.source_apart,
+        sheet.target,
+        sheet.target_apart,
+        sheet.step_bytes,
+        sheet.row_bytes,
+    )
