@@ -193,9 +193,10 @@ def reader_for(
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
         return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
-    copied_to = next(iter(buffer.tensors.values())).device
+    caches = buffer.caches
+    copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
     pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
-    return Reader(ours, groups, buffer.tensors, pool, "staged", behind)
+    return Reader(ours, groups, buffer.tensors, pool, "staged", behind, caches=caches)
 
 
 def is_plain(worker: Any) -> bool:
@@ -341,6 +342,7 @@ def _add_remote_agent(
         peer, unstated = completed(
             reader.ours, replace(stated, block_tokens=None) if misread else stated
         )
+        _refuse_doubtful_layout(instance, reader, peer)
         if is_alike(reader.ours, peer) and not (reader.is_for_all or misread):
             rank = reader.admit_like(peer, unstated)
             agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
@@ -352,6 +354,26 @@ def _add_remote_agent(
         return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
 
     return add(*args, **kwargs)
+
+
+def _refuse_doubtful_layout(worker: Any, reader: Reader, peer: Statement) -> None:
+    """Refuses another layout on devices without storages.
+
+    A stock peer on such a device states the layout that was asked for, and its host buffer has
+    the one of its tensors' shapes.
+
+    Raises:
+        PeerRefused: it states another layout than ours.
+    """
+    buffer = buffer_of(worker)
+    is_sure = buffer is None or buffer.caches is None
+    if not is_sure and peer.layout not in (None, reader.ours.layout):
+        raise refusal(
+            reader.ours,
+            peer,
+            "the caches of this device have no storage, and a peer on one like it may have another "
+            "layout than it states: set ENABLE_KVPATCH there too",
+        )
 
 
 def _add_unlike(

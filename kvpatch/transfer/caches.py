@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.geometry import Placement
+from kvpatch.geometry import Placement, Plane, Segments
 from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
+from kvpatch.transfer.zeros import zero_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,10 @@ class Caches:
             event.record(self._stream)
         query: Callable[[], bool] = event.query
         return query
+
+    def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
+        """Zeroes whole tokens of one plane of a layer."""
+        zero_tokens(self._tensors[layer], plane, tail)
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for; for reads that end before they are done."""

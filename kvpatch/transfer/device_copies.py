@@ -6,20 +6,18 @@ On a device with streams in one of their own, so that the model goes on meanwhil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvpatch.transfer.runs import Run, runs_of, within
-from kvpatch.transfer.slot_rows import Sheet, StorageCopy
+from kvpatch.transfer.slot_rows import Sheet, StorageCopy, unit_bytes
 
 if TYPE_CHECKING:
     import torch
 
 #: Of device memory at once, for blocks on their way.
 _GATHERED_BYTES = 32 * 1024**2
-_WIDEST_BYTES = 8
 
 
 class DeviceCopies:
@@ -74,7 +72,7 @@ class DeviceCopies:
         """One gather a sheet, as long as that takes little device memory."""
         for source, host, sheets in self._copies:
             for sheet in sheets:
-                unit = _unit_bytes(source, host, sheet)
+                unit = unit_bytes(source, host, sheet)
                 rows, into = (
                     _sheet_view(memory, sheet, count, start, apart, unit)
                     for memory, count, start, apart in (
@@ -114,19 +112,4 @@ def _sheet_view(
         start // unit_bytes,
         (sheet.count, count, sheet.row_bytes // unit_bytes),
         (apart // unit_bytes, sheet.step_bytes // unit_bytes, 1),
-    )
-
-
-def _unit_bytes(source: torch.Tensor, host: torch.Tensor, sheet: Sheet) -> int:
-    """The widest aligned items that a sheet's rows are made of, at both ends."""
-    return gcd(
-        _WIDEST_BYTES,
-        source.data_ptr(),
-        host.data_ptr(),
-        sheet.source,
-        sheet.source_apart,
-        sheet.target,
-        sheet.target_apart,
-        sheet.step_bytes,
-        sheet.row_bytes,
     )

@@ -1,7 +1,6 @@
 """Copies of blocks into slots where both are in host memory.
 
-numpy moves a row as one item, however long, and lets go of the interpreter meanwhile, so
-that threads share the rows of a step.
+numpy lets go of the interpreter while it copies, so that threads share the rows of a step.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpatch.transfer.runs import Run, runs_of
-from kvpatch.transfer.slot_rows import Sheet, StorageCopy
+from kvpatch.transfer.slot_rows import Sheet, StorageCopy, unit_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,7 @@ _LONG_RUN = 4
 #: A row that is worth a call of its own.
 _LONG_ROW_BYTES = 16 * 1024
 #: What is copied twice while it is in a core's cache.
-_CACHED_BYTES = 1024**2
+_CACHED_BYTES = 256 * 1024
 _TASKS = Path("/proc/self/task")
 
 
@@ -91,9 +90,10 @@ def copy_row(
     Args:
         of, slots, runs: blocks, and their slots in ascending order.
     """
-    item = np.dtype(f"V{sheet.row_bytes}")
+    unit = unit_bytes(source, host, sheet)
+    kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
     rows, into = (
-        np.ndarray((count,), item, memory.numpy(), offset, (sheet.step_bytes,))
+        np.ndarray((count, sheet.row_bytes // unit), kind, memory.numpy(), offset, strides)
         for memory, count, offset in (
             (source, int(of.max()) + 1, sheet.source + row * sheet.source_apart),
             (host, int(slots[-1]) + 1, sheet.target + row * sheet.target_apart),
@@ -104,26 +104,16 @@ def copy_row(
         for slot, first, length in runs:
             # Every number is in range; clip alone writes to `out` without a copy of it.
             numbers = of[first : first + length]
-            np.take(rows, numbers, out=into[slot : slot + length], mode="clip")
+            np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
         return
     if sheet.row_bytes >= _LONG_ROW_BYTES:
-        _copy_one_by_one(rows, into, of, slots)
+        for slot, number in zip(slots.tolist(), of.tolist(), strict=True):
+            into[slot] = rows[number]
         return
     at_once = max(1, _CACHED_BYTES // sheet.row_bytes)
     for start in range(0, len(of), at_once):
         part = slice(start, start + at_once)
         into[slots[part]] = rows[of[part]]
-
-
-def _copy_one_by_one(
-    rows: npt.NDArray[Any],
-    into: npt.NDArray[Any],
-    of: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
-) -> None:
-    # Slices of one: an index makes an object of a row.
-    for slot, number in zip(slots.tolist(), of.tolist(), strict=True):
-        into[slot : slot + 1] = rows[number : number + 1]
 
 
 def _most_threads() -> int:

@@ -11,18 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from kvpatch._errors import RegistrationRefused
 from kvpatch.transfer.device_copies import DeviceCopies
 from kvpatch.transfer.host_copies import HostCopies
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
 from kvpatch.transfer.own_copies import Operation, OwnCopies
 from kvpatch.transfer.slot_rows import BlockTensor, StorageCopy, rows_of, slot_storage
+from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, integers, shown
 
 if TYPE_CHECKING:
     import torch
 
 #: What torch and platforms' own copies say where they cannot.
-_CANNOT = (
+CANNOT = (
     RuntimeError,  # and NotImplementedError, which is one
     AttributeError,
     TypeError,
@@ -57,21 +60,6 @@ def block_bytes(
     for _, found in _by_storage(tensors, block_dimensions, blocks):
         total += sum(row.step_bytes for row in rows_of(found, blocks))
     return total
-
-
-def unreachable(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Why none of these bytes can be named: a device whose tensors have no storage (XLA).
-
-    None where every tensor has one.
-    """
-    for layer, tensor in tensors.items():
-        try:
-            address = tensor.untyped_storage().data_ptr()
-        except RuntimeError as error:  # NotImplementedError is one
-            return f"{layer} of shape {tuple(tensor.shape)} has no storage: {error}"
-        if tensor.numel() and not address:
-            return f"the storage of {layer}, of shape {tuple(tensor.shape)}, is nowhere in memory"
-    return None
 
 
 def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
@@ -125,15 +113,18 @@ class HostPool:
                 found[layer] = torch.empty(0, dtype=like.dtype).set_(
                     host.untyped_storage(), offset // like.element_size(), shape, strides
                 )
-            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-            whole = whole.set_(storage, 0, (storage.nbytes(),), (1,))
-            copies.append(StorageCopy(whole, host, copy.sheets))
+            if storage is not None:
+                whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+                whole = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+                copies.append(StorageCopy(whole, host, copy.sheets))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
-        self._copies: Copies = (
-            HostCopies(copies, self.size_bytes // slots)
-            if _is_on_host(self._device)
-            else DeviceCopies(copies, self._device, blocks, slots)
-        )
+        self._copies: Copies
+        if len(copies) < len(storages):
+            self._copies = StoragelessCopies(tensors, self.tensors, block_dimensions, blocks)
+        elif _is_on_host(self._device):
+            self._copies = HostCopies(copies, self.size_bytes // slots)
+        else:
+            self._copies = DeviceCopies(copies, self._device, blocks, slots)
         self._try()
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
@@ -192,17 +183,15 @@ class HostPool:
             pairs = {layer: self._pair(layer, block, slot) for layer in self.tensors}
             for here, there in pairs.values():
                 # Not by chance what is to come.
-                there.view(_kinds()[there.element_size()]).copy_(
-                    here.view(_kinds()[here.element_size()]).bitwise_not()
-                )
+                there.view(integers(there)).copy_(here.view(integers(here)).bitwise_not())
             self.save([block], [slot])
             self.settle()
             wrong = [
                 layer
                 for layer, pair in pairs.items()
-                if not torch.equal(*(half.view(_kinds()[half.element_size()]) for half in pair))
+                if not torch.equal(*(half.view(integers(half)) for half in pair))
             ]
-        except _CANNOT as error:
+        except CANNOT as error:
             raise RegistrationRefused(
                 f"KV caches on {self._device} cannot be copied to host memory: {error}"
             ) from error
@@ -219,17 +208,19 @@ class HostPool:
         dimension = self._block_dimensions[layer]
         source = self._sources[layer]
         parts = source.shape[dimension] // self._blocks
-        return (
-            source.narrow(dimension, block * parts, parts).cpu(),
-            self.tensors[layer].narrow(dimension, slot * parts, parts),
-        )
+        if has_storage(source):
+            here = source.narrow(dimension, block * parts, parts).cpu()
+        else:
+            numbers = np.arange(block * parts, (block + 1) * parts)
+            here = fetch(source, dimension, numbers).movedim(0, dimension)
+        return here, self.tensors[layer].narrow(dimension, slot * parts, parts)
 
 
 def _by_storage(
     tensors: Mapping[str, torch.Tensor], block_dimensions: Mapping[str, int], blocks: int
 ) -> Iterator[tuple[Any, list[BlockTensor]]]:
-    """(storage, tensors in it), in the order of the layers."""
-    found: dict[int, tuple[Any, list[BlockTensor]]] = {}
+    """(storage, tensors in it), in the order of the layers; None for one without a storage."""
+    found: dict[tuple[str, int], tuple[Any, list[BlockTensor]]] = {}
     for layer, tensor in tensors.items():
         dimension = block_dimensions[layer]
         parts, rest = divmod(tensor.shape[dimension], blocks)
@@ -238,14 +229,19 @@ def _by_storage(
                 f"layer {layer}: {tensor.shape[dimension]} blocks in a tensor of shape "
                 f"{tuple(tensor.shape)}, where a multiple of {blocks} was planned"
             )
-        storage = tensor.untyped_storage()
-        _, members = found.setdefault(storage.data_ptr(), (storage, []))
+        storage, offset, strides = None, 0, shown(tensor).stride()
+        place = ("tensor", id(tensor))
+        if has_storage(tensor):
+            storage, strides = tensor.untyped_storage(), tensor.stride()
+            offset = tensor.data_ptr() - storage.data_ptr()
+            place = ("storage", storage.data_ptr())
+        _, members = found.setdefault(place, (storage, []))
         members.append(
             BlockTensor(
                 layer,
-                tensor.data_ptr() - storage.data_ptr(),
+                offset,
                 tuple(tensor.shape),
-                tuple(tensor.stride()),
+                tuple(strides),
                 tensor.element_size(),
                 dimension,
                 parts,
@@ -266,10 +262,3 @@ def _check_room(size_bytes: int, slots: int) -> None:
 def _is_on_host(device: torch.device) -> bool:
     """Whether "device" blocks are in host memory, where KVPATCH_HOST_BUFFER is always."""
     return bool(device.type == "cpu")
-
-
-def _kinds() -> dict[int, torch.dtype]:
-    """Whole numbers of so many bytes."""
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

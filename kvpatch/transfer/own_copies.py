@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.transfer.storageless import has_storage
+
 if TYPE_CHECKING:
     import torch
 
@@ -34,7 +36,9 @@ class OwnCopies:
         self._by_parts: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
         seen = set()
         for layer, source in sources.items():
-            place = source.data_ptr(), tuple(source.shape), tuple(source.stride()), source.dtype
+            place: tuple[Any, ...] = (id(source),)
+            if has_storage(source):
+                place = source.data_ptr(), tuple(source.shape), tuple(source.stride()), source.dtype
             if place in seen:  # layers with one tensor between them
                 continue
             seen.add(place)

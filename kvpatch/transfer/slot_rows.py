@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch._errors import RegistrationRefused
@@ -19,6 +20,9 @@ from kvpatch.geometry.tensor import axes_nest, extent_bytes
 
 if TYPE_CHECKING:
     import torch
+
+
+_WIDEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -248,4 +252,19 @@ def _continues(sheet: Sheet, row: Rows, target: int) -> bool:
     return (
         row.start == sheet.source + sheet.count * sheet.source_apart
         and target == sheet.target + sheet.count * sheet.target_apart
+    )
+
+
+def unit_bytes(source: torch.Tensor, host: torch.Tensor, sheet: Sheet) -> int:
+    """The widest aligned items that a sheet's rows are made of, at both ends."""
+    return gcd(
+        _WIDEST_BYTES,
+        source.data_ptr(),
+        host.data_ptr(),
+        sheet.source,
+        sheet.source_apart,
+        sheet.target,
+        sheet.target_apart,
+        sheet.step_bytes,
+        sheet.row_bytes,
     )

@@ -14,11 +14,13 @@ import wrapt
 
 from kvpatch import _env
 from kvpatch._errors import RegistrationRefused
-from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes, unreachable
+from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.transfer.own_copies import Operation
+from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer import HostBufferRefused, rows_in
 from kvpatch.vllm.host_buffer_saves import Copies
+from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import ALL_LAYERS, Registration
 
 if TYPE_CHECKING:
@@ -41,14 +43,16 @@ class HostBuffer:
 
     Attributes:
         pool: whose tensors are registered.
-        tensors: the device's, by layer.
+        tensors: the device's, by layer, or what geometry is shown where those have no storage.
         rows: blocks that the pool holds.
+        caches: what places reads on a device whose tensors have no storage; None elsewhere.
         spent: on saves; on a device with streams, on asking for them.
     """
 
     pool: HostPool
     tensors: Mapping[str, torch.Tensor]
     rows: int
+    caches: StoragelessCaches | None = None
     spent: Spent = field(default_factory=Spent)
 
     def save(self, copies: Copies) -> None:
@@ -128,18 +132,11 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     """The buffer for a worker's caches; registering again makes a new one.
 
     Raises:
-        HostBufferRefused: a cache that is not attention in blocks, or not in any storage.
+        HostBufferRefused: a cache that is not attention in blocks.
     """
-    reason = unreachable(kv_caches)
-    if reason is not None:
-        device = next(iter(kv_caches.values())).device
-        raise HostBufferRefused(
-            f"KV caches on {device} cannot be copied to a host buffer: {reason}. kvpatch copies "
-            "between addresses, and a copy operation of the platform's own, which knows the way, "
-            "fills vLLM's own buffer alone: run this engine without kvpatch, or with a device "
-            "whose tensors have storages"
-        )
-    layers = read_layers(registration, worker, kv_caches)
+    is_storageless = not all(map(has_storage, kv_caches.values()))
+    tensors = {n: shown(c) for n, c in kv_caches.items()} if is_storageless else dict(kv_caches)
+    layers = read_layers(registration, worker, tensors)
     if len(layers) < len(kv_caches) or ALL_LAYERS in kv_caches:
         left = ", ".join(sorted(kv_caches.keys() - layers.keys()))
         raise HostBufferRefused(
@@ -161,8 +158,34 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
         size,
         mirror_bytes(kv_caches),
     )
-    found = _BUFFERS[worker] = HostBuffer(pool, dict(kv_caches), rows)
+    caches = None
+    if is_storageless:
+        tensors = {name: shown(cache, dimensions[name]) for name, cache in kv_caches.items()}
+        caches = StoragelessCaches(kv_caches, tensors, dimensions)
+        _refuse_wrong_copies(caches)
+        # The pool has the layout of its shapes, whatever the device was asked for.
+        call_layout_by_its_strides(worker, read_layers(registration, worker, pool.tensors))
+    found = _BUFFERS[worker] = HostBuffer(pool, tensors, rows, caches)
     return found
+
+
+def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
+    """Copies a block onto the device, as the pool has copied one from it.
+
+    Raises:
+        RegistrationRefused: it cannot be copied, or is another one.
+    """
+    try:
+        wrong = caches.find_wrong()
+    except CANNOT as error:
+        raise RegistrationRefused(
+            f"KV caches without a storage cannot be written: {error}"
+        ) from error
+    if wrong:
+        raise RegistrationRefused(
+            f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
+            "copied to the device"
+        )
 
 
 def blocks_of(layers: Mapping[str, LayerCache], planned: int | None, parts: int) -> int:

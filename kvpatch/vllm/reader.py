@@ -37,7 +37,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
-from kvpatch.transfer.zeros import zero_tokens
+from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
@@ -109,6 +109,7 @@ class Reader:
         layers: of `tensors`, where the release was shown others: a host buffer of the same
             layout and other blocks, or what stands for rows; None where it was `tensors`.
         rows: what is registered, where blocks are rows of all layers.
+        caches: what places reads where `tensors` only stand for those of the device.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Reader:
         mode: str = "auto",
         layers: Mapping[str, LayerCache] | None = None,
         rows: RegisteredRows | None = None,
+        caches: Caches | StoragelessCaches | None = None,
     ) -> None:
         self.ours = ours
         self.groups = groups
@@ -127,8 +129,7 @@ class Reader:
         self.peers: dict[str, Peer] = {}
         self._look_alikes: dict[str, Peer] = {}
         self._unstated: dict[str, BlockTokens] = {}
-        self._tensors = tensors
-        self._caches = Caches(tensors)
+        self._caches = Caches(tensors) if caches is None else caches
         self._mode = mode
         self._rows = rows
         self._layers = ours.layers if layers is None else layers
@@ -435,7 +436,7 @@ class Reader:
         for layers, tail in tails_of(self.ours, self.groups, order):
             for name in layers:
                 for plane in self._layers[name].planes:
-                    zero_tokens(self._tensors[name], plane, tail)
+                    self._caches.zero(name, plane, tail)
 
 
 def _heads(planes: Sequence[Plane]) -> Iterator[tuple[str, Content, int]]:

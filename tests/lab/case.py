@@ -23,6 +23,10 @@ Sabotage = Literal["shift_block", "skip_layer", "flip_byte"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
+#: The device whose tensors have no storage (a stand-in).
+STORAGELESS = "xla"
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """One engine: its cache geometry, and whether kvpatch is on.

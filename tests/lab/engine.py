@@ -13,8 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.storageless import StoragelessStandIn
+
 from . import release, standins
 from .caches import UNMAPPED, Caches, build
+from .case import STORAGELESS
 from .compare import Array, expected, slots
 from .core import CoreScheduler
 from .engine_api import Start
@@ -104,10 +107,19 @@ class Engine:
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, spec.tp_size):
                 self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
-                worker.register_kv_caches(self.caches[rank].tensors())
+                worker.register_kv_caches(self._registered(rank))
             if self.pretends:
                 standins.stop_pretending(release.nixl_of(worker).connector_worker)
         self._share_handshake(self.scheduler.connector)
+
+    def _registered(self, rank: int) -> dict[str, Any]:
+        """A rank's tensors as its device shows them."""
+        tensors = self.caches[rank].tensors()
+        if self.spec.device != STORAGELESS:
+            return tensors
+        # Layers that share a tensor go on doing so.
+        shown = {id(tensor): StoragelessStandIn(tensor) for tensor in tensors.values()}
+        return {name: shown[id(tensor)] for name, tensor in tensors.items()}
 
     def _stand_in(self, backend: type[Any]) -> None:
         for module in release.worker_modules():

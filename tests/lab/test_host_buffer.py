@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
-from .case import Case, EngineSpec
+from .case import STORAGELESS, Case, EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .releases import moves_full_blocks_only, states_block_size
@@ -184,6 +184,53 @@ def test_a_device_that_the_release_does_not_know(lab: Lab) -> None:
     assert report.outcome == "refused", report
     # 0.10.0 asks nobody, and NIXL cannot have what it calls VRAM.
     assert moves_full_blocks_only(lab.release) or "npu" in report.detail, report
+
+
+XLA = {"device": STORAGELESS, "layout": "NHD"}
+STORAGELESS_PAIRS = {
+    "both": (prefilling(**XLA), buffered(**XLA), 0),
+    "P": (prefilling(**XLA), buffered(layout="NHD"), 0),
+    "P, HND asked for": (prefilling(device=STORAGELESS), buffered(), 0),
+    "128 to 32, a prefix that D has": (
+        prefilling(block_tokens=128, **XLA),
+        buffered(**XLA),
+        2 * BLOCK_TOKENS,
+    ),
+    "32 to 128": (prefilling(**XLA), buffered(block_tokens=128, **XLA), 0),
+    "latent": (
+        prefilling(family="mla", head_dim=64, dtype="bfloat16", **XLA),
+        buffered(family="mla", head_dim=64, dtype="bfloat16", **XLA),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORAGELESS_PAIRS)
+def test_tensors_without_a_storage(lab: Lab, name: str) -> None:
+    """Of a stand-in for torch_xla's, that copies whole blocks and does nothing else."""
+    *pair, hit = STORAGELESS_PAIRS[name]
+    is_unlike = pair[0].block_tokens != pair[1].block_tokens or "HND" in name
+    if is_unlike and (moves_full_blocks_only(lab.release) or not states_block_size(lab.release)):
+        pytest.skip("this release's handshake does not state what sets these apart")
+    wanted = case(name, (pair[0], pair[1]), prefix_hit_tokens=hit)
+
+    report = lab.run(wanted)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+
+
+def test_another_layout_is_not_believed_without_storages(lab: Lab) -> None:
+    """A stock peer on such a device may say HND of what is NHD."""
+    if moves_full_blocks_only(lab.release):
+        pytest.skip("0.10.0 states no layout")
+
+    reports = [lab.run(case(to, (prefilling(layout=to), buffered(**XLA)))) for to in ("HND", "NHD")]
+
+    # One of them is the layout of the shapes, which D has whatever it was asked for.
+    refused, read = sorted(reports, key=lambda report: report.outcome, reverse=True)
+    assert (refused.outcome, read.outcome) == ("refused", "identical"), reports
+    assert "ENABLE_KVPATCH there too" in refused.detail
 
 
 @pytest.mark.parametrize("how", ["right", "wrong"])
@@ -382,7 +429,7 @@ def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
 
 @pytest.mark.parametrize("tokens", [TOKENS, REQUEST_BLOCKS * BLOCK_TOKENS])
 def test_what_is_answered_is_there_while_the_next_step_is_under_way(lab: Lab, tokens: int) -> None:
-    """To 0.11.2 a step that is scheduled ahead computes a token more than was asked for."""
+    """To 0.11.0 a step that is scheduled ahead computes a token more than was asked for."""
     with Stage(lab) as stage:
         prefill = stage.start(prefilling(ROOM, planned_blocks=99, schedules_ahead=True))
         decode = stage.prefill(replace(SPEC, planned_blocks=99))
@@ -398,7 +445,7 @@ def test_what_is_answered_is_there_while_the_next_step_is_under_way(lab: Lab, to
 
         assert seen.received == {prompt.name for prompt in prompts}, seen
         assert decode.wrong(*prompts)[0] == 0
-        assert beyond == (3 if Version(lab.release) < Version("0.12") else 0)
+        assert beyond == (3 if Version(lab.release) < Version("0.11.1") else 0)
         prefill.call("tick")
         assert prefill.heard(prompts) == {prompt.name for prompt in prompts}
         assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from kvpatch._errors import RegistrationRefused
 from kvpatch.transfer import device_copies, host_copies, host_memory, host_pool
 from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
+from tests.storageless import StoragelessStandIn
 
 pytestmark = pytest.mark.patching
 
@@ -268,6 +269,40 @@ def held(pool: HostPool) -> list[torch.Tensor]:
 
 
 AXES = ("layer", "kv", "block", "token", "head", "channel")
+
+
+@pytest.mark.parametrize("item_bytes", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_without_a_storage_come_by_whole_blocks(name, item_bytes):
+    cache = replace(CASES[name], item_bytes=item_bytes)
+    behind = cache.tensors()
+    tensors = {layer: StoragelessStandIn(tensor) for layer, tensor in behind.items()}
+    dimensions = cache.block_dimensions(tensors)
+    pool = HostPool(tensors, dimensions, cache.blocks, 4)
+    before = fill(pool)
+    StoragelessStandIn.asked.clear()
+
+    pool.save([3, 0, 1], [0, 2, 3])
+
+    pairs = [(3, 0), (0, 2), (1, 3)]
+    assert differing(pool, behind, dimensions, cache.blocks, before, pairs) == []
+    assert StoragelessStandIn.asked == ["aten.index_select.default"] * len(tensors)
+    assert all(tensor.is_contiguous() for tensor in held(pool))
+    of_one = block_bytes(tensors, dimensions, cache.blocks)
+    assert pool.size_bytes == 4 * of_one == sum(t.nbytes for t in held(pool))
+    pool.save([4], [0])
+    assert differing(pool, behind, dimensions, cache.blocks, before, pairs) == list(tensors)
+
+
+def test_layers_that_share_a_tensor_without_a_storage_are_copied_once():
+    cache = CASES["NHD, keys first"]
+    one = StoragelessStandIn(cache.tensors()["layer.0"])
+    tensors = {"a": one, "b": one}
+    pool = HostPool(tensors, {"a": 1, "b": 1}, 5, 3)
+    StoragelessStandIn.asked.clear()
+    pool.save([4], [2])
+    assert len(StoragelessStandIn.asked) == 1
+    assert pool.tensors["a"].data_ptr() == pool.tensors["b"].data_ptr()
 
 
 @settings(max_examples=150, deadline=None)
@@ -616,27 +651,6 @@ def test_own_copies_that_are_wrong_are_refused_and_torch_goes_on(operation, mess
     before = fill(pool)
     pool.save([4, 1], [0, 2])
     assert differing(pool, tensors, dimensions, 5, before, [(4, 0), (1, 2)]) == []
-
-
-class NoStorage(torch.Tensor):
-    """A stand-in for a device's tensor that has a shape and no bytes that could be named."""
-
-    @staticmethod
-    def __new__(cls, *shape: int):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
-
-    def untyped_storage(self):
-        raise NotImplementedError("Cannot access storage of NoStorage")
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError(str(function))
-
-
-def test_tensors_without_a_storage_are_told_apart():
-    assert "Cannot access storage" in (host_pool.unreachable({"a": NoStorage(5, 2)}) or "")
-    assert "nowhere" in (host_pool.unreachable({"a": torch.empty(5, 2, device="meta")}) or "")
-    assert host_pool.unreachable({"a": torch.empty(5, 2)}) is None
 
 
 def test_tensors_that_are_not_in_blocks_are_refused():

@@ -1,0 +1,224 @@
+"""Caches on devices whose tensors have no storage (torch_xla's): nothing there has an address.
+
+Whole blocks come and go by ``index_select`` and ``index_copy_`` along the dimension that
+counts them, which is all that such a device is asked for. How their bytes lie on the
+device is nobody's business but its own: geometry is shown a tensor on "meta" of the same
+shape with blocks outermost, which is how blocks lie in host memory on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpatch.geometry import Placement, Plane, Segments
+from kvpatch.transfer.place import place_in_host_memory
+from kvpatch.transfer.zeros import zero_tokens
+
+if TYPE_CHECKING:
+    import torch
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes can be named."""
+    try:
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # and NotImplementedError, which is one
+        return False
+    return bool(address) or not tensor.numel()
+
+
+def shown(tensor: torch.Tensor, outermost: int = 0) -> torch.Tensor:
+    """A tensor on "meta" in the form of one without a storage, the given dimension outermost."""
+    import torch
+
+    shape = tuple(tensor.shape)
+    order = [outermost, *(d for d in range(len(shape)) if d != outermost)]
+    strides, step = [0] * len(shape), 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= shape[dimension]
+    return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
+
+
+def integers(tensor: torch.Tensor) -> torch.dtype:
+    """Whole numbers as wide as a tensor's elements."""
+    import torch
+
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return kinds[tensor.element_size()]
+
+
+def fetch(tensor: torch.Tensor, dimension: int, blocks: Int64Array) -> torch.Tensor:
+    """Some blocks in host memory, [block, the other dimensions]."""
+    numbers = _numbers(tensor, blocks)
+    found = tensor.index_select(dimension, numbers).cpu().movedim(dimension, 0)
+    return found[: len(blocks)].contiguous()
+
+
+def store(tensor: torch.Tensor, dimension: int, blocks: Int64Array, found: torch.Tensor) -> None:
+    """Puts blocks as :func:`fetch` returns them onto the device."""
+    import torch
+
+    numbers = _numbers(tensor, blocks)
+    # Once more the last one, in the places of the numbers that were added.
+    more = found[-1:].expand(len(numbers) - len(blocks), *found.shape[1:])
+    rows = torch.cat((found, more)).movedim(0, dimension).contiguous()
+    tensor.index_copy_(dimension, numbers, rows.to(tensor.device))
+
+
+def _numbers(tensor: torch.Tensor, blocks: Int64Array) -> torch.Tensor:
+    """Block numbers on the device, the last one repeated up to a power of two.
+
+    Such a device compiles for each shape anew.
+    """
+    import torch
+
+    count = 1 << (len(blocks) - 1).bit_length()
+    padded = np.concatenate((blocks, np.repeat(blocks[-1:], count - len(blocks))))
+    return torch.from_numpy(padded).to(tensor.device)
+
+
+class StoragelessCopies:
+    """Copies whole blocks of every distinct tensor into slots; done when it returns.
+
+    Args:
+        sources, targets: every layer's on the device and in the pool.
+        block_dimensions, blocks: as for :class:`kvpatch.transfer.host_pool.HostPool`.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
+        block_dimensions: Mapping[str, int],
+        blocks: int,
+    ) -> None:
+        distinct = {id(source): layer for layer, source in sources.items()}
+        self._pairs = [
+            (sources[layer], targets[layer], block_dimensions[layer]) for layer in distinct.values()
+        ]
+        self._blocks = blocks
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies blocks into slots."""
+        import torch
+
+        for source, target, dimension in self._pairs:
+            parts = source.shape[dimension] // self._blocks
+            of, into = (
+                (np.asarray(n, dtype=np.int64)[:, None] * parts + np.arange(parts)).reshape(-1)
+                for n in (blocks, slots)
+            )
+            found = fetch(source, dimension, of).movedim(0, dimension)
+            # Not every kind of numbers can be copied by index on every host.
+            kind = integers(found)
+            numbers = torch.from_numpy(into)
+            target.view(kind).index_copy_(dimension, numbers, found.view(kind))
+
+    def settle(self) -> None:
+        """All is done already."""
+
+
+class StoragelessCaches:
+    """The engine's own caches, which staged copies write to by way of host memory.
+
+    A block is fetched, what is read is put into it, and it is stored again: all of it is
+    the request's that is read for, so that nobody writes to it meanwhile.
+
+    Args:
+        tensors: every layer's on the device.
+        shown: what geometry was shown of them.
+        block_dimensions: which of each tensor's dimensions counts blocks.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        shown: Mapping[str, torch.Tensor],
+        block_dimensions: Mapping[str, int],
+    ) -> None:
+        self._tensors = tensors
+        self._shown = shown
+        self._block_dimensions = block_dimensions
+
+    def find_wrong(self) -> list[str]:
+        """Layers whose last block is not what was stored there; all are as before after it.
+
+        Raises:
+            RuntimeError: the device cannot copy blocks of this kind, or as torch says it.
+        """
+        import torch
+
+        wrong = []
+        for layer, tensor in self._tensors.items():
+            dimension = self._block_dimensions[layer]
+            last = np.array([tensor.shape[dimension] - 1])
+            before = fetch(tensor, dimension, last)
+            other = before.view(integers(before)).bitwise_not()
+            store(tensor, dimension, last, other.view(before.dtype))
+            found = fetch(tensor, dimension, last)
+            store(tensor, dimension, last, before)
+            if not torch.equal(found.view(other.dtype), other):
+                wrong.append(layer)
+        return wrong
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks are put together."""
+        import torch
+
+        return torch.device("cpu")
+
+    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+        """As :meth:`kvpatch.transfer.caches.Caches.place`; done when it returns."""
+        import torch
+
+        by_tensor: dict[int, list[Placement]] = {}
+        for placement in placements:
+            if len(placement.segments):
+                of = by_tensor.setdefault(id(self._tensors[placement.layer]), [])
+                of.append(placement)
+        for found in by_tensor.values():
+            layer = found[0].layer
+            touched = np.unique(np.concatenate([p.segments.local_block for p in found]))
+            blocks = fetch(self._tensors[layer], self._block_dimensions[layer], touched)
+            raw = blocks.view(-1).view(torch.uint8).numpy()
+            for placement in found:
+                place_in_host_memory(
+                    staging.numpy(),
+                    raw,
+                    self._shown[placement.layer].data_ptr(),
+                    replace(placement, segments=_renumbered(placement.segments, touched)),
+                )
+            store(self._tensors[layer], self._block_dimensions[layer], touched, blocks)
+        return _done
+
+    def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
+        """As :meth:`kvpatch.transfer.caches.Caches.zero`."""
+        if not len(tail):
+            return
+        dimension = self._block_dimensions[layer]
+        touched = np.unique(tail.local_block)
+        blocks = fetch(self._tensors[layer], dimension, touched)
+        place = replace(plane, address=plane.address + blocks.data_ptr())
+        zero_tokens(blocks, place, _renumbered(tail, touched))
+        store(self._tensors[layer], dimension, touched, blocks)
+
+    def settle(self) -> None:
+        """All is done already."""
+
+
+def _renumbered(segments: Segments, blocks: Int64Array) -> Segments:
+    """The same, with places in a list of blocks for their numbers."""
+    return replace(segments, local_block=np.searchsorted(blocks, segments.local_block))
+
+
+def _done() -> bool:
+    return True
