@@ -13,7 +13,7 @@ from .case import Case, EngineSpec, Family, Report, Sabotage
 from .host import Lab
 from .releases import moves_full_blocks_only, states_layout
 from .test_like_pairs import tokens_to_move
-from .test_patches import _KEYS_FIRST
+from .test_patches import PAIRS_HALVES
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -142,8 +142,8 @@ def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
 
     report = _run(lab, *pair)
 
-    # Where the release has keys and values in one region, halves are twice as many.
-    can_pair = rows_on == "prefill" or generation_of(lab.release).slug in _KEYS_FIRST
+    # From 0.26 on halves, twice as many regions as a peer states, are refused.
+    can_pair = rows_on == "prefill" or generation_of(lab.release).slug in PAIRS_HALVES
     assert report.outcome == ("identical" if can_pair else "refused"), report
     if can_pair:
         assert _run(lab, *pair, sabotage="skip_layer").outcome == "corrupt"
