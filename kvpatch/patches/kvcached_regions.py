@@ -69,7 +69,7 @@ def _register_kv_caches(
             check_pools(kv_caches, layers, kvcacheds_settings())
             note_pages(instance, kv_caches, layers)
             expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
-            if is_in_rows(layers, expected):
+            if is_in_rows(layers, expected, has_state=len(layers) < len(kv_caches)):
                 refuse_without_reader(instance)
                 return register_rows(wrapped, registration, instance, kv_caches, layers)
             # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
@@ -115,17 +115,26 @@ def is_split_inside(cache: LayerCache) -> bool:
     return blocks_first and arrangement(cache.planes) == "apart"
 
 
-def is_in_rows(layers: Mapping[str, LayerCache], expected: Mapping[str, DimensionOrder]) -> bool:
+def is_in_rows(
+    layers: Mapping[str, LayerCache],
+    expected: Mapping[str, DimensionOrder],
+    *,
+    has_state: bool = False,
+) -> bool:
     """Whether any layer's blocks have other layers' between them.
 
     A single layer's have not, and are rows all the same where this release has keys and
-    values in regions of their own, or packed.
+    values in regions of their own, or packed. Not in hybrid models, in which the release itself
+    has them together, so that a block may be a state's.
     """
     for layer, cache in layers.items():
         arranged = arrangement(cache.planes)
         as_expected = expected[layer].dimensions[:2] == ("block", "kv")
         if arranged == "interleaved" or (
-            arranged == "together" and "kv" in cache.order.dimensions and not as_expected
+            arranged == "together"
+            and "kv" in cache.order.dimensions
+            and not as_expected
+            and not has_state
         ):
             return True
     return False

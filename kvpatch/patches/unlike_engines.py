@@ -108,7 +108,9 @@ def _register_kv_caches(
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
         # Read first: what registering makes of split tensors is not what they are.
-        cache = read_cache(registration, instance, kv_caches)
+        cache = with_state = read_cache(registration, instance, kv_caches, leave_state=True)
+        if with_state is not None and len(with_state[0]) < len(kv_caches):
+            cache = None  # of hybrid models rows alone are read here
         buffer = buffer_of(instance)
         behind = cache if buffer is None else read_cache(registration, instance, buffer.tensors)
         # So is this: that its own blocks are no longer keys first is what registering may make
@@ -121,6 +123,8 @@ def _register_kv_caches(
         if is_misread:
             take_planned_blocks(instance)
         rows = rows_of(instance)
+        if rows is not None and rows.states:
+            cache = behind = with_state
         can_read = (
             cache is not None
             and is_plain(instance)
@@ -186,7 +190,9 @@ def reader_for(
     ours = replace(ours, meets_one_rank=meets_one_rank, misreads_blocks=misreads_blocks)
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
-    device = next(iter(kv_caches.values())).device
+    if rows is not None and rows.states:
+        ours = replace(ours, row_places=rows.form.places)
+    device = kv_caches[next(iter(layers))].device
     if rows is not None:
         pool = staging_pool(agent, ours.memory, device)
         return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), layers, rows)
@@ -232,11 +238,18 @@ def has_blocks_of(block_tokens: int, cache: Cache, behind: Cache | None) -> bool
 
 
 def read_cache(
-    registration: Registration, worker: Any, kv_caches: Mapping[str, Any]
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    *,
+    leave_state: bool = False,
 ) -> Cache | None:
     """All layers, where copies need every byte named; None where one cannot be.
 
     Peers are then left to the release, which refuses the ones it cannot read.
+
+    Args:
+        leave_state: whether layers that are no attention may be left out.
     """
     key_order = registration.key_order(worker)
     if key_order is None:
@@ -244,7 +257,7 @@ def read_cache(
     total_heads = worker.model_config.get_total_num_kv_heads()
     first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
     layers = read_layers(registration, worker, kv_caches, key_order, first_head)
-    if len(layers) < len(kv_caches):
+    if not layers or (len(layers) < len(kv_caches) and not leave_state):
         return None
     return layers, registration.groups(worker, layers), key_order
 

@@ -16,10 +16,12 @@ class Group:
     Attributes:
         window_tokens: of a sliding window, whose last blocks alone a peer may hold and
             send; 0 for a group that looks at every token.
+        has_state: whether a block is recurrent state, and the last one of a list is all.
     """
 
     layers: frozenset[str]
     window_tokens: int
+    has_state: bool = False
 
 
 def one_group(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
@@ -35,7 +37,12 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     """
     plan = worker.kv_cache_config
     found = getattr(plan, "transfer_groups", plan.kv_cache_groups)  # a choice of them from 0.29
-    groups = tuple(Group(frozenset(g.layer_names), _window_tokens(g.kv_cache_spec)) for g in found)
+    groups = tuple(
+        Group(
+            frozenset(g.layer_names), _window_tokens(g.kv_cache_spec), _has_state(g.kv_cache_spec)
+        )
+        for g in found
+    )
     grouped = frozenset[str]().union(*(group.layers for group in groups))
     if not grouped.issuperset(layers):
         raise RegistrationRefused(
@@ -59,6 +66,10 @@ def whole_group(scheduler: Any) -> int | None:
     if any(isinstance(spec, MambaSpec) for spec in specs):
         return None
     return next((n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), None)
+
+
+def _has_state(spec: Any) -> bool:
+    return any("MambaSpec" in (kind.__name__ for kind in type(s).__mro__) for s in _members(spec))
 
 
 def _window_tokens(spec: Any) -> int:

@@ -53,7 +53,10 @@ def attach_orders(
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         prompt = int(request.num_prompt_tokens)
-        loaded = getattr(scheduler, "_get_remote_prefill_token_count", None)  # from 0.33
+        # Of a model with recurrent state, too.
+        loaded = getattr(scheduler, "_get_remote_prefill_token_count", None) or getattr(
+            scheduler, "_mamba_prefill_token_count", None
+        )  # from 0.25, and in 0.19 to 0.24
         if loaded is not None:
             # D computes the last ones itself where its drafter needs them.
             prompt = int(loaded(prompt))

@@ -65,6 +65,7 @@ class OurSide:
             blocks hold both, one behind the other; None where they do not.
         meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
         misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
+        row_places: what rows like ours state of their places, where they hold recurrent state.
     """
 
     layers: Mapping[str, LayerCache]
@@ -88,6 +89,7 @@ class OurSide:
     halves: Halves | None = None
     meets_one_rank: bool = False
     misreads_blocks: bool = False
+    row_places: str | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -177,7 +179,7 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
     address, stride_bytes = peer.addresses[0], peer.stride_bytes[0]
     groups = ours.groups or (ours.layers.keys(),)
     places = places_of([group & ours.layers.keys() for group in groups])
-    if places_digest(places) != form.places:
+    if (ours.row_places or places_digest(places)) != form.places:
         raise refusal(
             ours,
             peer,

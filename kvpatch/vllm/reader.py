@@ -28,6 +28,7 @@ from kvpatch.geometry import (
     Share,
     cross,
     is_direct,
+    kernel_blocks,
     missing_heads,
     pair_rows,
     plan_rounds,
@@ -43,7 +44,7 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
 from kvpatch.vllm.rows import RegisteredRows
-from kvpatch.vllm.shares import ReadRefused, shares_of, tails_of
+from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.unstated import BlocksUnknown, BlockTokens
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -138,6 +139,7 @@ class Reader:
         self._check: Callable[[], None] | None = None
         self._refusal: tuple[str, KvpatchError] | None = None
         self._tails_left = False
+        self._has_state = any(group.has_state for group in groups)
         self._staged: WeakSet[StagedRead] = WeakSet()
 
     def peer(self, engine_id: str) -> Peer | None:
@@ -155,7 +157,7 @@ class Reader:
             return self.peer(engine_id)
         try:
             for group, blocks in zip(self.groups, order.remote_blocks, strict=False):
-                if not group.window_tokens:
+                if not (group.window_tokens or group.has_state):
                     unstated.learn(order.remote_tokens, len(blocks))
             tokens = unstated.tokens()
         except BlocksUnknown as error:
@@ -183,6 +185,14 @@ class Reader:
             PeerRefused: it cannot be read.
         """
         regions = peer_regions(self.ours, statement)
+        if self._has_state and not self._has_our_rows(statement):
+            raise refusal(
+                self.ours,
+                statement,
+                "recurrent state moves between pools that are alike: use kvcached's contiguous "
+                "layout on both sides with one --block-size, --tensor-parallel-size, --dtype and "
+                "--mamba-ssm-cache-dtype, or KVCACHED_CONTIGUOUS_LAYOUT=false on both",
+            )
         crossings = cross(regions, self._local)
         largest = max((crossing.slot_bytes for crossing in crossings), default=0)
         if self._mode == "staged" and largest > self.pool.size_bytes:
@@ -325,7 +335,7 @@ class Reader:
             self.ours, self.groups, statement, rank.crossings, reading.order, rank.block_tokens
         )
         ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
-        whole = self._whole_rows(statement, shares)
+        whole = self._whole_rows(statement, shares, reading.order)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return prepare_read(nixl, ends, *whole, notification)
         if self._tails_left:  # once a request, and not before its blocks were checked
@@ -380,22 +390,38 @@ class Reader:
             if read.request_id in request_ids:
                 read.void()
 
+    def _has_our_rows(self, statement: Statement) -> bool:
+        rows = self._rows
+        return (
+            rows is not None
+            and statement.rows == rows.form
+            and statement.block_bytes[0] == rows.row.row_bytes
+            and statement.tp_size == self.ours.tp_size
+        )
+
     def _whole_rows(
-        self, statement: Statement, shares: Sequence[Share]
+        self, statement: Statement, shares: Sequence[Share], order: Order
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """(remote address, local address, bytes) of each row, where rows are read as they are."""
         rows = self._rows
-        if (
-            rows is None
-            or self._mode == "staged"
-            or statement.rows != rows.form
-            or statement.block_bytes[0] != rows.row.row_bytes
-            or statement.tp_size != self.ours.tp_size
-        ):
+        if rows is None or not self._has_our_rows(statement):
+            return None
+        if self._mode == "staged" and not self._has_state:
             return None
         # A block is one group's: the row is that group's layers, whichever it is.
         pairs = [pair_rows(share.segments) for share in shares if len(share.segments)]
         whole = [pair for pair in pairs if pair is not None]
+        parts = self.ours.kernel_blocks_per_block
+        for remote_block, local_block in state_pairs(self.groups, order):
+            if remote_block >= statement.blocks // parts:
+                raise ReadRefused(
+                    f"the request names block {remote_block} of engine {statement.engine_id}, "
+                    f"which has {statement.blocks // parts}"
+                )
+            whole.append(
+                (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))
+            )
+            pairs.append(whole[-1])
         if not whole or len(whole) < len(pairs):
             return None
         remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))

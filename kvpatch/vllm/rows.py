@@ -36,6 +36,7 @@ from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.row_form import RowForm, places_digest
 from kvpatch.vllm.shapes import are_unlike, tokens_of
+from kvpatch.vllm.states import State, states_digest, states_in
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +55,13 @@ class RegisteredRows:
         row: where the rows really lie.
         form: what peers are told of them.
         shown: the tensors that the release was shown, read.
+        states: the layers with recurrent state among the rows.
     """
 
     row: Row
     form: RowForm
     shown: Mapping[str, LayerCache]
+    states: Mapping[str, State]
 
 
 _ROWS: WeakKeyDictionary[Any, RegisteredRows] = WeakKeyDictionary()
@@ -89,12 +92,24 @@ def register_rows(
     """
     groups = registration.groups(worker, layers)
     places = places_of([group.layers & layers.keys() for group in groups])
-    row = whole_row(kv_caches, layers, places)
+    row = whole_row({name: kv_caches[name] for name in layers}, layers, places)
+    parts = registration.kernel_blocks_per_block(worker) or 1
+    states = states_in(kv_caches, layers, row, parts)
     first = layers[row.layers[0]].planes[0]
     axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
-    shown = shown_tensors(
-        registration, worker, kv_caches, layers, row, places, axes_only.inner_layout
+    shown: dict[str, Any] = shown_tensors(
+        registration,
+        worker,
+        kv_caches,
+        layers,
+        row,
+        places,
+        axes_only.inner_layout,
+        blocks_outermost=bool(states),
     )
+    for name, state in states.items():
+        of_layer = _shown_state(state, row, parts)
+        shown[name] = of_layer if isinstance(kv_caches[name], list | tuple) else of_layer[0]
     if "head" in row.axes:
         _state_layout(worker, axes_only.inner_layout)
     agent = worker.nixl_wrapper
@@ -103,15 +118,15 @@ def register_rows(
     this_worker = ref(worker)
     try:
         with _listener_told(
-            worker, lambda m: restated(m, row, _form_of(this_worker(), row, layers, places))
+            worker, lambda m: restated(m, row, _form_of(this_worker(), row, layers, places, states))
         ):
             result = wrapped(shown)
     finally:
         worker.nixl_wrapper = agent
-    form = _form_of(worker, row, layers, places)
+    form = _form_of(worker, row, layers, places, states)
     _restate_payload(worker, row, form)
     read = read_layers(registration, worker, shown, first_head=first.first_head)
-    _ROWS[worker] = RegisteredRows(row, form, read)
+    _ROWS[worker] = RegisteredRows(row, form, read, states)
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
         row.rows,
@@ -183,10 +198,16 @@ def shown_tensors(
     row: Row,
     places: Sequence[Sequence[str]],
     inner_layout: str,
+    *,
+    blocks_outermost: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The pool's memory as tensors of the release's own shape, a place behind the other.
 
     Each has a storage of its own, as kvcached's other layouts have.
+
+    Args:
+        blocks_outermost: whether a block's keys and values are together whatever the shape,
+            as releases have them beside recurrent state.
     """
     starts = {}
     start = row.address
@@ -200,13 +221,33 @@ def shown_tensors(
             starts[name],
             registration.orders(worker, name)[0],
             inner_layout,
+            blocks_outermost=blocks_outermost,
         )
-        for name in kv_caches
+        for name in layers
     }
 
 
+def _shown_state(state: State, row: Row, parts: int) -> list[torch.Tensor]:
+    """A layer's state over the memory of its place, as :func:`shown_tensors` shows it."""
+    page_bytes, blocks = row.part_bytes[0] * parts, row.rows // parts
+    start = row.address + state.place * page_bytes * blocks
+    found = []
+    for tensor, offset in zip(state.tensors, state.offsets, strict=True):
+        item = tensor.element_size()
+        flat = _at(tensor, start, page_bytes * blocks // item)
+        strides = (page_bytes // item, *tensor.stride()[1:])
+        found.append(flat.as_strided(tensor.shape, strides, offset // item))
+    return found
+
+
 def _shown_tensor(
-    cache: torch.Tensor, layer: LayerCache, address: int, order: DimensionOrder, inner_layout: str
+    cache: torch.Tensor,
+    layer: LayerCache,
+    address: int,
+    order: DimensionOrder,
+    inner_layout: str,
+    *,
+    blocks_outermost: bool,
 ) -> torch.Tensor:
     counts = layer.planes[0].counts
     sizes = {
@@ -227,6 +268,8 @@ def _shown_tensor(
     middle = ("token", "head") if inner_layout == "NHD" else ("head", "token")
     fast = [name for name in ("channel", "packed") if name in names]
     slow = [name for name in names if name not in (*middle, *fast)]
+    if blocks_outermost:
+        slow.sort(key="block".__ne__)
     memory = (*slow, *(name for name in middle if name in names), *fast)
     dense = _at(cache, address, prod(sizes[name] for name in memory))
     return dense.view([sizes[name] for name in memory]).permute(
@@ -324,12 +367,16 @@ def restated(metadata: Any, row: Row, form: RowForm) -> Any:
 
 
 def _form_of(
-    worker: Any, row: Row, layers: Mapping[str, LayerCache], places: Sequence[Sequence[str]]
+    worker: Any,
+    row: Row,
+    layers: Mapping[str, LayerCache],
+    places: Sequence[Sequence[str]],
+    states: Mapping[str, State],
 ) -> RowForm:
     """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
     tokens = min(tokens_of(layers, layers))
-    return RowForm(tokens, parts, row.axes, places_digest(places))
+    return RowForm(tokens, parts, row.axes, states_digest(places_digest(places), states))
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def shares_of(
     ]
     found = []
     for number, group in enumerate(groups):
-        if not order.local_blocks[number]:
+        if not order.local_blocks[number] or group.has_state:
             continue
         remote = _remote_blocks(groups, peer, order, number, tokens)
         local = _local_blocks(ours, groups, order, number)
@@ -69,12 +69,33 @@ def shares_of(
     return tuple(found)
 
 
+def state_pairs(groups: Sequence[Group], order: Order) -> Iterator[tuple[int, int]]:
+    """(remote block, local block) of each group with recurrent state, as ids count them.
+
+    Blocks before the last one of P's are those that its prefix cache has let go of.
+
+    Raises:
+        ReadRefused: there are several to fill, or none to read.
+    """
+    for number, group in enumerate(groups):
+        local, remote = order.local_blocks[number], order.remote_blocks[number]
+        if not group.has_state or not local:
+            continue
+        if len(local) != 1 or not remote:
+            raise ReadRefused(
+                f"{len(local)} blocks of recurrent state are to be filled from {len(remote)}: "
+                "expected one, the state behind the prompt's tokens; use --mamba-cache-mode none "
+                "and no draft model"
+            )
+        yield remote[-1], local[0]
+
+
 def tails_of(
     ours: OurSide, groups: Sequence[Group], order: Order
 ) -> Iterator[tuple[frozenset[str], Segments]]:
     """(layers, what no transfer covers in their last blocks), where there is any."""
     for number, group in enumerate(groups):
-        if order.local_blocks[number]:
+        if order.local_blocks[number] and not group.has_state:
             tail = uncovered_tail(_local_blocks(ours, groups, order, number), order.tokens)
             if len(tail):
                 yield group.layers, tail
@@ -115,7 +136,7 @@ def _remote_blocks(
         whole = [
             len(blocks)
             for group, blocks, size in zip(groups, order.remote_blocks, tokens, strict=True)
-            if not group.window_tokens and size == block_tokens
+            if not (group.window_tokens or group.has_state) and size == block_tokens
         ]
         held = -(-order.remote_tokens // (block_tokens * parts))
         blocks = _window_end(found, block_tokens, parts, max(whole, default=held))
@@ -175,7 +196,7 @@ def _drafted_blocks(ours: OurSide, groups: Sequence[Group], order: Order) -> int
     if order.hit_tokens is None:
         return 0
     for group, blocks in zip(groups, order.local_blocks, strict=True):
-        if not group.window_tokens and blocks:
+        if blocks and not (group.window_tokens or group.has_state):
             logical_tokens = _own_tokens(ours, group) * ours.kernel_blocks_per_block
             needed = -(-order.tokens // logical_tokens) - order.hit_tokens // logical_tokens
             return max(0, len(blocks) - needed)

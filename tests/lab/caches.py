@@ -7,6 +7,8 @@ and one for values (or one latent), which are all that the comparison sees.
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import math
 import os
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .case import EngineSpec
+from .case import STATE_SHAPES, EngineSpec
 from .compare import UNSIGNED, Array
 from .kvcached_standin import Allocation, Reservation, allocate
 
@@ -52,8 +54,10 @@ class LayerCache:
     """One layer's tensor and its planes, each [block, token, head, channel]."""
 
     name: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | list[torch.Tensor]
     planes: tuple[Array, ...]
+    #: [block, byte] of a state's pages, of which it need not fill the end.
+    pages: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Caches:
         reservation = next(r for r in self.reservations if r.mapped)
         reservation.unmap(max(reservation.mapped))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         return {layer.name: layer.tensor for layer in self.layers}
 
 
@@ -139,7 +143,13 @@ def memory_order(backend: type[Any], dims: tuple[str, ...], layout: str) -> tupl
     return ("layer", *(dims[axis] for axis in order))
 
 
-def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int]) -> Caches:
+def build(
+    spec: EngineSpec,
+    backend: type[Any],
+    layout: str,
+    slots: Sequence[int],
+    state_spec: Any = None,
+) -> Caches:
     """Allocates the caches of one rank; contents are noise until written.
 
     Layers with one number in `slots` share their memory: all of it where they hold
@@ -147,13 +157,16 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
     """
     dims = probe_dims(backend, spec.family)
     if spec.allocation in ("kvcached_rows", "kvcached_apart"):
-        return _by_kvcached(spec, dims, layout, slots)
+        return _by_kvcached(spec, dims, layout, slots, state_spec)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
         dims = _KVCACHED_DIMS
         order: tuple[str, ...] = ("layer", *dims)
     else:
         order = memory_order(backend, dims, layout)
+        if spec.has_state:  # blocks of both kinds have one page: keys and values of it too
+            inner = [dim for dim in order if dim not in ("layer", "block", "kv")]
+            order = ("layer", "block", *(("kv",) if "kv" in dims else ()), *inner)
     dtype = torch_dtype(spec.dtype)
     # To 0.28 each layer has an allocation of its own; from 0.29 on all share
     # one, unless they come from kvcached, which is when the counts differ.
@@ -167,6 +180,12 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
     layers = []
     for layer in range(spec.layers):
         slot = slots[layer]
+        if spec.is_state(layer):
+            if not apart:
+                raise UnknownShape("state in a buffer of all layers")
+            page_bytes = stores[slot].nbytes // (spec.blocks * spec.parts) * spec.parts
+            layers.append(_state_layer(spec, layer, stores[slot], page_bytes))
+            continue
         sizes = _sizes(spec, layer, slots)
         strides, _ = _strides(spec, dims, order, sizes)
         store, offset = (stores[slot], 0) if apart else (stores[0], slot * strides["layer"])
@@ -177,6 +196,48 @@ def build(spec: EngineSpec, backend: type[Any], layout: str, slots: Sequence[int
         layers.append(LayerCache(layer_name(layer), tensor, planes))
     memory = tuple(store.view(torch.uint8).numpy() for store in stores)
     return Caches(tuple(layers), memory, dims)
+
+
+def _state_layer(spec: EngineSpec, layer: int, store: torch.Tensor, page_bytes: int) -> LayerCache:
+    """As vLLM views a page's states: one behind the other, from its beginning."""
+    if not states_apart():
+        size, strides = (spec.blocks, 1, 1, page_bytes), (page_bytes, page_bytes, page_bytes, 1)
+        return _state_cache(spec, layer, torch.as_strided(store.view(torch.int8), size, strides))
+    tensors, offset = [], 0
+    for shape in STATE_SHAPES:
+        inner = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        outer = page_bytes // store.element_size()
+        tensors.append(torch.as_strided(store, (spec.blocks, *shape), (outer, *inner), offset))
+        offset += math.prod(shape)
+    return _state_cache(spec, layer, tensors)
+
+
+def states_apart() -> bool:
+    """Whether the release's runner hands over a tensor for each state (to 0.26), or pages."""
+    utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
+    kinds = [kind for kind in vars(utils).values() if isinstance(kind, type)]
+    return any("get_transfer_cache_regions" in vars(kind) for kind in kinds)
+
+
+def _state_cache(
+    spec: EngineSpec, layer: int, tensor: torch.Tensor | list[torch.Tensor]
+) -> LayerCache:
+    """Each state as [block, token, head, channel] of one token and head."""
+    first = tensor[0] if isinstance(tensor, list) else tensor
+    raw = first.view(_RAW[first.element_size()]).numpy()
+    page_bytes = 2 * spec.block_tokens * math.prod(spec.shape_of(0)) * spec.item_bytes
+    start, stride = raw.__array_interface__["data"][0], raw.strides[0]
+    reach = (ctypes.c_uint8 * ((raw.shape[0] - 1) * stride + page_bytes)).from_address(start)
+    pages = np.lib.stride_tricks.as_strided(
+        np.frombuffer(reach, dtype=np.uint8), (raw.shape[0], page_bytes), (stride, 1)
+    )
+    planes, offset = [], 0
+    for shape in STATE_SHAPES:
+        size = math.prod(shape) * spec.item_bytes
+        flat = pages[:, offset : offset + size].view(UNSIGNED[spec.item_bytes])
+        planes.append(flat[:, None, None, :])
+        offset += size
+    return LayerCache(layer_name(layer), tensor, tuple(planes), pages)
 
 
 def _sizes(spec: EngineSpec, layer: int, slots: Sequence[int]) -> dict[str, int]:
@@ -204,12 +265,18 @@ def _strides(
 
 
 def _by_kvcached(
-    spec: EngineSpec, dims: tuple[str, ...], layout: str, slots: Sequence[int]
+    spec: EngineSpec,
+    dims: tuple[str, ...],
+    layout: str,
+    slots: Sequence[int],
+    state_spec: Any,
 ) -> Caches:
     """As kvcached's own code lays the layers out, in shapes that it knows."""
     if spec.family == "mla":
         dims = ("block", "token", "channel")
     is_hnd = layout in ("HND", "LBHNC", "BLHNC") and "packed" in dims
+
+    attention = "HYBRID_LINEAR" if spec.has_state else "MLA" if spec.family == "mla" else "MHA"
 
     def shape(layer: int, heads: int | None = None) -> list[int]:
         sizes = _sizes(spec, layer, slots) | {"block": spec.planned_blocks}
@@ -222,20 +289,27 @@ def _by_kvcached(
             torch_dtype(spec.dtype),
             layers,
             contiguous=spec.allocation == "kvcached_rows",
-            attention="MLA" if spec.family == "mla" else "MHA",
+            attention=attention,
             layout="HND" if is_hnd else "NHD",
             virtual_blocks=spec.blocks,
             other_shapes=[] if heads else other_shapes,
+            state_spec=state_spec,
+            states_apart=not spec.has_state or states_apart(),
         )
 
     shapes = {
-        layer: (tuple(shape(layer)), spec.block_tokens_of(layer)) for layer in range(spec.layers)
+        layer: (tuple(shape(layer)), spec.block_tokens_of(layer))
+        for layer in range(spec.layers)
+        if not spec.is_state(layer)
     }
     other_shapes = [other for other in dict.fromkeys(shapes.values()) if other != shapes[0]]
     # Layers of several groups share a tensor, as kvcached hands it to both.
     found = reserve(max(slots) + 1)
     views = {shapes[0]: found.tensors} | dict(zip(other_shapes, found.others, strict=True))
-    tensors = [views[shapes[layer]][slot] for layer, slot in enumerate(slots)]
+    tensors: list[Any] = [
+        found.states[slot] if spec.is_state(layer) else views[shapes[layer]][slot]
+        for layer, slot in enumerate(slots)
+    ]
     odd = os.environ.get(ODD_LAYER, "")
     if odd == "pool":
         (tensors[-1],) = reserve(1, spec.heads_per_rank // 2).tensors
@@ -245,7 +319,9 @@ def _by_kvcached(
         if odd == "claims":
             tensors[-1]._kvcached_block_copy_view = mark
     layers = tuple(
-        LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec, number))
+        _state_cache(spec, number, tensor)
+        if spec.is_state(number)
+        else LayerCache(layer_name(number), tensor, _planes(tensor, dims, spec, number))
         for number, tensor in enumerate(tensors)
     )
     return Caches(layers, (), dims, tuple(found.reservations))

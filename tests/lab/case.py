@@ -18,7 +18,12 @@ Allocation = Literal[
     "kvcached_apart",
 ]
 Outcome = Literal["identical", "corrupt", "refused", "failed"]
-Sabotage = Literal["shift_block", "skip_layer", "flip_byte"]
+Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
+
+#: Of the only block of recurrent state that a request has: the longest request.
+STATE_TOKENS = 512
+#: Of Mamba2's convolution, and of its state space.
+STATE_SHAPES = ((32, 3), (2, 8, 16))
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
@@ -63,6 +68,9 @@ class EngineSpec:
     #: KV heads and channels of layers with a window, where they are others. The release plans
     #: blocks of more tokens for the smaller ones of both, so that blocks have one size in bytes.
     window_shape: tuple[int, int] | None = None
+    #: Whether every other layer has recurrent state (Mamba2) in place of keys and values, in
+    #: blocks of as many bytes.
+    has_state: bool = False
     #: Prompt tokens that one step computes at most (chunked prefill).
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
@@ -109,7 +117,11 @@ class EngineSpec:
     @property
     def is_hybrid(self) -> bool:
         """Whether there are several cache groups."""
-        return any(self.window_tokens)
+        return self.has_state or any(self.window_tokens)
+
+    def is_state(self, layer: int) -> bool:
+        """Whether a layer has recurrent state."""
+        return self.has_state and layer % 2 == 1
 
     @property
     def has_core(self) -> bool:
@@ -129,6 +141,8 @@ class EngineSpec:
 
     def block_tokens_of(self, layer: int) -> int:
         """Tokens of a block of a layer's."""
+        if self.is_state(layer):
+            return STATE_TOKENS
         most = max(math.prod(self.shape_of(other)) for other in range(self.layers))
         return self.block_tokens * most // math.prod(self.shape_of(layer))
 

@@ -102,6 +102,8 @@ class CoreScheduler:
         for request_id, count in output.num_scheduled_tokens.items():
             tracked = self._tracked[request_id]
             end = tracked.request.num_computed_tokens
+            # Of a model with recurrent state P computes all tokens but the last.
+            tracked.tokens = min(tracked.tokens, tracked.request.num_prompt_tokens)
             tracked.tables = self._tables(request_id)
             computed.append((tracked, range(end - count, end)))
         return Computation(output.kv_connector_metadata, tuple(computed), output)
@@ -195,7 +197,9 @@ class CoreScheduler:
             found = len(hashed) * self._block_tokens[0]
             if found != hit:
                 raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
-            tracked.external_tokens = tracked.request.num_computed_tokens - found
+            # Of a model with recurrent state the last token is computed here.
+            tracked.tokens = tracked.request.num_computed_tokens
+            tracked.external_tokens = tracked.tokens - found
         else:  # D computes it itself
             tracked.tokens = hit
         tracked.tables = self._tables(request_id)

@@ -68,6 +68,7 @@ class Engine:
         os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(start.side_channel_port)
         os.environ["ENABLE_KVCACHED"] = "true" if spec.is_kvcacheds else "false"
+        os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # the only one that is transferred
         self.descriptors = 0
         self.registrations = 0
         self.tracked: list[Tracked] = []
@@ -90,7 +91,8 @@ class Engine:
         ]
         shared = release.slots(spec, self.plan)
         self.caches: list[Caches] = [
-            build(spec, backend, layout, shared) for _ in range(spec.tp_size)
+            build(spec, backend, layout, shared, release.state_spec(spec))
+            for _ in range(spec.tp_size)
         ]
         self.noise = noise = np.random.default_rng(start.seed)
         for caches in self.caches:
@@ -329,9 +331,13 @@ class Engine:
                 group = self.groups[number]
                 start = max(tokens.start, tracked.first_tokens[group] if seen else 0)
                 looked_at = range(start, tokens.stop)
+                if spec.is_state(number):  # one for all tokens
+                    heads, looked_at = range(1), range(1)
                 table = spec.kernel_blocks(tracked.tables[group])
                 block, offset = slots(table, looked_at, self.block_tokens[group])
                 for plane, array in enumerate(layer.planes):
+                    if spec.is_state(number):
+                        channels = array.shape[-1]
                     content = spec.content_of(number)
                     value = expected(
                         content,
@@ -359,8 +365,8 @@ class Engine:
 
     def check(self, sabotage: str | None) -> tuple[int, int, int]:
         """Wrong and total elements of all requests, and bytes written elsewhere."""
-        if sabotage == "skip_layer":
-            self._undo_layer()
+        if sabotage in ("skip_layer", "skip_state"):
+            self._undo_layer(int(sabotage == "skip_state"))
         wrong = total = 0
         for tracked in self.tracked:
             tokens = range(tracked.tokens)
@@ -385,17 +391,17 @@ class Engine:
             [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)]
         )
 
-    def _undo_layer(self) -> None:
-        """Gives D's first layer back what it held before the transfer."""
-        own = self._loaded(0)
+    def _undo_layer(self, layer: int) -> None:
+        """Gives a layer of D's back what it held before the transfer."""
+        own = self._loaded(layer)
         for caches, before in zip(self.caches, self.before, strict=True):
             now = [memory.copy() for memory in caches.memory]
             for memory, old in zip(caches.memory, before, strict=True):
                 memory[:] = old
-            blocks = [plane[own] for plane in caches.layers[0].planes]
+            blocks = [plane[own] for plane in caches.layers[layer].planes]
             for memory, new in zip(caches.memory, now, strict=True):
                 memory[:] = new
-            for plane, old_blocks in zip(caches.layers[0].planes, blocks, strict=True):
+            for plane, old_blocks in zip(caches.layers[layer].planes, blocks, strict=True):
                 plane[own] = old_blocks
 
     def _stray_bytes(self) -> int:
@@ -416,7 +422,7 @@ class Engine:
     def _blank(self, caches: Caches) -> None:
         for number, layer in enumerate(caches.layers):
             own = self._loaded(number)
-            for plane in layer.planes:
+            for plane in layer.planes if layer.pages is None else (layer.pages,):
                 plane[own] = 0
 
     def counts(self) -> tuple[int, int]:

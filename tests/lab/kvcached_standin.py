@@ -130,11 +130,13 @@ class Allocation:
         tensors: a view for each layer.
         reservations: the memory behind them.
         others: views of other shapes over the same memory.
+        states: views of recurrent state over the same memory, a list for each layer.
     """
 
     tensors: list[torch.Tensor]
     reservations: list[Reservation]
     others: tuple[list[torch.Tensor], ...] = ()
+    states: tuple[torch.Tensor | list[torch.Tensor], ...] = ()
 
 
 class _Compiled:
@@ -194,6 +196,8 @@ def allocate(
     virtual_blocks: int,
     kernel_block_tokens: int | None = None,
     other_shapes: Sequence[tuple[Sequence[int], int]] = (),
+    state_spec: Any = None,
+    states_apart: bool = True,
 ) -> Allocation:
     """Has kvcached lay out a cache; nothing of it can be accessed yet.
 
@@ -202,6 +206,8 @@ def allocate(
         virtual_blocks: about how many blocks the device's memory stands for.
         other_shapes: (shape, tokens of a block) of groups that have another, in blocks of as
             many bytes.
+        state_spec: of the layers with recurrent state that share these layers' memory.
+        states_apart: whether each of a layer's states is a tensor, or all are a page of one.
     """
     interfaces = _interfaces()
     contents = 1 if attention == "MLA" else 2
@@ -225,7 +231,7 @@ def allocate(
     interfaces.normalize_gpu_device = lambda name: name
     interfaces._kvcached_initialized = True
     interfaces._contiguous_layout = _COMPILED.contiguous = contiguous
-    tensors, made = interfaces.alloc_kv_cache(
+    *found, made = interfaces.alloc_kv_cache(
         tuple(shape),
         block_tokens,
         dtype,
@@ -236,6 +242,7 @@ def allocate(
         kernel_block_size=kernel_block_tokens,
         return_meta=True,
     )
+    tensors = found[0]
     others = [
         interfaces.build_kv_views(
             made["raw_kv_tensors"],
@@ -250,7 +257,26 @@ def allocate(
         )[0]
         for other, tokens in other_shapes
     ]
-    return Allocation(list(tensors), list(_COMPILED.reservations), tuple(others))
+    states = []
+    if state_spec is not None:
+        # Its patches of vLLM's runner, for what they make of the pool; nothing is patched.
+        patches = importlib.import_module("kvcached.integration.vllm.patches")
+        for layer in range(layers):
+            states.append(_states(patches, found[1], state_spec, layer, apart=states_apart))
+    return Allocation(list(tensors), list(_COMPILED.reservations), tuple(others), tuple(states))
+
+
+def _states(
+    patches: Any, pool: dict[str, Any], spec: Any, layer: int, *, apart: bool
+) -> torch.Tensor | list[torch.Tensor]:
+    def size_of(dtype: torch.dtype) -> int:
+        return dtype.itemsize
+
+    if not apart:
+        return patches._reshape_mamba_page_tensor(pool, spec, layer)  # type: ignore[no-any-return]
+    if pool["is_contiguous"]:
+        return list(patches._reshape_mamba_contiguous(pool, spec, layer, size_of))
+    return list(patches._reshape_mamba_non_contiguous(pool["buffers"][layer], spec, size_of))
 
 
 class _Torch:

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import standins
 from .caches import layer_name, torch_dtype
-from .case import EngineSpec
+from .case import STATE_SHAPES, STATE_TOKENS, EngineSpec
 
 _PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -244,7 +244,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     if spec.is_hybrid:
         cache.num_gpu_blocks_override = spec.planned_blocks
     if spec.has_core:  # the engine's own defaults, which to 0.11.0 its arguments set
-        cache.enable_prefix_caching = True
+        cache.enable_prefix_caching = not spec.has_state
         for name in ("enable_chunked_prefill", "chunked_prefill_enabled"):
             if hasattr(config.scheduler_config, name):
                 setattr(config.scheduler_config, name, True)
@@ -259,6 +259,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
 def _layer_spec(spec: EngineSpec, layer: int) -> Any:
     from vllm.v1 import kv_cache_interface as interface
 
+    if spec.is_state(layer):
+        return state_spec(spec)
     window_tokens = spec.window_of(layer)
     heads, channels = spec.shape_of(layer)
     wanted = {
@@ -273,6 +275,21 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
     if spec.family == "mla":
         kind = getattr(interface, "MLAAttentionSpec", kind)
     return kind(**accepted(kind, wanted))
+
+
+def state_spec(spec: EngineSpec) -> Any:
+    """Of layers with recurrent state; None where there are none."""
+    if not spec.has_state:
+        return None
+    from vllm.v1 import kv_cache_interface as interface
+
+    wanted = {
+        "shapes": STATE_SHAPES,
+        "dtypes": (torch_dtype(spec.dtype),) * len(STATE_SHAPES),
+        "block_size": STATE_TOKENS,
+        "page_size_padded": _layer_spec(spec, 0).page_size_bytes,
+    }
+    return interface.MambaSpec(**accepted(interface.MambaSpec, wanted))
 
 
 def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
