@@ -141,7 +141,7 @@ def whole_row(
     layers: Mapping[str, LayerCache],
     places: Sequence[Sequence[str]],
 ) -> Row:
-    """The rows that all of a worker's tensors are.
+    """The rows that all of a worker's attention tensors are.
 
     Args:
         places: the layers that are to have one place in a row, by place.
@@ -149,12 +149,6 @@ def whole_row(
     Raises:
         RegistrationRefused: some are not, with the setting that helps.
     """
-    left = sorted(kv_caches.keys() - layers.keys())
-    if left:
-        raise RegistrationRefused(
-            f"{', '.join(left)} are no attention caches and the others are kvcached's contiguous "
-            "layout, which moves with attention layers alone: set KVCACHED_CONTIGUOUS_LAYOUT=false"
-        )
     pools = {cache.untyped_storage().data_ptr() for cache in kv_caches.values()}
     if len(pools) > 1:
         raise RegistrationRefused(

@@ -279,7 +279,10 @@ def _by_kvcached(
     attention = "HYBRID_LINEAR" if spec.has_state else "MLA" if spec.family == "mla" else "MHA"
 
     def shape(layer: int, heads: int | None = None) -> list[int]:
-        sizes = _sizes(spec, layer, slots) | {"block": spec.planned_blocks}
+        sizes = _sizes(spec, layer, slots) | {
+            "block": spec.planned_blocks,
+            "token": spec.block_tokens_of(layer),
+        }
         return [heads if heads and d == "head" else sizes[d] for d in dims]
 
     def reserve(layers: int, heads: int | None = None) -> Allocation:
@@ -293,6 +296,7 @@ def _by_kvcached(
             layout="HND" if is_hnd else "NHD",
             virtual_blocks=spec.blocks,
             other_shapes=[] if heads else other_shapes,
+            kernel_block_tokens=spec.block_tokens_of(0) // spec.parts,
             state_spec=state_spec,
             states_apart=not spec.has_state or states_apart(),
         )

@@ -161,8 +161,10 @@ class EngineSpec:
             return 0
         return rank * self.kv_heads // self.tp_size
 
-    def kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
-        """The tensors' own blocks of those that the scheduler hands out."""
+    def kernel_blocks(self, blocks: Sequence[int], layer: int = 0) -> list[int]:
+        """A layer's tensors' own blocks of those that the scheduler hands out."""
+        if self.is_state(layer):
+            return list(blocks)
         return [self.parts * block + part for block in blocks for part in range(self.parts)]
 
     def content_of(self, layer: int) -> int:

@@ -333,7 +333,7 @@ class Engine:
                 looked_at = range(start, tokens.stop)
                 if spec.is_state(number):  # one for all tokens
                     heads, looked_at = range(1), range(1)
-                table = spec.kernel_blocks(tracked.tables[group])
+                table = spec.kernel_blocks(tracked.tables[group], number)
                 block, offset = slots(table, looked_at, self.block_tokens[group])
                 for plane, array in enumerate(layer.planes):
                     if spec.is_state(number):
@@ -354,7 +354,8 @@ class Engine:
         """Has pages behind a request's blocks, where the allocator hands them out late."""
         for caches in self.caches:
             for layer in range(len(caches.layers) if caches.reservations else 0):
-                caches.map_blocks(layer, tracked.tables[self.groups[layer]], self.noise)
+                blocks = self.spec.kernel_blocks(tracked.tables[self.groups[layer]], layer)
+                caches.map_blocks(layer, blocks, self.noise)
 
     def _write(self, tracked: Tracked, tokens: range) -> None:
         if not tokens:
@@ -388,7 +389,7 @@ class Engine:
         """The blocks that transfers may write to, in one layer's cache."""
         group, tokens = self.groups[layer], self.spec.block_tokens_of(layer)
         return self.spec.kernel_blocks(
-            [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)]
+            [b for tracked in self.tracked for b in tracked.loaded_blocks(group, tokens)], layer
         )
 
     def _undo_layer(self, layer: int) -> None:

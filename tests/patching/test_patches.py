@@ -20,6 +20,7 @@ from kvpatch.patches.shared_tensors import first_layers
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, REGISTRATIONS
 from kvpatch.vllm.rows import whole_row
+from kvpatch.vllm.states import states_in
 
 pytestmark = pytest.mark.patching
 
@@ -185,13 +186,33 @@ class TestRows:
         with pytest.raises(RegistrationRefused, match="one place .* as many bytes there"):
             self._row({"layers.0": pool[:, 0], "layers.1": other[:, 0]}, ["layers.0"], ["layers.1"])
 
-    def test_recurrent_state_beside_it_is_refused(self):
-        pool = self._pool()
-        tensors = {"layers.0": pool[:, 0]}
-        layers = _read(tensors, BLOCKS_FIRST)
+    def _beside_state(self, pool, state):
+        attention = {"layers.0": pool[:, 0], "layers.1": pool[:, 1]}
+        return states_in(attention | {"state.0": state}, attention, self._row(attention), 1)
 
-        with pytest.raises(RegistrationRefused, match="state.0 are no attention caches"):
-            whole_row(tensors | {"state.0": pool}, layers, places_of([tensors]))
+    def test_recurrent_state_has_a_place_beside_it(self):
+        pool = self._pool(2)
+        pages = pool.view(BLOCKS, 2, -1)
+
+        found = self._beside_state(pool, [pages[:, 1, :3], pages[:, 1, 4:20]])["state.0"]
+
+        assert (found.place, found.offsets) == (1, (0, 16))
+
+    @pytest.mark.parametrize(
+        "state",
+        [
+            lambda pages: [pages[:, 1, 1:3]],  # not from a page's beginning
+            lambda pages: [pages[:, 0].as_strided((BLOCKS, 2), (pages.stride(1), 1))],
+            lambda pages: [pages[1:, 0]],  # of fewer blocks
+            lambda pages: [pages[:, 0].as_strided((BLOCKS, 2), (pages.stride(0), pages.stride(1)))],
+            lambda pages: [torch.zeros(BLOCKS, 4)],
+        ],
+    )
+    def test_recurrent_state_elsewhere_is_refused(self, state):
+        pool = self._pool(2)
+
+        with pytest.raises(RegistrationRefused, match="no state in a page of"):
+            self._beside_state(pool, state(pool.view(BLOCKS, 2, -1)))
 
 
 class TestBlockCount:

@@ -1,0 +1,99 @@
+"""Hybrid models over kvcached: attention and recurrent state (Mamba2) in one pool.
+
+kvcached's own code makes the views of both. P and D run the release's own scheduler, which
+has P compute all tokens but the last (from 0.19 on): the state is the one behind them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+from tests.releases import kvcached
+
+from .case import Case, EngineSpec, Sabotage
+from .host import Lab
+from .kvcached_cells import LAYOUTS
+from .releases import states_kernel_blocks
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_PROMPT_TOKENS = 300
+
+
+@pytest.fixture(autouse=True)
+def _release_has_state(lab: Lab) -> None:
+    kvcached.fetch(kvcached.NEWEST)
+    version = Version(lab.release)
+    if version < Version("0.18"):
+        pytest.skip("this release's connector takes no recurrent state")
+    if version >= Version("0.29"):
+        pytest.skip("kvcached leaves the views to vLLM's runner here, which it has no code for")
+
+
+def _spec(layout: str, block_tokens: int = 32) -> EngineSpec:
+    found = EngineSpec(
+        layout="NHD",
+        block_tokens=block_tokens,
+        planned_blocks=48,
+        layers=4,
+        kv_heads=2,
+        head_dim=16,
+        has_state=True,
+        patched=True,
+        patches=SLUGS,
+    )
+    return replace(found, allocation=LAYOUTS[layout], tensor_blocks=96) if layout else found
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ("contiguous", "contiguous"),
+        ("split-half", "split-half"),
+        ("split-half", ""),
+        ("", "split-half"),
+    ],
+)
+def test_state_moves_with_attention(lab: Lab, p: str, d: str) -> None:
+    report = lab.run(Case("state", _spec(p), _spec(d), _PROMPT_TOKENS))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens >= _PROMPT_TOKENS - 1
+    if p == "contiguous":
+        assert report.registrations == 1
+        assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
+    """Two kernel blocks are one block of state's."""
+    if not states_kernel_blocks(lab.release):
+        pytest.skip("this release does not state how blocks are cut")
+    spec = replace(_spec(layout, 128), family="flashinfer", device="cuda", parts=2)
+
+    report = lab.run(Case("cut", spec, spec, _PROMPT_TOKENS))
+
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
+def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> None:
+    spec = _spec(layout)
+
+    report = lab.run(Case("state", spec, spec, _PROMPT_TOKENS), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+def test_rows_of_other_blocks_are_refused(lab: Lab) -> None:
+    """A state has the page of a block, whose bytes go by its tokens."""
+    report = lab.run(Case("state", _spec("contiguous", 64), _spec("contiguous"), _PROMPT_TOKENS))
+
+    assert report.outcome == "refused", report
+    assert "recurrent state moves between pools that are alike" in report.detail
