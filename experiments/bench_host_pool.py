@@ -3,10 +3,11 @@
     python experiments/bench_host_pool.py [--mib 256] [--repeat 9] [--device cpu] [--json FILE]
 
 "plain" is one ``copy_`` of as many bytes in one piece, into host memory of the same kind as
-the pool's; the two are timed in turn, each time with its wait. Blocks are scattered over the
-cache. Slots follow one another in runs, as the slot table hands them out to a step's blocks
-("runs", 64 blocks each), or are scattered too ("scattered", the worst case). Each row's bytes
-are compared before it is timed, and a spoiled byte must be noticed.
+the pool's; the two are timed in turn, each time with its wait. Slots follow one another in runs, 64
+blocks each, as the slot table hands them out to a step's blocks, and so do blocks, as a cache
+hands them out that has not been full yet ("both"); or blocks are scattered ("runs"), or both are
+("scattered", the worst case). Each row's bytes are compared before it is timed, and a spoiled byte
+must be noticed.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class Measured:
         return self.saved_bytes / self.pool_seconds / 1e9
 
 
-def numbers(slots: int, how: str) -> np.ndarray:
+def numbers(slots: int, how: str, seed: int = 1) -> np.ndarray:
     """All slots, in the order in which blocks go to them; half of them are used."""
-    generator = np.random.default_rng(1)
+    generator = np.random.default_rng(seed)
     if how == "scattered":
         return generator.permutation(slots)
     starts = generator.permutation(-(-slots // RUN_BLOCKS)) * RUN_BLOCKS
@@ -117,7 +118,7 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
     blocks = 2 * slots
     tensors = model.tensors(blocks, device)
     pool = HostPool(tensors, dict.fromkeys(tensors, at), blocks, blocks)
-    saved = np.random.default_rng(2).permutation(blocks)[:slots].tolist()
+    scattered = np.random.default_rng(2).permutation(blocks)[:slots].tolist()
     source = torch.ones(slots * size, dtype=torch.uint8, device=device)
     target = host_bytes(slots * size, source.device, source)
 
@@ -127,8 +128,9 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
             torch.get_device_module(device).synchronize()
 
     found = []
-    for how in ("runs", "scattered"):
+    for how in ("both", "runs", "scattered"):
         into = numbers(blocks, how)[:slots].tolist()
+        saved = numbers(blocks, how, seed=3)[:slots].tolist() if how == "both" else scattered
 
         def save(into: list[int] = into, saved: list[int] = saved) -> None:
             pool.save(saved, into)

@@ -47,7 +47,7 @@ class DeviceCopies:
         into = np.asarray(slots, dtype=np.int64)
         order = np.argsort(into)
         of = np.asarray(blocks, dtype=np.int64)[order]
-        runs = tuple(runs_of(into[order]))
+        runs = runs_of(into[order])
         if self._streams is None:
             self._gather(torch.from_numpy(of).to(self._device), runs, non_blocking=False)
             return

@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.transfer.runs import Run, runs_of
+from kvpatch.transfer.runs import Int64Array, Run, runs_of
 from kvpatch.transfer.slot_rows import Sheet, StorageCopy, unit_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
@@ -54,11 +51,16 @@ class HostCopies:
         order = np.argsort(np.asarray(slots, dtype=np.int64))
         into = np.asarray(slots, dtype=np.int64)[order]
         of = np.asarray(blocks, dtype=np.int64)[order]
-        runs = tuple(runs_of(into))
+        together = runs_of(into, of)
+        if len(of) >= _LONG_RUN * len(together):
+            copy = partial(copy_runs, of=of, runs=together)
+        else:
+            copy = partial(copy_rows, of=of, slots=into, runs=runs_of(into))
+        ends = int(of.max()) + 1, int(into[-1]) + 1
         tasks = [
-            partial(copy_row, copy.source, copy.host, sheet, row, of, into, runs)
-            for copy in self._copies
-            for sheet in copy.sheets
+            partial(copy, *views(storage, sheet, row, *ends))
+            for storage in self._copies
+            for sheet in storage.sheets
             for row in range(sheet.count)
         ]
         if self._threads is None and len(of) * self._slot_bytes >= _LONG_BYTES:
@@ -76,41 +78,55 @@ class HostCopies:
         """All is done already."""
 
 
-def copy_row(
-    source: torch.Tensor,
-    host: torch.Tensor,
-    sheet: Sheet,
-    row: int,
-    of: npt.NDArray[np.int64],
-    slots: npt.NDArray[np.int64],
+def views(
+    storage: StorageCopy, sheet: Sheet, row: int, blocks: int, slots: int
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """One of a sheet's rows, of so many blocks and slots: [block or slot, units]."""
+    unit = unit_bytes(storage.source, storage.host, sheet)
+    kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
+    width = sheet.row_bytes // unit
+    source = sheet.source + row * sheet.source_apart
+    target = sheet.target + row * sheet.target_apart
+    return (
+        np.ndarray((blocks, width), kind, storage.source.numpy(), source, strides),
+        np.ndarray((slots, width), kind, storage.host.numpy(), target, strides),
+    )
+
+
+def copy_runs(
+    rows: npt.NDArray[Any], into: npt.NDArray[Any], of: Int64Array, runs: Sequence[Run]
+) -> None:
+    """Rows of blocks that follow one another, into slots that do."""
+    for slot, first, length in runs:
+        block = int(of[first])
+        into[slot : slot + length] = rows[block : block + length]
+
+
+def copy_rows(
+    rows: npt.NDArray[Any],
+    into: npt.NDArray[Any],
+    of: Int64Array,
+    slots: Int64Array,
     runs: Sequence[Run],
 ) -> None:
-    """One of a sheet's rows, of all blocks; in one pass over memory but for short scattered rows.
+    """Rows of blocks anywhere; in one pass over memory but for short rows into scattered slots.
 
     Args:
         of, slots, runs: blocks, and their slots in ascending order.
     """
-    unit = unit_bytes(source, host, sheet)
-    kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
-    rows, into = (
-        np.ndarray((count, sheet.row_bytes // unit), kind, memory.numpy(), offset, strides)
-        for memory, count, offset in (
-            (source, int(of.max()) + 1, sheet.source + row * sheet.source_apart),
-            (host, int(slots[-1]) + 1, sheet.target + row * sheet.target_apart),
-        )
-    )
+    row_bytes = rows.shape[1] * rows.itemsize
     # take would make a copy of all rows first where there are gaps between them.
-    if sheet.step_bytes == sheet.row_bytes and len(of) >= _LONG_RUN * len(runs):
+    if rows.flags.c_contiguous and len(of) >= _LONG_RUN * len(runs):
         for slot, first, length in runs:
             # Every number is in range; clip alone writes to `out` without a copy of it.
             numbers = of[first : first + length]
             np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
         return
-    if sheet.row_bytes >= _LONG_ROW_BYTES:
+    if row_bytes >= _LONG_ROW_BYTES:
         for slot, number in zip(slots.tolist(), of.tolist(), strict=True):
             into[slot] = rows[number]
         return
-    at_once = max(1, _CACHED_BYTES // sheet.row_bytes)
+    at_once = max(1, _CACHED_BYTES // row_bytes)
     for start in range(0, len(of), at_once):
         part = slice(start, start + at_once)
         into[slots[part]] = rows[of[part]]

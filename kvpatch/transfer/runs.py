@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+Int64Array = npt.NDArray[np.int64]
+
 
 class Run(NamedTuple):
     """Slots that follow one another, and where their blocks are in the list of blocks."""
@@ -17,11 +19,20 @@ class Run(NamedTuple):
     length: int
 
 
-def runs_of(slots: npt.NDArray[np.int64]) -> Iterator[Run]:
-    """Slots in ascending order, as runs."""
-    starts = np.concatenate(([0], np.flatnonzero(np.diff(slots) != 1) + 1, [slots.size]))
-    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        yield Run(int(slots[first]), first, end - first)
+def runs_of(slots: Int64Array, blocks: Int64Array | None = None) -> tuple[Run, ...]:
+    """Slots in ascending order, as runs.
+
+    Args:
+        blocks: of the slots; where they are given they follow one another too.
+    """
+    is_broken = np.diff(slots) != 1
+    if blocks is not None:
+        is_broken |= np.diff(blocks) != 1
+    starts = np.concatenate(([0], np.flatnonzero(is_broken) + 1, [slots.size]))
+    return tuple(
+        Run(int(slots[first]), first, end - first)
+        for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+    )
 
 
 def within(runs: Sequence[Run], start: int, count: int, *, split: bool) -> Iterator[Run]:

@@ -357,13 +357,13 @@ def test_layers_that_share_a_tensor_are_copied_once(way, monkeypatch):
 def count_rows(monkeypatch) -> list[int]:
     """Bytes that each row moved on the host."""
     moved: list[int] = []
-    copy = host_copies.copy_row
+    copy = host_copies.copy_rows
 
-    def counting(source: Any, host: Any, sheet: Any, row: int, of: Any, *more: Any) -> None:
-        moved.append(sheet.row_bytes * len(of))
-        copy(source, host, sheet, row, of, *more)
+    def counting(rows: Any, into: Any, of: Any, **more: Any) -> None:
+        moved.append(rows.shape[1] * rows.itemsize * len(of))
+        copy(rows, into, of, **more)
 
-    monkeypatch.setattr(host_copies, "copy_row", counting)
+    monkeypatch.setattr(host_copies, "copy_rows", counting)
     return moved
 
 
@@ -426,10 +426,10 @@ def test_long_copies_go_in_threads_and_their_errors_come_back(monkeypatch):
     pool = check(tensors, dimensions, 5, 4, [(3, 0), (4, 1), (0, 2)])
     assert pool._copies._threads is not None
 
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("no copy")
 
-    monkeypatch.setattr(host_copies, "copy_row", fails)
+    monkeypatch.setattr(host_copies, "copy_rows", fails)
     with pytest.raises(RuntimeError, match="no copy"):
         pool.save([0], [0])
 
@@ -465,7 +465,11 @@ def test_more_than_is_copied_at_once(way, monkeypatch, long_row_bytes, long_run,
     monkeypatch.setattr(host_copies, "_LONG_RUN", long_run)
     for name in ("NHD, keys first", "LHBNC", "blocks padded"):
         tensors = CASES[name].tensors()
-        for pairs in ([(3, 0), (4, 1), (0, 2), (1, 3)], [(3, 3), (4, 1), (0, 0)]):
+        for pairs in (
+            [(3, 0), (4, 1), (0, 2), (1, 3)],
+            [(3, 3), (4, 1), (0, 0)],
+            [(1, 0), (2, 1), (3, 2), (4, 3)],
+        ):
             check(tensors, CASES[name].block_dimensions(tensors), 5, 4, pairs)
 
 
@@ -575,14 +579,14 @@ def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
     cache = CASES["latent"]
     tensors = cache.tensors()
     arguments = tensors, cache.block_dimensions(tensors), 5, 3
-    monkeypatch.setattr(host_copies, "copy_row", lambda *_: None)
+    monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: None)
     with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(*arguments)
 
-    def no_copies(*_: Any) -> None:
+    def no_copies(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(host_copies, "copy_row", no_copies)
+    monkeypatch.setattr(host_copies, "copy_rows", no_copies)
     with pytest.raises(RegistrationRefused, match="on cpu cannot be copied.*no such kernel"):
         HostPool(*arguments)
 
@@ -613,7 +617,7 @@ def test_a_platforms_own_copies_are_used(monkeypatch):
     pool = HostPool(tensors, dimensions, 5, 3)
     own = Copying(dimensions["layer.0"])
     pool.use(own)
-    monkeypatch.setattr(host_copies, "copy_row", lambda *_: pytest.fail("torch's copies"))
+    monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: pytest.fail("torch's copies"))
     before = fill(pool)
     own.calls.clear()
 
@@ -625,7 +629,7 @@ def test_a_platforms_own_copies_are_used(monkeypatch):
     assert own.calls == [(["layer.0", "layer.1"], *asked)]
 
 
-def no_copies(*_: Any) -> None:
+def no_copies(*_: Any, **__: Any) -> None:
     raise NotImplementedError("no such kernel")
 
 
