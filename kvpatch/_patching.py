@@ -40,6 +40,8 @@ class Site:
         kind: what stands in the class's own dictionary.
         parameters: names in order, ``self`` or ``cls`` included. Annotations and
             defaults are not compared: they change without changing a call.
+        or_parameters: those of a generation's other releases, where a wrapper hands on
+            what it does not look at.
     """
 
     module: str
@@ -47,6 +49,11 @@ class Site:
     name: str
     kind: Kind
     parameters: tuple[str, ...]
+    or_parameters: tuple[str, ...] | None = None
+
+    def takes(self, parameters: tuple[str, ...]) -> bool:
+        """Whether a method with these is what the wrapper was written for."""
+        return parameters in (self.parameters, self.or_parameters)
 
     def __str__(self) -> str:
         return f"{self.module}.{self.owner}.{self.name}"
@@ -221,7 +228,7 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
     if kind != site.kind:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
     parameters = parameters_of(attribute)
-    if parameters != site.parameters:
+    if not site.takes(parameters):
         raise SiteDrifted(
             str(site), f"parameters ({', '.join(site.parameters)})", f"({', '.join(parameters)})"
         )

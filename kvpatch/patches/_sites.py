@@ -226,6 +226,24 @@ def update_from_kv_xfer_finished(generation: Generation) -> Site:
     return _core("_update_from_kv_xfer_finished", output)
 
 
+def update_requests_with_invalid_blocks(generation: Generation) -> Site:
+    """Where vLLM's scheduler finds the requests whose blocks could not be loaded."""
+    first = ("self", "requests", "invalid_block_ids")
+    return Site(
+        module="vllm.v1.core.sched.scheduler",
+        owner="Scheduler",
+        name="_update_requests_with_invalid_blocks",
+        kind="function",
+        parameters=(*first, "num_scheduled_tokens", "evict_blocks"),
+        or_parameters=(*first, "evict_blocks"),  # 0.18
+    )
+
+
+def get_block_ids_with_load_errors(generation: Generation) -> Site:
+    """Where vLLM asks which blocks could not be loaded; from 0.11.1."""
+    return _connector(generation, "get_block_ids_with_load_errors")
+
+
 def start_load_kv(generation: Generation) -> Site:
     """Where a worker is told what to read in a step."""
     return Site(

@@ -9,16 +9,19 @@ Why:
     several cache groups (the hybrid allocator), a failed load is reported as received,
     and the model goes on over memory that nobody wrote.
 Where:
-    D's workers.
+    D's workers, and for several cache groups its scheduler.
 How:
     From 0.11.1 to 0.21 the release is not shown its failed requests: they are added to
     what it reports, without the work that follows a received one, as 0.22 does. Their
     blocks are booked as invalid, so that they fail by the load-failure policy.
-    To 0.11.0, and with several cache groups to 0.29, which know no way to fail one
-    request, it is left waiting with an error in the log, until its client gives it up:
-    then it is reported, and its blocks are free. To 0.11.0 a peer is first asked on a
-    socket of our own, for 5 s at most as from 0.11.1 on: the release waits for the answer
-    of a dead one for ever, and so do the handshakes behind it.
+    With several cache groups the blocks of all of them are booked as invalid, and the
+    scheduler, whose account of invalid blocks is of one group, fails the request, or has
+    all of it computed. From 0.22 on a request is reported when the last of its transfers
+    is over. To 0.11.0, which knows no way to fail one request, it is left waiting with an
+    error in the log, until its client gives it up: then it is reported, and its blocks are
+    free. To 0.11.0 a peer is first asked on a socket of our own, for 5 s at most as from
+    0.11.1 on: the release waits for the answer of a dead one for ever, and so do the
+    handshakes behind it.
 Upstream:
     Failed loads came with 0.11.1, and with it an end to the wait for a handshake; 0.22
     passes over failed requests, and 0.30 reports them by themselves.
@@ -29,8 +32,9 @@ Remove when:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from queue import Queue
 from typing import Any
 
 from kvpatch._errors import KvpatchError
@@ -41,11 +45,13 @@ from kvpatch.transfer.nixl import errors_of
 from kvpatch.vllm.aborts import loads_of
 from kvpatch.vllm.answers import require_answer
 from kvpatch.vllm.failures import (
+    LastToFirst,
     Unreported,
     failures_of,
     leave_waiting,
     pop_one_by_one,
     report_failed,
+    whole_requests,
 )
 from kvpatch.vllm.orders import engine_of
 
@@ -154,7 +160,9 @@ def _register_kv_caches(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     own = instance._failed_recv_reqs
-    if isinstance(own, set) and not isinstance(own, Unreported):  # a queue from 0.22
+    if isinstance(own, Queue):  # from 0.22
+        instance._failed_recv_reqs = LastToFirst(instance, own)
+    elif not isinstance(own, (Unreported, LastToFirst)):
         failures = failures_of(instance) if _has_several_groups(instance) else None
         instance._failed_recv_reqs = Unreported(own, failures)
     return wrapped(*args, **kwargs)
@@ -184,15 +192,40 @@ def _handle_failed_transfer(
 def _get_finished(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    def get_finished(finished_req_ids: set[str]) -> Any:
-        worker = instance.connector_worker
-        if worker is None or not _has_several_groups(worker):
-            return wrapped(finished_req_ids)
-        loading = set(worker._recving_metadata)
-        sent, received = wrapped(finished_req_ids)
-        return sent, failures_of(worker).sift(set(received or ()), finished_req_ids, loading)
+    worker = instance.connector_worker
+    if worker is None or not _has_several_groups(worker):
+        return wrapped(*args, **kwargs)
+    loading = {
+        name: metadata.local_block_ids for name, metadata in worker._recving_metadata.copy().items()
+    }
+    sent, received = wrapped(*args, **kwargs)
+    return sent, failures_of(worker).report(set(received or ()), loading)
 
-    return get_finished(*args, **kwargs)
+
+def _get_block_ids_with_load_errors(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    found = wrapped(*args, **kwargs)
+    worker = instance.connector_worker
+    if worker is None or not _has_several_groups(worker):
+        return found
+    return set(found) | failures_of(worker).take_invalid()
+
+
+def _update_requests_with_invalid_blocks(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def update(
+        requests: Iterable[Any], invalid_block_ids: set[int], *more: Any, **named: Any
+    ) -> Any:
+        if len(instance.kv_cache_config.kv_cache_groups) == 1:
+            return wrapped(requests, invalid_block_ids, *more, **named)
+        failed, tokens, others = whole_requests(instance, requests, invalid_block_ids)
+        if others:  # of another connector, that loads in step with the model
+            return wrapped(others, invalid_block_ids, *more, **named)
+        return failed, tokens, set()
+
+    return update(*args, **kwargs)
 
 
 def _has_several_groups(worker: Any) -> bool:
@@ -203,10 +236,12 @@ def _has_several_groups(worker: Any) -> bool:
 _NO_FAILURES = ("g0100", "g0101", "g0102", "g0110")
 # Failed requests are treated as received; 0.22, which ends g0200, passes over them.
 _AS_RECEIVED = ("g0111", "g0130", "g0140", "g0160", "g0180", "g0200")
+# Failed requests are reported with the first of their reads that fails; from 0.22.
+_BY_THE_FIRST = ("g0200", "g0230", "g0240", "g0260", "g0290")
 # Failed reads lose their metadata; to 0.11.2 NIXL's errors are not caught either.
 _WITHOUT_METADATA = ("g0111", "g0130")
-# Several cache groups, none of which can fail.
-_SEVERAL_GROUPS = ("g0180", "g0200", "g0230", "g0240", "g0260", "g0290")
+#: Several cache groups, none of which can fail.
+SEVERAL_GROUPS = ("g0180", "g0200", "g0230", "g0240", "g0260", "g0290")
 
 
 def _sites_of(g: Generation) -> dict[Site, Wrapper]:
@@ -219,18 +254,21 @@ def _sites_of(g: Generation) -> dict[Site, Wrapper]:
             _handshake_with_the_living, module=g.worker_module
         )
         found[_sites.pop_done_transfers(g)] = _pop_done_or_leave_waiting
-    if g.slug in _AS_RECEIVED:
+    if g.slug in _AS_RECEIVED or g.slug in _BY_THE_FIRST:
         found[_sites.register_kv_caches(g)] = _register_kv_caches
+    if g.slug in _AS_RECEIVED:
         found[_sites.worker_get_finished(g)] = _worker_get_finished
     if g.slug in _WITHOUT_METADATA:
         found[_sites.pop_done_transfers(g)] = _pop_done_or_failed
-    if g.slug in _SEVERAL_GROUPS:
+    if g.slug in SEVERAL_GROUPS:
         found[_sites.handle_failed_transfer(g)] = _handle_failed_transfer
         found[_sites.get_finished(g)] = _get_finished
+        found[_sites.get_block_ids_with_load_errors(g)] = _get_block_ids_with_load_errors
+        found[_sites.update_requests_with_invalid_blocks(g)] = _update_requests_with_invalid_blocks
     return found
 
 
-_NEED_IT = frozenset((*_NO_FAILURES, *_AS_RECEIVED, *_SEVERAL_GROUPS))
+_NEED_IT = frozenset((*_NO_FAILURES, *_AS_RECEIVED, *SEVERAL_GROUPS))
 
 PATCH = Patch(
     slug="failed_loads",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from queue import Empty, Queue
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.vllm.aborts import loads_of
@@ -13,42 +14,44 @@ from kvpatch.vllm.orders import groups
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
 
+#: The block that stands for those that slid out of a window; every request may have it.
+_NULL_BLOCK = 0
+
 
 class Failures:
-    """What is held back where the model has several cache groups."""
+    """A worker's loads that failed, where the model has several cache groups.
+
+    Those releases report them as received, and no block of theirs as invalid.
+    """
 
     def __init__(self) -> None:
         self._failed: set[str] = set()
-        self._held_back: set[str] = set()
-        self._over: set[str] = set()
+        self._invalid: set[int] = set()
 
     def add(self, request_id: str) -> None:
         """Books a failure; a background thread may."""
         self._failed.add(request_id)
 
-    def sift(self, received: set[str], finished: Iterable[str], loading: Iterable[str]) -> set[str]:
+    def report(self, received: set[str], loading: Mapping[str, Any]) -> set[str]:
         """What of `received` the scheduler may be told.
 
         Args:
-            finished: requests that have ended, those that were aborted included.
-            loading: requests whose load had not ended before.
+            loading: the block ids of every request whose load had not ended before, as the
+                release keeps them.
         """
-        over = set(finished)
-        self._over |= over & set(loading)
         failed = received & self._failed
         self._failed -= failed
-        for request_id in failed - self._over:
-            _LOG.error(
-                "the KV cache of request %s could not be loaded. This vLLM cannot fail one request "
-                "of a model with several cache groups: it waits until its client gives it up. "
-                "--disable-hybrid-kv-cache-manager, or vLLM 0.30 or later, fails it at once",
-                request_id,
-            )
-        self._held_back |= failed - self._over
-        let_go = self._held_back & over
-        self._held_back -= let_go
-        self._over -= received
-        return (received - self._held_back) | let_go
+        for request_id in failed:
+            ids = {block for group in groups(loading[request_id]) for block in group}
+            self._invalid |= ids - {_NULL_BLOCK}
+            if not ids:  # P was to be told of it, and nobody waits
+                received = received - {request_id}
+        return received
+
+    def take_invalid(self) -> set[int]:
+        """The blocks of what was reported since this was asked last."""
+        taken, self._invalid = self._invalid, set()
+        return taken
 
 
 _FAILURES: WeakKeyDictionary[Any, Failures] = WeakKeyDictionary()
@@ -88,6 +91,58 @@ class Unreported(set[str]):
         found = {request_id for request_id in self._ids.copy() if request_id not in reading}
         self._ids -= found
         return found
+
+
+class LastToFirst:
+    """Stands where a worker queues its failed requests (from 0.22 to 0.29).
+
+    The release reports a request with the first of its transfers that fails: its blocks
+    are used anew while others still write to them, and when these end, or fail too, the
+    engine does, for it looks for what it has let go of. Here a request comes out when none
+    of its transfers goes on. One without blocks (a full prefix hit) does not: its scheduler
+    does not wait for it, and stumbles over its name.
+
+    Args:
+        own: what stood there.
+    """
+
+    def __init__(self, worker: Any, own: Queue[str]) -> None:
+        self._worker = ref(worker)
+        self._ids: set[str] = set()
+        while not own.empty():
+            self.put(own.get_nowait())
+
+    def put(self, request_id: str) -> None:
+        """Books a failure; a background thread may."""
+        self._ids.add(request_id)
+
+    def empty(self) -> bool:
+        """Whether there is none to report."""
+        return self._ready() is None
+
+    def get_nowait(self) -> str:
+        """Raises:
+        Empty: there is none to report.
+        """
+        request_id = self._ready()
+        if request_id is None:
+            raise Empty
+        self._ids.discard(request_id)
+        return request_id
+
+    def _ready(self) -> str | None:
+        worker = self._worker()
+        if worker is None:
+            return None
+        for request_id in self._ids.copy():
+            if worker._recving_transfers.get(request_id):
+                continue
+            metadata = worker._recving_metadata.get(request_id)
+            if metadata is not None and any(groups(metadata.local_block_ids)):
+                return request_id
+            self._ids.discard(request_id)
+            worker._recving_metadata.pop(request_id, None)
+        return None
 
 
 def report_failed(worker: Any, unreported: Unreported) -> set[str]:
@@ -156,3 +211,31 @@ def leave_waiting(worker: Any, request_id: str, reason: object) -> None:
         request_id,
         reason,
     )
+
+
+def whole_requests(
+    scheduler: Any, requests: Iterable[Any], invalid_block_ids: set[int]
+) -> tuple[set[str], int, list[Any]]:
+    """What of these requests has blocks that could not be loaded, in whichever cache group.
+
+    Of one that waits for its load nothing counts as computed from here on: which of its
+    tokens all groups have would depend on windows, and a load fails as a whole.
+
+    Returns:
+        The names of those that wait for their loads, how many tokens they had, and the
+        requests that have such blocks without waiting.
+    """
+    failed: set[str] = set()
+    others: list[Any] = []
+    tokens = 0
+    for request in requests:
+        tables = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        if all(invalid_block_ids.isdisjoint(table) for table in tables):
+            continue
+        if request.status.name != "WAITING_FOR_REMOTE_KVS":
+            others.append(request)
+            continue
+        failed.add(request.request_id)
+        tokens += request.num_computed_tokens
+        request.num_computed_tokens = request.num_external_computed_tokens = 0
+    return failed, tokens, others

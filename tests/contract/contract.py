@@ -40,7 +40,7 @@ def drift(release: str, site: Site) -> str:
         return found
     if found.kind != site.kind:
         return f"{site.name} is a {found.kind}, not a {site.kind}"
-    if found.parameters != site.parameters:
+    if not site.takes(found.parameters):
         expected = ", ".join(site.parameters)
         return f"{site.name} takes ({', '.join(found.parameters)}), not ({expected})"
     return ""

@@ -7,7 +7,7 @@ bodies that the adapters in ``kvpatch.vllm`` were written against.
 from __future__ import annotations
 
 from kvpatch._versions import Generation
-from kvpatch.patches import aborted_loads, load
+from kvpatch.patches import aborted_loads, failed_loads, load
 
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 
@@ -23,6 +23,9 @@ def bodies(generation: Generation) -> list[tuple[str, str]]:
     found += _TOPOLOGY.get(generation.slug, [])
     if generation.slug in aborted_loads.NEED_IT:
         found.append(("vllm.v1.core.sched.scheduler", "Scheduler._free_blocks"))
+    if generation.slug in failed_loads.SEVERAL_GROUPS:
+        core = ("_handle_invalid_blocks", "_update_waiting_for_remote_kv")
+        found += [("vllm.v1.core.sched.scheduler", f"Scheduler.{name}") for name in core]
     return list(dict.fromkeys(found))
 
 

@@ -81,6 +81,8 @@ class EngineSpec:
     answer_tokens: int = 1
     #: Whether a step is scheduled before the tokens of the last one are known.
     schedules_ahead: bool = False
+    #: What becomes of a request whose load failed; empty for the release's own default.
+    load_failure_policy: str = ""
     #: Whether the connector is one of a MultiConnector's.
     in_multi: bool = False
     #: What the platform calls its device; empty for what the release can take for a CPU.

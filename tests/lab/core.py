@@ -55,6 +55,9 @@ class CoreScheduler:
         self._read: set[str] = set()
         #: Requests that workers have loaded, likewise.
         self._loaded: set[str] = set()
+        #: Requests and blocks whose loads failed, likewise.
+        self._failed: set[str] = set()
+        self._invalid: set[int] = set()
         self._scatter(seed)
 
     def limit_chunks(self, tokens: int) -> None:
@@ -120,6 +123,15 @@ class CoreScheduler:
         """What has been received; the next step tells the scheduler."""
         self._loaded |= request_ids
 
+    def failed(self, request_ids: set[str], block_ids: set[int]) -> None:
+        """What could not be loaded, as the release names it; the next step tells the scheduler."""
+        self._failed |= request_ids
+        self._invalid |= block_ids
+
+    def status(self, request_id: str) -> str:
+        """What has become of a request, by the name of vLLM's status."""
+        return str(self._tracked[request_id].request.status.name)
+
     def free_blocks(self) -> int:
         """How many blocks the scheduler may hand out."""
         return int(self._core.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -127,6 +139,8 @@ class CoreScheduler:
     def _update(self, computation: Computation) -> None:
         sent, self._read = self._read, set()
         loaded, self._loaded = self._loaded, set()
+        failed, self._failed = self._failed, set()
+        invalid, self._invalid = self._invalid, set()
         from vllm.v1 import outputs as of_release
 
         kind = of_release.ModelRunnerOutput
@@ -148,9 +162,14 @@ class CoreScheduler:
             "finished_recving": loaded,
         }
         if hasattr(of_release, "KVConnectorOutput"):
-            wanted["kv_connector_output"] = of_release.KVConnectorOutput(
-                finished_sending=sent, finished_recving=loaded
-            )
+            said = {
+                "finished_sending": sent,
+                "finished_recving": loaded,
+                "failed_recving": failed,  # from 0.30
+                "invalid_block_ids": invalid,  # from 0.11.1
+            }
+            output = of_release.KVConnectorOutput
+            wanted["kv_connector_output"] = output(**accepted(output, said))
         outputs = self._core.update_from_output(computation.output, kind(**accepted(kind, wanted)))
         for of_client in outputs.values():
             for output in of_client.outputs:

@@ -342,22 +342,34 @@ class Player(Engine):
         """How many blocks the scheduler may hand out."""
         return self._core_scheduler().free_blocks()
 
+    def status(self, name: str) -> str:
+        """What has become of a request, to the scheduler."""
+        return self._core_scheduler().status(name)
+
     def hang_up(self, name: str) -> None:
         """Ends a request whose client is gone; the next step tells the workers."""
         self._core_scheduler().abort(name)
         self.over = {name}
 
     def loaded(self, names: Sequence[str]) -> None:
-        """Tells the scheduler that these have been received, and takes a step."""
-        self._core_scheduler().loaded(set(names))
+        """Tells the scheduler that these have been received, or failed, and takes a step."""
+        core = self._core_scheduler()
+        broken = [what.split(maxsplit=1) for what in self._broken]
+        core.failed(
+            {what for kind, what in broken if kind == "request"},
+            {int(what) for kind, what in broken if kind == "block"},
+        )
+        self._broken.clear()
+        core.loaded(set(names))
         self.tick()
 
     def compare(self, names: Sequence[str]) -> tuple[int, int]:
-        """Wrong and total elements of these requests."""
+        """Wrong and total elements of these requests; of windows what the model will look at."""
         wrong = total = 0
         for name in names:
             tracked = self._by_name[name]
-            for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
+            tokens, seen = range(tracked.tokens), self.spec.is_hybrid
+            for _, array, block, offset, value in self._elements(tracked, tokens, seen=seen):
                 wrong += int((array[block, offset] != value).sum())
                 total += value.size
         return wrong, total

@@ -205,6 +205,11 @@ def model_config(spec: EngineSpec) -> Any:
     )
 
 
+def _load_failure_policy(spec: EngineSpec) -> dict[str, str]:
+    policy = spec.load_failure_policy
+    return {"kv_load_failure_policy": policy} if policy else {}
+
+
 def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, Any]) -> Any:
     """The release's own configuration objects for one engine."""
     from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig, VllmConfig
@@ -226,6 +231,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         "kv_role": role,
         "kv_buffer_device": "cpu",
         "kv_connector_extra_config": extra,
+        **_load_failure_policy(spec),
     }
     outer = {
         "kv_connector": "MultiConnector",

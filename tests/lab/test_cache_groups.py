@@ -38,7 +38,7 @@ def _release_has_groups(lab: Lab) -> None:
         pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
 
 
-def _engine(model: str, block_tokens: int) -> EngineSpec:
+def engine_of(model: str, block_tokens: int) -> EngineSpec:
     windows, layers = MODELS[model]
     # Room for the longest request in every group, as the release demands, and more.
     blocks = (len(windows) + 1) * (HYBRID_MODEL_TOKENS // block_tokens + 2)
@@ -58,8 +58,8 @@ def _case(model: str, sizes: tuple[int, int], prompt: int, hit: str = "none") ->
     hits = {"none": 0, "one block": min(1, full), "all but one": max(0, full - 1)}
     return Case(
         f"{model}, {p} to {d}, {prompt} tokens, {hit} cached",
-        _engine(model, p),
-        _engine(model, d),
+        engine_of(model, p),
+        engine_of(model, d),
         prompt,
         hits[hit] * d,
     )
@@ -155,7 +155,7 @@ _WITH_A_BLOCK_MORE = (96, 158, 159, 256)
 
 @pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
-def test_a_speculating_prefill_engine(lab: Lab, sizes: str, prompt: int) -> None:
+def test_a_speculating_prefillengine_of(lab: Lab, sizes: str, prompt: int) -> None:
     """To 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
     case = _speculating(BLOCK_TOKENS[sizes], prompt)
 
@@ -180,7 +180,7 @@ def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
 
 @pytest.mark.parametrize("hit", ["none", "one block"])
 @pytest.mark.parametrize("prompt", [160, 191])
-def test_a_speculating_decode_engine(lab: Lab, prompt: int, hit: str) -> None:
+def test_a_speculating_decodeengine_of(lab: Lab, prompt: int, hit: str) -> None:
     """In 0.23 and 0.24 a D with a draft model has blocks behind the prompt's, too.
 
     Its list of a window is then short of one block where the window begins in the
@@ -232,8 +232,8 @@ def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> No
     """48 tokens cut into 16 look like 16: D computes until a prompt of full attention tells."""
     if states_kernel_blocks(lab.release):
         pytest.skip("this release states how blocks are cut")
-    d = replace(_engine("two groups", 16), family="flashinfer", device="cuda")
-    p = replace(_engine("two groups", 48), family="flashinfer", device="cuda", parts=3)
+    d = replace(engine_of("two groups", 16), family="flashinfer", device="cuda")
+    p = replace(engine_of("two groups", 48), family="flashinfer", device="cuda", parts=3)
     case = Case("may be cut", p if cut else d, d, prompt)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))

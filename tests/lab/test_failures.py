@@ -188,6 +188,26 @@ def test_death_in_mid_transfer(stage: Stage, lab: Lab) -> None:
     assert_served(stage, lab.release, survivor, decode)
 
 
+def test_death_of_two_ranks(stage: Stage, lab: Lab) -> None:
+    """The read of one fails before the other's; from 0.22 to 0.29 the second ended D's engine."""
+    if not states_layout(lab.release):
+        pytest.skip("this release's handshake states too little of ranks")
+    ranks, alone = engine(tp_size=2, kv_heads=4, block_tokens=32), engine(kv_heads=4)
+    mortal, survivor = stage.prefill(ranks), stage.prefill(alone)
+    decode = stage.decode(replace(STAGED, kv_heads=4))
+    introduce(decode, stage.prompts(2, TOKENS), mortal, survivor)
+    lost = stage.prompts(4, TOKENS)
+    asks = mortal.compute(*lost)
+
+    mortal.hold()
+    decode.ask(*asks)
+    assert decode.watch(*lost, seconds=0.1).waiting == names(lost)
+    mortal.die()
+
+    assert_failed_alone(decode, lab.release, lost)
+    assert_served(stage, lab.release, survivor, decode)
+
+
 def test_stock_dies_with_its_peer(stage: Stage, lab: Lab) -> None:
     """What is mended here, and that the test sees it."""
     if stock_survives_dead_peers(lab.release):

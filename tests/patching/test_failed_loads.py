@@ -7,13 +7,21 @@ same patch on every release's real worker.
 from __future__ import annotations
 
 import sys
+from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from kvpatch._versions import GENERATIONS
 from kvpatch.patches.failed_loads import PATCH
-from kvpatch.vllm.failures import Failures, Unreported, pop_one_by_one, report_failed
+from kvpatch.vllm.failures import (
+    Failures,
+    LastToFirst,
+    Unreported,
+    pop_one_by_one,
+    report_failed,
+    whole_requests,
+)
 
 pytestmark = pytest.mark.patching
 
@@ -21,42 +29,128 @@ pytestmark = pytest.mark.patching
 class TestSeveralGroups:
     def test_what_did_not_fail_is_reported(self):
         failures = Failures()
-        assert failures.sift({"a", "b"}, (), ("a", "b")) == {"a", "b"}
+        assert failures.report({"a", "b"}, {"a": ([1], [2]), "b": ([3], [4])}) == {"a", "b"}
+        assert failures.take_invalid() == set()
 
-    def test_a_failed_load_is_held_back_until_its_request_is_over(self):
+    def test_the_blocks_of_all_groups_of_a_failed_load_are_invalid_once(self):
         failures = Failures()
         failures.add("a")
-        assert failures.sift({"a", "b"}, (), ("a", "b")) == {"b"}
-        assert failures.sift(set(), (), ()) == set()
-        assert failures.sift({"c"}, {"a"}, ()) == {"a", "c"}, "its blocks can be freed now"
-        assert failures.sift(set(), {"a"}, ()) == set(), "once"
-
-    def test_a_request_that_was_given_up_before_its_load_failed(self):
-        failures = Failures()
-        assert failures.sift(set(), {"a"}, ("a",)) == set()
-        failures.add("a")
-        assert failures.sift({"a"}, (), ("a",)) == {"a"}
+        loading = {"a": ([1, 2], [0, 5]), "b": ([3], [4])}
+        assert failures.report({"a", "b"}, loading) == {"a", "b"}
+        assert failures.take_invalid() == {1, 2, 5}, "block 0 stands for none"
+        assert failures.take_invalid() == set()
 
     def test_a_failure_of_one_transfer_of_several_is_kept_until_all_are_done(self):
         failures = Failures()
         failures.add("a")
-        assert failures.sift(set(), (), ("a",)) == set()
-        assert failures.sift({"a"}, (), ("a",)) == set()
+        assert failures.report(set(), {"a": ([1], [2])}) == set()
+        assert failures.take_invalid() == set()
+        assert failures.report({"a"}, {"a": ([1], [2])}) == {"a"}
+        assert failures.take_invalid() == {1, 2}
 
-    def test_what_the_worker_books_as_failed_is_held_back(self):
+    def test_nobody_waits_for_one_without_blocks(self):
+        failures = Failures()
+        failures.add("a")
+        assert failures.report({"a", "b"}, {"a": ([], []), "b": ([3], [4])}) == {"b"}
+        assert failures.take_invalid() == set()
+
+    def test_what_the_worker_books_as_failed_is_invalid(self):
         failures = Failures()
         worker = _worker(failed={"a"}, failures=failures, a=([1], [2]), b=([3], [4]))
         worker._failed_recv_reqs.add("b")
 
         received = report_failed(worker, worker._failed_recv_reqs) | {"c"}
 
-        assert received == {"a", "b", "c"}
-        assert failures.sift(received, (), ("a", "b", "c")) == {"c"}
+        loading = {"a": ([1], [2]), "b": ([3], [4]), "c": ([5], [6])}
+        assert failures.report(received, loading) == {"a", "b", "c"}
+        assert failures.take_invalid() == {1, 2, 3, 4}
+
+
+class _Request:
+    """A stand-in for a scheduler's request of 40 tokens, 32 of which were to be loaded."""
+
+    def __init__(self, name, status="WAITING_FOR_REMOTE_KVS"):
+        self.request_id = name
+        self.status = SimpleNamespace(name=status)
+        self.num_computed_tokens = 40
+        self.num_external_computed_tokens = 32
+
+
+class TestWholeRequests:
+    TABLES = {"a": ([1, 2], [3, 4]), "b": ([5, 6], [7, 8])}
+
+    def _scheduler(self):
+        return SimpleNamespace(kv_cache_manager=SimpleNamespace(get_block_ids=self.TABLES.get))
+
+    @pytest.mark.parametrize("block", [1, 2, 3, 4])
+    def test_a_block_of_any_group_fails_all_of_its_request(self, block):
+        a, b = requests = _Request("a"), _Request("b")
+
+        assert whole_requests(self._scheduler(), requests, {block}) == ({"a"}, 40, [])
+        assert (a.num_computed_tokens, a.num_external_computed_tokens) == (0, 0)
+        assert (b.num_computed_tokens, b.num_external_computed_tokens) == (40, 32)
+
+    def test_one_that_runs_is_left_to_the_release(self):
+        a, b = _Request("a", "RUNNING"), _Request("b", "RUNNING")
+
+        assert whole_requests(self._scheduler(), (a, b), {2}) == (set(), 0, [a])
+        assert a.num_computed_tokens == 40
+
+
+class TestLastToFirst:
+    def _queue(self, *failed, reading=(), **blocks):
+        worker = _worker(reading=reading, **blocks)
+        own = Queue()
+        for name in failed:
+            own.put(name)
+        worker._failed_recv_reqs = LastToFirst(worker, own)
+        return worker
+
+    def _drained(self, worker):
+        found, queue = [], worker._failed_recv_reqs
+        while not queue.empty():
+            found.append(queue.get_nowait())
+        with pytest.raises(Empty):
+            queue.get_nowait()
+        return found
+
+    def test_what_was_queued_before_and_after_comes_out_once(self):
+        worker = self._queue("a", a=[1], b=[2])
+        worker._failed_recv_reqs.put("b")
+        worker._failed_recv_reqs.put("b")
+
+        assert sorted(self._drained(worker)) == ["a", "b"]
+        assert self._drained(worker) == []
+
+    def test_not_while_another_of_its_reads_goes_on(self):
+        worker = self._queue("a", "b", reading=("a",), a=[1], b=[2])
+        assert self._drained(worker) == ["b"]
+
+        worker._recving_transfers.clear()
+
+        assert self._drained(worker) == ["a"]
+
+    def test_not_one_that_has_been_reported(self):
+        worker = self._queue("a", a=[1])
+        del worker._recving_metadata["a"]
+
+        assert self._drained(worker) == []
+
+    @pytest.mark.parametrize("blocks", [[], (), ([], [])])
+    def test_not_one_that_nothing_was_to_be_loaded_for(self, blocks):
+        worker = self._queue("a", a=blocks)
+
+        assert self._drained(worker) == []
+        assert not worker._recving_metadata
+
+
+class _Worker(SimpleNamespace):
+    """Which can be referred to weakly, unlike its base."""
 
 
 def _worker(*, failed=(), reading=(), failures=None, **blocks):
     """A stand-in: requests that are loaded, by name, with their blocks."""
-    return SimpleNamespace(
+    return _Worker(
         nixl_wrapper=_NixlAgent(),
         _failed_recv_reqs=Unreported(failed, failures),
         _recving_transfers=dict.fromkeys(reading, [1]),
