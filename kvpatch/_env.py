@@ -22,6 +22,7 @@ HOST_BUFFER_BYTES = "KVPATCH_HOST_BUFFER_BYTES"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
+UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 
 #: Read outside the engines: by the experiments and by the test suite.
 TOOLING = (
@@ -35,6 +36,7 @@ TOOLING = (
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _HOST_BUFFERS = ("auto", "always", "never")
 _TRANSFERS = ("auto", "direct", "staged")
+_UNSTATED_LAYOUTS = ("prove", "same")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 _DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -114,6 +116,11 @@ def transfer_mode() -> str:
     return _choice(TRANSFER, _TRANSFERS)
 
 
+def unstated_layout() -> str:
+    """What becomes of a peer whose handshake states no layout (0.10.0): ``prove`` or ``same``."""
+    return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
+
+
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
     real = (
@@ -124,6 +131,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         LOG_LEVEL,
         STAGING_BYTES,
         TRANSFER,
+        UNSTATED_LAYOUT,
     )
     found = []
     for name in sorted(os.environ):

@@ -63,14 +63,16 @@ from kvpatch.patches import _sites
 from kvpatch.vllm import orders
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.groups import Group, whole_group
+from kvpatch.vllm.groups import Group, counted_group, whole_group, window_alone
 from kvpatch.vllm.halves import halves_of
+from kvpatch.vllm.host_buffer_links import connectors_of
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
     completed,
     has_ranks_unmet,
+    has_two_layouts,
     is_alike,
     refuse_drafted_windows,
     refuse_smaller_blocks,
@@ -80,6 +82,7 @@ from kvpatch.vllm.likeness import (
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.vllm.our_side import our_side, own_regions
 from kvpatch.vllm.peers import refusal
+from kvpatch.vllm.proofs import announced
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
 from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
@@ -87,7 +90,13 @@ from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.staging import staging_pool
-from kvpatch.vllm.unstated import BlockTokens, Introductions, states_parts, step_of_cuts
+from kvpatch.vllm.unstated import (
+    CUT_INTO,
+    BlockTokens,
+    Introductions,
+    states_parts,
+    step_of_cuts,
+)
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -292,7 +301,9 @@ def _agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     """All that are told what one rank is told: of more ranks than ours the release knows one."""
     reader = reader_of(worker)
     if reader is not None and reader.ours.meets_one_rank:
-        for peer in tuple(reader.peers.values()):  # handshakes add to it
+        # Handshakes add to it.
+        unproven = (reader.known(engine_id) for engine_id in reader.proofs.open_engines)
+        for peer in (*tuple(reader.peers.values()), *(peer for peer in unproven if peer)):
             names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
             if agent in names:
                 return names
@@ -302,7 +313,8 @@ def _agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
 def _unlike_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
     reader = reader_of(worker)
-    for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
+    # Handshakes add to both.
+    for engine_id in (*tuple(reader.peers), *reader.proofs.open_engines) if reader else ():
         if any(found == handle for _, found in _handles(worker, engine_id)):
             return engine_id
     return None
@@ -329,6 +341,7 @@ def _add_remote_agent(
     *,
     registration: Registration,
     drafted_windows: bool,
+    states_layout: bool,
 ) -> Any:
     def add(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *more: Any
@@ -356,15 +369,24 @@ def _add_remote_agent(
             reader.ours, replace(stated, block_tokens=None) if misread else stated
         )
         _refuse_doubtful_layout(instance, reader, peer)
+        if has_two_layouts(reader.ours, peer):
+            if _env.unstated_layout() == "prove":
+                metadata = nixl_agent_meta
+                return _add_unproven(wrapped, instance, reader, metadata, peer, unstated)
+            if not is_alike(reader.ours, peer):
+                peer = replace(peer, layout=reader.ours.inner_layout)
         if is_alike(reader.ours, peer) and not (reader.is_for_all or misread):
             rank = reader.admit_like(peer, unstated)
             agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
             if rank is not None:
                 rank.agent = agent
-            return agent
-        if drafted_windows:
-            refuse_drafted_windows(instance, reader.ours, reader.groups, peer)
-        return _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
+        else:
+            if drafted_windows:
+                refuse_drafted_windows(instance, reader.ours, reader.groups, peer)
+            agent = _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
+        if not states_layout:
+            reader.proofs.settle(peer.engine_id)
+        return agent
 
     return add(*args, **kwargs)
 
@@ -402,6 +424,49 @@ def _add_unlike(
     if any(size != 1 for size in more):
         raise refusal(ours, statement, "use --decode-context-parallel-size 1 on the prefill side")
     rank = reader.rank(statement)
+    rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
+    reader.admit(rank, unstated)
+    _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
+    return rank.agent
+
+
+def _add_unproven(
+    wrapped: Callable[..., Any],
+    worker: Any,
+    reader: Reader,
+    metadata: Any,
+    statement: Statement,
+    unstated: BlockTokens | None,
+) -> Any:
+    """One that may have either layout; nothing is loaded from it before that is proven."""
+    candidates = {name: replace(statement, layout=name) for name in ("HND", "NHD")}
+    likes = [name for name, stated in candidates.items() if is_alike(reader.ours, stated)]
+    ranks = {name: reader.rank(stated) for name, stated in candidates.items()}
+    agent = _add_as_alike(wrapped, worker, reader, metadata, statement, ())
+    for rank in ranks.values():
+        rank.agent = agent
+    alike = next(iter(likes), None)
+    reader.admit_unproven(ranks, None if reader.is_for_all else alike, unstated)
+    _LOG.info(
+        "engine %s states no layout, and is not read before prompts have shown it: it has %s; we "
+        "have %s",
+        statement.engine_id,
+        statement,
+        reader.ours,
+    )
+    return agent
+
+
+def _add_as_alike(
+    wrapped: Callable[..., Any],
+    worker: Any,
+    reader: Reader,
+    metadata: Any,
+    statement: Statement,
+    more: tuple[Any, ...],
+) -> Any:
+    """Shows the release a peer like us, within the memory of this one; its name to NIXL."""
+    ours = reader.ours
     layout = hnd_like(ours.layout)
     alike = as_alike(
         metadata,
@@ -414,10 +479,7 @@ def _add_unlike(
     )
     shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
     with layout_called(worker, layout):
-        rank.agent = wrapped(alike, statement.tp_rank, shown_ranks, *more)
-    reader.admit(rank, unstated)
-    _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
-    return rank.agent
+        return wrapped(alike, statement.tp_rank, shown_ranks, *more)
 
 
 def _nixl_handshake(
@@ -484,10 +546,15 @@ def _read_blocks_for_req(
         order = orders.order_of(meta)
         try:
             peer = _peer_of(reader, engine_id, order)
+            if any(orders.groups(meta.local_block_ids)):
+                reader.proofs.check(engine_id)
             _check_order(instance, req_id, engine_id, peer, order)
         except KvpatchError as error:
             orders.pretend_alike(meta, expanded=expanded)
             with reader.refusing(engine_id, error):
+                return wrapped(req_id, meta)
+        if order is not None and reader.proofs.is_open(engine_id):  # D computes it
+            with reader.proofs.sampling(req_id, engine_id, order):
                 return wrapped(req_id, meta)
         if peer is None or order is None or not any(order.local_blocks):
             # One like us; or one that hands are shaken with now (from 0.32), and the request
@@ -554,12 +621,12 @@ def _get_num_new_matched_tokens(
             return found
         groups = blocks if blocks and isinstance(blocks[0], list | tuple) else [blocks]
         introductions = _INTRODUCTIONS.get(instance) or introduce(instance)
-        whole = whole_group(instance)
-        if introductions is None or whole is None:
+        counted = counted_group(instance)
+        if introductions is None or counted is None:
             return found
         _INTRODUCTIONS[instance] = introductions
         needed = num_computed_tokens + found[0]
-        held = len(groups[whole]) if whole < len(groups) else 0
+        held = len(groups[counted]) if counted < len(groups) else 0
         if introductions.allow(engine_id, request.num_prompt_tokens, held, needed):
             return found
         return 0, False
@@ -577,7 +644,14 @@ def _introductions(scheduler: Any, *, full_blocks_only: bool) -> Introductions:
         scheduler.block_size,
         full_blocks_only=full_blocks_only,
         allows_none=full_blocks_only and reserves_slots(scheduler.vllm_config),
+        must_prove=full_blocks_only and _must_prove(scheduler.vllm_config.model_config),
     )
+
+
+def _must_prove(model_config: Any) -> bool:
+    """Whether layouts differ: with one head or one latent a token they do not."""
+    has_heads = not model_config.use_mla and model_config.get_total_num_kv_heads() > 1
+    return has_heads and _env.unstated_layout() == "prove"
 
 
 def _introductions_to_cuts(scheduler: Any, *, module: str) -> Introductions | None:
@@ -587,7 +661,13 @@ def _introductions_to_cuts(scheduler: Any, *, module: str) -> Introductions | No
     step = step_of_cuts(scheduler.block_size, str(current_platform.device_type))
     if step is None or states_parts([sys.modules.get(module)]):
         return None
-    return Introductions(scheduler.block_size, step_tokens=step)
+    window_tokens = 0
+    if whole_group(scheduler) is None:
+        alone = window_alone(scheduler)
+        if alone is None or scheduler.block_size % CUT_INTO:
+            return None
+        window_tokens = alone[1]
+    return Introductions(scheduler.block_size, step_tokens=step, window_tokens=window_tokens)
 
 
 def _build_connector_meta(
@@ -607,8 +687,14 @@ def _build_connector_meta(
         metadata,
         full_blocks_only=full_blocks_only,
         drafted_blocks=drafted_blocks,
+        step=_step(*args, **kwargs) if full_blocks_only else None,
     )
     return metadata
+
+
+def _step(scheduler_output: Any) -> Any:
+    """The scheduler's output, by place or by name."""
+    return scheduler_output
 
 
 def _get_finished(
@@ -617,11 +703,46 @@ def _get_finished(
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
         reader = reader_of(worker) if worker is not None else None
-        if reader is not None:
-            reader.give_up(finished_req_ids)
-        return wrapped(finished_req_ids)
+        if reader is None:
+            return wrapped(finished_req_ids)
+        reader.give_up(finished_req_ids)
+        news = reader.proofs.end_step()
+        sent, received = wrapped(finished_req_ids)
+        return sent, news.union(received or ()) if news else received
 
     return get_finished(*args, **kwargs)
+
+
+def _start_load_kv(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def start(metadata: Any) -> Any:
+        reader = reader_of(instance)
+        if reader is not None:
+            for request_id, entry in metadata.reqs_to_recv.items():
+                order = orders.order_of(entry)
+                if order is not None and order.computed is not None:
+                    reader.proofs.computing(request_id, orders.engine_of(entry), order)
+        return wrapped(metadata)
+
+    return start(*args, **kwargs)
+
+
+def _update_from_kv_xfer_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def update(output: Any) -> Any:
+        news = announced(output.finished_recving or ())
+        for connector in connectors_of(instance) if news else ():
+            introductions = _INTRODUCTIONS.get(connector.connector_scheduler)
+            if introductions is not None:
+                for engine_id in news.values():
+                    introductions.prove(engine_id)
+        if news:  # which are no requests
+            output.finished_recving = set(output.finished_recving) - news.keys()
+        return wrapped(output)
+
+    return update(*args, *kwargs.values())
 
 
 def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
@@ -655,6 +776,16 @@ def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
     return {_sites.get_finished(generation): _get_finished} if generation.slug in _ABORTS else {}
 
 
+def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
+    """0.10.0 states no layout, and its scheduler hears of nothing but received requests."""
+    if generation.slug not in _NO_LAYOUT:
+        return {}
+    return {
+        _sites.start_load_kv(generation): _start_load_kv,
+        _sites.update_from_kv_xfer_finished(generation): _update_from_kv_xfer_finished,
+    }
+
+
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
 _MEETS_ONE_RANK = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130")
 # 0.11.1 and 0.11.2, on a CPU backend; 0.12.0 does not.
@@ -664,6 +795,7 @@ _FAILING_CUTS = ("g0160", "g0180", "g0200")
 _NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)
+_NO_LAYOUT = ("g0100",)
 # 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
 _DRAFTED_BLOCKS = ("g0230", "g0240")
 # To 0.24 a list of P's goes on behind the prompt where it drafts tokens (0.25 ends g0240).
@@ -686,6 +818,7 @@ PATCH = Patch(
                 _add_remote_agent,
                 registration=REGISTRATIONS[g.slug],
                 drafted_windows=g.slug in _DRAFTED_WINDOWS,
+                states_layout=g.slug not in _NO_LAYOUT,
             ),
             _sites.read_blocks_for_req(g): partial(
                 _read_blocks_for_req, expanded=g.slug in _EXPANDED
@@ -698,6 +831,7 @@ PATCH = Patch(
             **_sites_of_introductions(g),
             **_sites_of_handshakes(g),
             **_sites_of_aborts(g),
+            **_sites_of_proofs(g),
         }
         for g in GENERATIONS
     },

@@ -74,6 +74,10 @@ class StagingPool:
         self._owner: dict[Space, str] = {}
         self._lost: list[tuple[Space, Callable[[], bool]]] = []
 
+    def aside(self, size_bytes: int) -> StagingPool:
+        """Another one of the same kind of memory, for what must not wait in this one."""
+        return StagingPool(size_bytes, self._make)
+
     @property
     def size_bytes(self) -> int:
         """Of the whole pool, whether or not it has been made."""

@@ -124,6 +124,8 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         """Sends a message to a rank, and to those beside it of which the release does not know."""
         beside = self._self_beside(remote_agent_name)
         self._tell((name for name in beside if name != remote_agent_name), notif_msg)
+        if self._self_reader.proofs.post(self.__wrapped__, remote_agent_name, notif_msg):
+            return None  # it is told once a sample of its blocks has been read
         return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:

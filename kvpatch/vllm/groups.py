@@ -17,11 +17,14 @@ class Group:
         window_tokens: of a sliding window, whose last blocks alone a peer may hold and
             send; 0 for a group that looks at every token.
         has_state: whether a block is recurrent state, and the last one of a list is all.
+        is_clipped: whether peers name the window's last blocks alone, and not all of the
+            prompt's with null blocks for those that slid out of it.
     """
 
     layers: frozenset[str]
     window_tokens: int
     has_state: bool = False
+    is_clipped: bool = True
 
 
 def one_group(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
@@ -37,9 +40,13 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     """
     plan = worker.kv_cache_config
     found = getattr(plan, "transfer_groups", plan.kv_cache_groups)  # a choice of them from 0.29
+    is_clipped = bool(getattr(worker, "_is_hma_required", True))
     groups = tuple(
         Group(
-            frozenset(g.layer_names), _window_tokens(g.kv_cache_spec), _has_state(g.kv_cache_spec)
+            frozenset(g.layer_names),
+            _window_tokens(g.kv_cache_spec),
+            _has_state(g.kv_cache_spec),
+            is_clipped,
         )
         for g in found
     )
@@ -70,6 +77,31 @@ def whole_group(scheduler: Any) -> int | None:
 
 def _has_state(spec: Any) -> bool:
     return any("MambaSpec" in (kind.__name__ for kind in type(s).__mro__) for s in _members(spec))
+
+
+def counted_group(scheduler: Any) -> int | None:
+    """The group whose list of blocks tells how many tokens a block has; None without one."""
+    whole = whole_group(scheduler)
+    if whole is not None:
+        return whole
+    alone = window_alone(scheduler)
+    return None if alone is None else alone[0]
+
+
+def window_alone(scheduler: Any) -> tuple[int, int] | None:
+    """(group, its window in tokens) as a scheduler has them, where no group looks at all tokens.
+
+    The largest window names the most blocks. A window of 0 where all of a prompt's blocks
+    are named all the same. None where another kind of group is among them.
+    """
+    specs = [
+        _members(group.kv_cache_spec)[0] for group in scheduler.kv_cache_config.kv_cache_groups
+    ]
+    if not specs or any(type(spec).__name__ != "SlidingWindowSpec" for spec in specs):
+        return None
+    windows = [_window_tokens(spec) for spec in specs]
+    number = windows.index(max(windows))
+    return number, windows[number] if getattr(scheduler, "_is_hma_required", True) else 0
 
 
 def _window_tokens(spec: Any) -> int:

@@ -84,14 +84,6 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
             "not say so: use one --block-size on both sides, or vLLM 0.21 or later",
         )
-    if peer.layout is None and _has_many_heads(ours, peer):
-        raise refusal(
-            ours,
-            peer,
-            "this release's handshake does not state the layout, which tells heads from tokens "
-            "where blocks or ranks are unlike: use one --block-size and one "
-            "--tensor-parallel-size, or vLLM 0.10.1 or later",
-        )
     if peer.backend not in (None, ours.backend):
         raise refusal(
             ours,
@@ -135,6 +127,16 @@ def _refuse_unproven_halves(ours: OurSide, peer: Statement) -> None:
 def has_ranks_unmet(ours: OurSide, peer: Statement) -> bool:
     """Whether it has more ranks than we do, and the release meets one of them."""
     return ours.meets_one_rank and peer.tp_size > ours.tp_size
+
+
+def has_two_layouts(ours: OurSide, peer: Statement) -> bool:
+    """Whether heads and tokens of a peer's blocks may lie in either order for all it says."""
+    return (
+        peer.layout is None  # 0.10.0
+        and ours.key_order is KeyOrder.ROW_MAJOR
+        and (peer.block_tokens or 2) > 1
+        and _has_many_heads(ours, peer)
+    )
 
 
 def _has_many_heads(ours: OurSide, peer: Statement) -> bool:

@@ -16,6 +16,19 @@ _REMOTE_BLOCKS = "kvpatch_remote_blocks"
 
 
 @dataclass(frozen=True)
+class Computed:
+    """What a request's own engine has of it when a step is over.
+
+    Attributes:
+        tokens: from the first one on.
+        blocks: that hold them, and may hold more.
+    """
+
+    tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Order:
     """What a request needs from its peer, as the scheduler knew it.
 
@@ -25,6 +38,8 @@ class Order:
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
         hit_tokens: of D's own prefix hit; None where the length of a list tells it.
+        computed: what D computes itself in the step that this order comes with; None where
+            it loads the prompt, or nobody has to know.
     """
 
     tokens: int
@@ -32,6 +47,7 @@ class Order:
     local_blocks: tuple[tuple[int, ...], ...]
     remote_blocks: tuple[tuple[int, ...], ...]
     hit_tokens: int | None = None
+    computed: Computed | None = None
 
 
 def attach_orders(
@@ -41,6 +57,7 @@ def attach_orders(
     *,
     full_blocks_only: bool,
     drafted_blocks: bool,
+    step: Any = None,
 ) -> None:
     """Writes each request's order onto its entry in the connector's metadata.
 
@@ -49,7 +66,9 @@ def attach_orders(
             taken before it was cleared; each value starts with the request.
         full_blocks_only: whether the release moves whole blocks of D only (0.10.0).
         drafted_blocks: whether lists may go on behind the prompt where D drafts tokens.
+        step: the scheduler's output, where workers have to know what D computes itself.
     """
+    computed = _computed_in(step)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         prompt = int(request.num_prompt_tokens)
@@ -72,8 +91,19 @@ def attach_orders(
             groups(entry.local_block_ids),
             groups(remote_blocks(entry)),
             _hit_tokens(request) if drafted_blocks else None,
+            None if any(groups(entry.local_block_ids)) else computed.get(request_id),
         )
         setattr(entry, _ORDER, order)
+
+
+def _computed_in(step: Any) -> dict[str, Computed]:
+    """By request, what of new ones the model has computed when a step is over."""
+    found = {}
+    for new in getattr(step, "scheduled_new_reqs", None) or ():
+        (blocks,) = groups(new.block_ids)[:1]
+        tokens = new.num_computed_tokens + step.num_scheduled_tokens.get(new.req_id, 0)
+        found[new.req_id] = Computed(min(int(tokens), len(new.prompt_token_ids)), blocks)
+    return found
 
 
 def _hit_tokens(request: Any) -> int | None:

@@ -43,6 +43,7 @@ from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
+from kvpatch.vllm.proofs import SAMPLE_BYTES, Proofs
 from kvpatch.vllm.rows import RegisteredRows
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.unstated import BlocksUnknown, BlockTokens
@@ -135,6 +136,7 @@ class Reader:
         self._rows = rows
         self._layers = ours.layers if layers is None else layers
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
+        self.proofs = Proofs(ours, self._layers, tensors, pool.aside(SAMPLE_BYTES))
         self._reading: _Reading | None = None
         self._check: Callable[[], None] | None = None
         self._refusal: tuple[str, KvpatchError] | None = None
@@ -155,16 +157,23 @@ class Reader:
         unstated = self._unstated.get(engine_id)
         if unstated is None:
             return self.peer(engine_id)
+        windows = [group.window_tokens for group in self.groups if not group.has_state]
+        is_alone = bool(windows) and all(windows)
         try:
+            if is_alone:  # their lists can be alike for all prompts
+                unstated.assume_nothing()
             for group, blocks in zip(self.groups, order.remote_blocks, strict=False):
-                if not (group.window_tokens or group.has_state):
-                    unstated.learn(order.remote_tokens, len(blocks))
+                if group.has_state or (group.window_tokens and not is_alone):
+                    continue
+                window = group.window_tokens if group.is_clipped else 0
+                unstated.learn(order.remote_tokens, len(blocks), window)
             tokens = unstated.tokens()
         except BlocksUnknown as error:
             if not any(order.local_blocks):  # all there is to do is to tell the peer
                 return self.peer(engine_id)
             raise BlocksUnknown(f"engine {engine_id} cannot be read: {error}") from error
-        if engine_id in self.peers or tokens == self._own_tokens:
+        is_settled = engine_id in self.peers or tokens == self._own_tokens
+        if is_settled or self.proofs.is_open(engine_id):
             return self.peer(engine_id)
         found = self._look_alikes.get(engine_id)
         if found is None:
@@ -176,7 +185,9 @@ class Reader:
 
     def known(self, engine_id: str) -> Peer | None:
         """As :meth:`peer`, and one like us but for what its handshake does not say."""
-        return self.peers.get(engine_id) or self._look_alikes.get(engine_id)
+        found = self.peers.get(engine_id) or self._look_alikes.get(engine_id)
+        ranks = self.proofs.ranks(engine_id) if found is None else None
+        return Peer(ranks) if ranks else found
 
     def rank(self, statement: Statement) -> Rank:
         """One rank of a peer, worked out from what it states.
@@ -234,6 +245,32 @@ class Reader:
                 _LOG.info("engine %s can be read as one like us only: %s", engine_id, error)
         self._expect(engine_id, unstated)
         return rank
+
+    def admit_unproven(
+        self, candidates: Mapping[str, Rank], alike: str | None, unstated: BlockTokens | None
+    ) -> None:
+        """Books a rank of a peer that states no layout; from then on it has to be proven.
+
+        Args:
+            candidates: what it is in each layout.
+            alike: the layout in which the release would read it; None for none.
+        """
+        first = next(iter(candidates.values()))
+        engine_id = first.statement.engine_id
+        self.peers.pop(engine_id, None)
+        self._look_alikes.pop(engine_id, None)
+        self._expect(engine_id, unstated)
+
+        def admit(layout: str) -> None:
+            rank = candidates[layout]
+            if layout != alike:
+                self.admit(rank, unstated)
+                return
+            found = self.admit_like(rank.statement, unstated)
+            if found is not None:
+                found.agent = rank.agent
+
+        self.proofs.open(engine_id, candidates, admit)
 
     def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
         statement = rank.statement

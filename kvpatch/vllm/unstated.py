@@ -28,6 +28,9 @@ _DRAFTED_TOKENS = 16
 _PARTS = "physical_blocks_per_logical_kv_block"
 #: Blocks of more tokens are not looked for.
 _MOST_TOKENS = 4096
+#: Blocks that a backend may cut, and kernel blocks, are multiples of this.
+CUT_INTO = 16
+_CUT_SIZES = frozenset(range(CUT_INTO, _MOST_TOKENS + 1, CUT_INTO))
 
 
 class BlocksUnknown(KvpatchError):
@@ -48,6 +51,11 @@ class Span:
         """The sizes in both."""
         ends = [end for end in (self.most, other.most) if end is not None]
         return Span(max(self.least, other.least), min(ends, default=None))
+
+    def around(self, other: Span) -> Span:
+        """The sizes in either, and between them."""
+        most = None if self.most is None or other.most is None else max(self.most, other.most)
+        return Span(min(self.least, other.least), most)
 
     @property
     def is_empty(self) -> bool:
@@ -81,6 +89,21 @@ def span_of(tokens: int, blocks: int, *, full_blocks_only: bool) -> Span:
     return Span(-(-tokens // blocks), most)
 
 
+def windowed_blocks(size: int, tokens: int, window_tokens: int) -> int:
+    """How many blocks of a size are named of a sliding window (0.18 to 0.25).
+
+    The last ones of the prompt's, null blocks among them: as many as the window fills, and
+    one, for it may begin anywhere in a block.
+    """
+    return min(-(-tokens // size), -(-window_tokens // size) + 1)
+
+
+def may_be(size: int, tokens: int, blocks: int, window_tokens: int) -> bool:
+    """Whether a peer whose blocks have a size may name so many of a sliding window."""
+    least = windowed_blocks(size, tokens, window_tokens)
+    return least <= blocks <= windowed_blocks(size, tokens + _DRAFTED_TOKENS, window_tokens)
+
+
 class BlockTokens:
     """What is known of the tokens of the blocks that a peer's ids count.
 
@@ -102,36 +125,54 @@ class BlockTokens:
     ) -> None:
         self._all = self._possible = frozenset(possible)
         self._readable = frozenset(readable)
-        self._assumed = assumed
+        self._assumed = self._first_assumed = assumed
         self._full_blocks_only = full_blocks_only
 
     def is_of(self, other: BlockTokens) -> bool:
         """Whether another handshake, of another rank say, left the same open."""
-        return (self._all, self._readable, self._assumed) == (
+        return (self._all, self._readable, self._first_assumed) == (
             other._all,
             other._readable,
-            other._assumed,
+            other._first_assumed,
         )
 
     def is_readable_as_one(self) -> bool:
         """Whether there is but one size that can be read."""
         return len(self._readable) == 1
 
-    def learn(self, tokens: int, blocks: int) -> None:
+    def learn(self, tokens: int, blocks: int, window_tokens: int = 0) -> None:
         """Leaves the sizes of which a prompt fills as many blocks as the peer names.
 
+        Args:
+            window_tokens: of a sliding window, of which the peer names the last blocks alone;
+                0 where it names all of the prompt's.
+
         Raises:
-            BlocksUnknown: none does; nothing was learnt.
+            BlocksUnknown: none does. This request or one before it was not the same on both
+                sides, and nobody knows which: later ones have to tell again which of the
+                sizes it is that either leaves.
         """
-        span = span_of(tokens, blocks, full_blocks_only=self._full_blocks_only)
-        left = frozenset(size for size in self._possible if span.has(size))
-        if not left:
-            raise BlocksUnknown(
-                f"its blocks have {_listed(self._possible)} tokens, and {blocks} of them are named "
-                f"for a prompt of {tokens}: send both engines the same prompt, and use one model, "
-                "--dtype and --kv-cache-dtype"
-            )
-        self._possible = left
+        if window_tokens:
+            found = {s for s in self._all if may_be(s, tokens, blocks, window_tokens)}
+        else:
+            span = span_of(tokens, blocks, full_blocks_only=self._full_blocks_only)
+            found = {size for size in self._all if span.has(size)}
+        left = self._possible & found
+        if left:
+            self._possible = left
+            return
+        known = self._possible
+        self._possible |= found
+        self._assumed = None
+        raise BlocksUnknown(
+            f"its blocks have {_listed(known)} tokens, and {blocks} of them are named "
+            f"for a prompt of {tokens}: send both engines the same prompt, and use one model, "
+            "--dtype and --kv-cache-dtype"
+        )
+
+    def assume_nothing(self) -> None:
+        """Has a peer like us prove its size too, where prompts may never tell it."""
+        self._assumed = None
 
     def tokens(self) -> int:
         """The size to read by.
@@ -173,6 +214,9 @@ class Introductions:
         full_blocks_only: whether no partial block is moved (0.10.0).
         step_tokens: what a peer's blocks are a multiple of; None where nothing is known.
         allows_none: whether nothing is to be loaded from anybody.
+        must_prove: whether workers have to prove an engine's layout first (0.10.0).
+        window_tokens: of the sliding window whose last blocks are all that peers name; 0
+            where they name all blocks of a prompt.
     """
 
     def __init__(
@@ -182,12 +226,22 @@ class Introductions:
         full_blocks_only: bool = False,
         step_tokens: int | None = None,
         allows_none: bool = False,
+        window_tokens: int = 0,
+        must_prove: bool = False,
     ) -> None:
         self._allows_none = allows_none
+        self._must_prove = must_prove
+        self._proven: set[str] = set()
+        self._window_tokens = window_tokens
         self._block_tokens = block_tokens
         self._full_blocks_only = full_blocks_only
         self._step_tokens = step_tokens
         self._spans: dict[str, Span] = {}
+        self._windowed: dict[str, frozenset[int]] = {}
+
+    def prove(self, engine_id: str) -> None:
+        """Books that all workers can tell an engine's layout."""
+        self._proven.add(engine_id)
 
     def allow(self, engine_id: str, tokens: int, blocks: int, needed_tokens: int) -> bool:
         """Whether a prompt may be loaded of which an engine names some blocks.
@@ -197,15 +251,34 @@ class Introductions:
         """
         if self._allows_none or not blocks:
             return False
+        if self._window_tokens:
+            return self._allow_windowed(engine_id, tokens, blocks)
         span = span_of(tokens, blocks, full_blocks_only=self._full_blocks_only)
-        known = self._spans.get(engine_id, Span()).within(span)
+        before = self._spans.get(engine_id, Span())
+        known = before.within(span)
         if known.is_empty:  # not one prompt on both sides, once: who knows when
-            known = span
+            known = before.around(span)
         self._spans[engine_id] = known
         if not known.tells(self._step_tokens):
             return False
+        if self._must_prove and engine_id not in self._proven:
+            return False
         is_like = blocks == tokens // self._block_tokens
         return not self._full_blocks_only or is_like or blocks * known.least >= needed_tokens
+
+    def _allow_windowed(self, engine_id: str, tokens: int, blocks: int) -> bool:
+        found = {n for n in _CUT_SIZES if may_be(n, tokens, blocks, self._window_tokens)}
+        before = self._windowed.get(engine_id, _CUT_SIZES)
+        known = before & found or before | found
+        self._windowed[engine_id] = known
+        # A handshake states the kernel block; peers of another are the workers' to judge.
+        own = _kernel_of(self._block_tokens)
+        return sum(_kernel_of(size) == own for size in known) <= 1
+
+
+def _kernel_of(block_tokens: int) -> int:
+    """What FlashInfer cuts blocks into, which takes the most sizes of those that cut any."""
+    return next((size for size in (64, 32, 16) if block_tokens % size == 0), block_tokens)
 
 
 #: What FlashInfer, FlashMLA and CUTLASS cut larger blocks into: multiples of this.

@@ -25,6 +25,9 @@ STATE_TOKENS = 512
 #: Of Mamba2's convolution, and of its state space.
 STATE_SHAPES = ((32, 3), (2, 8, 16))
 
+#: kvpatch's variable; the lab's engines have "same" where they do not say otherwise.
+UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
+
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
@@ -85,6 +88,8 @@ class EngineSpec:
     load_failure_policy: str = ""
     #: Whether the connector is one of a MultiConnector's.
     in_multi: bool = False
+    #: What it computes itself of a prompt that P holds: the same as P, nearly, or other things.
+    own_values: Literal["same", "near", "other"] = "same"
     #: What the platform calls its device; empty for what the release can take for a CPU.
     device: str = ""
     patched: bool = False
@@ -105,6 +110,11 @@ class EngineSpec:
             raise ValueError(f"blocks of {self.block_tokens} tokens cut into {self.parts}")
         if not self.has_core and cuts:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
+
+    @property
+    def proves(self) -> bool:
+        """Whether its kvpatch has to prove layouts that handshakes do not state (0.10.0)."""
+        return self.patched and (UNSTATED_LAYOUT, "prove") in self.settings
 
     @property
     def blocks(self) -> int:
@@ -204,6 +214,11 @@ class Case:
             for side in (self.prefill, self.decode)
         )
         return replace(self, prefill=prefill, decode=decode, introduction_tokens=tokens)
+
+    def proving(self) -> Case:
+        """The same case with a D that has to prove P's layout (0.10.0), as it does by default."""
+        settings = (*self.decode.settings, (UNSTATED_LAYOUT, "prove"))
+        return replace(self, decode=replace(self.decode, settings=settings))
 
     def stock(self) -> Case:
         """The same case with kvpatch off on both sides."""

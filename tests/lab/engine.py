@@ -24,12 +24,18 @@ from .engine_api import Start
 from .scheduler import Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
+# How long a sample of P's blocks may take to come and be compared.
+PROOF_SECONDS = 2.0
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
 
 
 class Unfinished(RuntimeError):
     """The release neither finished nor failed a request in time."""
+
+
+class NothingProven(RuntimeError):
+    """D has computed a prompt of P's, and kvpatch has drawn nothing from it."""
 
 
 class LoadFailed(RuntimeError):
@@ -223,10 +229,37 @@ class Engine:
                 self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
+                if self.spec.proves and not number and not tracked.external_tokens:
+                    self.introduce(tracked, tokens)
         self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
+
+    def introduce(self, tracked: Tracked, tokens: int, seconds: float = PROOF_SECONDS) -> None:
+        """Has D compute a prompt that P holds, until its scheduler hears what that proves.
+
+        Raises:
+            NothingProven: nothing, in that time.
+        """
+        scheduler = self.scheduler
+        assert isinstance(scheduler, Scheduler)
+        computation = scheduler.compute_own(tracked, tokens)
+        self._send(computation.metadata, computation.computed, own=True)
+        end = time.monotonic() + seconds
+        reported: list[set[str]] = [set() for _ in self.workers]
+        while True:
+            for rank, found in enumerate(self._finished()[1]):
+                reported[rank] |= found
+            by_all = set.intersection(*reported)
+            if by_all:
+                taken = scheduler.heard(by_all)
+                assert not taken, f"announcements taken for requests: {taken}"
+                return
+            if time.monotonic() > end:
+                raise NothingProven("D computes P's prompts: no layout of P's is proven")
+            time.sleep(_POLL_SECONDS)
+            self._step()
 
     def _serve_alone(
         self, scheduler: CoreScheduler, number: int, request_id: str, tokens: int
@@ -282,15 +315,28 @@ class Engine:
     def _step(self) -> None:
         self._send(self.scheduler.step())
 
-    def _send(self, metadata: Any, computed: Sequence[tuple[Tracked, range]] = ()) -> None:
-        """One step of the workers, with the model's part in it where there is any."""
+    def _send(
+        self,
+        metadata: Any,
+        computed: Sequence[tuple[Tracked, range]] = (),
+        *,
+        own: bool = False,
+    ) -> None:
+        """One step of the workers, with the model's part in it where there is any.
+
+        Args:
+            own: whether D computes what P has computed too, as its spec has it.
+        """
         metadata = pickle.dumps(metadata)
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 worker.bind_connector_metadata(pickle.loads(metadata))
                 worker.start_load_kv(None)
         for tracked, tokens in computed:
-            self._write(tracked, tokens)
+            if own and self.spec.own_values != "same":
+                self._write_other(tracked, tokens)
+            else:
+                self._write(tracked, tokens)
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 if computed:
@@ -363,6 +409,14 @@ class Engine:
         self._map(tracked)
         for _, array, block, offset, value in self._elements(tracked, tokens):
             array[block, offset] = value
+
+    def _write_other(self, tracked: Tracked, tokens: range) -> None:
+        """What another engine computes: the same but for the lowest bits, or all else."""
+        bits = {1: 1, 2: 2, 4: 16}[self.spec.item_bytes]
+        highest = 8 * self.spec.item_bytes if self.spec.own_values == "other" else bits
+        for _, array, block, offset, value in self._elements(tracked, tokens):
+            noise = self.noise.integers(0, 1 << highest, value.shape).astype(value.dtype)
+            array[block, offset] = value ^ noise
 
     def check(self, sabotage: str | None) -> tuple[int, int, int]:
         """Wrong and total elements of all requests, and bytes written elsewhere."""

@@ -73,6 +73,10 @@ class Actor:
         """Posts reads (or shakes hands first); the tokens that D said it will load."""
         return int(self.call("ask", asks))
 
+    def introduce(self, ask: Ask) -> int:
+        """Has D compute a prompt itself and prove P's layout; the tokens that it loads instead."""
+        return int(self.call("introduce_one", ask))
+
     def timed(self, ask: Ask) -> Timed:
         """Reads one prompt, timed in D's own process."""
         timed: Timed = self.call("timed", ask, _WATCH_SECONDS)

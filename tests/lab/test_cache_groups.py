@@ -241,3 +241,58 @@ def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> No
     assert report.outcome == "identical", report
     fills_two_blocks = prompt > case.prefill.block_tokens
     assert report.moved_tokens == (prompt if fills_two_blocks else 0)
+
+
+# --- sliding windows alone, whose lists are the ends of tables ---
+
+
+def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WINDOW) -> Case:
+    """P's blocks of `cut` tokens are cut into D's; 0 for a P like D."""
+    common = {"family": "flashinfer", "device": "cuda", "window_tokens": (window,), "layers": 2}
+    d = replace(_engine("two groups", block_tokens), **common)
+    p = replace(_engine("two groups", cut), **common, parts=cut // block_tokens) if cut else d
+    return Case(f"window of {window} alone, {cut or block_tokens} to {block_tokens}", p, d, prompt)
+
+
+@pytest.mark.parametrize("prompt", [10, 40, 100, 300])
+def test_windows_alone_that_a_peer_may_have_cut(lab: Lab, prompt: int) -> None:
+    """How many of a window's last blocks there are tells 48 tokens cut into 16 from 16."""
+    if states_kernel_blocks(lab.release):
+        pytest.skip("this release states how blocks are cut")
+    case = _window_alone(16, prompt, cut=48)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == (prompt if prompt > 48 else 0)
+
+
+@pytest.mark.parametrize("prompt", [10, 100, 300])
+def test_windows_alone_of_peers_like_us(lab: Lab, prompt: int) -> None:
+    case = _window_alone(16, prompt)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    told = prompt > 16 or states_kernel_blocks(lab.release)
+    assert report.moved_tokens == (prompt if told else 0)
+
+
+def test_a_window_that_tells_nothing(lab: Lab) -> None:
+    """Of a window of 16 two blocks are named, whether they have 16 tokens or 48."""
+    if states_kernel_blocks(lab.release):
+        pytest.skip("this release states how blocks are cut")
+    for cut in (0, 48):
+        case = _window_alone(16, 100, cut, window=16)
+
+        report = lab.run(case.patched(*SLUGS, prefill=False))
+
+        assert (report.outcome, report.moved_tokens) == ("identical", 0), report
+
+
+def test_stock_takes_cut_windows_for_its_own(lab: Lab) -> None:
+    """What must not happen, and that the lab sees it."""
+    if states_kernel_blocks(lab.release):
+        pytest.skip("this release states how blocks are cut")
+
+    assert lab.run(_window_alone(16, 10, cut=48)).outcome == "corrupt"

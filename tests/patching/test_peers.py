@@ -17,6 +17,7 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
     completed,
+    has_two_layouts,
     is_alike,
     refuse_drafted_windows,
     refuse_smaller_blocks,
@@ -423,11 +424,13 @@ def test_bytes_that_are_no_whole_tokens_are_refused():
         _to_0110(ours, block_lens=[16 * TOKEN, 32 * TOKEN])
 
 
-def test_an_unstated_layout_is_refused_where_blocks_are_unlike():
+def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
     _, ours = ours_of()
     peer, _ = _to_0110(ours, kv_cache_layout=None)
-    with pytest.raises(PeerRefused, match="does not state the layout"):
-        is_alike(ours, peer)
+    assert has_two_layouts(ours, peer)
+    assert not has_two_layouts(ours, replace(peer, layout="HND"))
+    assert not has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
+    assert not has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():

@@ -86,6 +86,66 @@ def test_a_request_that_cannot_be_teaches_nothing() -> None:
     assert blocks.tokens() == 32
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_request_of_two_prompts_is_got_over(is_first: bool) -> None:
+    """D's prompt has 150 tokens and P's 300: ten blocks of 32, which look like blocks of 16."""
+    blocks = BlockTokens((16, 32, 64), (16, 32, 64), assumed=32)
+    prompts = [(150, 10), (300, 10)] if is_first else [(300, 10), (150, 10)]
+    blocks.learn(*prompts[0])
+    with pytest.raises(BlocksUnknown, match="the same prompt"):
+        blocks.learn(*prompts[1])
+
+    blocks.learn(10, 1)  # which would be read either way
+    with pytest.raises(BlocksUnknown, match="may have 16, 32 tokens"):
+        blocks.tokens()
+    blocks.learn(310, 10)
+    assert blocks.tokens() == 32
+
+
+def test_a_scheduler_gets_over_one_too_and_asks_for_nothing_meanwhile() -> None:
+    introductions = Introductions(32)
+    assert introductions.allow("p", 300, 10, 300)
+    assert not introductions.allow("p", 150, 10, 150)
+    assert not introductions.allow("p", 10, 1, 10)
+    assert introductions.allow("p", 310, 10, 310)
+    assert introductions.allow("p", 10, 1, 10)
+
+
+WINDOWS = st.sampled_from((16, 64, 100, 1024))
+
+
+@given(st.lists(st.tuples(TOKENS, st.integers(0, 16)), min_size=1, max_size=4), WINDOWS, SIZES)
+def test_windows_never_tell_a_wrong_size(
+    prompts: list[tuple[int, int]], window: int, size: int
+) -> None:
+    blocks = BlockTokens(range(16, 4097, 16), range(16, 4097, 16), assumed=16)
+    blocks.assume_nothing()
+    scheduler = Introductions(16, step_tokens=4097, window_tokens=window)
+    for tokens, drafted in prompts:
+        # What 0.18 to 0.20 do: the end of a table, as long as the window is and one block.
+        table = -(-(tokens + drafted) // size)
+        named = len(range(table)[-(-(-window // size) + 1) :])
+        blocks.learn(tokens, named, window)
+        try:
+            found = blocks.tokens()
+        except BlocksUnknown:
+            found = None
+        assert found in (None, size)
+        if size == 16 and scheduler.allow("p", tokens, named, tokens):
+            narrow = BlockTokens(range(16, 4097, 32), range(16, 4097, 32))
+            narrow.learn(tokens, named, window)
+            assert prompts[1:] or narrow.tokens() == size
+
+
+def test_a_window_of_one_block_tells_little() -> None:
+    """Of 16 tokens two blocks are named at most, of 16 tokens or of 48."""
+    scheduler = Introductions(16, step_tokens=4097, window_tokens=16)
+    assert not scheduler.allow("p", 100, 2, 100)
+    assert not scheduler.allow("p", 10, 1, 10)
+    assert scheduler.allow("p", 20, 2, 20)
+    assert scheduler.allow("p", 10, 1, 10)
+
+
 def test_another_size_than_the_readable_one_is_refused() -> None:
     blocks = BlockTokens((16, 32, 64), (32,))
     blocks.learn(150, 10)
@@ -170,8 +230,10 @@ def test_any_two_blocks_tell_where_blocks_are_small() -> None:
 def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
     """A hit of one block of 16, 64 tokens in all: 0.10.0 names 4 blocks of its own for 3 of P's."""
     speculation = None if method is None else SimpleNamespace(method=method)
+    model = SimpleNamespace(use_mla=True, get_total_num_kv_heads=lambda: 8)
     scheduler = SimpleNamespace(
-        block_size=16, vllm_config=SimpleNamespace(speculative_config=speculation)
+        block_size=16,
+        vllm_config=SimpleNamespace(speculative_config=speculation, model_config=model),
     )
     introductions = unlike_engines._introductions(scheduler, full_blocks_only=True)
     assert introductions.allow("p", 64, 4, 64) is allows
