@@ -23,14 +23,16 @@ How:
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:
-    To 0.11.0 the handshake states no block size: D computes prompts itself until one of
-    three of P's blocks or more has told it, for peers like D too, and 0.10.0 states no layout
-    either, so only caches of one head a rank are read there where blocks are unlike, and an
-    unlike layout goes unnoticed as it does without kvpatch; with a draft model D computes
-    every prompt there. From 0.11.1 to 0.20 it does not
-    state how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a
-    prompt has to tell it too, of peers like D as well; D computes shorter ones before it
-    (to 0.16 by the default ``kv_load_failure_policy``). Models of windows alone cannot tell.
+    To 0.11.0 the handshake states no block size: D computes prompts itself until one of three
+    of P's blocks or more has told it, for peers like D too, and 0.10.0 states no layout either:
+    there D's worker reads a few of P's blocks of such a prompt as well, and P is read in the
+    layout under which they are near to what D has computed, and much nearer than under the
+    other; nothing is loaded from a P of which that is not so. What ends behind P's whole blocks
+    D computes there, and with a draft model every prompt. From 0.11.1 to 0.20 it does not state
+    how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a prompt has
+    to tell it too, of peers like D as well; D computes shorter ones before it (to 0.16 by the
+    default ``kv_load_failure_policy``). Of models of windows alone P names as many blocks as a
+    window touches, which tells less: D may compute many prompts first.
     To 0.13 the ranks of a P with more than D are a multiple of D's.
     Refused are keys that AMX tiles, and to 0.25 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.

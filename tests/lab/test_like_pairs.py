@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from .case import Case, Sabotage
+from .case import UNSTATED_LAYOUT, Case, Sabotage
 from .cases import LAYOUTS, like_pairs
 from .host import Lab
-from .releases import moves_full_blocks_only, states_block_size
+from .releases import moves_full_blocks_only, states_block_size, states_layout
 
 pytestmark = pytest.mark.lab
 
@@ -23,7 +23,16 @@ def tokens_to_move(case: Case, release: str) -> int:
     rounded = case.decode.block_tokens if moves_full_blocks_only(release) else 1
     prompt = case.prompt_tokens - case.prompt_tokens % rounded
     first = case.introduction_tokens - case.introduction_tokens % rounded
+    if must_prove(case, release):  # the first prompt is computed, and compared with P's
+        first = 0
     return first + case.n_requests * max(0, prompt - case.prefix_hit_tokens)
+
+
+def must_prove(case: Case, release: str) -> bool:
+    """Whether D has to find out P's layout (0.10.0)."""
+    has_heads = case.prefill.family != "mla" and case.prefill.kv_heads > 1
+    proves = (UNSTATED_LAYOUT, "prove") in case.decode.settings
+    return not states_layout(release) and has_heads and proves
 
 
 def tokens_held(case: Case, release: str) -> int:

@@ -10,7 +10,6 @@ from packaging.version import Version
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Sabotage
-from .cases import pair
 from .host import Lab
 from .releases import (
     cuts_flash_attention,
@@ -34,25 +33,13 @@ _CASES = {case.name: case for case in cases(Dimensions(), SEED, full=is_full())}
 @pytest.mark.parametrize("name", _CASES)
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     case = told(_CASES[name], lab.release)
-    if not states_layout(lab.release) and case.prefill.layout != case.decode.layout:
-        pytest.skip("0.10.0 does not state its layout: a limit that PATCHES.md names")
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
-    if is_out_of_reach(case, lab.release):
-        assert report.outcome in ("refused", "failed"), report
-        return
     assert report.outcome == "identical", report
     if moves_full_blocks_only(lab.release):  # where P's whole blocks end before ours, none
         assert report.moved_tokens <= tokens_to_move(case, lab.release)
         return
     assert report.moved_tokens == tokens_to_move(case, lab.release)
-
-
-def is_out_of_reach(case: Case, release: str) -> bool:
-    """0.10.0 states no layout, which tells heads from tokens where blocks are unlike."""
-    has_heads = case.prefill.family != "mla" and case.prefill.heads_per_rank > 1
-    unlike = case.decode.block_tokens != case.prefill.block_tokens
-    return not states_layout(release) and has_heads and unlike
 
 
 def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_tp=1) -> Case:
@@ -64,9 +51,7 @@ def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    like = Case("like", *pair(EngineSpec(layout="HND")), prompt_tokens=70)
-    case = told(_pair(), lab.release) if states_layout(lab.release) else like
-    report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+    report = lab.run(told(_pair(), lab.release).patched(*SLUGS, prefill=False), sabotage=sabotage)
 
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
@@ -87,9 +72,6 @@ def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
 def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
     """Heads are split by the plan, in NHD too, where stock refuses or goes wrong."""
-    if not states_layout(lab.release):
-        pytest.skip("this release does not state its layout: a limit that PATCHES.md names")
-
     case = told(_pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp), lab.release)
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -165,8 +147,6 @@ def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
 @pytest.mark.parametrize("d", [32, 64])
 def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
     """To 0.11.0 D computes it itself; where nothing is left open it is read."""
-    if not states_layout(lab.release) and p != d:
-        pytest.skip("0.10.0 does not state its layout: a limit that PATCHES.md names")
     case = replace(_pair(p=p, d=d), prompt_tokens=16)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))

@@ -67,10 +67,11 @@ def test_a_spoilt_cache_is_noticed(lab: Lab) -> None:
     assert report.outcome == "corrupt", report
 
 
+@pytest.mark.parametrize("p", [16, 32])
 @pytest.mark.parametrize("layouts", [("HND", "NHD"), ("HND", "HND")])
-def test_alike_by_decree_is_as_wrong_as_stock(lab: Lab, layouts: tuple[str, str]) -> None:
-    """What must not happen where nobody decrees it, and that the lab sees it."""
-    case = _case(16, 16, layouts)
+def test_layouts_that_are_said_to_be_alike(lab: Lab, p: int, layouts: tuple[str, str]) -> None:
+    """What must not happen where nobody says so, and that the lab sees it."""
+    case = _case(p, 16, layouts)
     said = replace(case.decode, settings=((UNSTATED_LAYOUT, "same"),))
 
     report = lab.run(replace(case, decode=said).patched(*SLUGS, prefill=False))
