@@ -249,8 +249,8 @@ def test_blocks_that_a_peer_may_have_cut(lab: Lab, cut: bool, prompt: int) -> No
 def _window_alone(block_tokens: int, prompt: int, cut: int = 0, window: int = WINDOW) -> Case:
     """P's blocks of `cut` tokens are cut into D's; 0 for a P like D."""
     common = {"family": "flashinfer", "device": "cuda", "window_tokens": (window,), "layers": 2}
-    d = replace(_engine("two groups", block_tokens), **common)
-    p = replace(_engine("two groups", cut), **common, parts=cut // block_tokens) if cut else d
+    d = replace(engine_of("two groups", block_tokens), **common)
+    p = replace(engine_of("two groups", cut), **common, parts=cut // block_tokens) if cut else d
     return Case(f"window of {window} alone, {cut or block_tokens} to {block_tokens}", p, d, prompt)
 
 
