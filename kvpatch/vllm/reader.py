@@ -195,7 +195,6 @@ class Reader:
         Raises:
             PeerRefused: it cannot be read.
         """
-        regions = peer_regions(self.ours, statement)
         if self._has_state and not self._has_our_rows(statement):
             raise refusal(
                 self.ours,
@@ -204,6 +203,7 @@ class Reader:
                 "layout on both sides with one --block-size, --tensor-parallel-size, --dtype and "
                 "--mamba-ssm-cache-dtype, or KVCACHED_CONTIGUOUS_LAYOUT=false on both",
             )
+        regions = peer_regions(self.ours, statement)
         crossings = cross(regions, self._local)
         largest = max((crossing.slot_bytes for crossing in crossings), default=0)
         if self._mode == "staged" and largest > self.pool.size_bytes:

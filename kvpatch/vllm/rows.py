@@ -95,6 +95,11 @@ def register_rows(
     row = whole_row({name: kv_caches[name] for name in layers}, layers, places)
     parts = registration.kernel_blocks_per_block(worker) or 1
     states = states_in(kv_caches, layers, row, parts)
+    if states and getattr(worker, "kv_cache_layout", None) in NAMED_LAYOUTS:
+        raise RegistrationRefused(
+            f"{', '.join(states)} have recurrent state in rows of all layers, which have not been "
+            "tried on this vLLM (from 0.29 on): set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
     first = layers[row.layers[0]].planes[0]
     axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
     shown: dict[str, Any] = shown_tensors(
@@ -370,7 +375,9 @@ def _form_of(
     """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
     tokens = min(tokens_of(layers, layers))
-    return RowForm(tokens, parts, row.axes, states_digest(places_digest(places), states))
+    specs = worker._layer_specs if states else {}  # from 0.18, as groups
+    told = states_digest(places_digest(places), states, specs)
+    return RowForm(tokens, parts, row.axes, told)
 
 
 @contextmanager

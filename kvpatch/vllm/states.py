@@ -87,13 +87,16 @@ def _reach(tensor: torch.Tensor) -> int:
     return int(items * tensor.element_size())
 
 
-def states_digest(places: str, states: Mapping[str, State]) -> str:
+def states_digest(places: str, states: Mapping[str, State], specs: Mapping[str, Any]) -> str:
     """What both sides must have alike: who shares a place, and every state's shape and type.
 
     Args:
         places: the digest of attention's places.
+        specs: of the layers with states, in the release's plan: from 0.27 on a tensor is a page
+            of bytes, of whatever states.
     """
     if not states:
         return places
-    told = [places, *(f"{name}={state}" for name, state in states.items())]
+    planned = {name: (specs[name].shapes, specs[name].dtypes) for name in states}
+    told = [places, *(f"{name}={state}:{planned[name]}" for name, state in states.items())]
     return sha256("\n".join(told).encode()).hexdigest()[:16]

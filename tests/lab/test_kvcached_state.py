@@ -97,3 +97,10 @@ def test_rows_of_other_blocks_are_refused(lab: Lab) -> None:
 
     assert report.outcome == "refused", report
     assert "recurrent state moves between pools that are alike" in report.detail
+
+
+@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
+def test_rows_beside_a_plain_pool_are_refused(lab: Lab, p: str, d: str) -> None:
+    report = lab.run(Case("state", _spec(p), _spec(d), _PROMPT_TOKENS))
+
+    assert report.outcome == "refused", report

@@ -20,7 +20,7 @@ from kvpatch.patches.shared_tensors import first_layers
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, REGISTRATIONS
 from kvpatch.vllm.rows import whole_row
-from kvpatch.vllm.states import states_in
+from kvpatch.vllm.states import states_digest, states_in
 
 pytestmark = pytest.mark.patching
 
@@ -197,6 +197,21 @@ class TestRows:
         found = self._beside_state(pool, [pages[:, 1, :3], pages[:, 1, 4:20]])["state.0"]
 
         assert (found.place, found.offsets) == (1, (0, 16))
+
+    def test_pages_of_other_states_are_told_apart(self):
+        """From 0.27 on a state's tensor is a page of bytes, whatever is in it."""
+        pool = self._pool(2)
+        states = self._beside_state(pool, pool.view(BLOCKS, 2, -1)[:, 1])
+        shapes = ((32, 3), (2, 8, 16))
+        planned = [
+            SimpleNamespace(shapes=shapes, dtypes=(torch.bfloat16, kind))
+            for kind in (torch.bfloat16, torch.float32)
+        ]
+
+        digests = [states_digest("", states, {"state.0": spec}) for spec in planned]
+
+        assert len(set(digests)) == 2
+        assert states_digest("", {}, {}) == ""
 
     @pytest.mark.parametrize(
         "state",
