@@ -17,7 +17,7 @@ from tests.releases import kvcached
 from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .kvcached_cells import LAYOUTS
-from .test_cache_groups import MODELS, WINDOW, _engine
+from .test_cache_groups import MODELS, WINDOW, engine_of
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -32,7 +32,7 @@ def _release_has_groups(lab: Lab) -> None:
 
 
 def _spec(model: str, block_tokens: int, layout: str = "contiguous") -> EngineSpec:
-    found = replace(_engine(model, block_tokens), layout="NHD", patched=True, patches=SLUGS)
+    found = replace(engine_of(model, block_tokens), layout="NHD", patched=True, patches=SLUGS)
     if not layout:
         return found
     return replace(found, allocation=LAYOUTS[layout], tensor_blocks=2 * found.planned_blocks)
