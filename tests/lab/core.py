@@ -155,7 +155,8 @@ class CoreScheduler:
 
         kind = of_release.ModelRunnerOutput
         # 0.11.1 and 0.11.2 have arrays.
-        as_listed = np.array if "ndarray" in str(kind.__annotations__) else list
+        sampled = str(kind.__annotations__["sampled_token_ids"])
+        as_listed = np.array if "ndarray" in sampled else list
         ids = [tracked.request.request_id for tracked, _ in computation.computed]
         wanted = {
             "req_ids": ids,
