@@ -227,8 +227,9 @@ class CoreScheduler:
             found = len(hashed) * self._block_tokens[0]
             if found != hit:
                 raise ValueError(f"the case expects a prefix hit of {hit} tokens, D has {found}")
-            # Of a model with recurrent state the last token is computed here.
-            tracked.tokens = tracked.request.num_computed_tokens
+            # Of a model with recurrent state the last token is computed here. In 0.10 nothing
+            # counts as computed before it is there.
+            tracked.tokens = tracked.request.num_computed_tokens or tracked.tokens
             tracked.external_tokens = tracked.tokens - found
         else:  # D computes it itself
             tracked.tokens = hit
