@@ -9,7 +9,8 @@ Why:
     in HND (0.26 to 0.31), and wherever the CPU backend stores keys by column.
     0.11.1 and 0.11.2 fail every handshake of a decode engine that cuts its blocks
     into kernel blocks, and on a CPU they take the number of heads for the block size.
-    To 0.13 a prefill engine of more ranks fails every handshake.
+    To 0.13 a prefill engine of more ranks fails every handshake, and on most releases pairs
+    of unlike ranks do where there are more ranks than KV heads on either side.
 Where:
     D's scheduler and worker. P needs nothing.
 How:
@@ -67,6 +68,7 @@ from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group, counted_group, whole_group, window_alone
 from kvpatch.vllm.halves import halves_of
+from kvpatch.vllm.head_shares import SharesRead, heads_as_if_unshared, heads_called
 from kvpatch.vllm.host_buffer_links import connectors_of
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
@@ -115,6 +117,7 @@ def _register_kv_caches(
     *,
     registration: Registration,
     meets_one_rank: bool,
+    shares_read: SharesRead,
     misreads_blocks: bool,
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
@@ -157,6 +160,7 @@ def _register_kv_caches(
                 behind[0],
                 blocks_hold_both=blocks_hold_both,
                 meets_one_rank=meets_one_rank,
+                shares_read=shares_read,
                 misreads_blocks=is_misread,
             )
             attach(instance, reader)
@@ -182,6 +186,7 @@ def reader_for(
     *,
     blocks_hold_both: bool = False,
     meets_one_rank: bool,
+    shares_read: SharesRead,
     misreads_blocks: bool,
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it.
@@ -190,6 +195,7 @@ def reader_for(
         behind: the device's layers where what is registered is a host buffer; else the same.
         blocks_hold_both: of :func:`has_both_in_blocks`.
         meets_one_rank: whether the release shakes hands with one rank of a peer.
+        shares_read: what it makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none.
     """
     layers, groups, key_order = cache
@@ -198,7 +204,12 @@ def reader_for(
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
     if blocks_hold_both:
         ours = replace(ours, halves=halves_of(ours))
-    ours = replace(ours, meets_one_rank=meets_one_rank, misreads_blocks=misreads_blocks)
+    ours = replace(
+        ours,
+        meets_one_rank=meets_one_rank,
+        shares_read=shares_read,
+        misreads_blocks=misreads_blocks,
+    )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
     if rows is not None and rows.states:
@@ -480,7 +491,8 @@ def _add_as_alike(
         own=own_regions(worker),
     )
     shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
-    with layout_called(worker, layout):
+    heads = heads_as_if_unshared(ours, statement)
+    with layout_called(worker, layout), heads_called(worker, heads):
         return wrapped(alike, statement.tp_rank, shown_ranks, *more)
 
 
@@ -790,6 +802,8 @@ def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
 
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
 _MEETS_ONE_RANK = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130")
+_COUNTS_ONE_HEAD = (*_MEETS_ONE_RANK, "g0140", "g0160", "g0180")
+_READS_ITS_SHARE = ("g0240", "g0260", "g0290", "g0300")
 # 0.11.1 and 0.11.2, on a CPU backend; 0.12.0 does not.
 _MISREADS_BLOCKS = ("g0111",)
 # 0.17 to 0.20; 0.21 and 0.22 state how blocks are cut.
@@ -814,6 +828,10 @@ PATCH = Patch(
                 _register_kv_caches,
                 registration=REGISTRATIONS[g.slug],
                 meets_one_rank=g.slug in _MEETS_ONE_RANK,
+                shares_read=SharesRead(
+                    counts_one_head=g.slug in _COUNTS_ONE_HEAD,
+                    reads_its_share=g.slug in _READS_ITS_SHARE,
+                ),
                 misreads_blocks=g.slug in _MISREADS_BLOCKS,
             ),
             _sites.add_remote_agent(g): partial(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpatch.geometry import Content, KeyOrder
+from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of_peer, may_be_kvcacheds
+from kvpatch.vllm.head_shares import shares_heads
 from kvpatch.vllm.peers import OurSide, refusal, tokens_in_bytes
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.shapes import heads_of
@@ -63,7 +64,9 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     same_layout = peer.layout in (None, ours.layout)
     # Heads of unlike ranks are one piece of a layer's block in HND only.
     same_heads = peer.tp_size == ours.tp_size or (
-        _has_heads_in_pieces(ours) and not has_ranks_unmet(ours, peer)
+        _has_heads_in_pieces(ours)
+        and not has_ranks_unmet(ours, peer)
+        and not shares_heads(ours, peer)
     )
     same_halves = halves_of_peer(ours, peer) in (None, ours.halves)
     if same_blocks and same_layout and same_heads and same_halves:
@@ -140,9 +143,8 @@ def has_two_layouts(ours: OurSide, peer: Statement) -> bool:
 
 
 def _has_many_heads(ours: OurSide, peer: Statement) -> bool:
-    planes = [plane for cache in ours.layers.values() for plane in cache.planes]
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    return heads > 1 and any(plane.content is not Content.LATENT for plane in planes)
+    return heads > 1 and ours.has_heads
 
 
 def _has_heads_in_pieces(ours: OurSide) -> bool:
@@ -153,9 +155,10 @@ def _has_heads_in_pieces(ours: OurSide) -> bool:
 
 def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
     """What a block would have on the peer if its blocks were ours: its heads, our tokens."""
-    has_heads = any(p.content.value != "latent" for c in ours.layers.values() for p in c.planes)
-    if not has_heads or has_ranks_unmet(ours, peer):  # shown as a rank like ours
+    if not ours.has_heads or has_ranks_unmet(ours, peer):  # shown as a rank like ours
         return ours.block_bytes
+    if shares_heads(ours, peer):  # shown as if each rank had heads of its own
+        return tuple(length * ours.tp_size // peer.tp_size for length in ours.block_bytes)
     _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     return tuple(length * their_heads // our_heads for length in ours.block_bytes)

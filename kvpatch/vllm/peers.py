@@ -28,6 +28,7 @@ from kvpatch.geometry import (
 )
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.halves import Halves, by_peers_regions, halves_of_peer
+from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
 from kvpatch.vllm.row_form import RowForm, places_digest
 from kvpatch.vllm.shapes import (
@@ -40,6 +41,9 @@ from kvpatch.vllm.shapes import (
 )
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
+
+#: From 0.24 on.
+_SHARES_READ = SharesRead(counts_one_head=False, reads_its_share=True)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class OurSide:
         halves: whether keys and values are in one region, or in two, where the backend's own
             blocks hold both, one behind the other; None where they do not.
         meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
+        shares_read: what the release makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
         row_places: what rows like ours state of their places, where they hold recurrent state.
     """
@@ -88,8 +93,15 @@ class OurSide:
     groups: tuple[frozenset[str], ...] | None = None
     halves: Halves | None = None
     meets_one_rank: bool = False
+    shares_read: SharesRead = _SHARES_READ
     misreads_blocks: bool = False
     row_places: str | None = None
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether ranks hold heads; the latents of MLA are whole on each."""
+        planes = (plane for cache in self.layers.values() for plane in cache.planes)
+        return any(plane.content is not Content.LATENT for plane in planes)
 
     @property
     def item_bytes(self) -> int:
