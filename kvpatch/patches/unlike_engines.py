@@ -48,12 +48,9 @@ Remove when:
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import lcm
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -61,52 +58,45 @@ from kvpatch import _env
 from kvpatch._errors import KvpatchError, RegistrationRefused
 from kvpatch._patching import Patch, Site
 from kvpatch._versions import GENERATIONS, Generation
-from kvpatch.geometry import KeyOrder
 from kvpatch.patches import _sites
 from kvpatch.vllm import orders
+from kvpatch.vllm.admission import add_unlike, add_unproven, refuse_doubtful_layout
 from kvpatch.vllm.agent import ReadingAgent
-from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.groups import Group, counted_group, whole_group, window_alone
-from kvpatch.vllm.halves import halves_of
-from kvpatch.vllm.head_shares import SharesRead, heads_as_if_unshared, heads_called
+from kvpatch.vllm.groups import counted_group
+from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
+from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.host_buffer_links import connectors_of
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
+from kvpatch.vllm.introducing import introductions_of, introductions_to_cuts
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
-    alike_block_bytes,
     completed,
-    has_ranks_unmet,
     has_two_layouts,
     is_alike,
     refuse_drafted_windows,
     refuse_smaller_blocks,
     refuse_unreadable,
-    reserves_slots,
 )
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
-from kvpatch.vllm.our_side import our_side, own_regions
-from kvpatch.vllm.peers import refusal
+from kvpatch.vllm.own_cache import (
+    has_blocks_of,
+    has_both_in_blocks,
+    is_plain,
+    read_cache,
+    reader_for,
+)
 from kvpatch.vllm.proofs import announced
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
 from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
-from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.shares import ReadRefused
-from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.unstated import (
-    CUT_INTO,
-    BlockTokens,
     Introductions,
-    states_parts,
-    step_of_cuts,
 )
-from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, read_statement
+from kvpatch.vllm.wire import PeerRefused, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
-
-#: All layers, the groups that they are in, and how keys lie in a block.
-Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
 
 
 def _register_kv_caches(
@@ -167,9 +157,9 @@ def _register_kv_caches(
             instance.nixl_wrapper = ReadingAgent(
                 agent,
                 reader,
-                partial(_ranks_of, instance),
-                partial(_unlike_engine_of, instance),
-                partial(_agents_beside, instance),
+                partial(ranks_of, instance),
+                partial(unlike_engine_of, instance),
+                partial(agents_beside, instance),
             )
             registration.admit_peers(instance)
         return result
@@ -177,173 +167,9 @@ def _register_kv_caches(
     return register(*args, **kwargs)
 
 
-def reader_for(
-    worker: Any,
-    agent: Any,
-    kv_caches: Mapping[str, Any],
-    cache: Cache,
-    behind: Mapping[str, LayerCache],
-    *,
-    blocks_hold_both: bool = False,
-    meets_one_rank: bool,
-    shares_read: SharesRead,
-    misreads_blocks: bool,
-) -> Reader:
-    """The reader of what a worker has registered, or of the device's cache behind it.
-
-    Args:
-        behind: the device's layers where what is registered is a host buffer; else the same.
-        blocks_hold_both: of :func:`has_both_in_blocks`.
-        meets_one_rank: whether the release shakes hands with one rank of a peer.
-        shares_read: what it makes of ranks that share heads.
-        misreads_blocks: whether block sizes that peers state are none.
-    """
-    layers, groups, key_order = cache
-    buffer = buffer_of(worker)
-    rows = rows_of(worker)
-    ours = our_side(worker, layers if rows is None else rows.shown, key_order)
-    if blocks_hold_both:
-        ours = replace(ours, halves=halves_of(ours))
-    ours = replace(
-        ours,
-        meets_one_rank=meets_one_rank,
-        shares_read=shares_read,
-        misreads_blocks=misreads_blocks,
-    )
-    if len(groups) > 1:
-        ours = replace(ours, groups=tuple(group.layers for group in groups))
-    if rows is not None and rows.states:
-        ours = replace(ours, row_places=rows.form.places)
-    device = kv_caches[next(iter(layers))].device
-    if rows is not None:
-        pool = staging_pool(agent, ours.memory, device)
-        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), layers, rows)
-    if buffer is None:
-        pool = staging_pool(agent, ours.memory, device)
-        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
-    caches = buffer.caches
-    copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
-    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
-    return Reader(ours, groups, buffer.tensors, pool, "staged", behind, caches=caches)
-
-
-def is_plain(worker: Any) -> bool:
-    """Whether reads go straight to the registered cache, all tokens of it.
-
-    Not through a host buffer, to memory of two kinds, or to a share of the tokens
-    (context parallelism): there the release's own rules hold.
-    """
-    parallel = worker.vllm_config.parallel_config
-    return not (
-        getattr(worker, "use_host_buffer", False)  # from 0.10.1
-        or getattr(worker, "_mixed_mem_types", False)  # from 0.30
-        or getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
-    )
-
-
-def has_blocks_of(block_tokens: int, cache: Cache, behind: Cache | None) -> bool:
-    """Whether every tensor's blocks are the ones that the worker will name.
-
-    The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
-    several shapes have blocks of unlike tokens, of which the worker names the fewest, or from
-    0.30 on their least common multiple.
-    """
-    layers, groups, _ = cache
-    found = [tokens_of(layers, group.layers & layers.keys()) for group in groups]
-    if any(len(tokens) > 1 for tokens in found):
-        return False
-    every = set[int]().union(*found)
-    if are_unlike(layers) and cache is behind:
-        return block_tokens in (min(every), lcm(*every))
-    return every == {block_tokens}
-
-
-def read_cache(
-    registration: Registration,
-    worker: Any,
-    kv_caches: Mapping[str, Any],
-    *,
-    leave_state: bool = False,
-) -> Cache | None:
-    """All layers, where copies need every byte named; None where one cannot be.
-
-    Peers are then left to the release, which refuses the ones it cannot read.
-
-    Args:
-        leave_state: whether layers that are no attention may be left out.
-    """
-    key_order = registration.key_order(worker)
-    if key_order is None:
-        return None
-    total_heads = worker.model_config.get_total_num_kv_heads()
-    first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
-    layers = read_layers(registration, worker, kv_caches, key_order, first_head)
-    if not layers or (len(layers) < len(kv_caches) and not leave_state):
-        return None
-    return layers, registration.groups(worker, layers), key_order
-
-
-def has_both_in_blocks(registration: Registration, worker: Any, cache: Cache) -> bool:
-    """Whether the backend's own blocks hold keys, and then values, in rows."""
-    layers, _, key_order = cache
-    orders = [registration.orders(worker, layer)[0] for layer in layers]
-    return key_order is KeyOrder.ROW_MAJOR and all(
-        order.dimensions[:2] == ("block", "kv") for order in orders
-    )
-
-
 def own_agent(agent: Any) -> Any:
     """NIXL's own agent, where the worker has registered before."""
     return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
-
-
-def _ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
-    """The peer's ranks that a handle of prepared descriptors stands for.
-
-    Raises:
-        ReadRefused: none of its ranks.
-    """
-    found = tuple(rank for rank, one in _handles(worker, engine_id) if one == handle)
-    if not found:
-        raise ReadRefused(f"a transfer was prepared with none of the ranks of engine {engine_id}")
-    return found
-
-
-def _agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
-    """All that are told what one rank is told: of more ranks than ours the release knows one."""
-    reader = reader_of(worker)
-    if reader is not None and reader.ours.meets_one_rank:
-        # Handshakes add to it.
-        unproven = (reader.known(engine_id) for engine_id in reader.proofs.open_engines)
-        for peer in (*tuple(reader.peers.values()), *(peer for peer in unproven if peer)):
-            names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
-            if agent in names:
-                return names
-    return (agent,)
-
-
-def _unlike_engine_of(worker: Any, handle: Any) -> str | None:
-    """The engine of another geometry whose descriptors a handle stands for."""
-    reader = reader_of(worker)
-    # Handshakes add to both.
-    for engine_id in (*tuple(reader.peers), *reader.proofs.open_engines) if reader else ():
-        if any(found == handle for _, found in _handles(worker, engine_id)):
-            return engine_id
-    return None
-
-
-def _handles(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
-    """(rank, handle) of a peer's prepared descriptors."""
-    handles = worker.dst_xfer_side_handles.get(engine_id)
-    if handles is None:
-        return []
-    if isinstance(handles, Mapping):  # from 0.14
-        return [(int(rank), handle) for rank, handle in list(handles.items())]
-    # One for the only rank that the release knows of; we may know of more.
-    reader = reader_of(worker)
-    peer = reader.known(engine_id) if reader else None
-    return [(rank, handles) for rank in list(peer.ranks)] if peer else []
 
 
 def _add_remote_agent(
@@ -381,11 +207,11 @@ def _add_remote_agent(
         peer, unstated = completed(
             reader.ours, replace(stated, block_tokens=None) if misread else stated
         )
-        _refuse_doubtful_layout(instance, reader, peer)
+        refuse_doubtful_layout(instance, reader, peer)
         if has_two_layouts(reader.ours, peer):
             if _env.unstated_layout() == "prove":
                 metadata = nixl_agent_meta
-                return _add_unproven(wrapped, instance, reader, metadata, peer, unstated)
+                return add_unproven(wrapped, instance, reader, metadata, peer, unstated)
             if not is_alike(reader.ours, peer):
                 peer = replace(peer, layout=reader.ours.inner_layout)
         if is_alike(reader.ours, peer) and not (reader.is_for_all or misread):
@@ -396,104 +222,12 @@ def _add_remote_agent(
         else:
             if drafted_windows:
                 refuse_drafted_windows(instance, reader.ours, reader.groups, peer)
-            agent = _add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
+            agent = add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
         if not states_layout:
             reader.proofs.settle(peer.engine_id)
         return agent
 
     return add(*args, **kwargs)
-
-
-def _refuse_doubtful_layout(worker: Any, reader: Reader, peer: Statement) -> None:
-    """Refuses another layout on devices without storages.
-
-    A stock peer on such a device states the layout that was asked for, and its host buffer has
-    the one of its tensors' shapes.
-
-    Raises:
-        PeerRefused: it states another layout than ours.
-    """
-    buffer = buffer_of(worker)
-    is_sure = buffer is None or buffer.caches is None
-    if not is_sure and peer.layout not in (None, reader.ours.layout):
-        raise refusal(
-            reader.ours,
-            peer,
-            "the caches of this device have no storage, and a peer on one like it may have another "
-            "layout than it states: set ENABLE_KVPATCH there too",
-        )
-
-
-def _add_unlike(
-    wrapped: Callable[..., Any],
-    worker: Any,
-    reader: Reader,
-    metadata: Any,
-    statement: Statement,
-    unstated: BlockTokens | None,
-    more: tuple[Any, ...],
-) -> Any:
-    ours = reader.ours
-    if any(size != 1 for size in more):
-        raise refusal(ours, statement, "use --decode-context-parallel-size 1 on the prefill side")
-    rank = reader.rank(statement)
-    rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
-    reader.admit(rank, unstated)
-    _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
-    return rank.agent
-
-
-def _add_unproven(
-    wrapped: Callable[..., Any],
-    worker: Any,
-    reader: Reader,
-    metadata: Any,
-    statement: Statement,
-    unstated: BlockTokens | None,
-) -> Any:
-    """One that may have either layout; nothing is loaded from it before that is proven."""
-    candidates = {name: replace(statement, layout=name) for name in ("HND", "NHD")}
-    likes = [name for name, stated in candidates.items() if is_alike(reader.ours, stated)]
-    ranks = {name: reader.rank(stated) for name, stated in candidates.items()}
-    agent = _add_as_alike(wrapped, worker, reader, metadata, statement, ())
-    for rank in ranks.values():
-        rank.agent = agent
-    alike = next(iter(likes), None)
-    reader.admit_unproven(ranks, None if reader.is_for_all else alike, unstated)
-    _LOG.info(
-        "engine %s states no layout, and is not read before prompts have shown it: it has %s; we "
-        "have %s",
-        statement.engine_id,
-        statement,
-        reader.ours,
-    )
-    return agent
-
-
-def _add_as_alike(
-    wrapped: Callable[..., Any],
-    worker: Any,
-    reader: Reader,
-    metadata: Any,
-    statement: Statement,
-    more: tuple[Any, ...],
-) -> Any:
-    """Shows the release a peer like us, within the memory of this one; its name to NIXL."""
-    ours = reader.ours
-    layout = hnd_like(ours.layout)
-    alike = as_alike(
-        metadata,
-        statement,
-        block_tokens=ours.block_tokens,
-        kernel_blocks_per_block=ours.kernel_blocks_per_block,
-        layout=layout,
-        block_bytes=alike_block_bytes(ours, statement),
-        own=own_regions(worker),
-    )
-    shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
-    heads = heads_as_if_unshared(ours, statement)
-    with layout_called(worker, layout), heads_called(worker, heads):
-        return wrapped(alike, statement.tp_rank, shown_ranks, *more)
 
 
 def _nixl_handshake(
@@ -524,23 +258,6 @@ def _nixl_handshake(
         return met
 
     return handshake(*args, **kwargs)
-
-
-@contextmanager
-def layout_called(worker: Any, layout: str) -> Iterator[None]:
-    """While inside, the worker compares its peer's layout with this one.
-
-    The release splits heads over ranks in HND only; ours are split by the plan.
-    """
-    if not hasattr(worker, "kv_cache_layout"):  # 0.10.0
-        yield
-        return
-    own = worker.kv_cache_layout
-    worker.kv_cache_layout = layout
-    try:
-        yield
-    finally:
-        worker.kv_cache_layout = own
 
 
 def _read_blocks_for_req(
@@ -648,42 +365,6 @@ def _get_num_new_matched_tokens(
     return matched(*args, **kwargs)
 
 
-def _introductions(scheduler: Any, *, full_blocks_only: bool) -> Introductions:
-    """Where the handshake states no block size.
-
-    0.10.0 loads a prompt into whole blocks and one more for drafted tokens: it takes the
-    last blocks of P's for these, a block off, or ends.
-    """
-    return Introductions(
-        scheduler.block_size,
-        full_blocks_only=full_blocks_only,
-        allows_none=full_blocks_only and reserves_slots(scheduler.vllm_config),
-        must_prove=full_blocks_only and _must_prove(scheduler.vllm_config.model_config),
-    )
-
-
-def _must_prove(model_config: Any) -> bool:
-    """Whether layouts differ: with one head or one latent a token they do not."""
-    has_heads = not model_config.use_mla and model_config.get_total_num_kv_heads() > 1
-    return has_heads and _env.unstated_layout() == "prove"
-
-
-def _introductions_to_cuts(scheduler: Any, *, module: str) -> Introductions | None:
-    """Where it does not state how blocks are cut; None where none are."""
-    from vllm.platforms import current_platform
-
-    step = step_of_cuts(scheduler.block_size, str(current_platform.device_type))
-    if step is None or states_parts([sys.modules.get(module)]):
-        return None
-    window_tokens = 0
-    if whole_group(scheduler) is None:
-        alone = window_alone(scheduler)
-        if alone is None or scheduler.block_size % CUT_INTO:
-            return None
-        window_tokens = alone[1]
-    return Introductions(scheduler.block_size, step_tokens=step, window_tokens=window_tokens)
-
-
 def _build_connector_meta(
     wrapped: Callable[..., Any],
     instance: Any,
@@ -766,9 +447,9 @@ def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
     """
     introduce: Any
     if generation.slug in _NO_BLOCK_SIZE:
-        introduce = partial(_introductions, full_blocks_only=generation.slug in _WHOLE_BLOCKS)
+        introduce = partial(introductions_of, full_blocks_only=generation.slug in _WHOLE_BLOCKS)
     elif generation.slug in _FAILING_CUTS:
-        introduce = partial(_introductions_to_cuts, module=generation.worker_module)
+        introduce = partial(introductions_to_cuts, module=generation.worker_module)
     else:
         return {}
     return {

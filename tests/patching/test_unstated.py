@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.patches import unlike_engines
+from kvpatch.vllm.introducing import introductions_of
 from kvpatch.vllm.unstated import (
     BlocksUnknown,
     BlockTokens,
@@ -235,7 +235,7 @@ def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
         block_size=16,
         vllm_config=SimpleNamespace(speculative_config=speculation, model_config=model),
     )
-    introductions = unlike_engines._introductions(scheduler, full_blocks_only=True)
+    introductions = introductions_of(scheduler, full_blocks_only=True)
     assert introductions.allow("p", 64, 4, 64) is allows
-    later = unlike_engines._introductions(scheduler, full_blocks_only=False)
+    later = introductions_of(scheduler, full_blocks_only=False)
     assert later.allow("p", 64, 4, 64)

@@ -1,0 +1,129 @@
+"""A peer of another geometry at the handshake: shown to the release as one like us, or refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
+from kvpatch.vllm.host_buffer_worker import buffer_of
+from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
+from kvpatch.vllm.our_side import own_regions
+from kvpatch.vllm.peers import refusal
+from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.unstated import BlockTokens
+from kvpatch.vllm.wire import Statement, as_alike, hnd_like
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+def refuse_doubtful_layout(worker: Any, reader: Reader, peer: Statement) -> None:
+    """Refuses another layout on devices without storages.
+
+    A stock peer on such a device states the layout that was asked for, and its host buffer has
+    the one of its tensors' shapes.
+
+    Raises:
+        PeerRefused: it states another layout than ours.
+    """
+    buffer = buffer_of(worker)
+    is_sure = buffer is None or buffer.caches is None
+    if not is_sure and peer.layout not in (None, reader.ours.layout):
+        raise refusal(
+            reader.ours,
+            peer,
+            "the caches of this device have no storage, and a peer on one like it may have another "
+            "layout than it states: set ENABLE_KVPATCH there too",
+        )
+
+
+def add_unlike(
+    wrapped: Callable[..., Any],
+    worker: Any,
+    reader: Reader,
+    metadata: Any,
+    statement: Statement,
+    unstated: BlockTokens | None,
+    more: tuple[Any, ...],
+) -> Any:
+    ours = reader.ours
+    if any(size != 1 for size in more):
+        raise refusal(ours, statement, "use --decode-context-parallel-size 1 on the prefill side")
+    rank = reader.rank(statement)
+    rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
+    reader.admit(rank, unstated)
+    _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
+    return rank.agent
+
+
+def add_unproven(
+    wrapped: Callable[..., Any],
+    worker: Any,
+    reader: Reader,
+    metadata: Any,
+    statement: Statement,
+    unstated: BlockTokens | None,
+) -> Any:
+    """One that may have either layout; nothing is loaded from it before that is proven."""
+    candidates = {name: replace(statement, layout=name) for name in ("HND", "NHD")}
+    likes = [name for name, stated in candidates.items() if is_alike(reader.ours, stated)]
+    ranks = {name: reader.rank(stated) for name, stated in candidates.items()}
+    agent = _add_as_alike(wrapped, worker, reader, metadata, statement, ())
+    for rank in ranks.values():
+        rank.agent = agent
+    alike = next(iter(likes), None)
+    reader.admit_unproven(ranks, None if reader.is_for_all else alike, unstated)
+    _LOG.info(
+        "engine %s states no layout, and is not read before prompts have shown it: it has %s; we "
+        "have %s",
+        statement.engine_id,
+        statement,
+        reader.ours,
+    )
+    return agent
+
+
+def _add_as_alike(
+    wrapped: Callable[..., Any],
+    worker: Any,
+    reader: Reader,
+    metadata: Any,
+    statement: Statement,
+    more: tuple[Any, ...],
+) -> Any:
+    """Shows the release a peer like us, within the memory of this one; its name to NIXL."""
+    ours = reader.ours
+    layout = hnd_like(ours.layout)
+    alike = as_alike(
+        metadata,
+        statement,
+        block_tokens=ours.block_tokens,
+        kernel_blocks_per_block=ours.kernel_blocks_per_block,
+        layout=layout,
+        block_bytes=alike_block_bytes(ours, statement),
+        own=own_regions(worker),
+    )
+    shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
+    heads = heads_as_if_unshared(ours, statement)
+    with layout_called(worker, layout), heads_called(worker, heads):
+        return wrapped(alike, statement.tp_rank, shown_ranks, *more)
+
+
+@contextmanager
+def layout_called(worker: Any, layout: str) -> Iterator[None]:
+    """While inside, the worker compares its peer's layout with this one.
+
+    The release splits heads over ranks in HND only; ours are split by the plan.
+    """
+    if not hasattr(worker, "kv_cache_layout"):  # 0.10.0
+        yield
+        return
+    own = worker.kv_cache_layout
+    worker.kv_cache_layout = layout
+    try:
+        yield
+    finally:
+        worker.kv_cache_layout = own

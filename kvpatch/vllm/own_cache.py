@@ -1,0 +1,141 @@
+"""This worker's cache as reads from unlike peers fill it, and the reader that does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+from kvpatch import _env
+from kvpatch.geometry import KeyOrder
+from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.halves import halves_of
+from kvpatch.vllm.head_shares import SharesRead
+from kvpatch.vllm.host_buffer_worker import buffer_of
+from kvpatch.vllm.our_side import our_side
+from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.registration import Registration
+from kvpatch.vllm.rows import rows_of
+from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
+from kvpatch.vllm.staging import staging_pool
+
+#: All layers, the groups that they are in, and how keys lie in a block.
+Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
+
+
+def reader_for(
+    worker: Any,
+    agent: Any,
+    kv_caches: Mapping[str, Any],
+    cache: Cache,
+    behind: Mapping[str, LayerCache],
+    *,
+    blocks_hold_both: bool = False,
+    meets_one_rank: bool,
+    shares_read: SharesRead,
+    misreads_blocks: bool,
+) -> Reader:
+    """The reader of what a worker has registered, or of the device's cache behind it.
+
+    Args:
+        behind: the device's layers where what is registered is a host buffer; else the same.
+        blocks_hold_both: of :func:`has_both_in_blocks`.
+        meets_one_rank: whether the release shakes hands with one rank of a peer.
+        shares_read: what it makes of ranks that share heads.
+        misreads_blocks: whether block sizes that peers state are none.
+    """
+    layers, groups, key_order = cache
+    buffer = buffer_of(worker)
+    rows = rows_of(worker)
+    ours = our_side(worker, layers if rows is None else rows.shown, key_order)
+    if blocks_hold_both:
+        ours = replace(ours, halves=halves_of(ours))
+    ours = replace(
+        ours,
+        meets_one_rank=meets_one_rank,
+        shares_read=shares_read,
+        misreads_blocks=misreads_blocks,
+    )
+    if len(groups) > 1:
+        ours = replace(ours, groups=tuple(group.layers for group in groups))
+    if rows is not None and rows.states:
+        ours = replace(ours, row_places=rows.form.places)
+    device = kv_caches[next(iter(layers))].device
+    if rows is not None:
+        pool = staging_pool(agent, ours.memory, device)
+        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), layers, rows)
+    if buffer is None:
+        pool = staging_pool(agent, ours.memory, device)
+        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
+    caches = buffer.caches
+    copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
+    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
+    return Reader(ours, groups, buffer.tensors, pool, "staged", behind, caches=caches)
+
+
+def is_plain(worker: Any) -> bool:
+    """Whether reads go straight to the registered cache, all tokens of it.
+
+    Not through a host buffer, to memory of two kinds, or to a share of the tokens
+    (context parallelism): there the release's own rules hold.
+    """
+    parallel = worker.vllm_config.parallel_config
+    return not (
+        getattr(worker, "use_host_buffer", False)  # from 0.10.1
+        or getattr(worker, "_mixed_mem_types", False)  # from 0.30
+        or getattr(parallel, "decode_context_parallel_size", 1) > 1
+        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+    )
+
+
+def has_blocks_of(block_tokens: int, cache: Cache, behind: Cache | None) -> bool:
+    """Whether every tensor's blocks are the ones that the worker will name.
+
+    The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
+    several shapes have blocks of unlike tokens, of which the worker names the fewest, or from
+    0.30 on their least common multiple.
+    """
+    layers, groups, _ = cache
+    found = [tokens_of(layers, group.layers & layers.keys()) for group in groups]
+    if any(len(tokens) > 1 for tokens in found):
+        return False
+    every = set[int]().union(*found)
+    if are_unlike(layers) and cache is behind:
+        return block_tokens in (min(every), lcm(*every))
+    return every == {block_tokens}
+
+
+def read_cache(
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    *,
+    leave_state: bool = False,
+) -> Cache | None:
+    """All layers, where copies need every byte named; None where one cannot be.
+
+    Peers are then left to the release, which refuses the ones it cannot read.
+
+    Args:
+        leave_state: whether layers that are no attention may be left out.
+    """
+    key_order = registration.key_order(worker)
+    if key_order is None:
+        return None
+    total_heads = worker.model_config.get_total_num_kv_heads()
+    first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
+    layers = read_layers(registration, worker, kv_caches, key_order, first_head)
+    if not layers or (len(layers) < len(kv_caches) and not leave_state):
+        return None
+    return layers, registration.groups(worker, layers), key_order
+
+
+def has_both_in_blocks(registration: Registration, worker: Any, cache: Cache) -> bool:
+    """Whether the backend's own blocks hold keys, and then values, in rows."""
+    layers, _, key_order = cache
+    orders = [registration.orders(worker, layer)[0] for layer in layers]
+    return key_order is KeyOrder.ROW_MAJOR and all(
+        order.dimensions[:2] == ("block", "kv") for order in orders
+    )
