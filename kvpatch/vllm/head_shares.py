@@ -1,9 +1,9 @@
 """Ranks that share KV heads: more of them than the model has, where P and D have unlike numbers.
 
-Three ranks of four then hold heads that another one holds too, or parts of what a rank of
-the other side holds. Releases refuse most of that, by an assertion without a word. Reads of
-ours are planned by heads, so that it is enough that the release prepares and books such a
-peer as if each rank had heads of its own: which bytes a read moves is decided elsewhere.
+Some ranks then hold a head that their neighbours hold too. Releases refuse most of that, by
+an assertion without a word. Reads of ours are planned by heads, so that it is enough that
+the release prepares and books such a peer as if each rank had heads of its own: which bytes
+a read moves is decided elsewhere.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class Proofs:
         for request_id, order in self._due.items():
             try:
                 self._samples[request_id] = self._own(order)
-            except (RuntimeError, NotImplementedError) as error:  # tensors without storages
+            except RuntimeError as error:  # torch cannot index or copy these tensors
                 _LOG.warning("what this engine has computed cannot be looked at: %s", error)
                 self._samples[request_id] = {}
         self._due.clear()

@@ -168,9 +168,10 @@ def test_an_abort_before_the_read(pair: Pair, lab: Lab) -> None:
 # -- death -----------------------------------------------------------------
 
 
-def test_death_in_mid_transfer(stage: Stage, lab: Lab) -> None:
-    mortal, survivor = (stage.prefill(spec) for spec in unlike(lab.release))
-    decode = stage.decode(STAGED)
+def assert_outlives(
+    decode: Actor, stage: Stage, release: str, mortal: Actor, survivor: Actor
+) -> None:
+    """One P dies while D reads from two: what the other had is read whole, and goes on to be."""
     introduce(decode, stage.prompts(2, TOKENS), mortal, survivor)
     lost, kept = stage.prompts(2, TOKENS), stage.prompts(2, TOKENS)
     asks = [*mortal.compute(*lost), *survivor.compute(*kept)]
@@ -182,10 +183,15 @@ def test_death_in_mid_transfer(stage: Stage, lab: Lab) -> None:
         assert decode.watch(*lost, *kept, seconds=0.1).waiting == names([*lost, *kept])
         mortal.die()
 
-    assert_failed_alone(decode, lab.release, lost)
-    assert_identical(decode, kept, sum(loaded(p, lab.release) for p in kept))
+    assert_failed_alone(decode, release, lost)
+    assert_identical(decode, kept, sum(loaded(p, release) for p in kept))
     assert survivor.heard(kept) == names(kept)
-    assert_served(stage, lab.release, survivor, decode)
+    assert_served(stage, release, survivor, decode)
+
+
+def test_death_in_mid_transfer(stage: Stage, lab: Lab) -> None:
+    mortal, survivor = (stage.prefill(spec) for spec in unlike(lab.release))
+    assert_outlives(stage.decode(STAGED), stage, lab.release, mortal, survivor)
 
 
 def test_death_of_two_ranks(stage: Stage, lab: Lab) -> None:

@@ -13,9 +13,9 @@ from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import meets_one_rank, moves_full_blocks_only
 from .stage import Stage
-from .test_failures import STAGED, assert_failed_alone, assert_served
+from .test_failures import STAGED, assert_outlives, assert_served
 from .test_like_pairs import tokens_to_move
-from .test_several_peers import TOKENS, assert_identical, engine, held, introduce, loaded, names
+from .test_several_peers import TOKENS, engine, introduce
 from .unlike import told
 
 pytestmark = pytest.mark.lab
@@ -97,21 +97,7 @@ def test_death_of_all_ranks_in_mid_transfer(stage: Stage, lab: Lab) -> None:
     tokens = 64 if moves_full_blocks_only(lab.release) else 32
     mortal = stage.prefill(engine(block_tokens=tokens, tp_size=2))
     survivor = stage.prefill(engine(tp_size=2))
-    decode = stage.decode(STAGED)
-    introduce(decode, stage.prompts(2, TOKENS), mortal, survivor)
-    lost, kept = stage.prompts(2, TOKENS), stage.prompts(2, TOKENS)
-    asks = [*mortal.compute(*lost), *survivor.compute(*kept)]
-
-    with held(survivor):
-        mortal.hold()
-        decode.ask(*asks)
-        assert decode.watch(*lost, *kept, seconds=0.1).waiting == names([*lost, *kept])
-        mortal.die()
-
-    assert_failed_alone(decode, lab.release, lost)
-    assert_identical(decode, kept, sum(loaded(p, lab.release) for p in kept))
-    assert survivor.heard(kept) == names(kept)
-    assert_served(stage, lab.release, survivor, decode)
+    assert_outlives(stage.decode(STAGED), stage, lab.release, mortal, survivor)
 
 
 @pytest.mark.one_per_generation
