@@ -19,6 +19,7 @@ DISABLE = "KVPATCH_DISABLE"
 GENERATION = "KVPATCH_GENERATION"
 HOST_BUFFER = "KVPATCH_HOST_BUFFER"
 HOST_BUFFER_BYTES = "KVPATCH_HOST_BUFFER_BYTES"
+KVCACHED_CARDS = "KVPATCH_KVCACHED_CARDS"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
@@ -35,6 +36,7 @@ TOOLING = (
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _HOST_BUFFERS = ("auto", "always", "never")
+_KVCACHED_CARDS = ("refuse", "trust")
 _TRANSFERS = ("auto", "direct", "staged")
 _UNSTATED_LAYOUTS = ("prove", "same")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
@@ -75,6 +77,16 @@ def kvcached_page_bytes() -> int | None:
     return int(value) * 1024**2 if value.isascii() and value.isdigit() else None
 
 
+def ucx_transports() -> str | None:
+    """``UCX_TLS``, which tells UCX what to use; None where unset."""
+    return os.environ.get("UCX_TLS")
+
+
+def ucx_net_devices() -> str | None:
+    """``UCX_NET_DEVICES``, which tells UCX on which devices; None where unset."""
+    return os.environ.get("UCX_NET_DEVICES")
+
+
 def disabled_slugs() -> tuple[str, ...]:
     """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
     names = os.environ.get(DISABLE, "").replace(",", " ").split()
@@ -106,6 +118,11 @@ def host_buffer_bytes() -> int:
     return _byte_count(HOST_BUFFER_BYTES, _DEFAULT_HOST_BUFFER_BYTES)
 
 
+def kvcached_cards() -> str:
+    """What becomes of kvcached's memory where a card may register it: ``refuse`` or ``trust``."""
+    return _choice(KVCACHED_CARDS, _KVCACHED_CARDS)
+
+
 def staging_bytes() -> int:
     """The size of a worker's staging pool."""
     return _byte_count(STAGING_BYTES, _DEFAULT_STAGING_BYTES)
@@ -128,6 +145,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         GENERATION,
         HOST_BUFFER,
         HOST_BUFFER_BYTES,
+        KVCACHED_CARDS,
         LOG_LEVEL,
         STAGING_BYTES,
         TRANSFER,

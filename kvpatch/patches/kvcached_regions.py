@@ -20,7 +20,9 @@ How:
     handed the pool once, and peers are told of rows of all layers, which a peer
     without kvpatch refuses; reads go through ``unlike_engines``, between two such
     pools one descriptor a block.
-    Tensors that contradict kvcached's variables, or one another, are refused.
+    Tensors that contradict kvcached's variables, or one another, are refused, and so is
+    a device's memory that a network card could register: it would keep the pages that
+    are mapped then.
 Upstream:
     kvcached #313 and #391.
 Remove when:
@@ -41,6 +43,7 @@ from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer_worker import is_on
+from kvpatch.vllm.kvcached_cards import refuse_cards
 from kvpatch.vllm.kvcached_pages import note_pages
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.our_side import call_layout_by_its_strides
@@ -65,6 +68,7 @@ def _register_kv_caches(
         layers = read_layers(registration, instance, kv_caches)
         forget_rows(instance)
         if _env.is_kvcached_enabled():
+            refuse_cards(instance, kv_caches)
             note_transport(kv_caches)
             check_pools(kv_caches, layers, kvcacheds_settings())
             note_pages(instance, kv_caches, layers)
