@@ -39,6 +39,7 @@ from kvpatch.geometry.rows import (
     part_bytes,
     part_planes,
     places_of,
+    read_packed_row,
     read_row,
     shares_place,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "plan_copy",
     "plan_rounds",
     "plan_runs",
+    "read_packed_row",
     "read_planes",
     "read_row",
     "shares_place",

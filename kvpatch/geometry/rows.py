@@ -60,12 +60,15 @@ class Row:
         return self.rows * self.row_bytes
 
 
-def read_row(layers: Mapping[str, Sequence[Plane]]) -> Row:
+def read_row(layers: Mapping[str, Sequence[Plane]], order: Sequence[str] | None = None) -> Row:
     """The rows that these layers' planes are.
+
+    Args:
+        order: in which they are to follow one another; None for that of their numbers.
 
     Raises:
         UnreadableGeometry: their parts overlap, leave gaps, are strided in unlike or
-            unknown ways, or follow one another in another order than their numbers.
+            unknown ways, or follow one another in another order.
     """
     names = sorted(layers, key=lambda name: layers[name][0].address)
     first = layers[names[0]]
@@ -89,12 +92,49 @@ def read_row(layers: Mapping[str, Sequence[Plane]]) -> Row:
             f"layers {', '.join(names)}: expected rows of {sum(parts)} bytes one behind the other, "
             f"found {sorted(counts)} of them every {sorted(strides)} bytes"
         )
-    if names != in_order(names):
+    expected_order = in_order(names) if order is None else list(order)
+    if names != expected_order:
         raise UnreadableGeometry(
             f"layers lie in the order {', '.join(names)} in a row of all layers: expected "
-            f"{', '.join(in_order(names))}"
+            f"{', '.join(expected_order)}"
         )
     return Row(tuple(names), axes, address, tuple(parts), counts.pop())
+
+
+def read_packed_row(groups: Sequence[Mapping[str, Sequence[Plane]]]) -> Row:
+    """The rows that each of several groups divides in a way of its own, from their beginning.
+
+    The group with the most bytes fills them; of the others' the end may be left over.
+
+    Args:
+        groups: each with its layers in the order in which they are to follow one another.
+
+    Raises:
+        UnreadableGeometry: one group's layers lie otherwise.
+    """
+    sizes = [sum(_part_bytes_of(planes) for planes in group.values()) for group in groups]
+    widest = groups[sizes.index(max(sizes))]
+    row = read_row(widest, tuple(widest))
+    for group in groups:
+        address = row.address
+        for name, planes in group.items():
+            like = planes[0]
+            expected = part_planes(
+                like, address, row.axes, like.counts, len(planes), block_stride_bytes=row.row_bytes
+            )
+            is_in_row = like.strides_bytes.block == row.row_bytes and like.counts.blocks == row.rows
+            if not is_in_row or _places(planes) != _places(expected):
+                raise UnreadableGeometry(
+                    f"layer {name!r}: expected it in one of {row.rows} rows of {row.row_bytes} "
+                    f"bytes at {address:#x}, its axes {row.axes} from the outermost to the "
+                    f"innermost, found {', '.join(map(str, planes))}"
+                )
+            address += _part_bytes_of(planes)
+    return row
+
+
+def _part_bytes_of(planes: Sequence[Plane]) -> int:
+    return part_bytes(planes[0].counts, len(planes), planes[0].item_bytes)
 
 
 def shares_place(first: Sequence[Plane], other: Sequence[Plane], axes: PartAxes) -> bool:

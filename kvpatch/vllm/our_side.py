@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpatch.geometry import KeyOrder, Memory
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.groups import packed_groups
 from kvpatch.vllm.peers import OurSide
 from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
 from kvpatch.vllm.unstated import kernel_sizes
@@ -47,6 +48,7 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         units=units,
         row_layers=None if units is None else row_layers_of(worker, layers, layout),
         kernel_sizes=kernel_sizes(worker),
+        packed=packed_groups(worker, layers),
     )
 
 

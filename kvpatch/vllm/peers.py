@@ -30,7 +30,7 @@ from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.halves import Halves, by_peers_regions, halves_of_peer
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
-from kvpatch.vllm.row_form import RowForm, places_digest
+from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
     Shape,
     UnlikeShapes,
@@ -70,6 +70,7 @@ class OurSide:
         meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
         shares_read: what the release makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
+        packed: of :func:`~kvpatch.vllm.groups.packed_groups`.
         row_places: what rows like ours state of their places, where they hold recurrent state.
     """
 
@@ -95,6 +96,7 @@ class OurSide:
     meets_one_rank: bool = False
     shares_read: SharesRead = _SHARES_READ
     misreads_blocks: bool = False
+    packed: tuple[tuple[str, ...], ...] | None = None
     row_places: str | None = None
 
     @cached_property
@@ -188,7 +190,8 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
     """Rows of all layers, of any release: each layer's part follows the one before."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
-    address, stride_bytes = peer.addresses[0], peer.stride_bytes[0]
+    if ours.packed is not None and packed_digest(ours.packed) == form.places:
+        return tuple(_in_packed_rows(ours, peer, form, ours.packed))
     groups = ours.groups or (ours.layers.keys(),)
     places = places_of([group & ours.layers.keys() for group in groups])
     if (ours.row_places or places_digest(places)) != form.places:
@@ -203,29 +206,60 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
     offset = 0
     even_bytes = peer.block_bytes[0] // len(places)  # where shapes are unlike, kvcached's are
     for name, is_last in _with_ends(places):
-        planes = ours.layers[name].planes
-        has_heads = _has_heads(ours.layers[name])
-        if has_heads != ("head" in form.axes) or len(set(_widths(planes))) > 1:
-            raise refusal(
-                ours, peer, f"its rows {form} have no place for layer {name}: use one model"
-            )
-        shape = shape_at_peer(ours, peer, planes, even_bytes)
-        counts = Counts(peer.blocks, shape.heads, shape.tokens, planes[0].counts.channels)
-        like = replace(planes[0], first_head=shape.first_head, memory=peer_memory(ours, peer))
-        found.append(
-            part_planes(like, address + offset, form.axes, counts, len(planes), stride_bytes)
-        )
+        planes, size_bytes = _part_of_row(ours, peer, form, name, offset, even_bytes)
+        found.append(planes)
         if is_last:
-            offset += part_bytes(counts, len(planes), like.item_bytes)
-    if offset != peer.block_bytes[0]:
+            offset += size_bytes
+    _check_row(ours, peer, form, offset)
+    return tuple(found)
+
+
+def _in_packed_rows(
+    ours: OurSide, peer: Statement, form: RowForm, groups: Sequence[Sequence[str]]
+) -> Iterator[tuple[Plane, ...]]:
+    """Rows that each group divides in its own way, in blocks of one number of tokens."""
+    ends = []
+    for group in groups:
+        offset = 0
+        for name in group:
+            layer = ours.layers[name]
+            _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+            if ours.unlike_shapes:  # one number of ranks is asked for
+                heads = layer.planes[0].counts.heads
+            row_bytes = sum(_widths(layer.planes)) * (heads if _has_heads(layer) else 1)
+            page_bytes = row_bytes * form.block_tokens
+            planes, size_bytes = _part_of_row(ours, peer, form, name, offset, page_bytes)
+            yield planes
+            offset += size_bytes
+        ends.append(offset)
+    _check_row(ours, peer, form, max(ends))
+
+
+def _part_of_row(
+    ours: OurSide, peer: Statement, form: RowForm, name: str, offset: int, part_size: int
+) -> tuple[tuple[Plane, ...], int]:
+    """A layer's planes `offset` bytes into a peer's rows, and how many bytes it has there."""
+    planes = ours.layers[name].planes
+    has_heads = _has_heads(ours.layers[name])
+    if has_heads != ("head" in form.axes) or len(set(_widths(planes))) > 1:
+        raise refusal(ours, peer, f"its rows {form} have no place for layer {name}: use one model")
+    shape = shape_at_peer(ours, peer, planes, part_size)
+    counts = Counts(peer.blocks, shape.heads, shape.tokens, planes[0].counts.channels)
+    like = replace(planes[0], first_head=shape.first_head, memory=peer_memory(ours, peer))
+    address, stride_bytes = peer.addresses[0] + offset, peer.stride_bytes[0]
+    found = part_planes(like, address, form.axes, counts, len(planes), stride_bytes)
+    return found, part_bytes(counts, len(planes), like.item_bytes)
+
+
+def _check_row(ours: OurSide, peer: Statement, form: RowForm, size_bytes: int) -> None:
+    if size_bytes != peer.block_bytes[0]:
         raise refusal(
             ours,
             peer,
-            f"{form.block_tokens} tokens of all our layers come to {offset} bytes and not to "
+            f"{form.block_tokens} tokens of all our layers come to {size_bytes} bytes and not to "
             f"{peer.block_bytes[0]}: both sides need one model, one --kv-cache-dtype and one "
             "--pipeline-parallel-size",
         )
-    return tuple(found)
 
 
 def _with_ends(places: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:

@@ -446,8 +446,10 @@ class Reader:
         if self._mode == "staged" and not self._has_state:
             return None
         # A block is one group's: the row is that group's layers, whichever it is.
-        pairs = [pair_rows(share.segments) for share in shares if len(share.segments)]
+        full = [share for share in shares if len(share.segments)]
+        pairs = [pair_rows(share.segments) for share in full]
         whole = [pair for pair in pairs if pair is not None]
+        ends = [rows.end_of(crossing.layer for crossing in share.crossings) for share in full]
         parts = self.ours.kernel_blocks_per_block
         for remote_block, local_block in state_pairs(self.groups, order):
             if remote_block >= statement.blocks // parts:
@@ -459,13 +461,14 @@ class Reader:
                 (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))
             )
             pairs.append(whole[-1])
+            ends.append(rows.row.row_bytes)
         if not whole or len(whole) < len(pairs):
             return None
         remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))
         return (
             statement.addresses[0] + remote * statement.stride_bytes[0],
             rows.row.address + local * rows.row.row_bytes,
-            np.full(remote.size, rows.row.row_bytes, dtype=np.int64),
+            np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
         )
 
     def _split(self, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:

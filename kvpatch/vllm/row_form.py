@@ -34,7 +34,8 @@ class RowForm:
         block_tokens: of a kernel block, which is what a row holds.
         kernel_blocks_per_block: rows in one of the blocks that ids count.
         axes: of each layer's part.
-        places: :func:`places_digest`, so that both sides have the same layers in one place.
+        places: :func:`places_digest`, so that both sides have the same layers in one place;
+            or :func:`packed_digest`.
     """
 
     block_tokens: int
@@ -60,6 +61,12 @@ def places_digest(places: Sequence[Sequence[str]]) -> str:
     if all(len(layers) == 1 for layers in places):
         return ""
     return sha256(json.dumps([sorted(layers) for layers in places]).encode()).hexdigest()[:16]
+
+
+def packed_digest(groups: Sequence[Sequence[str]]) -> str:
+    """Which layers each group has side by side, where each divides a row in its own way."""
+    told = json.dumps(["packed", *(list(layers) for layers in groups)])
+    return sha256(told.encode()).hexdigest()[:16]
 
 
 def form_in(*texts: str | None) -> RowForm | None:

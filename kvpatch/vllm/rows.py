@@ -12,7 +12,7 @@ import copy
 import ctypes
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -28,14 +28,16 @@ from kvpatch.geometry import (
     UnreadableGeometry,
     part_axes,
     places_of,
+    read_packed_row,
     read_row,
     shares_place,
 )
 from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.groups import packed_groups
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import Registration
-from kvpatch.vllm.row_form import RowForm, places_digest
-from kvpatch.vllm.shapes import are_unlike, tokens_of
+from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
+from kvpatch.vllm.shapes import are_unlike, have_unlike_pages, page_bytes_of, tokens_of
 from kvpatch.vllm.states import State, states_digest, states_in
 
 if TYPE_CHECKING:
@@ -56,12 +58,18 @@ class RegisteredRows:
         form: what peers are told of them.
         shown: the tensors that the release was shown, read.
         states: the layers with recurrent state among the rows.
+        ends: of each attention layer's part, in bytes from a row's beginning.
     """
 
     row: Row
     form: RowForm
     shown: Mapping[str, LayerCache]
     states: Mapping[str, State]
+    ends: Mapping[str, int]
+
+    def end_of(self, layers: Iterable[str]) -> int:
+        """How much of a row a group's layers take, from its beginning."""
+        return max(self.ends[name] for name in layers)
 
 
 _ROWS: WeakKeyDictionary[Any, RegisteredRows] = WeakKeyDictionary()
@@ -92,14 +100,10 @@ def register_rows(
     """
     groups = registration.groups(worker, layers)
     places = places_of([group.layers & layers.keys() for group in groups])
-    row = whole_row({name: kv_caches[name] for name in layers}, layers, places)
+    packed = packed_groups(worker, layers) if have_unlike_pages(layers) else None
+    row = whole_row({name: kv_caches[name] for name in layers}, layers, places, packed)
     parts = registration.kernel_blocks_per_block(worker) or 1
     states = states_in(kv_caches, layers, row, parts)
-    if states and getattr(worker, "kv_cache_layout", None) in NAMED_LAYOUTS:
-        raise RegistrationRefused(
-            f"{', '.join(states)} have recurrent state in rows of all layers, which have not been "
-            "tried on this vLLM (from 0.29 on): set KVCACHED_CONTIGUOUS_LAYOUT=false"
-        )
     first = layers[row.layers[0]].planes[0]
     axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
     shown: dict[str, Any] = shown_tensors(
@@ -108,7 +112,6 @@ def register_rows(
         kv_caches,
         layers,
         row,
-        places,
         axes_only.inner_layout,
         blocks_outermost=bool(states),
     )
@@ -117,21 +120,22 @@ def register_rows(
         shown[name] = of_layer if isinstance(kv_caches[name], list | tuple) else of_layer[0]
     if "head" in row.axes:
         _state_layout(worker, axes_only.inner_layout)
+    told = places_digest(places) if packed is None else packed_digest(packed)
     agent = worker.nixl_wrapper
     worker.nixl_wrapper = _OneRegion(agent, row)
     # The thread that answers handshakes never ends, and is not to keep the worker.
     this_worker = ref(worker)
     try:
         with _listener_told(
-            worker, lambda m: restated(m, row, _form_of(this_worker(), row, layers, places, states))
+            worker, lambda m: restated(m, row, _form_of(this_worker(), row, layers, told, states))
         ):
             result = wrapped(shown)
     finally:
         worker.nixl_wrapper = agent
-    form = _form_of(worker, row, layers, places, states)
+    form = _form_of(worker, row, layers, told, states)
     _restate_payload(worker, row, form)
     read = read_layers(registration, worker, shown, first_head=first.first_head)
-    _ROWS[worker] = RegisteredRows(row, form, read, states)
+    _ROWS[worker] = RegisteredRows(row, form, read, states, _ends(row, layers))
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
         row.rows,
@@ -145,11 +149,14 @@ def whole_row(
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
     places: Sequence[Sequence[str]],
+    packed: Sequence[Sequence[str]] | None = None,
 ) -> Row:
     """The rows that all of a worker's attention tensors are.
 
     Args:
         places: the layers that are to have one place in a row, by place.
+        packed: each group's layers as they are to follow one another, where every group
+            divides a row in its own way; None where the places are one for all.
 
     Raises:
         RegistrationRefused: some are not, with the setting that helps.
@@ -162,6 +169,8 @@ def whole_row(
             "layout, which has one pool of all layers"
         )
     try:
+        if packed is not None:
+            return read_packed_row([{n: layers[n].planes for n in group} for group in packed])
         for first, *others in places:
             axes = part_axes(layers[first].planes)
             for other in others:
@@ -186,6 +195,13 @@ def whole_row(
     return row
 
 
+def _ends(row: Row, layers: Mapping[str, LayerCache]) -> dict[str, int]:
+    return {
+        name: layer.planes[0].address - row.address + page_bytes_of(layer)
+        for name, layer in layers.items()
+    }
+
+
 # --- what the release is shown ---------------------------------------------------
 
 
@@ -195,24 +211,23 @@ def shown_tensors(
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
     row: Row,
-    places: Sequence[Sequence[str]],
     inner_layout: str,
     *,
     blocks_outermost: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The pool's memory as tensors of the release's own shape, a place behind the other.
 
-    Each has a storage of its own, as kvcached's other layouts have.
+    Each has a storage of its own, as kvcached's other layouts have. Layers that begin at one
+    place of a row do so here too.
 
     Args:
         blocks_outermost: whether a block's keys and values are together whatever the shape,
             as releases have them beside recurrent state.
     """
-    starts = {}
-    start = row.address
-    for here, size in zip(places, row.part_bytes, strict=True):
-        starts.update(dict.fromkeys(here, start))
-        start += size * row.rows
+    starts = {
+        name: row.address + (layer.planes[0].address - row.address) * row.rows
+        for name, layer in layers.items()
+    }
     return {
         name: _shown_tensor(
             kv_caches[name],
@@ -369,15 +384,14 @@ def _form_of(
     worker: Any,
     row: Row,
     layers: Mapping[str, LayerCache],
-    places: Sequence[Sequence[str]],
+    places: str,
     states: Mapping[str, State],
 ) -> RowForm:
     """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
     tokens = min(tokens_of(layers, layers))
     specs = worker._layer_specs if states else {}  # from 0.18, as groups
-    told = states_digest(places_digest(places), states, specs)
-    return RowForm(tokens, parts, row.axes, told)
+    return RowForm(tokens, parts, row.axes, states_digest(places, states, specs))
 
 
 @contextmanager

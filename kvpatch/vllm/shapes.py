@@ -13,7 +13,7 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch._errors import KvpatchError
-from kvpatch.geometry import Content, Plane
+from kvpatch.geometry import Content, Plane, part_bytes
 from kvpatch.vllm.caches import LayerCache
 
 if TYPE_CHECKING:
@@ -49,6 +49,17 @@ def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
         if layer.planes[0].content is not Content.LATENT
     }
     return len(shapes) > 1
+
+
+def page_bytes_of(layer: LayerCache) -> int:
+    """Bytes of one of a layer's kernel blocks."""
+    first = layer.planes[0]
+    return part_bytes(first.counts, len(layer.planes), first.item_bytes)
+
+
+def have_unlike_pages(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether blocks of some layers have other bytes than those of others."""
+    return len({page_bytes_of(layer) for layer in layers.values()}) > 1
 
 
 def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int]:

@@ -11,13 +11,14 @@ import ctypes
 import importlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from . import kvcached_planned
 from .case import STATE_SHAPES, EngineSpec
 from .compare import UNSIGNED, Array
 from .kvcached_standin import Allocation, Reservation, allocate
@@ -70,6 +71,8 @@ class Caches:
     dims: tuple[str, ...]
     #: Allocations of which only some pages are there.
     reservations: tuple[Reservation, ...] = ()
+    #: Layers in the order of their registration; empty for that of their numbers.
+    registered: tuple[str, ...] = ()
 
     @property
     def memory(self) -> tuple[Array, ...]:
@@ -94,7 +97,9 @@ class Caches:
         reservation.unmap(max(reservation.mapped))
 
     def tensors(self) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        return {layer.name: layer.tensor for layer in self.layers}
+        """In the order in which the runner registers them."""
+        found = {layer.name: layer.tensor for layer in self.layers}
+        return {name: found[name] for name in self.registered or found}
 
 
 def _span(array: Array) -> tuple[int, int]:
@@ -149,15 +154,24 @@ def build(
     layout: str,
     slots: Sequence[int],
     state_spec: Any = None,
+    plan: Any = None,
 ) -> Caches:
     """Allocates the caches of one rank; contents are noise until written.
 
     Layers with one number in `slots` share their memory: all of it where they hold
     one content, block by block where they are of several cache groups.
+
+    Args:
+        plan: the release's own, by which it lays out caches itself from 0.29 on.
     """
     dims = probe_dims(backend, spec.family)
+    has_plan = not hasattr(backend, "get_kv_cache_shape")
     if spec.allocation in ("kvcached_rows", "kvcached_apart"):
+        if has_plan:
+            return _planned_by_kvcached(spec, dims, layout, plan)
         return _by_kvcached(spec, dims, layout, slots, state_spec)
+    if has_plan and (spec.has_state or spec.packs_pages):
+        return _by_release(spec, dims, layout, plan)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
         dims = _KVCACHED_DIMS
@@ -329,6 +343,69 @@ def _by_kvcached(
         for number, tensor in enumerate(tensors)
     )
     return Caches(layers, (), dims, tuple(found.reservations))
+
+
+def _planned_by_kvcached(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any) -> Caches:
+    """As kvcached has the release lay out its plan, from 0.29 on."""
+    found = kvcached_planned.allocate(
+        plan,
+        layout,
+        _kernel_block_tokens(spec, plan),
+        contiguous=spec.allocation == "kvcached_rows",
+        virtual_blocks=spec.blocks,
+    )
+    tensors = dict(found.tensors)
+    odd = os.environ.get(ODD_LAYER, "")
+    if odd:
+        last = tensors[layer_name(spec.layers - 1)]
+        size = list(last.shape)
+        size[1] //= 2 if odd == "pool" else 1
+        tensors[layer_name(spec.layers - 1)] = torch.zeros(size, dtype=last.dtype)
+    layers = _named_layers(spec, dims, tensors)
+    return Caches(layers, (), dims, found.reservations, tuple(tensors))
+
+
+def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any) -> Caches:
+    """As the release itself lays out its plan, from 0.29 on."""
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    utils = importlib.import_module("vllm.v1.worker.utils")
+    tensors = utils.allocate_kv_cache(
+        plan, torch.device("cpu"), KVCacheLayout[layout], _kernel_block_tokens(spec, plan)
+    )
+    whole = next(iter(tensors.values())).untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8).set_(whole)
+    layers = _named_layers(spec, dims, tensors)
+    return Caches(layers, (memory.numpy(),), dims, registered=tuple(tensors))
+
+
+def _kernel_block_tokens(spec: EngineSpec, plan: Any) -> list[int]:
+    """Of each cache group; a state is never cut."""
+    found = []
+    for group in plan.kv_cache_groups:
+        tokens = group.kv_cache_spec.block_size
+        is_state = any(
+            spec.is_state(number)
+            for number in range(spec.layers)
+            if layer_name(number) in group.layer_names
+        )
+        found.append(tokens if is_state else tokens // spec.parts)
+    return found
+
+
+def _named_layers(
+    spec: EngineSpec, dims: tuple[str, ...], tensors: Mapping[str, torch.Tensor]
+) -> tuple[LayerCache, ...]:
+    """By their numbers."""
+    found = []
+    for number in range(spec.layers):
+        name = layer_name(number)
+        if spec.is_state(number):
+            found.append(_state_cache(spec, number, tensors[name]))
+        else:
+            planes = _planes(tensors[name], dims, spec, number)
+            found.append(LayerCache(name, tensors[name], planes))
+    return tuple(found)
 
 
 def _dense(order: tuple[str, ...], sizes: dict[str, int]) -> dict[str, int]:

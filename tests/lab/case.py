@@ -71,6 +71,9 @@ class EngineSpec:
     #: KV heads and channels of layers with a window, where they are others. The release plans
     #: blocks of more tokens for the smaller ones of both, so that blocks have one size in bytes.
     window_shape: tuple[int, int] | None = None
+    #: Whether such blocks have one number of tokens instead, and unlike bytes: so plans the
+    #: release from 0.29 on where blocks are outermost, each group's pages side by side.
+    packs_pages: bool = False
     #: Whether every other layer has recurrent state (Mamba2) in place of keys and values, in
     #: blocks of as many bytes.
     has_state: bool = False
@@ -155,6 +158,8 @@ class EngineSpec:
         """Tokens of a block of a layer's."""
         if self.is_state(layer):
             return STATE_TOKENS
+        if self.packs_pages:
+            return self.block_tokens
         most = max(math.prod(self.shape_of(other)) for other in range(self.layers))
         return self.block_tokens * most // math.prod(self.shape_of(layer))
 

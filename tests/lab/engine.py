@@ -97,7 +97,7 @@ class Engine:
         ]
         shared = release.slots(spec, self.plan)
         self.caches: list[Caches] = [
-            build(spec, backend, layout, shared, release.state_spec(spec))
+            build(spec, backend, layout, shared, release.state_spec(spec), self.plan)
             for _ in range(spec.tp_size)
         ]
         self.noise = noise = np.random.default_rng(start.seed)

@@ -10,7 +10,8 @@ own allocation or, where there is none, with one that all unmapped pages share, 
 page of zeros is.
 
 What the layouts are, their strides, and how many blocks a reservation holds is all
-decided by kvcached's own ``alloc_kv_cache``.
+decided by kvcached's own ``alloc_kv_cache``, which is its way to 0.28; for later releases
+see :mod:`kvcached_planned`.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ def page_bytes() -> int:
     return int(os.environ.get(PAGE, _PAGE_BYTES))
 
 
+def is_page_set() -> bool:
+    """Whether a test asks for this size of a page."""
+    return PAGE in os.environ
+
+
 def _check(result: int) -> None:
     if result:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -70,7 +76,7 @@ class Reservation:
 
     def __post_init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        aligned = page_bytes()  # as kvcached's are
+        aligned = _COMPILED.page_bytes  # as kvcached's are
         found = _C.mmap(None, self.size_bytes + aligned, 0, flags, -1, 0)
         if found == _FAILED or found is None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -144,6 +150,7 @@ class _Compiled:
 
     def __init__(self) -> None:
         self.contiguous = False
+        self.page_bytes = _PAGE_BYTES
         self.reservations: list[Reservation] = []
 
     def create_kv_tensors(
@@ -159,10 +166,10 @@ class _Compiled:
     ) -> list[torch.Tensor]:
         dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[item_bytes]
         if self.contiguous:
-            whole = Reservation(size_bytes * layers, page_bytes() * layers * num_kv_buffers)
+            whole = Reservation(size_bytes * layers, self.page_bytes * layers * num_kv_buffers)
             self.reservations = [whole]
         else:
-            self.reservations = [Reservation(size_bytes, page_bytes()) for _ in range(layers)]
+            self.reservations = [Reservation(size_bytes, self.page_bytes) for _ in range(layers)]
         _RESERVATIONS.extend(self.reservations)
         return [reservation.tensor(dtype) for reservation in self.reservations]
 
@@ -170,7 +177,18 @@ class _Compiled:
 _COMPILED = _Compiled()
 
 
-def _interfaces() -> Any:
+def compiled() -> _Compiled:
+    """The stand-in of this process."""
+    return _COMPILED
+
+
+def use_pages(size_bytes: int) -> None:
+    """Makes this the size of a page, to the allocator and to what stands in for the driver."""
+    _COMPILED.page_bytes = size_bytes
+    backing.driver = lambda: backing.Driver(_allocation_at, size_bytes)
+
+
+def interfaces() -> Any:
     """kvcached's own module of views, with the compiled part stood in for."""
     name = "kvcached.integration.vllm.interfaces"
     if name in sys.modules:
@@ -209,7 +227,7 @@ def allocate(
         state_spec: of the layers with recurrent state that share these layers' memory.
         states_apart: whether each of a layer's states is a tensor, or all are a page of one.
     """
-    interfaces = _interfaces()
+    theirs = interfaces()
     contents = 1 if attention == "MLA" else 2
     block = 1
     for size in shape:
@@ -224,14 +242,14 @@ def allocate(
             total_memory=pages * page_bytes() * contents * layers
         ),
     )
-    backing.driver = lambda: backing.Driver(_allocation_at, page_bytes())
+    use_pages(page_bytes())
     # The device that kvcached asks for its memory, and pages that a test can fill.
-    interfaces.torch = _Torch(device)
-    interfaces.PAGE_SIZE = page_bytes()
-    interfaces.normalize_gpu_device = lambda name: name
-    interfaces._kvcached_initialized = True
-    interfaces._contiguous_layout = _COMPILED.contiguous = contiguous
-    *found, made = interfaces.alloc_kv_cache(
+    theirs.torch = _Torch(device)
+    theirs.PAGE_SIZE = page_bytes()
+    theirs.normalize_gpu_device = lambda name: name
+    theirs._kvcached_initialized = True
+    theirs._contiguous_layout = _COMPILED.contiguous = contiguous
+    *found, made = theirs.alloc_kv_cache(
         tuple(shape),
         block_tokens,
         dtype,
@@ -244,7 +262,7 @@ def allocate(
     )
     tensors = found[0]
     others = [
-        interfaces.build_kv_views(
+        theirs.build_kv_views(
             made["raw_kv_tensors"],
             tuple(other),
             tokens,

@@ -115,7 +115,9 @@ def layout_name(spec: EngineSpec) -> str:
     """`spec.layout` in the words of the release."""
     from_029 = not hasattr(backend(spec.family), "get_kv_cache_shape")
     if from_029:
-        return {"NHD": "LBNHC", "HND": "LBHNC"}.get(spec.layout, spec.layout)
+        outer = "BL" if spec.allocation == "kvcached_rows" else "LB"
+        inner = {"NHD": "NHC", "HND": "HNC"}.get(spec.layout)
+        return outer + inner if inner else spec.layout
     if spec.layout not in ("NHD", "HND"):
         raise NotInRelease(f"layout {spec.layout}: this release knows NHD and HND")
     return spec.layout
@@ -301,7 +303,9 @@ def state_spec(spec: EngineSpec) -> Any:
 def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
     """The plan that the engine core would hand to both sides of the connector."""
     if not spec.is_hybrid:
-        return _one_group(spec)
+        has_named = not hasattr(backend(spec.family), "get_kv_cache_shape")
+        by_kvcached = spec.allocation in ("kvcached_rows", "kvcached_apart")
+        return _placed(spec, config) if has_named and by_kvcached else _one_group(spec)
     plan = _planned(spec, config)
     sizes = block_tokens_of_groups(plan)
     planned = {n: sizes[i] for i, g in enumerate(plan.kv_cache_groups) for n in g.layer_names}
@@ -356,6 +360,22 @@ def _planned(spec: EngineSpec, config: Any) -> Any:
     groups = kv_cache_planning.get_global_kv_cache_groups(config, [specs])
     (plan,) = kv_cache_planning.get_kv_cache_configs(config, [specs], [memory_bytes], groups)
     return plan
+
+
+def _placed(spec: EngineSpec, config: Any) -> Any:
+    """The release's own plan for layers of one kind, of as many blocks as the case has."""
+    from vllm.v1.core import kv_cache_utils
+
+    planning = kv_cache_utils
+    if not hasattr(planning, "get_kv_cache_config_from_groups"):
+        from vllm.v1.core import kv_cache_planning as planning  # from 0.33
+
+    specs = {layer_name(i): _layer_spec(spec, i) for i in range(spec.layers)}
+    groups = planning.get_kv_cache_groups(config, specs)
+    pages_bytes = sum(of_layer.page_size_bytes for of_layer in specs.values())
+    return planning.get_kv_cache_config_from_groups(
+        config, groups, pages_bytes * spec.planned_blocks
+    )
 
 
 def _one_group(spec: EngineSpec) -> Any:
