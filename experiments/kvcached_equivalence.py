@@ -1,10 +1,15 @@
-"""P and D on a GPU, with kvcached and without; experiments/kvcached_equivalence.sh runs this.
+"""P and D with kvcached and without, on a GPU; experiments/kvcached_equivalence.sh runs this.
 
 Every pair serves the same prompts as one single engine without kvcached, greedily; the tokens are
 compared one by one, the cache of every layer by SHA-256 over each head's bytes, at P and at D. The
 layout of every engine's cache is written down, and must be the one that was asked for. A block of
 D's cache is spoiled on purpose in each pair, and must be noticed. kvpatch is on D and, where P has
 kvcached, on P.
+
+--on-cpu serves some of the pairs without a GPU: real engines of vLLM 0.32 with kvcached's own view
+code for 0.30, over host memory whose pages come and go with the blocks in use. Its compiled part
+and its manager, which need CUDA, are stood in for; a page that is not there can be neither read nor
+written, so that an engine that touches one ends.
 
 Exit status: 0 every pair identical and every spoiled cache noticed, 1 not, 2 could not run,
 128 + n stopped by signal n.
@@ -14,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import shlex
 import shutil
 import subprocess
@@ -23,11 +29,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvpatch._errors import KvpatchError
-from kvpatch.verify.kvcached import ROWS
+from kvpatch.verify.kvcached import CPU_ROWS, ROWS
 from kvpatch.verify.matrix import Row, by_single, choose, row_setups, single_setup
 from kvpatch.verify.setups import Options, Setup, require_release
 
 _PIPE_COLUMNS = 132
+_ROOT = Path(__file__).resolve().parents[1]
+_STAND_INS_RELEASE = "0.32.0"
 _MODEL = "WORK_DIR/model-wide"
 _TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_CONTIGUOUS_LAYOUT")
 
@@ -47,6 +55,11 @@ def arguments(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="only name the pairs")
     parser.add_argument(
         "--dry-run", action="store_true", help="only show the engines and their variables"
+    )
+    parser.add_argument(
+        "--on-cpu",
+        action="store_true",
+        help="without a GPU: kvcached's view code, what needs CUDA stood in for",
     )
     parser.add_argument(
         "--stock", action="store_true", help="also serve each pair without kvpatch on D"
@@ -115,6 +128,21 @@ def require_here() -> None:
         )
 
 
+def bring_stand_ins() -> None:
+    """Has every engine started from here find kvcached's source and what stands in for CUDA.
+
+    Raises:
+        BadOptions: this is not the vLLM that the stand-ins are for.
+    """
+    require_release(_STAND_INS_RELEASE)
+    sys.path.insert(0, str(_ROOT))
+    from tests.releases import kvcached
+
+    kvcached.fetch(kvcached.NEWEST)
+    paths = [str(_ROOT), str(_ROOT / "tests/serving/elastic"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Whether every pair was identical and every spoiled cache noticed."""
     from rich.console import Console
@@ -136,14 +164,17 @@ def main(given: Sequence[str]) -> int:
 
     asked = arguments(given)
     try:
-        rows = choose(asked.rows, ROWS)
+        rows = choose(asked.rows, CPU_ROWS if asked.on_cpu else ROWS)
         if asked.list:
             print("\n".join(row.name for row in rows))
             return 0
         if asked.dry_run:
             print("\n".join(plan(rows, stock=asked.stock)))
             return 0
-        require_here()
+        if asked.on_cpu:
+            bring_stand_ins()
+        else:
+            require_here()
         if asked.release is not None:
             require_release(asked.release)
         return 0 if run(asked, rows) else 1

@@ -5,6 +5,7 @@
 #   experiments/kvcached_equivalence.sh --rows contiguous,split-half   some pairs
 #   experiments/kvcached_equivalence.sh --list | --dry-run | --help    anywhere, without CUDA
 #   experiments/kvcached_equivalence.sh --release 0.28.0               vLLM release; this by default
+#   experiments/kvcached_equivalence.sh --on-cpu                       anywhere, CUDA stood in for
 #
 # Makes its own environment first, in .cache/env-cuda-RELEASE, and says what it installs. Needs a GPU
 # and, to build kvcached, the CUDA toolkit (nvcc) and a C++ compiler. KVPATCH_PYTHON names a Python
@@ -43,6 +44,10 @@ only_talks() {
 
 if [[ -n "${KVPATCH_PYTHON:-}" ]]; then
     run "$KVPATCH_PYTHON" "$@"
+fi
+if ! only_talks "$@" && [[ " $* " == *" --on-cpu "* ]]; then
+    python="$("$here/env.sh")"
+    run "$python" "$@"
 fi
 if only_talks "$@"; then
     for python in "$env/bin/python" "$root"/.cache/env-*/bin/python python3; do

@@ -44,8 +44,41 @@ class LayerCache:
     planes: tuple[Plane, ...]
 
 
+@dataclass(frozen=True)
+class StateCache:
+    """One layer's recurrent state (Mamba): what it knows of all tokens, in one block.
+
+    Attributes:
+        group: which of a request's block lists are this layer's.
+        tensors: each [block, ...], of one state.
+    """
+
+    name: str
+    group: int
+    tensors: tuple[torch.Tensor, ...]
+
+
+def state_caches(worker: Any) -> tuple[StateCache, ...]:
+    """Every layer with recurrent state; none for most models."""
+    modules = worker.vllm_config.compilation_config.static_forward_context
+    return tuple(
+        StateCache(name, group, tuple(modules[name].kv_cache))
+        for group, name, spec in _specs(worker.model_runner)
+        if _is_state(spec)
+    )
+
+
+def read_state(layer: StateCache, block: int) -> npt.NDArray[np.uint8]:
+    """All bytes of a block's states, one state after the other: [1, 1, bytes]."""
+    import torch
+
+    parts = [tensor[block].contiguous().view(torch.uint8).flatten() for tensor in layer.tensors]
+    result: npt.NDArray[np.uint8] = torch.cat(parts).cpu().numpy()
+    return result[None, None]
+
+
 def layer_caches(worker: Any) -> tuple[LayerCache, ...]:
-    """Every layer with a cache of its own, in the order of the cache groups.
+    """Every attention layer with a cache of its own, in the order of the cache groups.
 
     Raises:
         UnreadableGeometry: there is no cache, or a tensor's layout is not understood.
@@ -63,27 +96,38 @@ def _layers(worker: Any, runner: Any) -> Iterator[LayerCache]:
     modules = worker.vllm_config.compilation_config.static_forward_context
     backends = _backends(runner)
     first_head = _first_head(worker)
+    for group, name, spec in _specs(runner):
+        if _is_state(spec):
+            continue
+        module = modules[name]
+        tensor = _only_tensor(name, module.kv_cache)
+        planes = read_planes(
+            name,
+            tensor_facts(tensor),
+            _dimension_order(name, tensor, backends.get(name), spec),
+            key_order=_key_order(name, module, tensor, backends.get(name)),
+            first_head=first_head,
+        )
+        yield LayerCache(
+            name=name,
+            group=group,
+            block_tokens=spec.block_size,
+            window_tokens=getattr(spec, "sliding_window", None),
+            tensor=tensor,
+            planes=planes,
+        )
+
+
+def _specs(runner: Any) -> Iterator[tuple[int, str, Any]]:
+    """(number of the cache group, layer, what vLLM planned for it)."""
     for group, group_spec in enumerate(runner.kv_cache_config.kv_cache_groups):
+        spec = group_spec.kv_cache_spec
         for name in group_spec.layer_names:
-            spec = group_spec.kv_cache_spec
-            spec = getattr(spec, "kv_cache_specs", {}).get(name, spec)
-            module = modules[name]
-            tensor = _only_tensor(name, module.kv_cache)
-            planes = read_planes(
-                name,
-                tensor_facts(tensor),
-                _dimension_order(name, tensor, backends.get(name), spec),
-                key_order=_key_order(name, module, tensor, backends.get(name)),
-                first_head=first_head,
-            )
-            yield LayerCache(
-                name=name,
-                group=group,
-                block_tokens=spec.block_size,
-                window_tokens=getattr(spec, "sliding_window", None),
-                tensor=tensor,
-                planes=planes,
-            )
+            yield group, name, getattr(spec, "kv_cache_specs", {}).get(name, spec)
+
+
+def _is_state(spec: Any) -> bool:
+    return hasattr(spec, "shapes")
 
 
 def plane_view(tensor: torch.Tensor, plane: Plane) -> torch.Tensor:
@@ -141,8 +185,7 @@ def _only_tensor(name: str, cache: Any) -> torch.Tensor:
     entries = cache if isinstance(cache, list | tuple) else [cache]
     if len(entries) != 1 or not hasattr(entries[0], "untyped_storage"):
         raise UnreadableGeometry(
-            f"{name}: expected one tensor, found {[type(entry).__name__ for entry in entries]}; "
-            "states of other kinds (Mamba) have no tokens to fingerprint"
+            f"{name}: expected one tensor, found {[type(entry).__name__ for entry in entries]}"
         )
     tensor: torch.Tensor = entries[0]
     return tensor

@@ -1,4 +1,4 @@
-"""kvcached's pairs on a GPU: which engines each row has, and what their caches must look like.
+"""kvcached's pairs: which engines each row has, and what their caches must look like.
 
 Everything but :func:`require_layouts` is pure.
 """
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import httpx
 
 _ON_CUDA = Single(model="wide", cuda=True)
+_ON_CPU = Single(torch_attention=True)
 #: What kvcached's own logger writes before each line.
 _LOG_MARK = "[kvcached]"
 
@@ -55,6 +56,27 @@ ROWS: tuple[Row, ...] = (
         Side(128, kvcached="contiguous"),
     ),
 )
+
+
+def _row_on_cpu(name: str, prefill: Side, decode: Side) -> Row:
+    return Row(name, (prefill,), decode, _ON_CPU)
+
+
+CPU_ROWS: tuple[Row, ...] = (
+    _row_on_cpu("contiguous", Side(32, kvcached="contiguous"), Side(32, kvcached="contiguous")),
+    _row_on_cpu(
+        "contiguous-128-32", Side(128, kvcached="contiguous"), Side(32, kvcached="contiguous")
+    ),
+    _row_on_cpu("contiguous-plain", Side(32, kvcached="contiguous"), Side(32)),
+    _row_on_cpu("plain-contiguous", Side(32), Side(32, kvcached="contiguous")),
+    _row_on_cpu("split-half", Side(32, kvcached="split-half"), Side(32, kvcached="split-half")),
+    _row_on_cpu(
+        "split-half-contiguous-32-128",
+        Side(32, kvcached="split-half"),
+        Side(128, kvcached="contiguous"),
+    ),
+)
+"""Without a GPU, over stand-ins for what of kvcached needs one (``tests/serving/elastic``)."""
 
 
 def layout_found(ranks: Sequence[Sequence[dict[str, Any]]]) -> Kvcached | None:

@@ -69,6 +69,11 @@ class Single:
     torch_attention: bool = False
     cuda: bool = False
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the model has layers with recurrent state."""
+        return self.model == "hybrid"
+
     def __str__(self) -> str:
         return f"{self.model}, attention in torch" if self.torch_attention else self.model
 
@@ -95,11 +100,15 @@ class Row:
 
     @property
     def same_prefill(self) -> bool:
-        """Whether prefill engines compute as the single engine does, to the last bit."""
-        return all(side.ranks == 1 for side in self.prefill)
+        """Whether prefill engines compute as the single engine does, to the last bit.
+
+        With recurrent state they stop a token before the end.
+        """
+        return not self.single.has_state and all(side.ranks == 1 for side in self.prefill)
 
 
 _WINDOW = Single(model="window")
+_HYBRID = Single(model="hybrid")
 _ROWS = Single(torch_attention=True)
 
 _EIGHTH_BYTES = 128 * 1024**2
@@ -119,6 +128,9 @@ ROWS: tuple[Row, ...] = (
     Row("hnd-nhd-48-80", (Side(48, layout="HND"),), Side(80, layout="NHD"), _ROWS),
     Row("window-128-32", (Side(128),), Side(32), _WINDOW),
     Row("window-32-128", (Side(32),), Side(128), _WINDOW),
+    Row("hybrid-64-64", (Side(64),), Side(64), _HYBRID),
+    Row("hybrid-128-64", (Side(128),), Side(64), _HYBRID),
+    Row("hybrid-64-128", (Side(64),), Side(128), _HYBRID),
     Row("host-64-64", (Side(64),), Side(64), host_buffer_bytes=_EIGHTH_BYTES),
     Row("host-128-32", (Side(128),), Side(32), host_buffer_bytes=_EIGHTH_BYTES),
     Row(
@@ -157,7 +169,10 @@ def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
 def single_setup(single: Single, model: str) -> Setup:
     """The engine that computes alone."""
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
-    return Setup("single", (_engine(name, single, Side(32), model, connector=False),))
+    return Setup(
+        "single",
+        (_engine(name, single, Side(64 if single.has_state else 32), model, connector=False),),
+    )
 
 
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
@@ -211,6 +226,8 @@ def _engine(
         arguments += ("--tensor-parallel-size", str(side.ranks))
     if single.torch_attention:
         arguments += _TORCH_ATTENTION
+    if single.has_state:
+        arguments += ("--no-enable-prefix-caching",)
     environment = dict(settings)
     if single.cuda:
         arguments += _CUDA if connector else _CUDA[: _CUDA.index("--kv-transfer-config")]
@@ -220,6 +237,9 @@ def _engine(
             "KVCACHED_AUTOPATCH": "1",
             "KVCACHED_CONTIGUOUS_LAYOUT": str(side.kvcached == "contiguous").lower(),
         }
+        if not single.cuda:  # the stand-in maps pages where blocks are handed out
+            arguments += ("--distributed-executor-backend", "uni")
+            environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     elif single.cuda:
         environment |= {"ENABLE_KVCACHED": "false", "KVCACHED_AUTOPATCH": "0"}
     if side.layout is not None:

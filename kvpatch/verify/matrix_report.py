@@ -43,7 +43,7 @@ def matrix_table(results: Sequence[RowResult]) -> Table:
             coloured(tokens_cell(ours)),
             coloured(cache_cell(ours)),
             f"{spoiled - len(result.unnoticed)}/{spoiled}",
-            "+".join(map(str, prefix_hits(result.cases, result.observations["kvpatch"]))),
+            _hits_cell(result),
             "/".join(
                 first_token_cell(result.cases, found) for found in result.observations.values()
             ),
@@ -91,6 +91,12 @@ def first_token_cell(cases: Sequence[Case], found: Mapping[str, Observation]) ->
         if name in found and (completion := found[name].completion) is not None
     ]
     return f"{median(times) * 1000:.0f}" if times else "-"
+
+
+def _hits_cell(result: RowResult) -> str:
+    if result.row.single.has_state:  # prefix caching is off, and blocks are used again
+        return "-"
+    return "+".join(map(str, prefix_hits(result.cases, result.observations["kvpatch"])))
 
 
 def prefix_hits(cases: Sequence[Case], found: Mapping[str, Observation]) -> list[int]:

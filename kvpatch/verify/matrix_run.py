@@ -112,6 +112,8 @@ async def _observe_single(
     setup = single_setup(single, model)
     async with running(setup.specs, client, options, console) as engines:
         cases = build_cases(await vocabulary(client, engines[0]))
+        if single.has_state:  # of one token nothing is transferred, and P keeps the state behind it
+            cases = tuple(case for case in cases if case.tokens > 1)
         serving = Serving(f"single ({single})", engines, (), client, options, console)
         await serving.rehearse(cases)
         return cases, await serving.observe(cases)
@@ -192,7 +194,8 @@ class _RowRun:
                 raise EngineFailed(f"{engine.spec.name}: expected a host buffer, found none")
 
     async def _require_layouts(self, engines: Sequence[Engine], sides: Sequence[Side]) -> None:
-        if self.row.single.cuda:
+        sides_of_row = (*self.row.prefill, self.row.decode)
+        if self.row.single.cuda or any(side.kvcached for side in sides_of_row):
             await require_layouts(self.client, engines, sides, self.options.work_dir)
 
     async def _require_patch(self, engines: Sequence[Engine]) -> None:

@@ -135,11 +135,42 @@ def make_tiny_mla(folder: Path) -> Path:
     return _write(folder, build)
 
 
+def make_tiny_hybrid(folder: Path) -> Path:
+    """A Granite in which Mamba2 layers alternate with attention.
+
+    A state takes 38 KiB in float32, for which vLLM makes blocks of at least 64 tokens.
+    """
+
+    def build(vocabulary: int) -> Any:
+        from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+        config = GraniteMoeHybridConfig(
+            vocab_size=vocabulary,
+            num_key_value_heads=4,
+            layer_types=["mamba", "attention"] * 2,
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            mamba_chunk_size=1024,  # vLLM's CPU backend takes a prompt for one chunk
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=_SIZES["intermediate_size"],
+            position_embedding_type="nope",
+            attention_multiplier=1 / 16,
+            **_SIZES,
+        )
+        return GraniteMoeHybridForCausalLM(config)
+
+    return _write(folder, build)
+
+
 MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "llama": make_tiny_llama,
     "window": make_tiny_window_llama,
     "mla": make_tiny_mla,
     "wide": make_wide_llama,
+    "hybrid": make_tiny_hybrid,
 }
 """Every model by its short name."""
 

@@ -7,10 +7,18 @@ cross as JSON; arguments must be strings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpatch.verify.caches import LayerCache, layer_caches, plane_view, read_rows
+from kvpatch.verify.caches import (
+    LayerCache,
+    StateCache,
+    layer_caches,
+    plane_view,
+    read_rows,
+    read_state,
+    state_caches,
+)
 from kvpatch.verify.compare import NULL_BLOCK
 from kvpatch.verify.fingerprint import digest_heads
 
@@ -38,6 +46,7 @@ class Watch:
 
     moment: str
     layers: tuple[LayerCache, ...]
+    states: tuple[StateCache, ...] = ()
     corrupt: bool = False
     records: list[dict[str, Any]] = field(default_factory=list)
     _pending: dict[str, _Request] = field(default_factory=dict)
@@ -72,13 +81,17 @@ class Watch:
                 self._record(req_id, request, tokens)
 
     def _record(self, req_id: str, request: _Request, computed_tokens: int) -> None:
+        if self.states and self.moment == LOADED:
+            # P stops before the last token, which D computes from the state behind all others.
+            request = replace(request, prompt_tokens=computed_tokens)
         self.records.append(
             {
                 "request": req_id,
                 "prompt_tokens": request.prompt_tokens,
                 "computed_tokens": computed_tokens,
                 "block_ids": request.block_ids,
-                "layers": {layer.name: self._digests(layer, request) for layer in self.layers},
+                "layers": {layer.name: self._digests(layer, request) for layer in self.layers}
+                | {state.name: _state_digest(state, request) for state in self.states},
             }
         )
 
@@ -104,6 +117,17 @@ class Watch:
             block = ids[max(0, min(whole, len(ids)) - 1)] * split
             for plane in layer.planes:
                 plane_view(layer.tensor, plane)[block : block + split].zero_()
+        for state in self.states:
+            for tensor in state.tensors:
+                tensor[_state_block(state, request)].zero_()
+
+
+def _state_digest(state: StateCache, request: _Request) -> dict[str, str]:
+    return digest_heads("state", 0, read_state(state, _state_block(state, request)))
+
+
+def _state_block(state: StateCache, request: _Request) -> int:
+    return [block for block in request.block_ids[state.group] if block != NULL_BLOCK][-1]
 
 
 class CacheProbe:
@@ -118,10 +142,10 @@ class CacheProbe:
             raise ValueError(f"expected {PREFILLED} or {LOADED}, found {moment!r}")
         watch = _watch_of(self)
         if watch is None:
-            watch = Watch(moment, layer_caches(self))
+            watch = Watch(moment, layer_caches(self), state_caches(self))
             _observe(self, watch)
         watch.moment = moment
-        return {"layers": len(watch.layers)}
+        return {"layers": len(watch.layers) + len(watch.states)}
 
     def kvpatch_corrupt(self, on: str) -> dict[str, Any]:
         """With ``"true"``, spoil a block of each request that follows, before its first step."""
