@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvpatch.verify.engine import EngineFailed, command, environment
-from kvpatch.verify.kvcached import ROWS, complain_of, layout_found
+from kvpatch.verify.kvcached import CPU_ROWS, ROWS, complain_of, layout_found
 from kvpatch.verify.layout import describe
 from kvpatch.verify.matrix import Side, choose, row_setups, single_setup
 from kvpatch.verify.setups import BadOptions
@@ -171,6 +171,16 @@ def test_help_list_and_plan_need_no_gpu() -> None:
         side.kvcached == "contiguous" for row in ROWS for side in (*row.prefill, row.decode)
     )
     assert "single-wide ENABLE_KVCACHED=false" in planned.stdout
+
+
+def test_without_a_gpu_there_is_a_table_of_its_own() -> None:
+    listed, planned = (_run("--on-cpu", option) for option in ("--list", "--dry-run"))
+
+    assert listed.stdout.split() == [row.name for row in CPU_ROWS]
+    assert len({row.name for row in CPU_ROWS}) == len(CPU_ROWS)
+    layouts = {side.kvcached for row in CPU_ROWS for side in (*row.prefill, row.decode)}
+    assert layouts == {None, "contiguous", "split-half"}
+    assert "--distributed-executor-backend uni" in planned.stdout  # pages go with blocks, in one
 
 
 def test_stock_is_planned_where_it_is_asked_for() -> None:
