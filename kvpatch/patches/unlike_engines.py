@@ -60,7 +60,13 @@ from kvpatch._patching import Patch, Site
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.patches import _sites
 from kvpatch.vllm import orders
-from kvpatch.vllm.admission import add_unlike, add_unproven, refuse_doubtful_layout
+from kvpatch.vllm.admission import (
+    add_unlike,
+    add_unproven,
+    is_left_with_state,
+    refuse_doubtful_layout,
+    refuse_uncounted,
+)
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.groups import counted_group
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
@@ -83,6 +89,7 @@ from kvpatch.vllm.own_cache import (
     has_both_in_blocks,
     is_plain,
     read_cache,
+    read_states,
     reader_for,
 )
 from kvpatch.vllm.proofs import announced
@@ -91,6 +98,7 @@ from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
+from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import (
     Introductions,
 )
@@ -112,10 +120,12 @@ def _register_kv_caches(
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
         # Read first: what registering makes of split tensors is not what they are.
-        cache = with_state = read_cache(registration, instance, kv_caches, leave_state=True)
-        if with_state is not None and len(with_state[0]) < len(kv_caches):
-            cache = None  # of hybrid models rows alone are read here
+        cache = read_cache(registration, instance, kv_caches, leave_state=True)
         buffer = buffer_of(instance)
+        states: Mapping[str, StatePages] = {}
+        if cache is not None and len(cache[0]) < len(kv_caches):
+            states = read_states(instance, kv_caches, cache)
+            cache = cache if states and buffer is None else None
         behind = cache if buffer is None else read_cache(registration, instance, buffer.tensors)
         # So is this: that its own blocks are no longer keys first is what registering may make
         # the worker believe.
@@ -127,8 +137,6 @@ def _register_kv_caches(
         if is_misread:
             take_planned_blocks(instance)
         rows = rows_of(instance)
-        if rows is not None and rows.states:
-            cache = behind = with_state
         can_read = (
             cache is not None
             and is_plain(instance)
@@ -137,8 +145,8 @@ def _register_kv_caches(
         if rows is not None and not can_read:
             raise RegistrationRefused(
                 "kvcached's contiguous layout cannot be read into here (context parallelism, "
-                "vLLM's own host buffer, or kernel blocks smaller than the tensors'): set "
-                "KVCACHED_CONTIGUOUS_LAYOUT=false"
+                "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
+                "states that are not one behind the other): set KVCACHED_CONTIGUOUS_LAYOUT=false"
             )
         if can_read and cache is not None and behind is not None:
             agent = own_agent(instance.nixl_wrapper)
@@ -152,6 +160,7 @@ def _register_kv_caches(
                 meets_one_rank=meets_one_rank,
                 shares_read=shares_read,
                 misreads_blocks=is_misread,
+                states=states,
             )
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
@@ -203,6 +212,9 @@ def _add_remote_agent(
                 refuse_smaller_blocks(instance, nixl_agent_meta)
             return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
+        if is_left_with_state(reader, stated):
+            refuse_smaller_blocks(instance, nixl_agent_meta)
+            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         misread = reader.ours.misreads_blocks
         peer, unstated = completed(
             reader.ours, replace(stated, block_tokens=None) if misread else stated
@@ -214,7 +226,12 @@ def _add_remote_agent(
                 return add_unproven(wrapped, instance, reader, metadata, peer, unstated)
             if not is_alike(reader.ours, peer):
                 peer = replace(peer, layout=reader.ours.inner_layout)
-        if is_alike(reader.ours, peer) and not (reader.is_for_all or misread):
+        is_like = is_alike(reader.ours, peer) and not (reader.is_for_all or misread)
+        if reader.has_state:
+            if not is_like:
+                refuse_uncounted(reader.ours, peer, unstated)
+            unstated = None  # one like us is the release's
+        if is_like:
             rank = reader.admit_like(peer, unstated)
             agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
             if rank is not None:

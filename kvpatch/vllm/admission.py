@@ -12,7 +12,7 @@ from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
 from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
 from kvpatch.vllm.our_side import own_regions
-from kvpatch.vllm.peers import refusal
+from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.unstated import BlockTokens
 from kvpatch.vllm.wire import Statement, as_alike, hnd_like
@@ -37,6 +37,28 @@ def refuse_doubtful_layout(worker: Any, reader: Reader, peer: Statement) -> None
             peer,
             "the caches of this device have no storage, and a peer on one like it may have another "
             "layout than it states: set ENABLE_KVPATCH there too",
+        )
+
+
+def is_left_with_state(reader: Reader, peer: Statement) -> bool:
+    """Whether a peer of a hybrid model is the release's: it alone splits states over ranks."""
+    is_plain = peer.rows is None and not reader.is_for_all
+    return reader.has_state and is_plain and peer.tp_size != reader.ours.tp_size
+
+
+def refuse_uncounted(ours: OurSide, peer: Statement, unstated: BlockTokens | None) -> None:
+    """Refuses a peer whose states lie in pages of a size that its handshake leaves open.
+
+    Raises:
+        PeerRefused: how its blocks are cut is not known.
+    """
+    if unstated is not None:
+        raise refusal(
+            ours,
+            peer,
+            f"{ours.backend} may cut its blocks into kernel blocks, a page of recurrent state is "
+            "as large as a whole one, and this release's handshake does not state it: use one "
+            "--block-size on both sides, or vLLM 0.21 or later",
         )
 
 
@@ -106,6 +128,9 @@ def _add_as_alike(
         block_bytes=alike_block_bytes(ours, statement),
         own=own_regions(worker),
     )
+    told = getattr(worker, "_physical_blocks_per_logical", None)
+    if isinstance(told, dict):  # in 0.20, which takes a page for no larger than its states need
+        told[statement.engine_id] = ours.kernel_blocks_per_block
     shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
     heads = heads_as_if_unshared(ours, statement)
     with layout_called(worker, layout), heads_called(worker, heads):

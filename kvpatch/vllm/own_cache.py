@@ -8,18 +8,23 @@ from math import lcm
 from typing import Any
 
 from kvpatch import _env
-from kvpatch.geometry import KeyOrder
+from kvpatch.geometry import KeyOrder, places_of
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.our_side import our_side
+from kvpatch.vllm.peer_states import places_of_states
+from kvpatch.vllm.peers import OurSide
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
-from kvpatch.vllm.rows import rows_of
+from kvpatch.vllm.row_form import places_digest
+from kvpatch.vllm.rows import RegisteredRows, rows_of
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.staging import staging_pool
+from kvpatch.vllm.states import StatePages, pages_of, states_digest
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
@@ -36,6 +41,7 @@ def reader_for(
     meets_one_rank: bool,
     shares_read: SharesRead,
     misreads_blocks: bool,
+    states: Mapping[str, StatePages],
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it.
 
@@ -45,6 +51,7 @@ def reader_for(
         meets_one_rank: whether the release shakes hands with one rank of a peer.
         shares_read: what it makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none.
+        states: the pages of the layers with recurrent state.
     """
     layers, groups, key_order = cache
     buffer = buffer_of(worker)
@@ -60,19 +67,68 @@ def reader_for(
     )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
-    if rows is not None and rows.states:
-        ours = replace(ours, row_places=rows.form.places)
+    if states:
+        ours = _with_states(worker, ours, states, rows)
     device = kv_caches[next(iter(layers))].device
     if rows is not None:
         pool = staging_pool(agent, ours.memory, device)
-        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), layers, rows)
+        mode = _env.transfer_mode()
+        return Reader(ours, groups, kv_caches, pool, mode, layers, rows, states=states)
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
-        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode())
+        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), states=states)
     caches = buffer.caches
     copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
     pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
     return Reader(ours, groups, buffer.tensors, pool, "staged", behind, caches=caches)
+
+
+def _with_states(
+    worker: Any, ours: OurSide, states: Mapping[str, StatePages], rows: RegisteredRows | None
+) -> OurSide:
+    """Our side with its states' pages as the release was shown them."""
+    if rows is None:
+        ours = replace(ours, states=states)
+        groups = ours.groups or (frozenset(ours.layers),)
+        places = places_digest(places_of([group & ours.layers.keys() for group in groups]))
+        told = states_digest(places, places_of_states(ours), worker._layer_specs)
+        return replace(ours, row_places=told)
+    shown = {}
+    for name, state in rows.states.items():
+        blocks = states[name].blocks
+        page_bytes = rows.row.row_bytes * rows.row.rows // (len(rows.row.layers) * blocks)
+        address = rows.row.address + state.place * page_bytes * blocks
+        shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
+    return replace(ours, states=shown, row_places=rows.form.places)
+
+
+def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict[str, StatePages]:
+    """The pages of all layers that are no attention; none where one is no such page.
+
+    None on releases whose layouts have names (from 0.29), either.
+
+    Args:
+        cache: the attention layers among `kv_caches`.
+    """
+    layers, _, key_order = cache
+    has_names = getattr(worker, "kv_cache_layout", None) in NAMED_LAYOUTS
+    if has_names or key_order is KeyOrder.COLUMN_MAJOR or not all(map(_is_a_page, layers.values())):
+        return {}
+    found = {}
+    specs = getattr(worker, "_layer_specs", {})  # from 0.18
+    for name in sorted(kv_caches.keys() - layers.keys()):
+        spec = specs.get(name)
+        pages = pages_of(kv_caches[name], spec) if hasattr(spec, "shapes") else None
+        if pages is None:
+            return {}
+        found[name] = pages
+    return found
+
+
+def _is_a_page(layer: LayerCache) -> bool:
+    """Whether all of a block lies before the next one begins, as states have it."""
+    starts = [plane.address for plane in layer.planes]
+    return max(starts) - min(starts) < layer.planes[0].strides_bytes.block
 
 
 def is_plain(worker: Any) -> bool:

@@ -10,7 +10,7 @@ from the layout's name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -39,6 +39,7 @@ from kvpatch.vllm.shapes import (
     heads_of,
     shape_at_peer,
 )
+from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
@@ -72,6 +73,7 @@ class OurSide:
         misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
         packed: of :func:`~kvpatch.vllm.groups.packed_groups`.
         row_places: what rows like ours state of their places, where they hold recurrent state.
+        states: the pages of each layer with recurrent state, as they were registered.
     """
 
     layers: Mapping[str, LayerCache]
@@ -98,6 +100,7 @@ class OurSide:
     misreads_blocks: bool = False
     packed: tuple[tuple[str, ...], ...] | None = None
     row_places: str | None = None
+    states: Mapping[str, StatePages] = field(default_factory=dict)
 
     @cached_property
     def has_heads(self) -> bool:

@@ -42,10 +42,12 @@ from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
+from kvpatch.vllm.peer_states import states_of_peer, with_states
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
 from kvpatch.vllm.proofs import SAMPLE_BYTES, Proofs
 from kvpatch.vllm.rows import RegisteredRows
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
+from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import BlocksUnknown, BlockTokens
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -63,6 +65,7 @@ class Rank:
     planes: tuple[Plane, ...]
     crossings: tuple[Crossing, ...]
     agent: str = ""
+    states: Mapping[str, StatePages] = field(default_factory=dict)
 
     @cached_property
     def block_tokens(self) -> Mapping[str, int]:
@@ -112,6 +115,7 @@ class Reader:
             layout and other blocks, or what stands for rows; None where it was `tensors`.
         rows: what is registered, where blocks are rows of all layers.
         caches: what places reads where `tensors` only stand for those of the device.
+        states: the pages of layers with recurrent state, where they really lie.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class Reader:
         layers: Mapping[str, LayerCache] | None = None,
         rows: RegisteredRows | None = None,
         caches: Caches | StoragelessCaches | None = None,
+        states: Mapping[str, StatePages] | None = None,
     ) -> None:
         self.ours = ours
         self.groups = groups
@@ -141,7 +146,7 @@ class Reader:
         self._check: Callable[[], None] | None = None
         self._refusal: tuple[str, KvpatchError] | None = None
         self._tails_left = False
-        self._has_state = any(group.has_state for group in groups)
+        self._states = states or {}
         self._staged: WeakSet[StagedRead] = WeakSet()
 
     def peer(self, engine_id: str) -> Peer | None:
@@ -195,15 +200,8 @@ class Reader:
         Raises:
             PeerRefused: it cannot be read.
         """
-        if self._has_state and not self._has_our_rows(statement):
-            raise refusal(
-                self.ours,
-                statement,
-                "recurrent state moves between pools that are alike: use kvcached's contiguous "
-                "layout on both sides with one --block-size, --tensor-parallel-size, --dtype and "
-                "--mamba-ssm-cache-dtype, or KVCACHED_CONTIGUOUS_LAYOUT=false on both",
-            )
         regions = peer_regions(self.ours, statement)
+        states = states_of_peer(self.ours, statement)
         crossings = cross(regions, self._local)
         largest = max((crossing.slot_bytes for crossing in crossings), default=0)
         if self._mode == "staged" and largest > self.pool.size_bytes:
@@ -214,7 +212,8 @@ class Reader:
                 f"{self.pool.size_bytes}: set KVPATCH_STAGING_BYTES to {largest} or more, or "
                 "KVPATCH_TRANSFER to auto",
             )
-        return Rank(statement, tuple(plane for region in regions for plane in region), crossings)
+        planes = tuple(plane for region in regions for plane in region)
+        return Rank(statement, planes, crossings, states=states)
 
     def admit(self, rank: Rank, unstated: BlockTokens | None = None) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew.
@@ -292,6 +291,11 @@ class Reader:
     def _own_tokens(self) -> int:
         """Of one of the blocks that our ids count."""
         return self.ours.block_tokens * self.ours.kernel_blocks_per_block
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some of our layers have recurrent state."""
+        return bool(self._states)
 
     @property
     def is_for_all(self) -> bool:
@@ -383,6 +387,7 @@ class Reader:
             (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])
             for share in direct
         )
+        plan = with_states(plan, self.groups, reading.order, self._states, rank.states)
         if not staged:
             runs = plan.remote_address, plan.local_address, plan.length
             return prepare_read(nixl, ends, *runs, notification)
@@ -443,7 +448,7 @@ class Reader:
         rows = self._rows
         if rows is None or not self._has_our_rows(statement):
             return None
-        if self._mode == "staged" and not self._has_state:
+        if self._mode == "staged":
             return None
         # A block is one group's: the row is that group's layers, whichever it is.
         full = [share for share in shares if len(share.segments)]
@@ -451,7 +456,7 @@ class Reader:
         whole = [pair for pair in pairs if pair is not None]
         ends = [rows.end_of(crossing.layer for crossing in share.crossings) for share in full]
         parts = self.ours.kernel_blocks_per_block
-        for remote_block, local_block in state_pairs(self.groups, order):
+        for _, remote_block, local_block in state_pairs(self.groups, order):
             if remote_block >= statement.blocks // parts:
                 raise ReadRefused(
                     f"the request names block {remote_block} of engine {statement.engine_id}, "

@@ -118,6 +118,8 @@ def register_rows(
     for name, state in states.items():
         of_layer = _shown_state(state, row, parts)
         shown[name] = of_layer if isinstance(kv_caches[name], list | tuple) else of_layer[0]
+    # Regions are numbered as layers come: as a plain cache of this model has them.
+    shown = {name: shown[name] for name in kv_caches}
     if "head" in row.axes:
         _state_layout(worker, axes_only.inner_layout)
     told = places_digest(places) if packed is None else packed_digest(packed)
@@ -391,7 +393,8 @@ def _form_of(
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
     tokens = min(tokens_of(layers, layers))
     specs = worker._layer_specs if states else {}  # from 0.18, as groups
-    return RowForm(tokens, parts, row.axes, states_digest(places, states, specs))
+    held = {name: state.place for name, state in states.items()}
+    return RowForm(tokens, parts, row.axes, states_digest(places, held, specs))
 
 
 @contextmanager

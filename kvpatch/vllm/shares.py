@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvpatch._errors import KvpatchError
 from kvpatch.geometry import (
@@ -69,25 +69,29 @@ def shares_of(
     return tuple(found)
 
 
-def state_pairs(groups: Sequence[Group], order: Order) -> Iterator[tuple[int, int]]:
-    """(remote block, local block) of each group with recurrent state, as ids count them.
+def state_pairs(groups: Iterable[Group], order: Order) -> Iterator[tuple[Group, int, int]]:
+    """(group, remote block, local block) of each with recurrent state, as ids count them.
 
-    Blocks before the last one of P's are those that its prefix cache has let go of.
+    P may name null blocks before the one that has the state, where its prefix cache aligns
+    states with blocks (to 0.26). Of several that are none, nobody here knows which it is: some
+    are older states, or scratch for drafted tokens.
 
     Raises:
-        ReadRefused: there are several to fill, or none to read.
+        ReadRefused: there are several to fill, or not one to read.
     """
     for number, group in enumerate(groups):
         local, remote = order.local_blocks[number], order.remote_blocks[number]
         if not group.has_state or not local:
             continue
-        if len(local) != 1 or not remote:
+        held = [block for block in remote if block != _NULL_BLOCK]
+        if len(local) != 1 or len(held) != 1 or held[0] != remote[-1]:
             raise ReadRefused(
-                f"{len(local)} blocks of recurrent state are to be filled from {len(remote)}: "
-                "expected one, the state behind the prompt's tokens; use --mamba-cache-mode none "
-                "and no draft model"
+                f"{len(local)} blocks of recurrent state are to be filled from {len(held)} of the "
+                f"{len(remote)} that P names: expected one, the last, with the state behind the "
+                "prompt's tokens; use --no-enable-prefix-caching (--mamba-cache-mode none) and no "
+                "draft model on both sides"
             )
-        yield remote[-1], local[0]
+        yield group, held[0], local[0]
 
 
 def tails_of(

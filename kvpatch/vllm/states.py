@@ -1,8 +1,10 @@
-"""Recurrent state (Mamba) in kvcached's pool of a hybrid model.
+"""Recurrent state (Mamba) of a hybrid model: in which pages it lies, here and at a peer.
 
 Its blocks are blocks of attention's, of another group: the i-th layer of every group has one
-place in a row of all layers, in which a state lies as a page of its own. A block that is cut
-into kernel blocks is several rows of attention's, and one of states.
+place in the memory (a tensor, or a part of a row of all layers), in which a block of a layer's
+states is a page as large as attention's block. The states lie one behind the other from the
+page's beginning, and need not fill it. A block that is cut into kernel blocks is several of
+attention's, and one page of states.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kvpatch._errors import RegistrationRefused
@@ -17,6 +20,28 @@ from kvpatch.geometry import Row
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class StatePages:
+    """Where the states of one layer lie on one rank.
+
+    Attributes:
+        address: of the first block's page.
+        stride_bytes: from one block's page to the next.
+        blocks: how many there are, as ids count them.
+        sizes_bytes: of each state in a page, from its beginning on.
+    """
+
+    address: int
+    stride_bytes: int
+    blocks: int
+    sizes_bytes: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all states of a block."""
+        return sum(self.sizes_bytes)
 
 
 @dataclass(frozen=True)
@@ -32,10 +57,6 @@ class State:
     place: int
     tensors: tuple[torch.Tensor, ...]
     offsets: tuple[int, ...]
-
-    def __str__(self) -> str:
-        shapes = [(tuple(t.shape[1:]), str(t.dtype)) for t in self.tensors]
-        return f"{self.place}:{list(zip(shapes, self.offsets, strict=True))}"
 
 
 def states_in(
@@ -87,16 +108,47 @@ def _reach(tensor: torch.Tensor) -> int:
     return int(items * tensor.element_size())
 
 
-def states_digest(places: str, states: Mapping[str, State], specs: Mapping[str, Any]) -> str:
+def pages_of(cache: Any, spec: Any) -> StatePages | None:
+    """The pages of a layer's states; None where they do not lie as every peer takes them to.
+
+    Args:
+        cache: what was handed to the registration: a tensor for each state (to 0.26), or one
+            of pages of bytes.
+        spec: of the layer, in the release's plan.
+    """
+    tensors: Sequence[Any] = cache if isinstance(cache, list | tuple) else (cache,)
+    sizes = tuple(
+        prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    first = tensors[0]
+    stride_bytes = first.stride(0) * first.element_size()
+    if len(tensors) == 1 and len(sizes) > 1:
+        lies_right = _reach(first) >= sum(sizes)
+    else:
+        starts = [first.data_ptr() + sum(sizes[:number]) for number in range(len(sizes))]
+        lies_right = [tensor.data_ptr() for tensor in tensors] == starts and all(
+            _reach(tensor) == size
+            and prod(tensor.shape[1:]) * tensor.element_size() == size
+            and tensor.stride(0) * tensor.element_size() == stride_bytes
+            and tensor.shape[0] == first.shape[0]
+            for tensor, size in zip(tensors, sizes, strict=True)
+        )
+    if not lies_right or sum(sizes) > stride_bytes:
+        return None
+    return StatePages(first.data_ptr(), stride_bytes, int(first.shape[0]), sizes)
+
+
+def states_digest(places: str, states: Mapping[str, int], specs: Mapping[str, Any]) -> str:
     """What both sides must have alike: who shares a place, and every state's shape and type.
 
     Args:
         places: the digest of attention's places.
-        specs: of the layers with states, in the release's plan: from 0.27 on a tensor is a page
-            of bytes, of whatever states.
+        states: the place of each layer that has states.
+        specs: of these layers, in the release's plan: from 0.27 on a tensor is a page of bytes,
+            of whatever states.
     """
     if not states:
         return places
     planned = {name: (specs[name].shapes, specs[name].dtypes) for name in states}
-    told = [places, *(f"{name}={state}:{planned[name]}" for name, state in states.items())]
+    told = [places, *(f"{name}={place}:{planned[name]}" for name, place in sorted(states.items()))]
     return sha256("\n".join(told).encode()).hexdigest()[:16]

@@ -51,6 +51,7 @@ class Statement:
             all layers (MLA, from 0.31); empty where it says nothing.
         rows: what its only region's blocks look like, where they are rows of all layers
             that kvpatch registered; else None.
+        state_bytes: of each recurrent state of a layer (from 0.18); empty where it says nothing.
     """
 
     engine_id: str
@@ -69,6 +70,7 @@ class Statement:
     memory_kind: Literal["DRAM", "VRAM"] | None = None
     packed_layers: tuple[tuple[str, int, int], ...] = ()
     rows: RowForm | None = None
+    state_bytes: tuple[int, ...] = ()
 
     @property
     def inner_layout(self) -> str | None:
@@ -151,6 +153,7 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         memory_kind=_memory_kind(metadata),
         packed_layers=_packed_layers(metadata),
         rows=rows,
+        state_bytes=_numbers("ssm_sizes", getattr(metadata, "ssm_sizes", ()), least=0),
     )
 
 

@@ -1,0 +1,128 @@
+"""Where a peer has the recurrent states of our layers, and the runs that bring them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from kvpatch.geometry import Plan, places_of
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.peers import OurSide, refusal
+from kvpatch.vllm.shares import ReadRefused, state_pairs
+from kvpatch.vllm.states import StatePages
+from kvpatch.vllm.wire import Statement
+
+
+def states_of_peer(ours: OurSide, peer: Statement) -> dict[str, StatePages]:
+    """The pages of each layer's states on one rank of a peer whose regions are known to be ours.
+
+    Raises:
+        PeerRefused: its ranks are others, so that each has another share of a state, or its
+            states are not ours.
+    """
+    if not ours.states:
+        return {}
+    if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
+        raise refusal(
+            ours,
+            peer,
+            "recurrent state is split over ranks, and moves between as many of them: use one "
+            "--tensor-parallel-size on both sides",
+        )
+    _check_sizes(ours, peer)
+    parts = peer.kernel_blocks_per_block or 1
+    found = {}
+    for name, own in ours.states.items():
+        if peer.rows is None:
+            region = ours.addresses.index(own.address)
+            address, page_bytes = peer.addresses[region], peer.block_bytes[region] * parts
+            stride_bytes = peer.stride_bytes[region] * parts
+        else:
+            places = _places(ours)
+            page_bytes = peer.block_bytes[0] // len(places) * parts
+            address = peer.addresses[0] + places[own.address] * page_bytes
+            stride_bytes = peer.stride_bytes[0] * parts
+        if own.size_bytes > page_bytes:
+            raise refusal(
+                ours,
+                peer,
+                f"the states of layer {name} take {own.size_bytes} bytes, and a block of its has "
+                f"{page_bytes}: use one model on both sides",
+            )
+        found[name] = StatePages(address, stride_bytes, peer.blocks // parts, own.sizes_bytes)
+    return found
+
+
+def _check_sizes(ours: OurSide, peer: Statement) -> None:
+    """Whether its states are ours: rows state their shapes and types, all others their bytes."""
+    same_dtypes = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
+    sizes = {own.sizes_bytes for own in ours.states.values()}
+    if peer.rows is not None and peer.rows.places != ours.row_places:
+        raise refusal(
+            ours,
+            peer,
+            "its recurrent states have other shapes or types than ours, or lie beside other "
+            f"layers: {same_dtypes}, one vLLM and one --speculative-config",
+        )
+    if peer.rows is None and sizes != {peer.state_bytes}:
+        raise refusal(
+            ours,
+            peer,
+            f"its recurrent states take {peer.state_bytes} bytes and ours "
+            f"{', '.join(map(str, sorted(sizes)))}: {same_dtypes}",
+        )
+
+
+def _places(ours: OurSide) -> dict[int, int]:
+    """The number of each place in a row, by the address of our layers that have it."""
+    groups = ours.groups or (frozenset(ours.layers),)
+    places = places_of([group & ours.layers.keys() for group in groups])
+    return {ours.layers[first].planes[0].address: n for n, (first, *_) in enumerate(places)}
+
+
+def places_of_states(ours: OurSide) -> dict[str, int]:
+    """The place that each layer's states would have in a row; -1 beside no attention layer."""
+    places = _places(ours)
+    return {name: places.get(own.address, -1) for name, own in ours.states.items()}
+
+
+def with_states(
+    plan: Plan,
+    groups: Iterable[Group],
+    order: Order,
+    ours: Mapping[str, StatePages],
+    theirs: Mapping[str, StatePages],
+) -> Plan:
+    """A plan, and the runs that bring each layer's states whole.
+
+    Raises:
+        ReadRefused: a group has several blocks, or one that the peer has not.
+    """
+    runs = []
+    for group, remote_block, local_block in state_pairs(groups, order):
+        for name in sorted(group.layers):
+            remote, local = theirs[name], ours[name]
+            if remote_block >= remote.blocks or local_block >= local.blocks:
+                raise ReadRefused(
+                    f"the request names blocks {remote_block} and {local_block} of the states of "
+                    f"layer {name}, of {remote.blocks} and {local.blocks}"
+                )
+            runs.append(
+                (
+                    remote.address + remote_block * remote.stride_bytes,
+                    local.address + local_block * local.stride_bytes,
+                    local.size_bytes,
+                )
+            )
+    if not runs:
+        return plan
+    remote_address, local_address, length = np.asarray(runs, dtype=np.int64).T
+    return Plan(
+        np.concatenate((plan.remote_address, remote_address)),
+        np.concatenate((plan.local_address, local_address)),
+        np.concatenate((plan.length, length)),
+        plan.zero_address,
+        plan.zero_length,
+    )

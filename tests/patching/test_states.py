@@ -1,0 +1,190 @@
+"""Recurrent state: its pages here and at a peer, and which of a request's blocks has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides, plan_runs
+from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.orders import Order
+from kvpatch.vllm.peer_states import places_of_states, states_of_peer, with_states
+from kvpatch.vllm.peers import OurSide
+from kvpatch.vllm.registration import BLOCKS_FIRST
+from kvpatch.vllm.row_form import RowForm
+from kvpatch.vllm.shares import ReadRefused, state_pairs
+from kvpatch.vllm.states import StatePages, pages_of
+from kvpatch.vllm.wire import PeerRefused, Statement
+
+BLOCKS, PAGE_BYTES = 5, 1024
+SHAPES = ((4, 3), (2, 5))
+SIZES = (48, 20)
+SPEC = SimpleNamespace(shapes=SHAPES, dtypes=(torch.float32, torch.bfloat16))
+GROUPS = (
+    Group(frozenset({"layers.0", "layers.2"}), 0),
+    Group(frozenset({"layers.1", "layers.3"}), 0, has_state=True),
+)
+
+
+def _order(local: tuple[int, ...], remote: tuple[int, ...]) -> Order:
+    return Order(9, 9, ((1,), local), ((1,), remote))
+
+
+class TestWhichBlock:
+    @pytest.mark.parametrize("remote", [(7,), (0, 7), (0, 0, 7)])
+    def test_the_one_that_is_no_null_block(self, remote):
+        (found,) = state_pairs(GROUPS, _order((3,), remote))
+
+        assert found == (GROUPS[1], 7, 3)
+
+    def test_none_where_nothing_is_to_be_filled(self):
+        assert list(state_pairs(GROUPS, _order((), (7,)))) == []
+
+    @pytest.mark.parametrize(
+        ("local", "remote"),
+        [
+            ((3,), (6, 7)),  # a state of before, or scratch behind it
+            ((3,), (7, 0)),
+            ((3,), (0,)),
+            ((3,), ()),
+            ((3, 4), (7,)),
+            ((3, 4), (6, 7)),  # a state at each block
+        ],
+    )
+    def test_several_are_refused(self, local, remote):
+        with pytest.raises(ReadRefused, match="--no-enable-prefix-caching .* no draft model"):
+            list(state_pairs(GROUPS, _order(local, remote)))
+
+
+def _apart(memory: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:
+    items = memory[offset:]
+    first = items.view(torch.float32).as_strided((BLOCKS, 4, 3), (PAGE_BYTES // 4, 3, 1))
+    second = items.view(torch.bfloat16).as_strided(
+        (BLOCKS, 2, 5), (PAGE_BYTES // 2, 5, 1), offset // 2 + SIZES[0] // 2
+    )
+    return [first, second]
+
+
+class TestPages:
+    def test_a_tensor_for_each_state(self):
+        memory = torch.zeros(BLOCKS * PAGE_BYTES, dtype=torch.uint8)
+
+        found = pages_of(_apart(memory), SPEC)
+
+        assert found == StatePages(memory.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
+
+    def test_a_tensor_of_pages(self):
+        memory = torch.zeros(BLOCKS, 1, 1, PAGE_BYTES, dtype=torch.int8)
+
+        assert pages_of(memory, SPEC) == StatePages(memory.data_ptr(), PAGE_BYTES, BLOCKS, SIZES)
+
+    def test_pages_too_small_are_none(self):
+        assert pages_of(torch.zeros(BLOCKS, 1, 1, sum(SIZES) - 1, dtype=torch.int8), SPEC) is None
+
+    def test_a_gap_between_two_states_is_none(self):
+        first, second = _apart(torch.zeros(BLOCKS * PAGE_BYTES, dtype=torch.uint8))
+
+        assert pages_of([first, second[1:]], SPEC) is None
+        assert pages_of([first, second[:, :1]], SPEC) is None
+        assert pages_of([second, first], SPEC) is None
+
+
+def _plane(layer: str, address: int) -> LayerCache:
+    counts = Counts(BLOCKS, 2, 4, 16)
+    strides = Strides(PAGE_BYTES, 4 * 16 * 4, 16 * 4, 4)
+    plane = Plane(layer, Content.KEY, address, strides, counts, 4, 0, Memory("DRAM", 0))
+    return LayerCache(BLOCKS_FIRST, (plane, replace(plane, content=Content.VALUE)))
+
+
+def _ours() -> OurSide:
+    starts = 10_000, 20_000
+    layers = {f"layers.{2 * n}": _plane(f"layers.{2 * n}", start) for n, start in enumerate(starts)}
+    return OurSide(
+        layers=layers,
+        addresses=starts,
+        block_bytes=(PAGE_BYTES,) * 2,
+        block_tokens=4,
+        kernel_blocks_per_block=1,
+        layout="HND",
+        inner_layout="HND",
+        total_heads=2,
+        tp_rank=0,
+        tp_size=1,
+        memory=Memory("DRAM", 0),
+        backend="FLASHINFER",
+        key_order=KeyOrder.ROW_MAJOR,
+        groups=tuple(group.layers for group in GROUPS),
+        row_places="0123456789abcdef",
+        states={
+            f"layers.{2 * n + 1}": StatePages(start, PAGE_BYTES, BLOCKS, SIZES)
+            for n, start in enumerate(starts)
+        },
+    )
+
+
+def _peer(**changes: object) -> Statement:
+    plain = Statement(
+        "p", 0, 1, 8, 3, "HND", 12, (50_000, 90_000), (2048,) * 2, (2048,) * 2, None, 0,
+        state_bytes=SIZES,
+    )  # fmt: skip
+    return replace(plain, **changes)
+
+
+def _rows(places: str) -> Statement:
+    form = RowForm(8, 3, ("kv", "token", "head", "channel"), places)
+    return _peer(rows=form, addresses=(50_000,), block_bytes=(4096,), stride_bytes=(4096,))
+
+
+class TestAPeersPages:
+    def test_in_regions_as_large_as_its_blocks(self):
+        found = states_of_peer(_ours(), _peer())
+
+        assert found["layers.1"] == StatePages(50_000, 3 * 2048, 4, SIZES)
+        assert found["layers.3"] == StatePages(90_000, 3 * 2048, 4, SIZES)
+
+    def test_in_rows_of_all_layers(self):
+        found = states_of_peer(_ours(), _rows("0123456789abcdef"))
+
+        assert found["layers.1"] == StatePages(50_000, 3 * 4096, 4, SIZES)
+        assert found["layers.3"] == StatePages(50_000 + 3 * 2048, 3 * 4096, 4, SIZES)
+        assert places_of_states(_ours()) == {"layers.1": 0, "layers.3": 1}
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"tp_size": 2}, "one --tensor-parallel-size"),
+            ({"state_bytes": (48, 40)}, r"take \(48, 40\) bytes and ours \(48, 20\)"),
+            ({"state_bytes": ()}, "--mamba-ssm-cache-dtype"),
+            ({"block_bytes": (20, 20)}, "take 68 bytes, and a block of its has 60"),
+        ],
+    )
+    def test_others_are_refused(self, changes, words):
+        with pytest.raises(PeerRefused, match=words):
+            states_of_peer(_ours(), _peer(**changes))
+
+    def test_rows_of_other_states_are_refused(self):
+        with pytest.raises(PeerRefused, match="other shapes or types than ours"):
+            states_of_peer(_ours(), _rows("fedcba9876543210"))
+
+
+class TestRuns:
+    def _plan(self, local: int, remote: int):
+        ours, nothing = _ours(), plan_runs([])
+        theirs = states_of_peer(ours, _peer())
+        return with_states(nothing, GROUPS, _order((local,), (remote,)), ours.states, theirs)
+
+    def test_each_layers_states_and_nothing_else(self):
+        plan = self._plan(local=4, remote=2)
+
+        assert plan.remote_address.tolist() == [50_000 + 2 * 6144, 90_000 + 2 * 6144]
+        assert plan.local_address.tolist() == [10_000 + 4 * 1024, 20_000 + 4 * 1024]
+        assert plan.length.tolist() == [68, 68]
+
+    @pytest.mark.parametrize(("local", "remote"), [(1, 4), (5, 1)])
+    def test_blocks_that_are_not_there_are_refused(self, local, remote):
+        with pytest.raises(ReadRefused, match="of 4 and 5"):
+            self._plan(local, remote)
