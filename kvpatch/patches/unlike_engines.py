@@ -85,6 +85,7 @@ from kvpatch.vllm.likeness import (
 )
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.vllm.own_cache import (
+    are_in_regions,
     has_blocks_of,
     has_both_in_blocks,
     is_plain,
@@ -141,6 +142,7 @@ def _register_kv_caches(
             cache is not None
             and is_plain(instance)
             and has_blocks_of(instance.block_size, cache, behind)
+            and (rows is not None or not states or are_in_regions(instance, states))
         )
         if rows is not None and not can_read:
             raise RegistrationRefused(

@@ -20,9 +20,7 @@ _LOG = logging.getLogger("kvpatch.registration")
 
 def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder) -> OurSide:
     """Facts that every generation has, under the names that it gives them."""
-    addresses = worker.kv_caches_base_addr[worker.engine_id]
-    if isinstance(addresses, Mapping):  # by rank, from 0.14
-        addresses = addresses[worker.tp_rank]
+    addresses = registered_addresses(worker)
     block_bytes = getattr(worker, "block_len_per_layer", None)  # from 0.11
     if block_bytes is None:
         block_bytes = [worker.block_len] * len(addresses)
@@ -32,7 +30,7 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
     units = units_of(layers) if layout in NAMED_LAYOUTS else None
     return OurSide(
         layers=layers,
-        addresses=tuple(addresses),
+        addresses=addresses,
         block_bytes=tuple(block_bytes),
         block_tokens=int(worker.block_size),
         kernel_blocks_per_block=int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1)),
@@ -50,6 +48,14 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         kernel_sizes=kernel_sizes(worker),
         packed=packed_groups(worker, layers),
     )
+
+
+def registered_addresses(worker: Any) -> tuple[int, ...]:
+    """Where each region of a worker starts."""
+    addresses = worker.kv_caches_base_addr[worker.engine_id]
+    if isinstance(addresses, Mapping):  # by rank, from 0.14
+        addresses = addresses[worker.tp_rank]
+    return tuple(addresses)
 
 
 def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | None:

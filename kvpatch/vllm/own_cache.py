@@ -14,17 +14,16 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.host_buffer_worker import buffer_of
-from kvpatch.vllm.our_side import our_side
+from kvpatch.vllm.our_side import our_side, registered_addresses
 from kvpatch.vllm.peer_states import places_of_states
 from kvpatch.vllm.peers import OurSide
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.row_form import places_digest
 from kvpatch.vllm.rows import RegisteredRows, rows_of
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.staging import staging_pool
-from kvpatch.vllm.states import StatePages, pages_of, states_digest
+from kvpatch.vllm.states import LAYER_BY_LAYER, StatePages, pages_of, states_digest
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
@@ -105,14 +104,11 @@ def _with_states(
 def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict[str, StatePages]:
     """The pages of all layers that are no attention; none where one is no such page.
 
-    None on releases whose layouts have names (from 0.29), either.
-
     Args:
         cache: the attention layers among `kv_caches`.
     """
     layers, _, key_order = cache
-    has_names = getattr(worker, "kv_cache_layout", None) in NAMED_LAYOUTS
-    if has_names or key_order is KeyOrder.COLUMN_MAJOR or not all(map(_is_a_page, layers.values())):
+    if key_order is KeyOrder.COLUMN_MAJOR or not all(map(_is_a_page, layers.values())):
         return {}
     found = {}
     specs = getattr(worker, "_layer_specs", {})  # from 0.18
@@ -123,6 +119,13 @@ def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict
             return {}
         found[name] = pages
     return found
+
+
+def are_in_regions(worker: Any, states: Mapping[str, StatePages]) -> bool:
+    """Whether a peer's pages follow from its regions: each layer's begin where a region does."""
+    addresses = registered_addresses(worker)
+    is_by_layer = worker.kv_cache_layout in LAYER_BY_LAYER
+    return is_by_layer and all(pages.address in addresses for pages in states.values())
 
 
 def _is_a_page(layer: LayerCache) -> bool:

@@ -11,7 +11,7 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.shares import ReadRefused, state_pairs
-from kvpatch.vllm.states import StatePages
+from kvpatch.vllm.states import LAYER_BY_LAYER, StatePages
 from kvpatch.vllm.wire import Statement
 
 
@@ -32,6 +32,13 @@ def states_of_peer(ours: OurSide, peer: Statement) -> dict[str, StatePages]:
             "--tensor-parallel-size on both sides",
         )
     _check_sizes(ours, peer)
+    if peer.rows is None and peer.layout not in LAYER_BY_LAYER:
+        raise refusal(
+            ours,
+            peer,
+            f"recurrent state is not read from layout {peer.layout}: use "
+            "VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+        )
     parts = peer.kernel_blocks_per_block or 1
     found = {}
     for name, own in ours.states.items():

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: Layouts in which each layer's blocks are one behind the other, a state's pages too.
+LAYER_BY_LAYER = ("HND", "NHD", "LBHNC", "LBNHC")
+
+
 @dataclass(frozen=True)
 class StatePages:
     """Where the states of one layer lie on one rank.

@@ -92,6 +92,15 @@ def test_a_spoilt_pool_is_noticed(lab: Lab, layout: str, sabotage: Sabotage) -> 
     assert report.wrong_elements > 0
 
 
+def test_like_plain_pools_stay_on_the_releases_path(lab: Lab) -> None:
+    case = Case("like", _spec(""), _spec(""), _PROMPT_TOKENS)
+
+    report, stock = lab.run(case), lab.run(case.stock())
+
+    assert report.outcome == stock.outcome == "identical", (report, stock)
+    assert report.descriptors == stock.descriptors
+
+
 @pytest.mark.parametrize(
     ("p", "p_tokens", "d", "d_tokens"),
     [
@@ -113,3 +122,38 @@ def test_unlike_pools(lab: Lab, p: str, p_tokens: int, d: str, d_tokens: int) ->
 
     assert report.outcome == "identical", report
     assert report.moved_tokens >= _PROMPT_TOKENS - 1
+
+
+@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
+@pytest.mark.parametrize("sabotage", ["skip_layer", "skip_state", "flip_byte"])
+def test_a_spoilt_unlike_pool_is_noticed(lab: Lab, p: str, d: str, sabotage: Sabotage) -> None:
+    case = Case("unlike", _spec(p, 64), _spec(d), _PROMPT_TOKENS)
+
+    report = lab.run(case, sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+def test_blocks_that_both_backends_cut_otherwise(lab: Lab) -> None:
+    """A page of states is two of D's kernel blocks and three of P's."""
+    if not states_kernel_blocks(lab.release):
+        pytest.skip("this release does not state how blocks are cut")
+    specs = [
+        replace(_spec("", tokens), family="flashinfer", device="cuda", parts=tokens // 64)
+        for tokens in (192, 128)
+    ]
+
+    report = lab.run(Case("cut", *specs, _PROMPT_TOKENS))
+
+    assert report.outcome == "identical", report
+
+
+def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
+    """Each rank has a share of a state."""
+    prefill = replace(_spec("contiguous"), tp_size=2)
+
+    report = lab.run(Case("ranks", prefill, _spec(""), _PROMPT_TOKENS))
+
+    assert report.outcome == "refused", report
+    assert "recurrent state is split over ranks" in report.detail
