@@ -19,7 +19,8 @@ How:
     the handshake; ``unlike_engines`` reads across. Of the contiguous layout NIXL is
     handed the pool once, and peers are told of rows of all layers, which a peer
     without kvpatch refuses; reads go through ``unlike_engines``, between two such
-    pools one descriptor a block.
+    pools one descriptor a block. vLLM's own pools of hybrid models go the same way in
+    layouts BLNHC and BLHNC (0.29 on), whose states the release reads from other places.
     Tensors that contradict kvcached's variables, or one another, are refused, and so is
     a device's memory that a network card could register: it would keep the pages that
     are mapped then.
@@ -46,6 +47,7 @@ from kvpatch.vllm.host_buffer_worker import is_on
 from kvpatch.vllm.kvcached_cards import refuse_cards
 from kvpatch.vllm.kvcached_pages import note_pages
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
+from kvpatch.vllm.misread_states import misread_states
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import forget_rows, register_rows
@@ -78,6 +80,16 @@ def _register_kv_caches(
                 return register_rows(wrapped, registration, instance, kv_caches, layers)
             # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
             call_layout_by_its_strides(instance, layers)
+        elif misread_states(instance, kv_caches, layers):
+            try:
+                refuse_without_reader(instance)
+                return register_rows(wrapped, registration, instance, kv_caches, layers)
+            except RegistrationRefused as error:
+                raise RegistrationRefused(
+                    "recurrent state in blocks of all layers, which this vLLM reads from other "
+                    "places than it lies in: set VLLM_KV_CACHE_LAYOUT=LBHNC. It cannot be read as "
+                    f"kvcached's contiguous layout is either: {error}"
+                ) from error
         apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
         if not apart:
             return wrapped(kv_caches)

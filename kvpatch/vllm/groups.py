@@ -58,21 +58,22 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     return groups
 
 
-def packed_groups(worker: Any, layers: Iterable[str]) -> tuple[tuple[str, ...], ...] | None:
-    """The layers of each block table as a plan has them side by side; None to 0.28.
+def packed_groups(worker: Any) -> tuple[tuple[str, ...], ...] | None:
+    """The layers of each block table as the plan places them in rows of blocks; None to 0.28.
 
-    From 0.29 on, where blocks are outermost, layers with unlike pages follow one another in a
-    row of each group's own: those with one page first.
+    From 0.29 on, where blocks are outermost, a row is divided by each group in its own way:
+    its layers follow one another, those with one page together.
     """
-    plan = worker.kv_cache_config if hasattr(worker, "kv_cache_config") else None
+    plan = getattr(worker, "kv_cache_config", None)
     tensors = getattr(plan, "kv_cache_tensors", ())
     if plan is None or not all(hasattr(tensor, "layers") for tensor in tensors):
         return None
-    wanted = frozenset(layers)
-    placed = [name for tensor in tensors for name in tensor.layers if name in wanted]
+    placed = [name for tensor in tensors for name in tensor.layers]
     groups = getattr(plan, "transfer_groups", plan.kv_cache_groups)
-    found = (tuple(n for n in placed if n in frozenset(g.layer_names)) for g in groups)
-    return tuple(group for group in found if group)
+    return tuple(
+        tuple(name for name in placed if name in members)
+        for members in (frozenset(group.layer_names) for group in groups)
+    )
 
 
 def whole_group(scheduler: Any) -> int | None:

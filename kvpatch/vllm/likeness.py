@@ -69,7 +69,7 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
         and not shares_heads(ours, peer)
     )
     same_halves = halves_of_peer(ours, peer) in (None, ours.halves)
-    if same_blocks and same_layout and same_heads and same_halves:
+    if same_blocks and same_layout and same_heads and same_halves and not ours.misses_pages:
         return True
     if not same_halves:
         _refuse_unproven_halves(ours, peer)

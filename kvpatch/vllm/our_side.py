@@ -44,9 +44,8 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
         key_order=key_order,
         region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
         units=units,
-        row_layers=None if units is None else row_layers_of(worker, layers, layout),
+        row_groups=None if units is None else row_groups_of(worker, layers, layout),
         kernel_sizes=kernel_sizes(worker),
-        packed=packed_groups(worker, layers),
     )
 
 
@@ -68,24 +67,27 @@ def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | 
     return tuple(tuple(names) for names in found.values())
 
 
-def row_layers_of(
+def row_groups_of(
     worker: Any, layers: Mapping[str, LayerCache], layout: str
-) -> tuple[str, ...] | None:
-    """Layers as the release's plan lets them follow one another; None where it is not known.
+) -> tuple[tuple[str, ...], ...] | None:
+    """Each group's layers as the release's plan lets them follow one another in a row.
 
-    The plan is made of the model and the same on both sides, whatever the layout: a
-    tensor of it places its layers one after the other behind those of the one before.
-    Several groups overlay one another. Where our own layers lie in rows, they must lie
-    in that order.
+    None where that is not known. The plan is made of the model and the same on both sides,
+    whatever the layout, where all pages have one size: a tensor of it places its layers one
+    after the other behind those of the one before, and groups overlay one another. Where our
+    own layers lie in rows, they must lie in that order.
     """
-    plan = worker.kv_cache_config
-    names = [name for tensor in plan.kv_cache_tensors for name in tensor.layers]
-    if len(plan.kv_cache_groups) != 1 or sorted(names) != sorted(layers):
+    found = packed_groups(worker)
+    if found is None:
         return None
-    starts = [layers[name].planes[0].address for name in names]
-    if layout in LAYERS_INSIDE_BLOCKS and starts != sorted(starts):
+    with_layers = tuple(group for group in found if not layers.keys().isdisjoint(group))
+    if sorted(name for group in with_layers for name in group) != sorted(layers):
         return None
-    return tuple(names)
+    for group in with_layers:
+        starts = [layers[name].planes[0].address for name in group]
+        if layout in LAYERS_INSIDE_BLOCKS and starts != sorted(starts):
+            return None
+    return with_layers
 
 
 #: What the handshake says of a worker's regions (from 0.30), by the worker's name for it.

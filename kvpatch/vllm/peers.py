@@ -29,15 +29,18 @@ from kvpatch.geometry import (
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.halves import Halves, by_peers_regions, halves_of_peer
 from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.pieces import LayerSizes, Piece, Regions, UnknownRegions
+from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, LayerSizes, Piece, Regions, UnknownRegions
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
     Shape,
     UnlikeShapes,
     are_unlike,
     check_tokens,
+    have_unlike_pages,
     heads_of,
+    page_bytes_of,
     shape_at_peer,
+    tokens_of,
 )
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes
@@ -62,8 +65,8 @@ class OurSide:
         region_names: the layer that each region is named after; None to 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
             registration; None to 0.28, and where keys and values are regions of their own.
-        row_layers: layers as they follow one another in a block's row of all layers, on
-            both sides; None where that is not known.
+        row_groups: each group's layers as they follow one another in a block's row, on both
+            sides; None where that is not known.
         kernel_sizes: how the release cuts blocks; None where that is not known.
         groups: the layers of each block table; None where there is one.
         halves: whether keys and values are in one region, or in two, where the backend's own
@@ -71,7 +74,6 @@ class OurSide:
         meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
         shares_read: what the release makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
-        packed: of :func:`~kvpatch.vllm.groups.packed_groups`.
         row_places: what rows like ours state of their places, where they hold recurrent state.
         states: the pages of each layer with recurrent state, as they were registered.
     """
@@ -91,14 +93,13 @@ class OurSide:
     key_order: KeyOrder
     region_names: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] | None = None
-    row_layers: tuple[str, ...] | None = None
+    row_groups: tuple[tuple[str, ...], ...] | None = None
     kernel_sizes: KernelSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
     halves: Halves | None = None
     meets_one_rank: bool = False
     shares_read: SharesRead = _SHARES_READ
     misreads_blocks: bool = False
-    packed: tuple[tuple[str, ...], ...] | None = None
     row_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
@@ -117,6 +118,22 @@ class OurSide:
     def unlike_shapes(self) -> bool:
         """Whether layers have several shapes."""
         return are_unlike(self.layers)
+
+    @cached_property
+    def misses_pages(self) -> bool:
+        """Whether the release would read less of a layer's blocks than they hold.
+
+        From 0.30 on layers of several groups that begin in one place of a row have the region
+        of one of them, whose pages may be the smaller.
+        """
+        if self.layout not in LAYERS_INSIDE_BLOCKS or not self.unlike_shapes:
+            return False
+        regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
+        pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
+        return not all(
+            any(low <= start and start + size <= high for low, high in regions)
+            for start, size in pages
+        )
 
     def __str__(self) -> str:
         return (
@@ -193,8 +210,8 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
     """Rows of all layers, of any release: each layer's part follows the one before."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
-    if ours.packed is not None and packed_digest(ours.packed) == form.places:
-        return tuple(_in_packed_rows(ours, peer, form, ours.packed))
+    if ours.row_groups is not None and packed_digest(ours.row_groups) == form.places:
+        return tuple(_in_packed_rows(ours, peer, form, ours.row_groups))
     groups = ours.groups or (ours.layers.keys(),)
     places = places_of([group & ours.layers.keys() for group in groups])
     if (ours.row_places or places_digest(places)) != form.places:
@@ -225,17 +242,20 @@ def _in_packed_rows(
     for group in groups:
         offset = 0
         for name in group:
-            layer = ours.layers[name]
-            _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-            if ours.unlike_shapes:  # one number of ranks is asked for
-                heads = layer.planes[0].counts.heads
-            row_bytes = sum(_widths(layer.planes)) * (heads if _has_heads(layer) else 1)
-            page_bytes = row_bytes * form.block_tokens
+            page_bytes = _page_of(ours, peer, ours.layers[name], form.block_tokens)
             planes, size_bytes = _part_of_row(ours, peer, form, name, offset, page_bytes)
             yield planes
             offset += size_bytes
         ends.append(offset)
     _check_row(ours, peer, form, max(ends))
+
+
+def _page_of(ours: OurSide, peer: Statement, layer: LayerCache, tokens: int) -> int:
+    """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
+    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    if ours.unlike_shapes:  # one number of ranks is asked for
+        heads = layer.planes[0].counts.heads
+    return sum(_widths(layer.planes)) * (heads if _has_heads(layer) else 1) * tokens
 
 
 def _part_of_row(
@@ -276,33 +296,78 @@ def _by_layout(
     ours: OurSide, units: tuple[tuple[str, ...], ...], peer: Statement
 ) -> tuple[tuple[Plane, ...], ...]:
     """From 0.29: a region is what its layout's name makes it."""
-    page_bytes = peer.block_bytes[0]
-    if ours.unlike_shapes and (
-        peer.layout not in ("LBHNC", "LBNHC") or set(peer.block_bytes) != {page_bytes}
-    ):
-        raise UnlikeShapes(
-            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC: "
-            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P"
-        )
+    if ours.unlike_shapes:
+        _check_plan(ours, peer)
+    stated = peer.block_tokens or ours.block_tokens
     shapes = {
-        name: shape_at_peer(ours, peer, layer.planes, page_bytes)
+        name: shape_at_peer(
+            ours,
+            peer,
+            layer.planes,
+            _page_of(ours, peer, layer, stated)
+            if peer.layout in LAYERS_INSIDE_BLOCKS
+            else peer.block_bytes[0],
+        )
         for name, layer in ours.layers.items()
     }
     sizes = {
         name: LayerSizes(shapes[name].heads, sum(_widths(layer.planes)), shapes[name].tokens)
         for name, layer in ours.layers.items()
     }
-    stated = Regions(str(peer.layout), peer.block_bytes, peer.region_names)
+    is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
+    regions = Regions(str(peer.layout), peer.block_bytes, peer.region_names)
+    if is_packed:
+        # Layers of several groups may begin in one place, with pages of unlike sizes: only the
+        # rows that all lie in say where each is.
+        regions = Regions(str(peer.layout), peer.stride_bytes[:1], None)
     try:
-        pieces = stated.pieces(units, ours.row_layers, sizes)
+        pieces = regions.pieces(units, ours.row_groups, sizes)
     except UnknownRegions as error:
         raise refusal(ours, peer, str(error)) from error
+    if is_packed:
+        _check_starts(pieces, ours, peer)
     _check_packed(pieces, sizes, ours, peer)
     return tuple(
         _piece_planes(layer, piece, shapes[name], ours, peer)
         for name, layer in ours.layers.items()
         for piece in pieces[name]
     )
+
+
+def _check_plan(ours: OurSide, peer: Statement) -> None:
+    """Whether the release plans the same groups for layers of several shapes on both sides.
+
+    Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
+    one size; where blocks are, they have one number of tokens, and pages lie packed.
+    """
+    is_packed = peer.layout in LAYERS_INSIDE_BLOCKS
+    if is_packed and len(tokens_of(ours.layers, ours.layers)) == 1:
+        return
+    if peer.layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
+        raise UnlikeShapes(
+            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC: "
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P"
+        )
+    if have_unlike_pages(ours.layers):
+        raise UnlikeShapes(
+            "our layers of several shapes are packed into rows, and its have pages of one size, "
+            "in other groups: use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D "
+            "(KVCACHED_CONTIGUOUS_LAYOUT=false with kvcached)"
+        )
+
+
+def _check_starts(pieces: Mapping[str, tuple[Piece, ...]], ours: OurSide, peer: Statement) -> None:
+    """Whether a peer's regions begin where layers do in the rows that its first one begins."""
+    starts = {piece.offset_bytes for of_layer in pieces.values() for piece in of_layer}
+    found = {address - peer.addresses[0] for address in peer.addresses}
+    if not found <= starts or len(set(peer.stride_bytes)) > 1:
+        raise refusal(
+            ours,
+            peer,
+            f"its regions begin {sorted(found)} bytes behind the first, every "
+            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}: "
+            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
+        )
 
 
 def _check_packed(

@@ -74,15 +74,15 @@ class Regions:
     def pieces(
         self,
         units: Sequence[tuple[str, ...]],
-        row_layers: Sequence[str] | None,
+        row_groups: Sequence[Sequence[str]] | None,
         sizes: Mapping[str, LayerSizes],
     ) -> dict[str, tuple[Piece, ...]]:
         """Every layer's pieces.
 
         Args:
             units: the layers of each tensor, in the order in which tensors are registered.
-            row_layers: layers as they follow one another in a block's row; None where
-                nobody knows.
+            row_groups: each group's layers as they follow one another in a block's row; None
+                where nobody knows.
 
         Raises:
             UnknownRegions: the regions are not what these sizes come to.
@@ -98,7 +98,7 @@ class Regions:
             )
         is_row = self.layout in LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
         if is_row and len(units) > 1:
-            return self._in_a_row(row_layers, sizes)
+            return self._in_a_row(row_groups, sizes)
         return self._in_own_regions(units, sizes)
 
     def _in_own_regions(
@@ -144,39 +144,38 @@ class Regions:
         found = []
         for number, part in enumerate(parts):
             region = start + number
-            self._check_bytes(region, part.tokens * part.heads * part.row_bytes, part)
+            self._check_bytes(region, _page_bytes(part), part)
             found.append(Piece(region, 0, number, part.heads, *self._strides(part)))
         return tuple(found)
 
     def _in_a_row(
-        self, row_layers: Sequence[str] | None, sizes: Mapping[str, LayerSizes]
+        self, row_groups: Sequence[Sequence[str]] | None, sizes: Mapping[str, LayerSizes]
     ) -> dict[str, tuple[Piece, ...]]:
-        if row_layers is None:
+        if row_groups is None:
             raise UnknownRegions(
                 f"blocks of layout {self.layout} are rows of all layers, whose order is not known "
-                "to us, as where there are several cache groups: use VLLM_KV_CACHE_LAYOUT=LBHNC "
-                "on the prefill side"
+                "to us: use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side"
             )
         if self.names is not None and self.names[0] not in sizes:
             raise UnknownRegions(f"its region is named {self.names[0]}: use one model")
-        head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in row_layers]
-        heads = [sizes[layer].heads for layer in row_layers]
-        row_bytes = sum(count * size for count, size in zip(heads, head_bytes, strict=True))
-        self._check_bytes(0, row_bytes, max(sizes[layer] for layer in row_layers))
-        if self.layout == "BHLNC":
-            return self._heads_of_all_layers(row_layers, head_bytes, sizes)
+        # A block is one group's, and the group with the most bytes fills its row.
+        row_bytes = max(sum(_page_bytes(sizes[layer]) for layer in group) for group in row_groups)
+        self._check_bytes(0, row_bytes, max(sizes.values()))
         found: dict[str, tuple[Piece, ...]] = {}
-        offset = 0
-        for layer, size in zip(row_layers, head_bytes, strict=True):
-            sized = sizes[layer]
-            found[layer] = (Piece(0, offset, 0, sized.heads, *self._strides(sized)),)
-            offset += sized.heads * size
+        for group in row_groups:
+            if self.layout == "BHLNC":
+                found.update(self._heads_of_all_layers(group, sizes))
+                continue
+            offset = 0
+            for layer in group:
+                sized = sizes[layer]
+                found[layer] = (Piece(0, offset, 0, sized.heads, *self._strides(sized)),)
+                offset += _page_bytes(sized)
         return found
 
     def _heads_of_all_layers(
         self,
         row_layers: Sequence[str],
-        head_bytes: Sequence[int],
         sizes: Mapping[str, LayerSizes],
     ) -> dict[str, tuple[Piece, ...]]:
         """Each head's piece of every layer, then the next head's.
@@ -187,6 +186,7 @@ class Regions:
             raise UnknownRegions(
                 "layout BHLNC has no place for layers of unlike widths: use BLHNC on P"
             )
+        head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in row_layers]
         step = sum(head_bytes)
         found, offset = {}, 0
         for layer, size in zip(row_layers, head_bytes, strict=True):
@@ -212,3 +212,7 @@ class Regions:
                 f"of layout {self.layout} and not to {found}: both sides need one model, one "
                 "--kv-cache-dtype and one attention backend, and pages without padding"
             )
+
+
+def _page_bytes(layer: LayerSizes) -> int:
+    return layer.tokens * layer.heads * layer.row_bytes

@@ -100,7 +100,7 @@ def register_rows(
     """
     groups = registration.groups(worker, layers)
     places = places_of([group.layers & layers.keys() for group in groups])
-    packed = packed_groups(worker, layers) if have_unlike_pages(layers) else None
+    packed = packed_groups(worker) if have_unlike_pages(layers) else None
     row = whole_row({name: kv_caches[name] for name in layers}, layers, places, packed)
     parts = registration.kernel_blocks_per_block(worker) or 1
     states = states_in(kv_caches, layers, row, parts)
@@ -171,7 +171,7 @@ def whole_row(
             "layout, which has one pool of all layers"
         )
     try:
-        if packed is not None:
+        if packed is not None and all(layers.keys() >= set(group) for group in packed):
             return read_packed_row([{n: layers[n].planes for n in group} for group in packed])
         for first, *others in places:
             axes = part_axes(layers[first].planes)

@@ -12,7 +12,7 @@ import importlib
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -376,6 +376,9 @@ def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any)
     whole = next(iter(tensors.values())).untyped_storage()
     memory = torch.empty(0, dtype=torch.uint8).set_(whole)
     layers = _named_layers(spec, dims, tensors)
+    if spec.packs_pages:  # a block's row is its group's, whose layers may leave some of it over
+        rows = memory.numpy().reshape(plan.num_blocks, -1)
+        layers = tuple(replace(layer, pages=rows) for layer in layers)
     return Caches(layers, (memory.numpy(),), dims, registered=tuple(tensors))
 
 

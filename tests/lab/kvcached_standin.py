@@ -164,7 +164,7 @@ class _Compiled:
         group_id: int = 0,
         unified_pool: bool = False,
     ) -> list[torch.Tensor]:
-        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[item_bytes]
+        dtype = {1: torch.int8, 2: torch.int16, 4: torch.int32}[item_bytes]
         if self.contiguous:
             whole = Reservation(size_bytes * layers, self.page_bytes * layers * num_kv_buffers)
             self.reservations = [whole]

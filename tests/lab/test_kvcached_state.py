@@ -157,3 +157,27 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
 
     assert report.outcome == "refused", report
     assert "recurrent state is split over ranks" in report.detail
+
+
+@pytest.mark.parametrize(
+    ("p", "d"), [("BLNHC", "BLNHC"), ("BLNHC", "contiguous"), ("contiguous", "BLNHC")]
+)
+def test_vllms_own_rows(lab: Lab, p: str, d: str) -> None:
+    """From 0.29 on vLLM has such a pool too, whose states stock reads from other places."""
+    if not has_named_layouts(lab.release):
+        pytest.skip("this release has no named layouts")
+    prefill, decode = (
+        _spec(layout) if layout == "contiguous" else replace(_spec(""), layout=layout)
+        for layout in (p, d)
+    )
+    case = Case("rows", prefill, decode, _PROMPT_TOKENS)
+
+    report = lab.run(case)
+
+    assert report.outcome == "identical", report
+    assert report.descriptors == -(-_PROMPT_TOKENS // 32) + 1
+    assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
+    if p == d:
+        stock = lab.run(case.stock())
+        assert stock.outcome == "corrupt", stock
+        assert stock.wrong_elements > 0

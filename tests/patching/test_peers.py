@@ -23,7 +23,7 @@ from kvpatch.vllm.likeness import (
     refuse_smaller_blocks,
 )
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.our_side import row_layers_of, units_of
+from kvpatch.vllm.our_side import row_groups_of, units_of
 from kvpatch.vllm.peers import OurSide, peer_regions
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
@@ -64,7 +64,7 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
         backend="FLASH_ATTN",
         key_order=KeyOrder.ROW_MAJOR,
         units=units_of(layers),
-        row_layers=tuple(names),
+        row_groups=(tuple(names),),
     )
 
 
@@ -273,27 +273,29 @@ class TestNamedLayouts:
     @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
     def test_rows_of_an_unknown_order_are_refused(self, layout):
         _, ours = ours_of()
-        with pytest.raises(PeerRefused, match="several cache groups"):
-            peer_regions(replace(ours, row_layers=None), _statement(**regions_of(layout)))
+        with pytest.raises(PeerRefused, match="whose order is not known"):
+            peer_regions(replace(ours, row_groups=None), _statement(**regions_of(layout)))
 
     @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
     def test_a_row_is_read_in_the_order_of_the_plan(self, layout):
         _, ours = ours_of()
         peer = _statement(**regions_of(layout))
-        turned = peer_regions(replace(ours, row_layers=("b", "a")), peer)
+        turned = peer_regions(replace(ours, row_groups=(("b", "a"),)), peer)
         first = min((p for region in turned for p in region), key=lambda plane: plane.address)
         assert first.layer == "b"
 
     @pytest.mark.parametrize(
         ("layout", "plan", "groups", "expected"),
         [
-            ("LBHNC", ("ab",), 1, ("a", "b")),
-            ("LBHNC", ("b", "a"), 1, ("b", "a")),
-            ("BLNHC", ("a", "b"), 1, ("a", "b")),
-            ("BLNHC", ("b", "a"), 1, None),
-            ("LBHNC", ("a",), 1, None),
-            ("LBHNC", ("ab", "a"), 1, None),
-            ("LBHNC", ("a", "b"), 2, None),
+            ("LBHNC", ("ab",), ("ab",), ("ab",)),
+            ("LBHNC", ("b", "a"), ("ab",), ("ba",)),
+            ("BLNHC", ("a", "b"), ("ab",), ("ab",)),
+            ("BLNHC", ("b", "a"), ("ab",), None),
+            ("LBHNC", ("a",), ("ab",), None),
+            ("LBHNC", ("ab", "a"), ("ab",), None),
+            ("LBHNC", ("a", "b"), ("b", "a"), ("b", "a")),
+            ("LBHNC", ("a", "s", "b"), ("ab", "s"), ("ab",)),
+            ("LBHNC", ("a", "s", "b"), ("as", "b"), None),
         ],
     )
     def test_the_order_of_a_row_is_the_plans(self, layout, plan, groups, expected):
@@ -303,9 +305,11 @@ class TestNamedLayouts:
         )
         layers = read_layers(registration, None, {"a": whole[:, 0], "b": whole[:, 1]})
         tensors = [SimpleNamespace(layers=list(names)) for names in plan]
-        config = SimpleNamespace(kv_cache_tensors=tensors, kv_cache_groups=[None] * groups)
+        found = [SimpleNamespace(layer_names=list(names)) for names in groups]
+        config = SimpleNamespace(kv_cache_tensors=tensors, kv_cache_groups=found)
         worker = SimpleNamespace(kv_cache_config=config)
-        assert row_layers_of(worker, layers, layout) == expected
+        rows = None if expected is None else tuple(map(tuple, expected))
+        assert row_groups_of(worker, layers, layout) == rows
 
     def test_a_row_whose_order_the_peer_contradicts_is_refused(self):
         _, ours = ours_of()
