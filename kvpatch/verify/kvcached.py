@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _ON_CUDA = Single(model="wide", cuda=True)
 _ON_CPU = Single(torch_attention=True)
+_WINDOW_ON_CPU = Single(model="window", torch_attention=True)
+_HYBRID_ON_CPU = Single(model="hybrid", torch_attention=True)
 #: What kvcached's own logger writes before each line.
 _LOG_MARK = "[kvcached]"
 
@@ -58,8 +60,8 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def _row_on_cpu(name: str, prefill: Side, decode: Side) -> Row:
-    return Row(name, (prefill,), decode, _ON_CPU)
+def _row_on_cpu(name: str, prefill: Side, decode: Side, single: Single = _ON_CPU) -> Row:
+    return Row(name, (prefill,), decode, single)
 
 
 CPU_ROWS: tuple[Row, ...] = (
@@ -74,6 +76,36 @@ CPU_ROWS: tuple[Row, ...] = (
         "split-half-contiguous-32-128",
         Side(32, kvcached="split-half"),
         Side(128, kvcached="contiguous"),
+    ),
+    _row_on_cpu(
+        "window-contiguous-128-32",
+        Side(128, kvcached="contiguous"),
+        Side(32, kvcached="contiguous"),
+        _WINDOW_ON_CPU,
+    ),
+    _row_on_cpu(
+        "hybrid-contiguous",
+        Side(64, kvcached="contiguous"),
+        Side(64, kvcached="contiguous"),
+        _HYBRID_ON_CPU,
+    ),
+    _row_on_cpu(
+        "hybrid-contiguous-128-64",
+        Side(128, kvcached="contiguous"),
+        Side(64, kvcached="contiguous"),
+        _HYBRID_ON_CPU,
+    ),
+    _row_on_cpu(
+        "hybrid-contiguous-plain", Side(64, kvcached="contiguous"), Side(64), _HYBRID_ON_CPU
+    ),
+    _row_on_cpu(
+        "hybrid-plain-contiguous", Side(64), Side(64, kvcached="contiguous"), _HYBRID_ON_CPU
+    ),
+    _row_on_cpu(
+        "hybrid-split-half",
+        Side(64, kvcached="split-half"),
+        Side(64, kvcached="split-half"),
+        _HYBRID_ON_CPU,
     ),
 )
 """Without a GPU, over stand-ins for what of kvcached needs one (``tests/serving/elastic``)."""
@@ -90,11 +122,13 @@ def layout_found(ranks: Sequence[Sequence[dict[str, Any]]]) -> Kvcached | None:
 
 
 def _layout_of_rank(layers: Sequence[dict[str, Any]]) -> Kvcached | None:
-    places = {layer["storage_address"] for layer in layers}
-    if len(places) == len(layers) > 1:
+    # Layers of several cache groups have one place.
+    apart = list({layer["address"]: layer for layer in layers}.values())
+    places = {layer["storage_address"] for layer in apart}
+    if len(places) == len(apart) > 1:
         return "split-half"
-    strides = {plane["strides_bytes"][0] for layer in layers for plane in layer["planes"]}
-    row_bytes = sum(_block_bytes(layer) for layer in layers)
+    strides = {plane["strides_bytes"][0] for layer in apart for plane in layer["planes"]}
+    row_bytes = sum(_block_bytes(layer) for layer in apart)
     return "contiguous" if len(places) == 1 and strides == {row_bytes} else None
 
 

@@ -137,6 +137,14 @@ def test_a_dump_shows_which_layout_it_is() -> None:
     assert layout_found([*_rows(), *_apart()]) is None
 
 
+def test_layers_of_two_groups_have_one_place_in_a_row() -> None:
+    pool = torch.zeros(6, 2, 2, 4, 2, 8).unbind(1)
+    halves = [torch.zeros(2, 6, 4, 2, 8).transpose(0, 1) for _ in range(2)]
+
+    assert layout_found(_dump(*pool, *pool)) == "contiguous"
+    assert layout_found(_dump(*halves, *halves)) == "split-half"
+
+
 @pytest.mark.parametrize(
     ("side", "ranks", "log", "clause"),
     [
