@@ -9,7 +9,10 @@ Where:
     The engine core and every worker, on P and on D.
 How:
     With kvcached active the connector asks for no layout, which leaves NHD.
-    Everywhere else it answers as before.
+    Everywhere else it answers as before, and so it does from 0.29 on, where vLLM makes
+    the views of kvcached's memory itself, in the layout that it was asked for: there this
+    patch only takes the place of kvcached's own, which asks for none and refuses the
+    contiguous layout.
 Upstream:
     kvcached #311, patched there for some releases in #312.
 Remove when:
@@ -35,13 +38,25 @@ def _get_required_kvcache_layout(
     return wrapped(*args, **kwargs)
 
 
+def _as_ever(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return wrapped(*args, **kwargs)
+
+
+#: vLLM lays kvcached's memory out by its own plan and views.
+_BY_VLLM = ("g0290", "g0300")
 _BEFORE_THE_HOOK = {"g0100": "this release asks for no layout; the hook came with 0.10.1"}
 
 PATCH = Patch(
     slug="kvcached_layout",
     wire_affecting=True,
     sites={
-        g.slug: {_sites.get_required_kvcache_layout(g): _get_required_kvcache_layout}
+        g.slug: {
+            _sites.get_required_kvcache_layout(g): (
+                _as_ever if g.slug in _BY_VLLM else _get_required_kvcache_layout
+            )
+        }
         for g in GENERATIONS
         if g.slug not in _BEFORE_THE_HOOK
     },

@@ -68,15 +68,16 @@ def test_a_spoilt_cache_beside_a_plain_one_is_noticed(
     assert report.wrong_elements > 0
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("side", ["P", "D"])
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
-def test_halves_beside_a_plain_cache_of_other_blocks(
-    lab: Lab, side: str, sizes: tuple[int, int]
+def test_beside_a_plain_cache_of_other_blocks(
+    lab: Lab, layout: str, side: str, sizes: tuple[int, int]
 ) -> None:
     """The plain one is HND, as vLLM's connector asks for; the other NHD, as kvcached's are."""
     if not states_layout(lab.release):
         pytest.skip("this release states no layout")
-    beside = case("flashinfer", "split-half", side, by_kvpatch=True)
+    beside = case("flashinfer", layout, side, by_kvpatch=True)
     p, d = (
         replace(
             engine,
