@@ -16,8 +16,9 @@ ON_THE_HOST = {"layers.0": SimpleNamespace(device=SimpleNamespace(type="cpu"))}
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process():
+def _as_in_a_new_process(monkeypatch):
     transport_notes._warn.cache_clear()
+    monkeypatch.delenv("UCX_TLS", raising=False)
 
 
 def _said(monkeypatch, caplog, version, *registrations):
@@ -33,7 +34,7 @@ def test_is_said_once_with_what_to_set(monkeypatch, caplog, version):
     (said,) = _said(monkeypatch, caplog, version, ON_A_GPU, ON_A_GPU)
 
     assert "ENABLE_KVCACHED=false" in said
-    assert "UCX_TLS=^ib" in said
+    assert "UCX_TLS=^ib,cuda_ipc" in said
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,22 @@ def test_is_said_once_with_what_to_set(monkeypatch, caplog, version):
 )
 def test_is_not_said_where_it_is_not_known_to_be_true(monkeypatch, caplog, version, kv_caches):
     assert _said(monkeypatch, caplog, version, kv_caches) == []
+
+
+@pytest.mark.parametrize("transports", ["", "all", "^ib", "tcp,cuda", "sm,cuda_ipc", "^gdr_copy"])
+def test_is_said_where_nvlink_would_be_used(monkeypatch, caplog, transports):
+    monkeypatch.setenv("UCX_TLS", transports)
+
+    assert len(_said(monkeypatch, caplog, "0.1.6", ON_A_GPU)) == 1
+
+
+@pytest.mark.parametrize(
+    "transports", ["tcp,cuda_copy", "self,sm,tcp", "^cuda_ipc", "^ib,cuda_ipc", "^cuda"]
+)
+def test_is_not_said_where_another_transport_was_chosen(monkeypatch, caplog, transports):
+    monkeypatch.setenv("UCX_TLS", transports)
+
+    assert _said(monkeypatch, caplog, "0.1.6", ON_A_GPU) == []
 
 
 def test_the_version_is_the_installed_ones():
