@@ -70,10 +70,11 @@ def _register_kv_caches(
         layers = read_layers(registration, instance, kv_caches)
         forget_rows(instance)
         if _env.is_kvcached_enabled():
-            refuse_cards(instance, kv_caches)
-            note_transport(kv_caches)
-            check_pools(kv_caches, layers, kvcacheds_settings())
-            note_pages(instance, kv_caches, layers)
+            if not is_on(instance):  # what a host buffer copies was looked at as that was made
+                refuse_cards(instance, kv_caches)
+                note_transport(kv_caches)
+                check_pools(kv_caches, layers, kvcacheds_settings())
+                note_pages(instance, kv_caches, layers)
             expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
             if is_in_rows(layers, expected, has_state=len(layers) < len(kv_caches)):
                 refuse_without_reader(instance)
@@ -171,11 +172,6 @@ def refuse_without_reader(worker: Any) -> None:
         raise RegistrationRefused(
             "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
             "read: use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
-        )
-    if is_on(worker):
-        raise RegistrationRefused(
-            "kvcached's contiguous layout does not go through a host buffer: set "
-            "KVPATCH_HOST_BUFFER=never, or KVCACHED_CONTIGUOUS_LAYOUT=false"
         )
 
 

@@ -141,7 +141,7 @@ def _register_kv_caches(
         can_read = (
             cache is not None
             and is_plain(instance)
-            and has_blocks_of(instance.block_size, cache, behind)
+            and has_blocks_of(instance.block_size, cache)
             and (rows is not None or not states or are_in_regions(instance, states))
         )
         if rows is not None and not can_read:

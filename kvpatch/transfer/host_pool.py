@@ -73,6 +73,8 @@ class HostPool:
     Args:
         tensors: every layer's on the device.
         block_dimensions, blocks: as for :func:`block_bytes`.
+        is_there_late: whether memory is put behind a block when it is handed out: none may be
+            looked at before it is saved, and the first one that is tries the copies.
 
     Attributes:
         tensors: like those on the device, in host memory, slots for blocks.
@@ -90,11 +92,15 @@ class HostPool:
         block_dimensions: Mapping[str, int],
         blocks: int,
         slots: int,
+        *,
+        is_there_late: bool = False,
     ) -> None:
         import torch
 
         self.slots = slots
         self._blocks = blocks
+        self._is_there_late = is_there_late
+        self._is_tried = False
         self._sources = tensors
         self._block_dimensions = block_dimensions
         self._device: torch.device = next(iter(tensors.values())).device
@@ -125,7 +131,8 @@ class HostPool:
             self._copies = HostCopies(copies, self.size_bytes // slots)
         else:
             self._copies = DeviceCopies(copies, self._device, blocks, slots)
-        self._try()
+        if not is_there_late:
+            self._try()
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copies blocks into slots; in the order of calls, after all that the device was told.
@@ -135,18 +142,24 @@ class HostPool:
 
         Raises:
             ValueError: a number that is none of a block or slot, or a slot named twice.
+            RegistrationRefused: the first block of all was not itself in its slot.
         """
         self._check(blocks, slots)
-        if blocks:
+        if blocks and self._is_tried:
             self._copies.save(blocks, slots)
+        elif blocks:
+            self._save_and_look(blocks, slots)
+            self._is_tried = True
 
     def use(self, operation: Operation) -> None:
         """From now on copies as the platform does, once that is seen to be right.
 
         Raises:
-            RegistrationRefused: it raises, or what it copies is something else. What copied
-                before goes on.
+            RegistrationRefused: it raises, what it copies is something else, or there is no block
+                to try it with. What copied before goes on.
         """
+        if self._is_there_late:
+            raise RegistrationRefused("no block has memory behind it yet that could be copied")
         self.settle()
         before, self._copies = (
             self._copies,
@@ -176,15 +189,26 @@ class HostPool:
         Raises:
             RegistrationRefused: it cannot be copied, or is another one.
         """
+        slot, block = self.slots - 1, self._blocks - 1
+        self._save_and_look([block], [slot])
+        for layer in self.tensors:
+            self._pair(layer, block, slot)[1].zero_()
+        self._is_tried = True
+
+    def _save_and_look(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies blocks and looks at the first one.
+
+        Raises:
+            RegistrationRefused: it cannot be copied, or is another one.
+        """
         import torch
 
-        slot, block = self.slots - 1, self._blocks - 1
         try:
-            pairs = {layer: self._pair(layer, block, slot) for layer in self.tensors}
+            pairs = {layer: self._pair(layer, blocks[0], slots[0]) for layer in self.tensors}
             for here, there in pairs.values():
                 # Not by chance what is to come.
                 there.view(integers(there)).copy_(here.view(integers(here)).bitwise_not())
-            self.save([block], [slot])
+            self._copies.save(blocks, slots)
             self.settle()
             wrong = [
                 layer
@@ -200,8 +224,6 @@ class HostPool:
                 f"a block of {', '.join(wrong)} on {self._device} is not itself after it was "
                 "copied to host memory"
             )
-        for _, there in pairs.values():
-            there.zero_()
 
     def _pair(self, layer: str, block: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A block as the device shows it, and a slot."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -20,8 +20,10 @@ from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer import HostBufferRefused, rows_in
 from kvpatch.vllm.host_buffer_saves import Copies
+from kvpatch.vllm.kvcached_pages import note_pages
+from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.our_side import call_layout_by_its_strides
-from kvpatch.vllm.registration import ALL_LAYERS, Registration
+from kvpatch.vllm.registration import Registration
 
 if TYPE_CHECKING:
     import torch
@@ -134,14 +136,12 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     Raises:
         HostBufferRefused: a cache that is not attention in blocks.
     """
+    # Recurrent state is a list of tensors to 0.26.
+    _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
     is_storageless = not all(map(has_storage, kv_caches.values()))
     tensors = {n: shown(c) for n, c in kv_caches.items()} if is_storageless else dict(kv_caches)
     layers = read_layers(registration, worker, tensors)
-    if len(layers) < len(kv_caches) or ALL_LAYERS in kv_caches:
-        left = ", ".join(sorted(kv_caches.keys() - layers.keys()))
-        raise HostBufferRefused(
-            f"{left}: no cache of attention layers in blocks, which alone go through a host buffer"
-        )
+    _refuse(kv_caches.keys() - layers.keys())
     block_tokens = {plane.counts.block_tokens for c in layers.values() for plane in c.planes}
     parts = registration.kernel_blocks_per_block(worker)
     if parts is None:  # these releases find out while they register
@@ -150,7 +150,11 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     blocks = blocks_of(layers, registration.planned_blocks(worker), parts)
     size = block_bytes(kv_caches, dimensions, blocks)
     rows = rows_in(_env.host_buffer_bytes(), size, blocks)
-    pool = HostPool(kv_caches, dimensions, blocks, rows)
+    by_kvcached = _env.is_kvcached_enabled()
+    if by_kvcached:
+        check_pools(kv_caches, layers, kvcacheds_settings())
+        note_pages(worker, kv_caches, layers)
+    pool = HostPool(kv_caches, dimensions, blocks, rows, is_there_late=by_kvcached)
     _LOG.info(
         "host buffer of %d bytes for %d blocks of %d bytes; vLLM's own would take %d bytes",
         pool.size_bytes,
@@ -167,6 +171,20 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
         call_layout_by_its_strides(worker, read_layers(registration, worker, pool.tensors))
     found = _BUFFERS[worker] = HostBuffer(pool, tensors, rows, caches)
     return found
+
+
+def _refuse(layers: Iterable[str]) -> None:
+    """Refuses layers that no slot can hold, if there are any.
+
+    Raises:
+        HostBufferRefused: with their names.
+    """
+    names = sorted(layers)
+    if names:
+        raise HostBufferRefused(
+            f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through a "
+            "host buffer; use KVPATCH_HOST_BUFFER=never"
+        )
 
 
 def _refuse_wrong_copies(caches: StoragelessCaches) -> None:

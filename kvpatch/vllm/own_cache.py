@@ -69,13 +69,12 @@ def reader_for(
     if states:
         ours = _with_states(worker, ours, states, rows)
     device = kv_caches[next(iter(layers))].device
-    if rows is not None:
-        pool = staging_pool(agent, ours.memory, device)
-        mode = _env.transfer_mode()
-        return Reader(ours, groups, kv_caches, pool, mode, layers, rows, states=states)
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
-        return Reader(ours, groups, kv_caches, pool, _env.transfer_mode(), states=states)
+        mode = _env.transfer_mode()
+        if rows is not None:
+            return Reader(ours, groups, kv_caches, pool, mode, layers, rows, states=states)
+        return Reader(ours, groups, kv_caches, pool, mode, states=states)
     caches = buffer.caches
     copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
     pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
@@ -149,7 +148,7 @@ def is_plain(worker: Any) -> bool:
     )
 
 
-def has_blocks_of(block_tokens: int, cache: Cache, behind: Cache | None) -> bool:
+def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
     """Whether every tensor's blocks are the ones that the worker will name.
 
     The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
@@ -161,7 +160,7 @@ def has_blocks_of(block_tokens: int, cache: Cache, behind: Cache | None) -> bool
     if any(len(tokens) > 1 for tokens in found):
         return False
     every = set[int]().union(*found)
-    if are_unlike(layers) and cache is behind:
+    if are_unlike(layers):
         return block_tokens in (min(every), lcm(*every))
     return every == {block_tokens}
 

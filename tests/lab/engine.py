@@ -77,6 +77,8 @@ class Engine:
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # the only one that is transferred
         self.descriptors = 0
         self.registrations = 0
+        #: (address, bytes) of what NIXL was handed, the staging pools included.
+        self.registered: list[tuple[int, int]] = []
         self.tracked: list[Tracked] = []
         self.sent: list[set[str]] = [set() for _ in range(spec.tp_size)]
         self.before: list[list[Array]] = []
@@ -172,7 +174,8 @@ class Engine:
             return make(*args, **kwargs)
 
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.registrations += descs.descCount() if hasattr(descs, "descCount") else 1
+            self.registrations += descs.descCount()
+            self.registered += [descs[i][:2] for i in range(descs.descCount())]
             return register(descs, *args, **kwargs)
 
         def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:

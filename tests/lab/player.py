@@ -164,6 +164,16 @@ class Player(Engine):
         held = sum(storage.nbytes() for storage in memory.values())
         return {"size": pool.size_bytes, "held": held, "blocks": pool.slots}
 
+    def exposed(self) -> tuple[int, int]:
+        """How many regions NIXL was handed, and how many of them touch kvcached's memory."""
+        owned = [r for caches in self.caches for r in caches.reservations]
+        touching = [
+            (start, length)
+            for start, length in self.registered
+            if any(start < r.address + r.size_bytes and r.address < start + length for r in owned)
+        ]
+        return len(self.registered), len(touching)
+
     def hand_over(self, how: str) -> int:
         """Hands copies over as a platform's runner does; how often they were called with that."""
         self._own_calls = 0

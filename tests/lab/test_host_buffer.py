@@ -123,16 +123,6 @@ def test_other_shapes(lab: Lab, family: str) -> None:
     assert report.outcome == "identical", report
 
 
-def test_keys_and_values_far_apart(lab: Lab) -> None:
-    """kvcached's tensors, which have more blocks than are planned."""
-    apart = {"allocation": "split_half", "planned_blocks": 60, "tensor_blocks": 80}
-    pair = prefilling(**apart), buffered(**apart)
-
-    report = lab.run(case("split halves", pair))
-
-    assert report.outcome == "identical", report
-
-
 @pytest.mark.parametrize("name", UNLIKE)
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     if moves_full_blocks_only(lab.release) or (

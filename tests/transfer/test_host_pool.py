@@ -657,6 +657,47 @@ def test_own_copies_that_are_wrong_are_refused_and_torch_goes_on(operation, mess
     assert differing(pool, tensors, dimensions, 5, before, [(4, 0), (1, 2)]) == []
 
 
+# --- memory that is there once a block is handed out ----------------------------
+
+
+def test_no_block_is_looked_at_before_it_is_saved(way, monkeypatch):
+    looked_at: list[int] = []
+    real = HostPool._pair
+
+    def watched(self: HostPool, layer: str, block: int, slot: int) -> Any:
+        looked_at.append(block)
+        return real(self, layer, block, slot)
+
+    monkeypatch.setattr(HostPool, "_pair", watched)
+    cache = CASES["NHD, keys first"]
+    tensors = cache.tensors()
+    dimensions = cache.block_dimensions(tensors)
+    pool = HostPool(tensors, dimensions, 5, 3, is_there_late=True)
+    before = fill(pool)
+    with pytest.raises(RegistrationRefused, match="no block has memory behind it"):
+        pool.use(Copying(1))
+    assert not looked_at
+
+    pool.save([], [])
+    pool.save([4, 1], [0, 2])
+    pool.save([3], [1])
+
+    pool.settle()
+    assert set(looked_at) == {4}, "the first one that is saved, once"
+    pairs = [(4, 0), (1, 2), (3, 1)]
+    assert differing(pool, tensors, dimensions, 5, before, pairs) == []
+
+
+def test_the_first_save_notices_what_the_trial_would_have(monkeypatch):
+    cache = CASES["latent"]
+    tensors = cache.tensors()
+    pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3, is_there_late=True)
+    monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: None)
+    for _ in range(2):
+        with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
+            pool.save([2], [1])
+
+
 def test_tensors_that_are_not_in_blocks_are_refused():
     store = noise(4000, 2)
     whole = store.as_strided((5, 4, 6), (24, 6, 1))

@@ -1,0 +1,249 @@
+"""kvcached's caches through host buffers: pools that are registered once and never remapped.
+
+kvcached's own view code over memory of which only the pages in use can be accessed: P saves
+what it has just computed and D fills what it was handed, or their processes end. This is the
+way where a network card would keep the pages of a registration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+from tests.releases import kvcached
+
+from .caches import UNMAPPED
+from .case import Case, EngineSpec, Family, Sabotage
+from .engine_api import Ask
+from .host import Lab
+from .kvcached_cells import LAYOUTS, spec
+from .releases import moves_full_blocks_only, states_block_size, states_layout
+from .stage import Raised, Stage
+from .test_host_buffer import ALWAYS
+from .test_kvcached_groups import _spec as of_groups
+from .test_kvcached_groups import _unlike as of_unlike_shapes
+from .test_kvcached_state import _spec as of_states
+from .test_like_pairs import tokens_to_move
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_TOKENS = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _source() -> None:
+    kvcached.fetch(kvcached.NEWEST)
+
+
+def _engine(family: Family, layout: str, **more: object) -> EngineSpec:
+    """An engine over kvcached's memory, or with a plain cache."""
+    found = spec(family, LAYOUTS[layout]) if layout else EngineSpec(family, "NHD", layers=3)
+    sizes = {"planned_blocks": 40, "tensor_blocks": 64 if layout else None}
+    return replace(found, patched=True, patches=SLUGS, **{**sizes, **more})  # type: ignore[arg-type]
+
+
+def _buffered(engine: EngineSpec, *, as_p: bool = False) -> EngineSpec:
+    """The same engine with a host buffer, in which P has the release's own scheduler."""
+    own_scheduler = engine.own_scheduler or as_p
+    return replace(engine, settings=(*engine.settings, *ALWAYS), own_scheduler=own_scheduler)
+
+
+def _pair(family: Family, p: str, d: str, where: str, **more: object) -> Case:
+    """Two engines, with host buffers on the sides that are named.
+
+    Args:
+        p, d: kvcached's layouts; empty for a plain cache.
+    """
+    prefill, decode = _engine(family, p, **more), _engine(family, d, **more)
+    if "P" in where:
+        prefill = _buffered(prefill, as_p=True)
+    if "D" in where:
+        decode = _buffered(decode)
+    return Case(f"{family} {p} {d} {where}", prefill, decode, _TOKENS, n_requests=2)
+
+
+#: (family, P's layout, D's layout, who has a host buffer)
+PAIRS = [
+    *(("flash", each, each, where) for each in LAYOUTS for where in ("P D", "P", "D")),
+    *(("flash", each, "", "P") for each in LAYOUTS),
+    *(("flash", "", each, "D") for each in LAYOUTS),
+    ("flash", "contiguous", "split-half", "P D"),
+    ("flash", "split-half", "contiguous", "P D"),
+    *((family, each, "", "P") for family in ("mla", "flashinfer") for each in LAYOUTS),
+    *((family, "", each, "D") for family in ("mla", "flashinfer") for each in LAYOUTS),
+]
+
+
+@pytest.mark.parametrize(("family", "p", "d", "where"), PAIRS)
+def test_pairs_are_identical(lab: Lab, family: Family, p: str, d: str, where: str) -> None:
+    wanted = _pair(family, p, d, where)
+
+    report = lab.run(wanted)
+
+    unknown = not states_layout(lab.release) and (family, p, d) == ("flashinfer", "", "split-half")
+    assert report.outcome == ("refused" if unknown else "identical"), report
+    if not unknown:
+        assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+
+
+@pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])
+def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    report = lab.run(_pair("flash", "contiguous", "contiguous", "P D"), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+@pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unlike_blocks_and_layouts(lab: Lab, layout: str, p: int, d: int) -> None:
+    """Packed tensors alone can be HND; to 0.25 kvcached's are NHD, whatever is asked."""
+    found = _pair("flash", layout, layout, "P D")
+    prefill = replace(found.prefill, block_tokens=p, layout="HND")
+    wanted = replace(found, prefill=prefill, decode=replace(found.decode, block_tokens=d))
+
+    report = lab.run(wanted)
+
+    if moves_full_blocks_only(lab.release) and not report.moved_tokens:
+        assert report.outcome != "corrupt", report  # 0.10.0 had nothing to send
+        return
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_and_a_prefix_that_d_has(lab: Lab, layout: str) -> None:
+    wanted = _pair("flash", layout, layout, "P D", tp_size=2)
+
+    report = lab.run(replace(wanted, prefix_hit_tokens=32))
+
+    assert report.outcome == "identical", report
+
+
+def test_blocks_that_are_cut(lab: Lab) -> None:
+    if not states_block_size(lab.release):
+        pytest.skip("this release cuts no blocks")
+    cut = {"block_tokens": 128, "parts": 2, "planned_blocks": 20, "tensor_blocks": 30}
+    wanted = _pair("flashinfer", "split-half", "split-half", "P D", **cut)
+
+    report = lab.run(replace(wanted, prompt_tokens=350))
+
+    assert report.outcome == "identical", report
+
+
+# --- what NIXL is handed ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_of_kvcacheds_is_registered(lab: Lab, layout: str) -> None:
+    engine = _engine("flash", layout)
+    with Stage(lab) as stage:
+        prefill, decode = (
+            stage.start(_buffered(replace(engine, planned_blocks=60), as_p=as_p))
+            for as_p in (True, False)
+        )
+        prompts = stage.prompts(2, _TOKENS)
+        prefill.call("begin", prompts)
+        answers = prefill.call("work")
+        decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
+        assert not decode.watch(*prompts).waiting
+        assert decode.wrong(*prompts)[0] == 0
+
+        for actor in (prefill, decode):
+            regions, of_kvcacheds = actor.call("exposed")
+            assert regions > 0 and of_kvcacheds == 0, actor.name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_a_host_buffer_it_is(lab: Lab, layout: str) -> None:
+    """The negative control."""
+    with Stage(lab) as stage:
+        regions, of_kvcacheds = stage.start(_engine("flash", layout)).call("exposed")
+
+        assert regions == of_kvcacheds > 0
+
+
+# --- slots -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["skip", "shift"])
+def test_a_spoilt_save_is_noticed(lab: Lab, how: str) -> None:
+    """What is not in its row is not right on D."""
+    with Stage(lab) as stage:
+        prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
+        decode = stage.start(_engine("flash", "contiguous"))
+        prompts = stage.prompts(2, _TOKENS)
+        prefill.call("spoil_saves", how)
+        prefill.call("begin", prompts)
+        answers = prefill.call("work")
+        decode.ask(*(Ask(prompt, answers[prompt.name]) for prompt in prompts))
+
+        assert not decode.watch(*prompts).waiting
+        assert decode.wrong(*prompts)[0] > 0
+
+
+def test_a_platforms_own_copies_are_not_tried_where_no_page_is_mapped(lab: Lab) -> None:
+    """To try them would be to read a block that nobody has."""
+    if moves_full_blocks_only(lab.release):
+        pytest.skip("0.10.0's connector is handed no copies")
+    with Stage(lab) as stage:
+        prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
+
+        assert prefill.call("hand_over", "right") == 0
+
+
+# --- pages and variables ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_page_that_is_not_mapped_under_d_is_refused(lab: Lab, layout: str) -> None:
+    found = _pair("flash", layout, layout, "P D")
+    unmapped = replace(found.decode, settings=(*found.decode.settings, (UNMAPPED, "1")))
+
+    report = lab.run(replace(found, decode=unmapped))
+
+    assert report.outcome == "refused", report
+    assert "is not mapped: found the page of zeros" in report.detail
+
+
+def test_a_layout_that_the_variable_denies_is_refused(lab: Lab) -> None:
+    found = _engine("flash", "contiguous", settings=(("KVCACHED_CONTIGUOUS_LAYOUT", "false"),))
+    with Stage(lab) as stage, pytest.raises(Raised) as refused:
+        stage.start(_buffered(found, as_p=True))
+
+    assert "KVCACHED_CONTIGUOUS_LAYOUT=false and " in str(refused.value)
+
+
+# --- several groups --------------------------------------------------------------------
+
+
+def _needs_groups(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.20"):
+        pytest.skip("no cache groups, or P frees a block that D looks at (to 0.19)")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("p_tokens", [32, 64])
+def test_windows_and_groups_of_unlike_shapes(lab: Lab, layout: str, p_tokens: int) -> None:
+    _needs_groups(lab)
+    for engine in (of_groups, of_unlike_shapes):
+        name = ("three groups",) if engine is of_groups else ("windows of 64 tokens",)
+        p, d = (engine(*name, tokens, layout) for tokens in (p_tokens, 32))
+
+        report = lab.run(Case("groups", _buffered(p, as_p=True), _buffered(d), 300, 64))
+
+        assert report.outcome == "identical", (engine, report)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recurrent_state_is_refused(lab: Lab, layout: str) -> None:
+    if not Version("0.18") <= Version(lab.release) < Version("0.29"):
+        pytest.skip("this release's connector takes no recurrent state, or kvcached has no views")
+    engine = _buffered(of_states(layout))
+
+    report = lab.run(Case("state", engine, engine, 300))
+
+    assert report.outcome == "refused", report
+    assert "attention layers in blocks, which alone go through a host buffer" in report.detail
