@@ -63,6 +63,7 @@ from kvpatch.vllm import orders
 from kvpatch.vllm.admission import (
     add_unlike,
     add_unproven,
+    have_our_parts,
     is_left_with_state,
     refuse_doubtful_layout,
     refuse_uncounted,
@@ -230,9 +231,10 @@ def _add_remote_agent(
                 peer = replace(peer, layout=reader.ours.inner_layout)
         is_like = is_alike(reader.ours, peer) and not (reader.is_for_all or misread)
         if reader.has_state:
-            if not is_like:
+            if is_like:
+                have_our_parts(instance, reader.ours, peer)
+            else:
                 refuse_uncounted(reader.ours, peer, unstated)
-            unstated = None  # one like us is the release's
         if is_like:
             rank = reader.admit_like(peer, unstated)
             agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)

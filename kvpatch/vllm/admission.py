@@ -46,6 +46,17 @@ def is_left_with_state(reader: Reader, peer: Statement) -> bool:
     return reader.has_state and is_plain and peer.tp_size != reader.ours.tp_size
 
 
+def have_our_parts(worker: Any, ours: OurSide, peer: Statement) -> None:
+    """Has 0.20 cut the blocks of a hybrid model's peer as ours are.
+
+    It takes a page for no larger than its states need, which a larger --block-size makes it: it
+    then ends even between like engines, by an assertion without a word.
+    """
+    told = getattr(worker, "_physical_blocks_per_logical", None)
+    if isinstance(told, dict):
+        told[peer.engine_id] = ours.kernel_blocks_per_block
+
+
 def refuse_uncounted(ours: OurSide, peer: Statement, unstated: BlockTokens | None) -> None:
     """Refuses a peer whose states lie in pages of a size that its handshake leaves open.
 
@@ -128,9 +139,7 @@ def _add_as_alike(
         block_bytes=alike_block_bytes(ours, statement),
         own=own_regions(worker),
     )
-    told = getattr(worker, "_physical_blocks_per_logical", None)
-    if isinstance(told, dict):  # in 0.20, which takes a page for no larger than its states need
-        told[statement.engine_id] = ours.kernel_blocks_per_block
+    have_our_parts(worker, ours, statement)
     shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
     heads = heads_as_if_unshared(ours, statement)
     with layout_called(worker, layout), heads_called(worker, heads):

@@ -45,9 +45,11 @@ def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | 
     possible = [peer.block_tokens * part for part in parts]
     assumed = None
     # 48 tokens in kernel blocks of 16 are no reason to refuse all that have 16; 128 in
-    # kernel blocks of 64 are.
+    # kernel blocks of 64 are. Hybrid models have blocks of hundreds of tokens, which hardly any
+    # prompt tells apart: there the release's own guess holds until one says otherwise.
     own_parts = ours.kernel_blocks_per_block
-    if is_alike(ours, peer) and all(part % 2 for part in parts if part != own_parts):
+    is_guessed = bool(ours.states) or all(part % 2 for part in parts if part != own_parts)
+    if is_guessed and is_alike(ours, peer):
         assumed = ours.block_tokens * own_parts
     return peer, BlockTokens(possible, possible, assumed)
 

@@ -234,7 +234,7 @@ class Reader:
         rank = None
         engine_id = statement.engine_id
         self.peers.pop(engine_id, None)
-        if unstated is None or unstated.is_readable_as_one():
+        if unstated is None or unstated.is_readable_as_one() or self.has_state:
             self._look_alikes.pop(engine_id, None)
         else:
             try:
