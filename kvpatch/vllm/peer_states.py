@@ -98,6 +98,7 @@ def places_of_states(ours: OurSide) -> dict[str, int]:
 def with_states(
     plan: Plan,
     groups: Iterable[Group],
+    peer: Statement,
     order: Order,
     ours: Mapping[str, StatePages],
     theirs: Mapping[str, StatePages],
@@ -108,7 +109,7 @@ def with_states(
         ReadRefused: a group has several blocks, or one that the peer has not.
     """
     runs = []
-    for group, remote_block, local_block in state_pairs(groups, order):
+    for group, remote_block, local_block in state_pairs(groups, peer, order):
         for name in sorted(group.layers):
             remote, local = theirs[name], ours[name]
             if remote_block >= remote.blocks or local_block >= local.blocks:

@@ -387,7 +387,7 @@ class Reader:
             (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])
             for share in direct
         )
-        plan = with_states(plan, self.groups, reading.order, self._states, rank.states)
+        plan = with_states(plan, self.groups, statement, reading.order, self._states, rank.states)
         if not staged:
             runs = plan.remote_address, plan.local_address, plan.length
             return prepare_read(nixl, ends, *runs, notification)
@@ -456,7 +456,7 @@ class Reader:
         whole = [pair for pair in pairs if pair is not None]
         ends = [rows.end_of(crossing.layer for crossing in share.crossings) for share in full]
         parts = self.ours.kernel_blocks_per_block
-        for _, remote_block, local_block in state_pairs(self.groups, order):
+        for _, remote_block, local_block in state_pairs(self.groups, statement, order):
             if remote_block >= statement.blocks // parts:
                 raise ReadRefused(
                     f"the request names block {remote_block} of engine {statement.engine_id}, "

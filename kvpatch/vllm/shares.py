@@ -69,29 +69,35 @@ def shares_of(
     return tuple(found)
 
 
-def state_pairs(groups: Iterable[Group], order: Order) -> Iterator[tuple[Group, int, int]]:
+def state_pairs(
+    groups: Iterable[Group], peer: Statement, order: Order
+) -> Iterator[tuple[Group, int, int]]:
     """(group, remote block, local block) of each with recurrent state, as ids count them.
 
-    P may name null blocks before the one that has the state, where its prefix cache aligns
-    states with blocks (to 0.26). Of several that are none, nobody here knows which it is: some
-    are older states, or scratch for drafted tokens.
+    P names one block, or, where its prefix cache keeps states at blocks' ends (to 0.26, and
+    from 0.27 on in mode "all"), one for each of its blocks: null where it has let go of the
+    state. Scratch for drafted tokens may follow either, which only a null block tells apart.
 
     Raises:
-        ReadRefused: there are several to fill, or not one to read.
+        ReadRefused: there are several to fill, or several of which nobody knows which to read.
     """
+    block_tokens = (peer.block_tokens or 1) * (peer.kernel_blocks_per_block or 1)
     for number, group in enumerate(groups):
         local, remote = order.local_blocks[number], order.remote_blocks[number]
         if not group.has_state or not local:
             continue
-        held = [block for block in remote if block != _NULL_BLOCK]
-        if len(local) != 1 or len(held) != 1 or held[0] != remote[-1]:
+        found = remote[-1:]
+        if len(remote) > 1:
+            last = -(-order.remote_tokens // block_tokens) - 1
+            found = remote[last : last + 1] if _NULL_BLOCK in remote else ()
+        if len(local) != 1 or not any(found):
             raise ReadRefused(
-                f"{len(local)} blocks of recurrent state are to be filled from {len(held)} of the "
-                f"{len(remote)} that P names: expected one, the last, with the state behind the "
-                "prompt's tokens; use --no-enable-prefix-caching (--mamba-cache-mode none) and no "
-                "draft model on both sides"
+                f"{len(local)} blocks of recurrent state are to be filled and P names "
+                f"{sum(map(bool, remote))} in {len(remote)} places: expected one, with the state "
+                "behind the prompt's tokens; use --no-enable-prefix-caching (--mamba-cache-mode "
+                "none) and no draft model on both sides"
             )
-        yield group, held[0], local[0]
+        yield group, found[0], local[0]
 
 
 def tails_of(

@@ -17,6 +17,8 @@ Allocation = Literal[
     "kvcached_rows",
     "kvcached_apart",
 ]
+#: vLLM's names for where states are kept.
+StateMode = Literal["none", "align", "all"]
 Outcome = Literal["identical", "corrupt", "refused", "failed"]
 Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
 
@@ -77,6 +79,9 @@ class EngineSpec:
     #: Whether every other layer has recurrent state (Mamba2) in place of keys and values, in
     #: blocks of as many bytes.
     has_state: bool = False
+    #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
+    #: blocks' ends, or at all.
+    state_mode: StateMode = "none"
     #: Prompt tokens that one step computes at most (chunked prefill).
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
@@ -157,7 +162,7 @@ class EngineSpec:
     def block_tokens_of(self, layer: int) -> int:
         """Tokens of a block of a layer's."""
         if self.is_state(layer):
-            return STATE_TOKENS
+            return STATE_TOKENS if self.state_mode == "none" else self.block_tokens
         if self.packs_pages:
             return self.block_tokens
         most = max(math.prod(self.shape_of(other)) for other in range(self.layers))

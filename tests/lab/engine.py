@@ -383,6 +383,8 @@ class Engine:
                 if spec.is_state(number):  # one for all tokens
                     heads, looked_at = range(1), range(1)
                 table = spec.kernel_blocks(tracked.tables[group], number)
+                if spec.is_state(number):  # the one behind the last of them
+                    table = table[(tokens.stop - 1) // spec.block_tokens_of(number) :]
                 block, offset = slots(table, looked_at, self.block_tokens[group])
                 for plane, array in enumerate(layer.planes):
                     if spec.is_state(number):

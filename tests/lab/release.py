@@ -228,6 +228,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         )
     )
     cache.num_gpu_blocks = spec.planned_blocks
+    if spec.state_mode != "none":
+        cache.mamba_cache_mode = spec.state_mode
     nixl = {
         "kv_connector": "NixlConnector",
         "kv_role": role,
@@ -252,7 +254,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     if spec.is_hybrid:
         cache.num_gpu_blocks_override = spec.planned_blocks
     if spec.has_core:  # the engine's own defaults, which to 0.11.0 its arguments set
-        cache.enable_prefix_caching = not spec.has_state
+        cache.enable_prefix_caching = not spec.has_state or spec.state_mode != "none"
         for name in ("enable_chunked_prefill", "chunked_prefill_enabled"):
             if hasattr(config.scheduler_config, name):
                 setattr(config.scheduler_config, name, True)
@@ -294,7 +296,8 @@ def state_spec(spec: EngineSpec) -> Any:
     wanted = {
         "shapes": STATE_SHAPES,
         "dtypes": (torch_dtype(spec.dtype),) * len(STATE_SHAPES),
-        "block_size": STATE_TOKENS,
+        "block_size": STATE_TOKENS if spec.state_mode == "none" else spec.block_tokens,
+        "mamba_cache_mode": spec.state_mode,
         "page_size_padded": _layer_spec(spec, 0).page_size_bytes,
     }
     return interface.MambaSpec(**accepted(interface.MambaSpec, wanted))

@@ -14,7 +14,7 @@ from packaging.version import Version
 from kvpatch.patches import SLUGS
 from tests.releases import kvcached
 
-from .case import Case, EngineSpec, Sabotage
+from .case import Case, EngineSpec, Sabotage, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
 from .releases import has_named_layouts, states_kernel_blocks
@@ -68,8 +68,6 @@ def test_state_moves_with_attention(lab: Lab, p: str, d: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_blocks_that_the_backend_cuts(lab: Lab, layout: str) -> None:
     """Two kernel blocks are one block of state's."""
-    if not states_kernel_blocks(lab.release):
-        pytest.skip("this release does not state how blocks are cut")
     spec = replace(_spec(layout, 128), family="flashinfer", device="cuda", parts=2)
 
     report = lab.run(Case("cut", spec, spec, _PROMPT_TOKENS))
@@ -137,8 +135,6 @@ def test_a_spoilt_unlike_pool_is_noticed(lab: Lab, p: str, d: str, sabotage: Sab
 
 def test_blocks_that_both_backends_cut_otherwise(lab: Lab) -> None:
     """A page of states is two of D's kernel blocks and three of P's."""
-    if not states_kernel_blocks(lab.release):
-        pytest.skip("this release does not state how blocks are cut")
     specs = [
         replace(_spec("", tokens), family="flashinfer", device="cuda", parts=tokens // 64)
         for tokens in (192, 128)
@@ -146,7 +142,27 @@ def test_blocks_that_both_backends_cut_otherwise(lab: Lab) -> None:
 
     report = lab.run(Case("cut", *specs, _PROMPT_TOKENS))
 
+    if states_kernel_blocks(lab.release):
+        assert report.outcome == "identical", report
+        return
+    # It looks like one of ours at the handshake; its prompts tell that it is not.
+    assert report.outcome == "refused", report
+    assert "its blocks may have 192, 256 tokens" in report.detail
+
+
+@pytest.mark.parametrize("p", ["", "contiguous"])
+@pytest.mark.parametrize(("p_mode", "d_mode"), [("align", "none"), ("all", "all")])
+def test_states_that_a_prefix_cache_keeps(
+    lab: Lab, p: str, p_mode: StateMode, d_mode: StateMode
+) -> None:
+    """P has a place for a state at each block's end, and one of them is to be read."""
+    prefill = replace(_spec(p, 64), state_mode=p_mode, planned_blocks=64)
+    decode = replace(_spec(""), state_mode=d_mode, planned_blocks=64)
+
+    report = lab.run(Case("kept", prefill, decode, _PROMPT_TOKENS))
+
     assert report.outcome == "identical", report
+    assert report.moved_tokens >= _PROMPT_TOKENS - 1
 
 
 def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:

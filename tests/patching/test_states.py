@@ -30,25 +30,40 @@ GROUPS = (
 )
 
 
-def _order(local: tuple[int, ...], remote: tuple[int, ...]) -> Order:
-    return Order(9, 9, ((1,), local), ((1,), remote))
+def _order(local: tuple[int, ...], remote: tuple[int, ...], tokens: int = 60) -> Order:
+    return Order(tokens, tokens, ((1,), local), ((1,), remote))
 
 
 class TestWhichBlock:
-    @pytest.mark.parametrize("remote", [(7,), (0, 7), (0, 0, 7)])
-    def test_the_one_that_is_no_null_block(self, remote):
-        (found,) = state_pairs(GROUPS, _order((3,), remote))
+    """Blocks of P's have 24 tokens."""
+
+    @pytest.mark.parametrize(
+        ("tokens", "remote"),
+        [
+            (60, (7,)),
+            (60, (0, 0, 7)),
+            (60, (0, 6, 7)),  # the state of a chunk before
+            (72, (0, 6, 7)),
+            (60, (0, 6, 7, 8, 9)),  # scratch for drafted tokens
+            (48, (0, 7, 8)),
+            (30, (0, 7)),
+        ],
+    )
+    def test_the_one_behind_the_last_token(self, tokens, remote):
+        (found,) = state_pairs(GROUPS, _peer(), _order((3,), remote, tokens))
 
         assert found == (GROUPS[1], 7, 3)
 
     def test_none_where_nothing_is_to_be_filled(self):
-        assert list(state_pairs(GROUPS, _order((), (7,)))) == []
+        assert list(state_pairs(GROUPS, _peer(), _order((), (7,)))) == []
 
     @pytest.mark.parametrize(
         ("local", "remote"),
         [
             ((3,), (6, 7)),  # a state of before, or scratch behind it
-            ((3,), (7, 0)),
+            ((3,), (5, 6, 7)),
+            ((3,), (0, 7)),  # too few for its tokens
+            ((3,), (6, 7, 0)),
             ((3,), (0,)),
             ((3,), ()),
             ((3, 4), (7,)),
@@ -57,7 +72,7 @@ class TestWhichBlock:
     )
     def test_several_are_refused(self, local, remote):
         with pytest.raises(ReadRefused, match="--no-enable-prefix-caching .* no draft model"):
-            list(state_pairs(GROUPS, _order(local, remote)))
+            list(state_pairs(GROUPS, _peer(), _order(local, remote)))
 
 
 def _apart(memory: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:
@@ -175,7 +190,8 @@ class TestRuns:
     def _plan(self, local: int, remote: int):
         ours, nothing = _ours(), plan_runs([])
         theirs = states_of_peer(ours, _peer())
-        return with_states(nothing, GROUPS, _order((local,), (remote,)), ours.states, theirs)
+        order = _order((local,), (remote,))
+        return with_states(nothing, GROUPS, _peer(), order, ours.states, theirs)
 
     def test_each_layers_states_and_nothing_else(self):
         plan = self._plan(local=4, remote=2)
