@@ -1,7 +1,8 @@
 """KV goes through a bounded buffer in host memory where NIXL cannot reach the device's.
 
 Why:
-    TPUs and other devices hold caches that NIXL cannot register. The connector then
+    TPUs and other devices hold caches that NIXL cannot register, and a network card would keep
+    the pages of kvcached's, which are replaced under their addresses. The connector then
     mirrors the whole device cache in host memory, as many blocks as the device has; on
     0.10.0 not at all, later on a fixed list of platforms; and such an engine refuses
     peers of another block size.
