@@ -30,6 +30,8 @@ import numpy as np
 import torch
 
 from kvpatch.transfer import backing
+from kvpatch.transfer.network_cards import Port
+from kvpatch.vllm import kvcached_cards
 from tests.releases import kvcached
 
 from .compare import Array
@@ -38,6 +40,8 @@ from .compare import Array
 _PAGE_BYTES = 16 * 1024
 #: The setting with another size of a page.
 PAGE = "LAB_KVCACHED_PAGE_BYTES"
+#: The setting with a network card that kvpatch is told of, as if this memory were a GPU's.
+CARD = "LAB_NETWORK_CARD"
 
 _C = ctypes.CDLL(None, use_errno=True)
 _C.mmap.restype = ctypes.c_void_p
@@ -186,6 +190,10 @@ def use_pages(size_bytes: int) -> None:
     """Makes this the size of a page, to the allocator and to what stands in for the driver."""
     _COMPILED.page_bytes = size_bytes
     backing.driver = lambda: backing.Driver(_allocation_at, size_bytes)
+    card = os.environ.get(CARD)
+    if card:
+        kvcached_cards.active_ports = lambda: (Port(card, "1", "InfiniBand"),)
+        kvcached_cards._device_types = lambda kv_caches: iter(("cuda",))
 
 
 def interfaces() -> Any:

@@ -20,6 +20,7 @@ from .case import Case, EngineSpec, Family, Sabotage
 from .engine_api import Ask
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
+from .kvcached_standin import CARD
 from .releases import moves_full_blocks_only, states_block_size, states_layout
 from .stage import Raised, Stage
 from .test_host_buffer import ALWAYS
@@ -163,6 +164,28 @@ def test_without_a_host_buffer_it_is(lab: Lab, layout: str) -> None:
         regions, of_kvcacheds = stage.start(_engine("flash", layout)).call("exposed")
 
         assert regions == of_kvcacheds > 0
+
+
+def test_beside_a_network_card(lab: Lab) -> None:
+    """A card that is not there, and memory that is said to be a GPU's."""
+    found = _pair("flash", "contiguous", "contiguous", "P D")
+    card = (CARD, "mlx5_0"), ("UCX_TLS", "all")
+    p, d = (replace(e, settings=(*e.settings, *card)) for e in (found.prefill, found.decode))
+    plain = replace(_engine("flash", "contiguous"), settings=card)
+
+    through, refused, without = (
+        lab.run(replace(found, prefill=prefill, decode=decode))
+        for prefill, decode in (
+            (p, d),
+            (plain, plain),
+            [replace(plain, settings=(card[0], ("UCX_TLS", "self,sm,tcp")))] * 2,
+        )
+    )
+
+    assert refused.outcome == "refused", refused
+    assert "mlx5_0:1 (InfiniBand)" in refused.detail and "UCX_TLS=^ib" in refused.detail
+    assert "KVPATCH_HOST_BUFFER=always" in refused.detail
+    assert through.outcome == without.outcome == "identical", (through, without)
 
 
 # --- slots -----------------------------------------------------------------------------
