@@ -39,8 +39,11 @@ Limits:
     shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
-    D with vLLM's own host buffer, Mamba state, shared KV layers or context parallelism
+    D with vLLM's own host buffer, shared KV layers or context parallelism
     leaves unlike peers to the release, but for smaller blocks, which it reads wrongly.
+    Recurrent state (Mamba) is read whole from as many ranks as D's and of as many bytes;
+    between plain pools unlike ranks are left to the release. To 0.20, where a backend may have
+    cut them, a plain pool of other blocks is refused.
 Remove when:
     The connector reads any block size and layout, prefix hits included.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +15,6 @@ from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.unstated import BlockTokens, sizes_by_item
 from kvpatch.vllm.wire import PeerRefused, Statement
-
-_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | None]:
@@ -222,7 +219,6 @@ def refuse_smaller_blocks(worker: Any, metadata: Any) -> None:
     """Refuses a peer of smaller blocks where this worker has no reader of its own.
 
     Every release that takes such a peer pairs wrong tokens where D has a prefix hit.
-    Recurrent state has rules of its own, which nobody here has checked.
 
     Raises:
         PeerRefused: the release would read it.
@@ -230,18 +226,9 @@ def refuse_smaller_blocks(worker: Any, metadata: Any) -> None:
     theirs = getattr(metadata, "block_size", None)  # from 0.11.1
     if not isinstance(theirs, int) or theirs >= worker.block_size:
         return
-    if getattr(worker, "_has_mamba", False):
-        _LOG.warning(
-            "engine %s has blocks of %d tokens and we have %d: left to vLLM, since this model has "
-            "recurrent state",
-            metadata.engine_id,
-            theirs,
-            worker.block_size,
-        )
-        return
     raise PeerRefused(
         f"engine {metadata.engine_id} cannot be read: it has blocks of {theirs} tokens, we have "
         f"{worker.block_size}, and this engine's cache is not one that kvpatch reads into (a host "
-        "buffer, context parallelism, or layers that share caches): use one --block-size on both "
-        "sides"
+        "buffer, context parallelism, layers that share caches, or recurrent state in layout "
+        "BLHNC or over unlike ranks): use one --block-size on both sides"
     )

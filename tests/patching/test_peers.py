@@ -525,12 +525,9 @@ class TestRequests:
             self._plan(ours, 101, tuple(range(7)), (3, 1), held=100)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "mamba", "refused"),
-    [(16, False, True), (64, False, False), (32, False, False), (16, True, False)],
-)
-def test_smaller_blocks_are_refused_where_nobody_reads_them_rightly(tokens, mamba, refused):
-    worker = SimpleNamespace(block_size=32, _has_mamba=mamba)
+@pytest.mark.parametrize(("tokens", "refused"), [(16, True), (64, False), (32, False)])
+def test_smaller_blocks_are_refused_where_nobody_reads_them_rightly(tokens, refused):
+    worker = SimpleNamespace(block_size=32)
     peer = SimpleNamespace(block_size=tokens, engine_id="P")
     if not refused:
         refuse_smaller_blocks(worker, peer)
