@@ -91,9 +91,9 @@ def _places(pages: Pages, group: Group, numbers: Int64Array) -> Iterator[tuple[s
     """(layer, block, address) of each page that the blocks lie in, once, in two layers."""
     seen: set[int] = set()
     # kvcached maps a page of all layers together; the outermost ones end the rows of a pool.
-    ordered = sorted(
-        group.layers & pages.layers.keys(), key=lambda name: pages.layers[name].planes[0].address
-    )
+    # A block of recurrent state is one of attention's memory, whichever layers have it.
+    known = pages.layers.keys() if group.has_state else group.layers & pages.layers.keys()
+    ordered = sorted(known, key=lambda name: pages.layers[name].planes[0].address)
     for layer in dict.fromkeys((*ordered[:1], *ordered[-1:])):
         for plane in pages.layers[layer].planes:
             first = plane.address + numbers * plane.strides_bytes.block

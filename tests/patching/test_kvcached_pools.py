@@ -171,6 +171,7 @@ class _Worker:
 
 
 _FILLER = 77
+_ATTENTION = Group(frozenset({"layers.0"}), 0)
 
 
 class TestPages:
@@ -189,8 +190,7 @@ class TestPages:
         kvcached_pages.note_pages(worker, tensors, _read(tensors, KEYS_FIRST))
         return worker
 
-    def _refuse(self, worker, blocks):
-        group = Group(frozenset({"layers.0"}), 0)
+    def _refuse(self, worker, blocks, group=_ATTENTION):
         order = Order(TOKENS * len(blocks), TOKENS * len(blocks), (tuple(blocks),), ((1,),))
         kvcached_pages.refuse_unmapped(worker, (group,), order, 1)
 
@@ -206,6 +206,12 @@ class TestPages:
 
         with pytest.raises(ReadRefused, match=rf"block {unmapped % 8} of layers\.0 is to be fill"):
             self._refuse(worker, [2, 3])
+
+    def test_a_block_of_recurrent_state_is_attentions_memory(self, monkeypatch):
+        states = Group(frozenset({"state.0"}), 0, has_state=True)
+
+        with pytest.raises(ReadRefused, match=r"block 3 of layers\.0 is to be fill"):
+            self._refuse(self._pages(monkeypatch, {2, 10}), [3], states)
 
     def test_what_a_window_has_left_is_not_looked_at(self, monkeypatch):
         self._refuse(self._pages(monkeypatch, {2, 10}), [0, 2])
