@@ -126,7 +126,7 @@ class OurSide:
         From 0.30 on layers of several groups that begin in one place of a row have the region
         of one of them, whose pages may be the smaller.
         """
-        if self.layout not in LAYERS_INSIDE_BLOCKS or not self.unlike_shapes:
+        if self.layout not in LAYERS_INSIDE_BLOCKS:
             return False
         regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
         pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
@@ -315,7 +315,7 @@ def _by_layout(
         for name, layer in ours.layers.items()
     }
     is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
-    regions = Regions(str(peer.layout), peer.block_bytes, peer.region_names)
+    regions = Regions(str(peer.layout), peer.block_bytes, _attention_names(ours, peer))
     if is_packed:
         # Layers of several groups may begin in one place, with pages of unlike sizes: only the
         # rows that all lie in say where each is.
@@ -332,6 +332,15 @@ def _by_layout(
         for name, layer in ours.layers.items()
         for piece in pieces[name]
     )
+
+
+def _attention_names(ours: OurSide, peer: Statement) -> tuple[str, ...] | None:
+    """Its regions' names; where one is that of a layer with states, of attention's beside it."""
+    if peer.region_names is None:
+        return None
+    starts = {layer.planes[0].address: name for name, layer in ours.layers.items()}
+    beside = {name: starts.get(pages.address, name) for name, pages in ours.states.items()}
+    return tuple(beside.get(name, name) for name in peer.region_names)
 
 
 def _check_plan(ours: OurSide, peer: Statement) -> None:

@@ -136,10 +136,12 @@ class Reader:
         self.peers: dict[str, Peer] = {}
         self._look_alikes: dict[str, Peer] = {}
         self._unstated: dict[str, BlockTokens] = {}
-        self._caches = Caches(tensors) if caches is None else caches
         self._mode = mode
         self._rows = rows
         self._layers = ours.layers if layers is None else layers
+        # States move whole, and to 0.26 are lists of tensors.
+        attention = {name: tensors[name] for name in self._layers}
+        self._caches = Caches(attention) if caches is None else caches
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
         self.proofs = Proofs(ours, self._layers, tensors, pool.aside(SAMPLE_BYTES))
         self._reading: _Reading | None = None

@@ -189,7 +189,7 @@ def build(
     apart = order[0] == "layer" and spec.allocation != "contiguous" and own
     count = max(slots) + 1 if apart else 1
     # Blocks of all layers have one size in bytes.
-    _, length = _strides(spec, dims, order, _sizes(spec, 0, slots))
+    _, length = _strides(spec, dims, order, _sizes(spec, spec.attention_layer, slots))
     stores = [torch.zeros(length // count, dtype=dtype) for _ in range(count)]
     layers = []
     for layer in range(spec.layers):
@@ -290,6 +290,7 @@ def _by_kvcached(
         dims = ("block", "token", "channel")
     is_hnd = layout in ("HND", "LBHNC", "BLHNC") and "packed" in dims
 
+    first = spec.attention_layer
     attention = "HYBRID_LINEAR" if spec.has_state else "MLA" if spec.family == "mla" else "MHA"
 
     def shape(layer: int, heads: int | None = None) -> list[int]:
@@ -301,8 +302,8 @@ def _by_kvcached(
 
     def reserve(layers: int, heads: int | None = None) -> Allocation:
         return allocate(
-            shape(0, heads),
-            spec.block_tokens_of(0),
+            shape(first, heads),
+            spec.block_tokens_of(first),
             torch_dtype(spec.dtype),
             layers,
             contiguous=spec.allocation == "kvcached_rows",
@@ -310,7 +311,7 @@ def _by_kvcached(
             layout="HND" if is_hnd else "NHD",
             virtual_blocks=spec.blocks,
             other_shapes=[] if heads else other_shapes,
-            kernel_block_tokens=spec.block_tokens_of(0) // spec.parts,
+            kernel_block_tokens=spec.block_tokens_of(first) // spec.parts,
             state_spec=state_spec,
             states_apart=not spec.has_state or states_apart(),
         )
@@ -320,10 +321,10 @@ def _by_kvcached(
         for layer in range(spec.layers)
         if not spec.is_state(layer)
     }
-    other_shapes = [other for other in dict.fromkeys(shapes.values()) if other != shapes[0]]
+    other_shapes = [other for other in dict.fromkeys(shapes.values()) if other != shapes[first]]
     # Layers of several groups share a tensor, as kvcached hands it to both.
     found = reserve(max(slots) + 1)
-    views = {shapes[0]: found.tensors} | dict(zip(other_shapes, found.others, strict=True))
+    views = {shapes[first]: found.tensors} | dict(zip(other_shapes, found.others, strict=True))
     tensors: list[Any] = [
         found.states[slot] if spec.is_state(layer) else views[shapes[layer]][slot]
         for layer, slot in enumerate(slots)

@@ -82,6 +82,8 @@ class EngineSpec:
     #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
     #: blocks' ends, or at all.
     state_mode: StateMode = "none"
+    #: Whether the first layer is such a one, and not the second.
+    state_first: bool = False
     #: Prompt tokens that one step computes at most (chunked prefill).
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
@@ -141,12 +143,17 @@ class EngineSpec:
 
     def is_state(self, layer: int) -> bool:
         """Whether a layer has recurrent state."""
-        return self.has_state and layer % 2 == 1
+        return self.has_state and layer % 2 == (0 if self.state_first else 1)
 
     @property
     def has_core(self) -> bool:
         """Whether the release's own scheduler hands out blocks."""
         return self.is_hybrid or self.own_scheduler
+
+    @property
+    def attention_layer(self) -> int:
+        """The first layer without recurrent state."""
+        return int(self.has_state and self.state_first)
 
     def window_of(self, layer: int) -> int:
         """The sliding window of a layer in tokens; 0 for full attention."""

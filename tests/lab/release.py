@@ -298,7 +298,7 @@ def state_spec(spec: EngineSpec) -> Any:
         "dtypes": (torch_dtype(spec.dtype),) * len(STATE_SHAPES),
         "block_size": STATE_TOKENS if spec.state_mode == "none" else spec.block_tokens,
         "mamba_cache_mode": spec.state_mode,
-        "page_size_padded": _layer_spec(spec, 0).page_size_bytes,
+        "page_size_padded": _layer_spec(spec, spec.attention_layer).page_size_bytes,
     }
     return interface.MambaSpec(**accepted(interface.MambaSpec, wanted))
 

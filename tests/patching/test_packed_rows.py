@@ -1,0 +1,145 @@
+"""Rows that groups divide in ways of their own, and states in rows, as vLLM lays them out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpatch.geometry import UnreadableGeometry, read_packed_row, read_planes
+from kvpatch.vllm.misread_states import misread_states
+from kvpatch.vllm.registration import PACKED
+from kvpatch.vllm.row_form import packed_digest, places_digest
+from kvpatch.vllm.tensors import tensor_facts
+
+pytestmark = pytest.mark.patching
+
+_BLOCKS, _TOKENS, _ROW = 6, 4, 256  # bfloat16 items
+
+
+def _view(
+    pool: torch.Tensor, start: int, heads: int, channels: int, row: int = _ROW
+) -> torch.Tensor:
+    """[block, head, token, packed] in rows, tokens before heads."""
+    size = (_BLOCKS, heads, _TOKENS, 2 * channels)
+    strides = (row, 2 * channels, heads * 2 * channels, 1)
+    return torch.as_strided(pool, size, strides, start)
+
+
+def _planes(name: str, cache: torch.Tensor):
+    return read_planes(name, tensor_facts(cache), PACKED)
+
+
+def _groups(second_start: int = 128, **changes: int):
+    """Two layers of 128 items fill a row; one of 64 leaves the rest of it over."""
+    pool = torch.zeros(_BLOCKS * _ROW, dtype=torch.bfloat16)
+    wide = {"a": _view(pool, 0, 2, 8), "c": _view(pool, second_start, 2, 8)}
+    narrow = {"b": _view(pool, changes.get("narrow", 0), 1, 8, changes.get("row", _ROW))}
+    found = [
+        {name: _planes(name, cache) for name, cache in group.items()} for group in (narrow, wide)
+    ]
+    return pool, found
+
+
+def test_the_widest_group_fills_a_row_and_others_begin_where_it_does() -> None:
+    pool, groups = _groups()
+
+    row = read_packed_row(groups)
+
+    assert (row.address, row.row_bytes, row.rows) == (pool.data_ptr(), 2 * _ROW, _BLOCKS)
+    assert row.layers == ("a", "c") and row.axes == ("token", "head", "kv", "channel")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"second_start": 120},  # overlapping
+        {"narrow": 16},  # behind the row's beginning
+        {"row": _ROW - 16},  # of other rows
+    ],
+)
+def test_layers_elsewhere_are_refused(changes: dict[str, int]) -> None:
+    _, groups = _groups(**changes)
+
+    with pytest.raises(UnreadableGeometry, match="expected"):
+        read_packed_row(groups)
+
+
+def test_another_order_is_refused() -> None:
+    _, (narrow, wide) = _groups()
+
+    with pytest.raises(UnreadableGeometry, match="order"):
+        read_packed_row([narrow, dict(reversed(wide.items()))])
+
+
+def test_what_is_told_of_packed_groups_tells_them_from_all_others() -> None:
+    groups = (("a", "c"), ("b",))
+
+    told = {
+        packed_digest(groups),
+        packed_digest((("c", "a"), ("b",))),
+        packed_digest((("a", "c", "b"),)),
+        places_digest((("a", "b"), ("c",))),
+        places_digest((("a", "c"), ("b",))),
+    }
+
+    assert len(told) == 5
+
+
+# --- states in rows ---------------------------------------------------------------
+
+_PAGE = 512
+
+
+class MambaSpec:
+    page_size_bytes = _PAGE
+
+
+def _caches(*order: str, dense: bool = True, row_bytes: int = 2 * _PAGE) -> dict[str, torch.Tensor]:
+    """Attention and a state at the beginning of each row, by the layers' names."""
+    pool = torch.zeros(_BLOCKS * row_bytes, dtype=torch.int8)
+    strides = (row_bytes, 128, 32, 1) if dense else (row_bytes, 32, 128, 1)
+    views = {
+        "attention": torch.as_strided(pool, (_BLOCKS, 4, 4, 32), strides),
+        "state": torch.as_strided(pool, (_BLOCKS, 1, 1, 400), (row_bytes, 400, 400, 1)),
+    }
+    return {name: views[name.split(".")[-1]] for name in order}
+
+
+def _is_misread(
+    caches: dict[str, torch.Tensor], layout: str = "BLHNC", *, is_linear: bool = False
+) -> bool:
+    states = {name for name in caches if name.endswith("state")}
+    worker = SimpleNamespace(
+        kv_cache_layout=layout,
+        _is_csa_linear=is_linear,
+        _layer_specs={name: MambaSpec() if name in states else object() for name in caches},
+    )
+    return misread_states(worker, caches, caches.keys() - states)
+
+
+def test_a_state_behind_attention_in_one_piece_is_read_by_its_region() -> None:
+    assert not _is_misread(_caches("0.attention", "1.state"))
+
+
+@pytest.mark.parametrize(
+    ("order", "dense"),
+    [
+        (("0.state", "1.attention"), True),
+        (("1.attention", "0.state"), True),  # registered first from 0.30 on, by its number
+        (("1.state", "0.attention"), True),  # and in 0.29, by the plan
+        (("0.attention", "1.state"), False),  # BLNHC: attention is the whole row
+        (("0.state",), True),
+    ],
+)
+def test_a_state_whose_region_has_another_stride_is_misread(
+    order: tuple[str, ...], dense: bool
+) -> None:
+    assert _is_misread(_caches(*order, dense=dense))
+
+
+def test_pages_one_behind_the_other_are_not_misread() -> None:
+    assert not _is_misread(_caches("0.state", row_bytes=_PAGE))
+    assert not _is_misread(_caches("0.state"), "LBHNC")
+    assert not _is_misread(_caches("0.state"), is_linear=True)
