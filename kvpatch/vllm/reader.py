@@ -139,9 +139,9 @@ class Reader:
         self._mode = mode
         self._rows = rows
         self._layers = ours.layers if layers is None else layers
-        # States move whole, and to 0.26 are lists of tensors.
-        attention = {name: tensors[name] for name in self._layers}
-        self._caches = Caches(attention) if caches is None else caches
+        if caches is None:  # states move whole, and to 0.26 are lists of tensors
+            caches = Caches({name: tensors[name] for name in self._layers})
+        self._caches = caches
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
         self.proofs = Proofs(ours, self._layers, tensors, pool.aside(SAMPLE_BYTES))
         self._reading: _Reading | None = None

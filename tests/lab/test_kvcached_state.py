@@ -175,15 +175,36 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
     assert "recurrent state is split over ranks" in report.detail
 
 
+@pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
+def test_models_that_begin_with_a_state(lab: Lab, p: str, d: str) -> None:
+    """Most do: from 0.30 on its name is that of the region, attention's in it too."""
+    specs = (replace(_spec(layout), state_first=True) for layout in (p, d))
+    case = Case("first", *specs, _PROMPT_TOKENS)
+
+    report = lab.run(case)
+
+    assert report.outcome == "identical", report
+    assert lab.run(case, sabotage="skip_state").outcome == "corrupt"
+
+
 @pytest.mark.parametrize(
-    ("p", "d"), [("BLNHC", "BLNHC"), ("BLNHC", "contiguous"), ("contiguous", "BLNHC")]
+    ("p", "d", "state_first"),
+    [
+        ("BLNHC", "BLNHC", False),
+        ("BLHNC", "BLHNC", True),
+        ("BLNHC", "contiguous", True),
+        ("contiguous", "BLNHC", False),
+    ],
 )
-def test_vllms_own_rows(lab: Lab, p: str, d: str) -> None:
+def test_vllms_own_rows(lab: Lab, p: str, d: str, state_first: bool) -> None:
     """From 0.29 on vLLM has such a pool too, whose states stock reads from other places."""
     if not has_named_layouts(lab.release):
         pytest.skip("this release has no named layouts")
     prefill, decode = (
-        _spec(layout) if layout == "contiguous" else replace(_spec(""), layout=layout)
+        replace(
+            _spec(layout) if layout == "contiguous" else replace(_spec(""), layout=layout),
+            state_first=state_first,
+        )
         for layout in (p, d)
     )
     case = Case("rows", prefill, decode, _PROMPT_TOKENS)
