@@ -81,7 +81,19 @@ def _orders_by_backend(worker: Any, layer: str) -> tuple[DimensionOrder, ...]:
 
 
 def _orders_by_backends(worker: Any, layer: str) -> tuple[DimensionOrder, ...]:
-    return tuple(dict.fromkeys(_order_of(backend) for backend in worker.attn_backends))
+    return tuple(dict.fromkeys(_order_of(backend) for backend in attention_backends(worker)))
+
+
+def attention_backends(worker: Any) -> tuple[Any, ...]:
+    """A worker's backends, without those of recurrent state, whose caches have no tokens."""
+    return tuple(backend for backend in worker.attn_backends if not _is_of_state(backend))
+
+
+def _is_of_state(backend: Any) -> bool:
+    says = getattr(backend, "is_ssm", None)  # from 0.20
+    if says is not None:
+        return bool(says())
+    return "get_kv_cache_shape" in getattr(backend, "__abstractmethods__", ())
 
 
 def _orders_packed(worker: Any, layer: str) -> tuple[DimensionOrder, ...]:
@@ -199,9 +211,12 @@ def _row_major(worker: Any) -> KeyOrder:
 
 
 def _by_cpu_kernel(worker: Any) -> KeyOrder | None:
-    if worker.backend_name in _PACKS_KEYS:
+    # The worker's own name is its first backend's, which may be one of recurrent state.
+    several = hasattr(worker, "attn_backends")  # from 0.18
+    found = [b.get_name() for b in attention_backends(worker)] if several else [worker.backend_name]
+    if not set(found).isdisjoint(_PACKS_KEYS):
         return None
-    if worker.backend_name != "CPU_ATTN":
+    if "CPU_ATTN" not in found:
         return KeyOrder.ROW_MAJOR
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
@@ -265,7 +280,9 @@ def _split_by_backend(worker: Any, kv_caches: Mapping[str, Any]) -> dict[str, An
 
 def _split_by_backends(worker: Any, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
     # The topology is made while registering and asks the first backend.
-    worker.attn_backends = [_with_keys_first(b) for b in worker.attn_backends]
+    worker.attn_backends = [
+        b if _is_of_state(b) else _with_keys_first(b) for b in worker.attn_backends
+    ]
     return _keys_first(kv_caches)
 
 
