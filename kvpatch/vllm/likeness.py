@@ -218,7 +218,8 @@ def refuse_unreadable(worker: Any, peer: Statement) -> None:
 def refuse_smaller_blocks(worker: Any, metadata: Any) -> None:
     """Refuses a peer of smaller blocks where this worker has no reader of its own.
 
-    Every release that takes such a peer pairs wrong tokens where D has a prefix hit.
+    Every release that takes such a peer pairs wrong tokens where D has a prefix hit, and in
+    models with recurrent state without one (0.32.0 on a CPU).
 
     Raises:
         PeerRefused: the release would read it.

@@ -106,8 +106,8 @@ def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict
     Args:
         cache: the attention layers among `kv_caches`.
     """
-    layers, _, key_order = cache
-    if key_order is KeyOrder.COLUMN_MAJOR or not all(map(_is_a_page, layers.values())):
+    layers, _, _ = cache
+    if not all(map(_is_a_page, layers.values())):
         return {}
     found = {}
     specs = getattr(worker, "_layer_specs", {})  # from 0.18
