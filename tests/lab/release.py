@@ -261,9 +261,14 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     config.scheduler_config.disable_hybrid_kv_cache_manager = not spec.is_hybrid
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = layout_name(spec)
-    names = [layer_name(i) for i in range(spec.layers)]
-    standins.attention_layers(config, names, backend(spec.family))
+    kinds = {False: backend(spec.family), True: _state_backend() if spec.has_state else None}
+    layers = {layer_name(i): kinds[spec.is_state(i)] for i in range(spec.layers)}
+    standins.model_layers(config, layers)
     return config
+
+
+def _state_backend() -> Any:
+    return importlib.import_module("vllm.v1.attention.backends.mamba2_attn").Mamba2AttentionBackend
 
 
 def _layer_spec(spec: EngineSpec, layer: int) -> Any:

@@ -233,8 +233,8 @@ def flashinfer_package() -> None:
         sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
 
 
-def attention_layers(vllm_config: Any, names: list[str], backend: type[Any]) -> None:
-    """The model's attention layers, as far as a connector looks at them.
+def model_layers(vllm_config: Any, backends: dict[str, type[Any]]) -> None:
+    """The model's layers, each with the backend that is given, as far as a connector looks at them.
 
     Why: no model is loaded; from 0.14 on the connector asks the layers of the
     model for their backend.
@@ -246,15 +246,18 @@ def attention_layers(vllm_config: Any, names: list[str], backend: type[Any]) -> 
         return
 
     class Layer(AttentionLayerBase):
+        def __init__(self, backend: type[Any]) -> None:
+            self._backend = backend
+
         def get_attn_backend(self) -> type[Any]:
-            return backend
+            return self._backend
 
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             return None
 
     context = vllm_config.compilation_config.static_forward_context
     context.clear()
-    context.update((name, Layer()) for name in names)
+    context.update((name, Layer(backend)) for name, backend in backends.items())
 
 
 def backend_choice(connector_module: Any, backend: type[Any]) -> None:
