@@ -156,6 +156,8 @@ def test_states_that_a_prefix_cache_keeps(
     lab: Lab, p: str, p_mode: StateMode, d_mode: StateMode
 ) -> None:
     """P has a place for a state at each block's end, and one of them is to be read."""
+    if p_mode == "all" and Version(lab.release) >= Version("0.33"):
+        pytest.skip("this release keeps states in the mode align alone")
     prefill = replace(_spec(p, 64), state_mode=p_mode, planned_blocks=64)
     decode = replace(_spec(""), state_mode=d_mode, planned_blocks=64)
 
