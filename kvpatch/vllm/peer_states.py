@@ -9,7 +9,7 @@ import numpy as np
 from kvpatch.geometry import Plan, places_of
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peers import OurSide, refusal
+from kvpatch.vllm.peers import OurSide, names_by_attention, refusal
 from kvpatch.vllm.shares import ReadRefused, state_pairs
 from kvpatch.vllm.states import LAYER_BY_LAYER, StatePages
 from kvpatch.vllm.wire import Statement
@@ -43,7 +43,7 @@ def states_of_peer(ours: OurSide, peer: Statement) -> dict[str, StatePages]:
     found = {}
     for name, own in ours.states.items():
         if peer.rows is None:
-            region = ours.addresses.index(own.address)
+            region = _region_of(ours, peer, own)
             address, page_bytes = peer.addresses[region], peer.block_bytes[region] * parts
             stride_bytes = peer.stride_bytes[region] * parts
         else:
@@ -60,6 +60,20 @@ def states_of_peer(ours: OurSide, peer: Statement) -> dict[str, StatePages]:
             )
         found[name] = StatePages(address, stride_bytes, peer.blocks // parts, own.sizes_bytes)
     return found
+
+
+def _region_of(ours: OurSide, peer: Statement, own: StatePages) -> int:
+    """The peer's region of the layers that begin where a state of ours does.
+
+    By their names, where it states them: it may have registered them in another order.
+    """
+    names = names_by_attention(ours, peer)
+    for region, name in enumerate(names or ()):
+        if name in ours.layers and ours.layers[name].planes[0].address == own.address:
+            return region
+    if names is not None:
+        raise refusal(ours, peer, f"its regions are named {', '.join(names)}: use one model")
+    return ours.addresses.index(own.address)
 
 
 def _check_sizes(ours: OurSide, peer: Statement) -> None:

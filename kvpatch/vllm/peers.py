@@ -315,7 +315,7 @@ def _by_layout(
         for name, layer in ours.layers.items()
     }
     is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
-    regions = Regions(str(peer.layout), peer.block_bytes, _attention_names(ours, peer))
+    regions = Regions(str(peer.layout), peer.block_bytes, names_by_attention(ours, peer))
     if is_packed:
         # Layers of several groups may begin in one place, with pages of unlike sizes: only the
         # rows that all lie in say where each is.
@@ -332,15 +332,6 @@ def _by_layout(
         for name, layer in ours.layers.items()
         for piece in pieces[name]
     )
-
-
-def _attention_names(ours: OurSide, peer: Statement) -> tuple[str, ...] | None:
-    """Its regions' names; where one is that of a layer with states, of attention's beside it."""
-    if peer.region_names is None:
-        return None
-    starts = {layer.planes[0].address: name for name, layer in ours.layers.items()}
-    beside = {name: starts.get(pages.address, name) for name, pages in ours.states.items()}
-    return tuple(beside.get(name, name) for name in peer.region_names)
 
 
 def _check_plan(ours: OurSide, peer: Statement) -> None:
@@ -377,6 +368,19 @@ def _check_starts(pieces: Mapping[str, tuple[Piece, ...]], ours: OurSide, peer: 
             f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}: "
             "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
         )
+
+
+def names_by_attention(ours: OurSide, peer: Statement) -> tuple[str, ...] | None:
+    """Which attention layer's each of a peer's regions is; None where it names none.
+
+    A region is named after the layer that was registered first there, which in a hybrid model
+    may be one with recurrent state.
+    """
+    if peer.region_names is None:
+        return None
+    there = {layer.planes[0].address: name for name, layer in reversed(tuple(ours.layers.items()))}
+    states = {name: there.get(pages.address, name) for name, pages in ours.states.items()}
+    return tuple(states.get(name, name) for name in peer.region_names)
 
 
 def _check_packed(

@@ -161,6 +161,18 @@ class TestAPeersPages:
         assert found["layers.1"] == StatePages(50_000, 3 * 2048, 4, SIZES)
         assert found["layers.3"] == StatePages(90_000, 3 * 2048, 4, SIZES)
 
+    @pytest.mark.parametrize("names", [("layers.2", "layers.0"), ("layers.3", "layers.1")])
+    def test_in_regions_of_another_order_by_their_names(self, names):
+        """From 0.30 on; a region may be named after a layer with states."""
+        found = states_of_peer(_ours(), _peer(region_names=names))
+
+        assert found["layers.1"].address == 90_000
+        assert found["layers.3"].address == 50_000
+
+    def test_in_regions_of_other_names_is_refused(self):
+        with pytest.raises(PeerRefused, match=r"named layers\.0, other: use one model"):
+            states_of_peer(_ours(), _peer(region_names=("layers.0", "other")))
+
     def test_in_rows_of_all_layers(self):
         found = states_of_peer(_ours(), _rows("0123456789abcdef"))
 
