@@ -36,7 +36,7 @@ def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | 
         return replace(peer, block_tokens=tokens, kernel_blocks_per_block=1), sizes
     if peer.kernel_blocks_per_block is not None or ours.kernel_sizes is None:
         return peer, None
-    parts = ours.kernel_sizes.parts(peer.block_tokens)
+    parts = _parts_with_states(peer, ours.kernel_sizes.parts(peer.block_tokens))
     if len(parts) == 1:
         return replace(peer, kernel_blocks_per_block=parts[0]), None
     possible = [peer.block_tokens * part for part in parts]
@@ -46,9 +46,19 @@ def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | 
     # prompt tells apart: there the release's own guess holds until one says otherwise.
     own_parts = ours.kernel_blocks_per_block
     is_guessed = bool(ours.states) or all(part % 2 for part in parts if part != own_parts)
-    if is_guessed and is_alike(ours, peer):
+    if is_guessed and own_parts in parts and is_alike(ours, peer):
         assumed = ours.block_tokens * own_parts
     return peer, BlockTokens(possible, possible, assumed)
+
+
+def _parts_with_states(peer: Statement, parts: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the ways to cut blocks that leave a hybrid model's peer whole ones; else all.
+
+    Its prompts hardly ever tell. It counts kernel blocks, so many to a block (0.18 on).
+    """
+    if not any(peer.state_bytes):
+        return parts
+    return tuple(part for part in parts if peer.blocks % part == 0) or parts
 
 
 def is_alike(ours: OurSide, peer: Statement) -> bool:

@@ -150,6 +150,27 @@ def test_blocks_that_both_backends_cut_otherwise(lab: Lab) -> None:
     assert "its blocks may have 192, 256 tokens" in report.detail
 
 
+def test_a_short_prompt_from_blocks_that_are_cut_otherwise(lab: Lab) -> None:
+    """One block on either side: that P's are no whole number of ours alone tells them apart."""
+    prefill, decode = (
+        replace(
+            _spec("", tokens),
+            family="flashinfer",
+            device="cuda",
+            parts=tokens // 64,
+            planned_blocks=49,
+        )
+        for tokens in (192, 128)
+    )
+
+    report = lab.run(Case("short", prefill, decode, 100))
+
+    if states_kernel_blocks(lab.release):
+        assert report.outcome == "identical", report
+        return
+    assert report.outcome == "refused", report
+
+
 @pytest.mark.parametrize("p", ["", "contiguous"])
 @pytest.mark.parametrize(("p_mode", "d_mode"), [("align", "none"), ("all", "all")])
 def test_states_that_a_prefix_cache_keeps(
