@@ -382,7 +382,8 @@ def _get_num_new_matched_tokens(
         _INTRODUCTIONS[instance] = introductions
         needed = num_computed_tokens + found[0]
         held = len(groups[counted]) if counted < len(groups) else 0
-        if introductions.allow(engine_id, request.num_prompt_tokens, held, needed):
+        tokens = orders.prefilled_tokens(instance, request)
+        if introductions.allow(engine_id, tokens, held, needed):
             return found
         return 0, False
 

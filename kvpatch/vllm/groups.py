@@ -79,17 +79,14 @@ def packed_groups(worker: Any) -> tuple[tuple[str, ...], ...] | None:
 def whole_group(scheduler: Any) -> int | None:
     """The first group with full attention, as a scheduler has them; None without one.
 
-    What other groups name of a prompt does not tell how many blocks it fills. None with
-    recurrent state too, which is left to the release.
+    What other groups name of a prompt does not tell how many blocks it fills.
     """
     plan = getattr(scheduler, "kv_cache_config", None)  # from 0.18
     if plan is None:
         return 0
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     specs = [_members(group.kv_cache_spec)[0] for group in plan.kv_cache_groups]
-    if any(isinstance(spec, MambaSpec) for spec in specs):
-        return None
     return next((n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), None)
 
 

@@ -71,14 +71,7 @@ def attach_orders(
     computed = _computed_in(step)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
-        prompt = int(request.num_prompt_tokens)
-        # Of a model with recurrent state, too.
-        loaded = getattr(scheduler, "_get_remote_prefill_token_count", None) or getattr(
-            scheduler, "_mamba_prefill_token_count", None
-        )  # from 0.25, and in 0.19 to 0.24
-        if loaded is not None:
-            # D computes the last ones itself where its drafter needs them.
-            prompt = int(loaded(prompt))
+        prompt = prefilled_tokens(scheduler, request)
         parameters = request.kv_transfer_params or {}
         held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
         # A prefill engine that reads back an earlier turn wants what there is of it.
@@ -94,6 +87,18 @@ def attach_orders(
             None if any(groups(entry.local_block_ids)) else computed.get(request_id),
         )
         setattr(entry, _ORDER, order)
+
+
+def prefilled_tokens(scheduler: Any, request: Any) -> int:
+    """How many of a request's prompt P computes.
+
+    Not the last ones of a model with recurrent state, or where D's drafter needs them.
+    """
+    prompt = int(request.num_prompt_tokens)
+    loaded = getattr(scheduler, "_get_remote_prefill_token_count", None) or getattr(
+        scheduler, "_mamba_prefill_token_count", None
+    )  # from 0.25, and in 0.19 to 0.24
+    return prompt if loaded is None else int(loaded(prompt))
 
 
 def _computed_in(step: Any) -> dict[str, Computed]:
