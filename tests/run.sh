@@ -2,7 +2,7 @@
 # Runs the tests on a fresh machine: makes the environment that they need, fetches the source
 # trees of the vLLM releases, and starts pytest.
 #
-#   tests/run.sh                         all tests: the lab on two processes, then the others
+#   tests/run.sh                         all tests: the lab on two to four processes, then the others
 #   tests/run.sh PYTEST ARGUMENTS        what they select, e.g. tests/run.sh -m "geometry or patching"
 #
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, or a list; by default one per generation
@@ -24,6 +24,9 @@ fi
 if (($#)); then
     exec "$python" -m pytest "$@"
 fi
-# Each process takes whole releases; engines and timings want the machine to themselves.
-"$python" -m pytest -q -m lab --numprocesses 2 --dist loadgroup
+# Each process takes whole releases, and about 3 GB; engines and timings want the machine to
+# themselves.
+processes="$(nproc)"
+processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
+"$python" -m pytest -q -m lab --numprocesses "$processes" --dist loadgroup
 "$python" -m pytest -q -m "not lab"

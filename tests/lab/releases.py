@@ -31,6 +31,11 @@ def ends_of_generations() -> list[str]:
     return [generation.releases[-1] for generation in GENERATIONS]
 
 
+def some_ends_of_generations() -> list[str]:
+    """Of every third generation, the last among them."""
+    return ends_of_generations()[::-1][::3]
+
+
 def plays_all() -> bool:
     """Whether every release was asked for."""
     return os.environ.get(_VARIABLE) == "all"

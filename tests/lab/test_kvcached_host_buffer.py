@@ -29,7 +29,7 @@ from .test_kvcached_groups import _unlike as of_shapes
 from .test_kvcached_state import _spec as of_states
 from .test_like_pairs import tokens_to_move
 
-pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+pytestmark = [pytest.mark.lab, pytest.mark.some_generations]
 
 _TOKENS = 150
 
