@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.verify.prompts import CONTROL_TOKENS
+from .judged import PROMPTS, require_identical
 
 pytestmark = [
     pytest.mark.serving,
@@ -24,7 +24,6 @@ pytestmark = [
 ]
 
 _TIMEOUT_S = 1800
-_PROMPTS = 23
 
 
 def _run(work_dir: Path, rows: str, *options: str) -> dict[str, list[dict[str, Any]]]:
@@ -53,24 +52,11 @@ def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
     return any(verdict["tokens"] for verdict in verdicts)
 
 
-def _require_identical(records: list[dict[str, Any]], layers: int, prompts: int = _PROMPTS) -> None:
-    """What the exit status says, read from the records themselves."""
-    assert sum(not record["control"] for record in records) == prompts
-    assert sum(record["control"] for record in records) == len(CONTROL_TOKENS)
-    for record in records:
-        single, observed = record["setups"]["single"], record["setups"]["kvpatch"]
-        same_tokens = observed["completion"]["token_ids"] == single["completion"]["token_ids"]
-        same_cache = observed["prefill"]["fingerprints"] == observed["decode"]["fingerprints"]
-        assert same_tokens is same_cache is not record["control"], record["case"]
-        assert len(observed["decode"]["fingerprints"]) == layers
-        assert observed["decode"]["computed_tokens"] == record["prompt_tokens"] - 1
-
-
 def test_unlike_block_sizes(tmp_path: Path) -> None:
     """Larger and smaller blocks at P, with prefix hits at D."""
     rows = _run(tmp_path, "128-32,32-128")
     for records in rows.values():
-        _require_identical(records, layers=4)
+        require_identical(records, layers=4)
         assert _stock_is_wrong_or_fails(records)
 
 
@@ -78,14 +64,14 @@ def test_unlike_ranks_and_several_peers(tmp_path: Path) -> None:
     """Heads split and joined, and two unlike P for one D."""
     rows = _run(tmp_path, "tp1-tp2,tp2-tp1,2p1d", "--no-stock")
     for records in rows.values():
-        _require_identical(records, layers=4)
+        require_identical(records, layers=4)
 
 
 def test_a_sliding_window(tmp_path: Path) -> None:
     """Several cache groups, of which some hold a window only."""
     rows = _run(tmp_path, "window-128-32", "--no-stock")
     for records in rows.values():
-        _require_identical(records, layers=4)
+        require_identical(records, layers=4)
         groups = {len(r["setups"]["kvpatch"]["decode"]["block_ids"]) for r in records}
         assert groups == {2}
 
@@ -94,11 +80,11 @@ def test_recurrent_state(tmp_path: Path) -> None:
     """A hybrid model: attention by tokens, and the state behind all but the last of them."""
     rows = _run(tmp_path, "hybrid-128-64", "--no-stock")
     for records in rows.values():
-        _require_identical(records, layers=4, prompts=_PROMPTS - 1)  # none of one token
+        require_identical(records, layers=4, prompts=PROMPTS - 1)  # none of one token
 
 
 def test_unlike_layouts(tmp_path: Path) -> None:
     """An NHD cache read into an HND one, with blocks of another size."""
     rows = _run(tmp_path, "nhd-hnd-128-32", "--no-stock")
     for records in rows.values():
-        _require_identical(records, layers=4)
+        require_identical(records, layers=4)
