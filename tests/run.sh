@@ -2,14 +2,24 @@
 # Runs the tests on a fresh machine: makes the environment that they need, fetches the source
 # trees of the vLLM releases, and starts pytest.
 #
-#   tests/run.sh                         all tests: the lab on two to four processes, then the others
-#   tests/run.sh PYTEST ARGUMENTS        what they select, e.g. tests/run.sh -m "geometry or patching"
+#   tests/run.sh                    ten minutes: all but the lab and the engines; the lab of the
+#                                   newest release; three pairs of real engines
+#   tests/run.sh --gate             what .ci/run plays: the lab of the newest release and a share of
+#                                   it of all others (tests/lab/selection.py), all real engines
+#   tests/run.sh --full             everything on every release, hours
+#   tests/run.sh PYTEST ARGUMENTS   what they select, e.g. tests/run.sh -m "geometry or patching"
 #
-#   KVPATCH_TEST_RELEASES  releases for the lab: all, or a list; by default one per generation
-#   KVPATCH_TEST_FULL      true: whole products of what is varied, hours; a selection by default
+#   KVPATCH_TEST_RELEASES  releases for the lab: all, newest, or a list; by default
+#                          one per generation
+#   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of six, another one
+#                          on each day that has commits
+#   KVPATCH_TEST_FULL      true: whole products of what is varied; a selection by default
 #   KVPATCH_TEST_CACHE     where the source trees lie, .cache/vllm by default
 #   KVPATCH_PYTHON         a Python that has everything already: nothing is installed
 set -euo pipefail
+
+PARTS=6
+DAY_SECONDS=86400
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
@@ -21,12 +31,29 @@ if [[ -z "${KVPATCH_PYTHON:-}" ]]; then
     "$python" -m pip install --quiet --disable-pip-version-check \
         --editable "$root[test]" gguf diskcache >&2
 fi
-if (($#)); then
-    exec "$python" -m pytest "$@"
-fi
-# Each process takes whole releases, and about 3 GB; engines and timings want the machine to
-# themselves.
+
+# Each process takes whole releases, and about 3 GB.
 processes="$(nproc)"
 processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
-"$python" -m pytest -q -m lab --numprocesses "$processes" --dist loadgroup
-"$python" -m pytest -q -m "not lab"
+play() { "$python" -m pytest -q "$@"; }
+play_without_engines() { play -m "not serving" --numprocesses "$processes" --dist loadgroup; }
+
+case "${1:-}" in
+    "")
+        KVPATCH_TEST_RELEASES="${KVPATCH_TEST_RELEASES:-newest}" play_without_engines
+        play -m "serving and (quick or not engines)"
+        echo "tests: for more, tests/run.sh --gate (40 minutes) or --full (hours)"
+        ;;
+    --gate)
+        # Of the last commit, so that a run of the same commit is the same run.
+        day=$(($(git log -1 --format=%ct) / DAY_SECONDS))
+        export KVPATCH_TEST_SHARE="${KVPATCH_TEST_SHARE:-$((day % PARTS))/$PARTS}"
+        KVPATCH_TEST_RELEASES=all play_without_engines
+        play -m serving
+        ;;
+    --full)
+        KVPATCH_TEST_RELEASES=all play_without_engines
+        play -m serving
+        ;;
+    *) exec "$python" -m pytest "$@" ;;
+esac

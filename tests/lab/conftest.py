@@ -12,10 +12,12 @@ from .host import Lab
 from .releases import (
     ends_of_generations,
     is_full,
+    newest,
     plays_all,
     selected,
     some_ends_of_generations,
 )
+from .selection import Share, name_without, share
 
 
 @pytest.fixture(scope="session", params=selected())
@@ -27,9 +29,23 @@ def lab(request: pytest.FixtureRequest) -> Iterator[Lab]:
 
 
 def _releases_for(item: pytest.Item) -> list[str]:
+    """The releases on which a test is played where all are asked for."""
+    if item.get_closest_marker("every_release"):
+        return selected()
     if item.get_closest_marker("some_generations"):
         return some_ends_of_generations()
     return ends_of_generations() if item.get_closest_marker("one_per_generation") else selected()
+
+
+def _is_played(item: pytest.Item, release: str, part: Share | None) -> bool:
+    if is_full():
+        return True
+    releases = _releases_for(item) if plays_all() else selected()
+    if release not in releases:
+        return False
+    if part is None or release == newest() or item.get_closest_marker("every_release"):
+        return True
+    return part.has(name_without(release, item.nodeid), releases, release)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the mark
@@ -39,15 +55,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Of all releases those alone that end a generation play what is marked
     ``one_per_generation``: seconds a test, and the same code in between. What is a product of
     two such, each played there by itself, is marked ``some_generations``: every third of them.
+    Of what is left a share is played where one is asked for (``selection.py``).
     """
+    part = share()
     left_out = []
     for item in items:
         release = getattr(item, "callspec", None) and item.callspec.params.get("lab")
         if not release:
             continue
         item.add_marker(pytest.mark.xdist_group(release))
-        if plays_all() and not is_full() and release not in _releases_for(item):
+        if not _is_played(item, release, part):
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        gone = set(left_out)
+        items[:] = [item for item in items if item not in gone]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what the run covered, where it was a share."""
+    part = share()
+    if part is None:
+        return
+    releases = selected()
+    terminalreporter.section("what of the lab was played")
+    terminalreporter.line(
+        f"{newest()} whole; of {len(releases)} releases from {releases[0]} to {releases[-1]} what "
+        f"is marked every_release, and of the rest share {part}. The same again: "
+        f"KVPATCH_TEST_SHARE={part}; all of it: tests/run.sh --full"
+    )

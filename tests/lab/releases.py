@@ -13,17 +13,24 @@ _FULL = "KVPATCH_TEST_FULL"
 
 
 def selected() -> list[str]:
-    """The newest release of each generation; all, or a comma list, by variable."""
+    """The newest release of each generation; all, the newest, or a comma list, by variable."""
     wanted = os.environ.get(_VARIABLE, "")
     if not wanted:
         return ends_of_generations()
     if plays_all():
         return list(RELEASES)
+    if wanted == "newest":
+        return [newest()]
     chosen = [release.strip() for release in wanted.split(",") if release.strip()]
     unknown = sorted(set(chosen) - set(RELEASES))
     if unknown:
         raise ValueError(f"{_VARIABLE}: {', '.join(unknown)} not among {', '.join(RELEASES)}")
     return chosen
+
+
+def newest() -> str:
+    """The newest release, which plays all there is in every run."""
+    return RELEASES[-1]
 
 
 def ends_of_generations() -> list[str]:

@@ -76,6 +76,7 @@ def stage(lab: Lab) -> Iterator[Stage]:
         yield opened
 
 
+@pytest.mark.every_release
 def test_blocks_are_kept_until_the_read_is_over(stage: Stage) -> None:
     pair = _pair(stage)
 

@@ -66,6 +66,7 @@ def test_it_fails(stage: Stage, ranks: int) -> None:
     _assert_served(stage, decode)
 
 
+@pytest.mark.every_release
 def test_it_is_computed_again(stage: Stage) -> None:
     decode = stage.decode(replace(_D, load_failure_policy="recompute"))
 

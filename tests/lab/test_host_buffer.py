@@ -20,6 +20,7 @@ from .case import STORAGELESS, Case, EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .releases import moves_full_blocks_only, states_block_size
+from .selection import on_every_release
 from .stage import Actor, Stage
 from .test_like_pairs import tokens_to_move
 
@@ -80,7 +81,7 @@ def case(name: str, pair: tuple[EngineSpec, EngineSpec], **more: object) -> Case
     return Case(name, *pair, **{"prompt_tokens": TOKENS, "n_requests": 3, **more})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", on_every_release(PAIRS, ["both"]))
 def test_like_pair_is_identical(lab: Lab, name: str) -> None:
     wanted = case(name, PAIRS[name])
 

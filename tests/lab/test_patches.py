@@ -14,6 +14,7 @@ from .case import Case, EngineSpec, Report
 from .cases import known_failures
 from .host import Lab
 from .releases import states_layout
+from .selection import on_every_release
 
 pytestmark = pytest.mark.lab
 
@@ -41,7 +42,7 @@ def _both(lab: Lab, name: str) -> tuple[Case, Report, Report]:
     return case, lab.run(case), lab.run(case.patched())
 
 
-@pytest.mark.parametrize("name", _ELASTIC)
+@pytest.mark.parametrize("name", on_every_release(_ELASTIC, ["D over-allocated, 3 more"]))
 def test_block_count(lab: Lab, name: str) -> None:
     _, stock, patched = _both(lab, name)
 
@@ -52,6 +53,7 @@ def test_block_count(lab: Lab, name: str) -> None:
         assert stock.outcome in ("refused", "failed", "corrupt"), stock
 
 
+@pytest.mark.every_release
 def test_shared_tensors(lab: Lab) -> None:
     case, stock, patched = _both(lab, _SHARED)
 
@@ -63,7 +65,7 @@ def test_shared_tensors(lab: Lab) -> None:
         assert stock.registrations == patched.registrations <= 2 * case.decode.tensors
 
 
-@pytest.mark.parametrize("name", _SPLIT)
+@pytest.mark.parametrize("name", on_every_release(_SPLIT, ["kvcached split-half NHD"]))
 def test_kvcached_regions(lab: Lab, name: str) -> None:
     case, stock, patched = _both(lab, name)
 
@@ -102,6 +104,7 @@ def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> No
     assert report.outcome == expected, report
 
 
+@pytest.mark.every_release
 def test_without_one_patch_its_problem_is_back(lab: Lab) -> None:
     """The patches work by themselves, and it is they that make the difference."""
     case = _CASES["D over-allocated, 3 more"]

@@ -21,6 +21,7 @@ from .releases import (
     states_kernel_blocks,
     states_layout,
 )
+from .selection import on_every_release
 from .test_like_pairs import tokens_to_move
 from .unlike import Dimensions, cases, told
 
@@ -30,7 +31,20 @@ SEED = 20
 _CASES = {case.name: case for case in cases(Dimensions(), SEED, full=is_full())}
 
 
-@pytest.mark.parametrize("name", _CASES)
+def _one_each_way() -> list[str]:
+    """Larger blocks at P, and smaller ones."""
+    by_size = {
+        case.prefill.block_tokens > case.decode.block_tokens: name
+        for name, case in _CASES.items()
+        if case.prefill.block_tokens != case.decode.block_tokens
+        and case.prompt_tokens >= 100
+        and "all cached" not in name
+        and case.prefill.family == "flash"
+    }
+    return list(by_size.values())
+
+
+@pytest.mark.parametrize("name", on_every_release(_CASES, _one_each_way()))
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
     case = told(_CASES[name], lab.release)
     report = lab.run(case.patched(*SLUGS, prefill=False))

@@ -30,6 +30,8 @@ def _verify(work_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.engines
+@pytest.mark.quick
 def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
     done = _verify(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,6 +57,8 @@ def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
     assert len(set(fingerprints)) == len(records), "unlike prompts must have unlike fingerprints"
 
 
+@pytest.mark.engines
+@pytest.mark.quick
 def test_an_unlike_pair_behind_host_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from .judged import PROMPTS, require_identical
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.engines,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
     ),
@@ -52,6 +53,7 @@ def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
     return any(verdict["tokens"] for verdict in verdicts)
 
 
+@pytest.mark.quick
 def test_unlike_block_sizes(tmp_path: Path) -> None:
     """Larger and smaller blocks at P, with prefix hits at D."""
     rows = _run(tmp_path, "128-32,32-128")

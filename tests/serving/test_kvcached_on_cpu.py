@@ -21,6 +21,7 @@ from .judged import require_identical
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.engines,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
     ),

@@ -17,6 +17,7 @@ from kvpatch.verify.setups import small_engine
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.engines,
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
     ),

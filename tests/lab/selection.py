@@ -1,0 +1,74 @@
+"""Which of a release's tests a run plays: a share that changes, of all but the newest release.
+
+The lab has some 13,500 tests over 39 releases, an hour of them on two cores. The gate plays the
+newest release whole, of each other release the tests marked ``every_release``, and of the rest
+one part of several. Which part a test is in depends on the release too, so that a run
+meets each test on several releases, and as many runs as there are parts meet each test on all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+_VARIABLE = "KVPATCH_TEST_SHARE"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One part of several, counted from 0."""
+
+    part: int
+    parts: int
+
+    def __str__(self) -> str:
+        return f"{self.part}/{self.parts}"
+
+    def has(self, test: str, releases: Sequence[str], release: str) -> bool:
+        """Whether this part has a test on a release; each of `releases` is in one part.
+
+        Args:
+            test: its name, the same on all releases.
+            releases: all that the test is for.
+        """
+        return (crc32(test.encode()) + releases.index(release)) % self.parts == self.part
+
+
+def share() -> Share | None:
+    """The share that ``KVPATCH_TEST_SHARE`` asks for, ``2/6`` say; None for all there is.
+
+    Raises:
+        ValueError: the variable has another form.
+    """
+    wanted = os.environ.get(_VARIABLE, "")
+    if not wanted:
+        return None
+    found = re.fullmatch(r"(\d+)/(\d+)", wanted)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise ValueError(f"{_VARIABLE}={wanted!r}: expected PART/PARTS, 0/6 to 5/6 say")
+    return Share(int(found[1]), int(found[2]))
+
+
+def name_without(release: str, nodeid: str) -> str:
+    """A test's name without the release that it is played on."""
+    return nodeid.replace(release, "", 1)
+
+
+def on_every_release(names: Iterable[str], chosen: Collection[str]) -> list[Any]:
+    """Parameters of a test, of which the chosen ones are in every share.
+
+    Raises:
+        ValueError: one of the chosen is not among the names.
+    """
+    listed = list(names)
+    unknown = sorted(set(chosen) - set(listed))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join(listed)}")
+    mark = pytest.mark.every_release
+    return [pytest.param(name, marks=mark) if name in chosen else name for name in listed]
