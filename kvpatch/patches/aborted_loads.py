@@ -7,9 +7,11 @@ Why:
 Where:
     vLLM's scheduler, on D.
 How:
-    As 0.16 does: a request that ends while it is loaded keeps its blocks until the
+    As 0.16 does, the blocks of a request that ends while it is loaded are kept until the
     workers report the load, done or failed. What was reported and not yet scheduled
-    is forgotten, so that a later request of the same name is not taken for it.
+    is forgotten, so that a later request of the same name is not taken for it. To 0.13
+    clients choose names: a request that comes back under its name gets blocks of its own,
+    and is loaded when the workers have reported the first load, for they report by name.
 Upstream:
     0.16 delays freeing in `finish_requests`.
 Limits:
@@ -26,7 +28,7 @@ from typing import Any
 from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
 from kvpatch.patches import _sites
-from kvpatch.vllm.aborts import aborts_of
+from kvpatch.vllm.aborts import aborts_beside, aborts_of
 
 
 def _finish_requests(
@@ -34,8 +36,8 @@ def _finish_requests(
 ) -> Any:
     def finish(request_ids: str | Iterable[str], finished_status: Any) -> Any:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        aborts_of(instance).begin(instance, ids)
-        return wrapped(ids, finished_status)
+        with aborts_of(instance).ending(instance, ids):
+            return wrapped(ids, finished_status)
 
     return finish(*args, **kwargs)
 
@@ -44,10 +46,21 @@ def _connector_finished(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def finished(request: Any) -> Any:
-        keeps_blocks, parameters = wrapped(request)
-        return keeps_blocks or aborts_of(instance).has(request.request_id), parameters
+        answer = wrapped(request)
+        if not answer[0]:  # else another connector keeps them
+            aborts_of(instance).keep(instance, request)
+        return answer
 
     return finished(*args, **kwargs)
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    aborts = aborts_beside(instance)
+    if aborts is not None:
+        aborts.withhold(instance)
+    return wrapped(*args, **kwargs)
 
 
 def _update_from_kv_xfer_finished(
@@ -72,6 +85,7 @@ PATCH = Patch(
             _sites.finish_requests(g): _finish_requests,
             _sites.connector_finished(g): _connector_finished,
             _sites.update_from_kv_xfer_finished(g): _update_from_kv_xfer_finished,
+            _sites.build_connector_meta(g): _build_connector_meta,
         }
         for g in GENERATIONS
         if g.slug in NEED_IT

@@ -22,7 +22,9 @@ def bodies(generation: Generation) -> list[tuple[str, str]]:
     found.append((generation.reader_module, f"{generation.reader_class}._read_blocks"))
     found += _TOPOLOGY.get(generation.slug, [])
     if generation.slug in aborted_loads.NEED_IT:
-        found.append(("vllm.v1.core.sched.scheduler", "Scheduler._free_blocks"))
+        blocks = "SingleTypeKVCacheManager.free"
+        found.append(("vllm.v1.core.single_type_kv_cache_manager", blocks))
+        found.append(("vllm.v1.core.sched.scheduler", "Scheduler._free_request"))
     if generation.slug in failed_loads.SEVERAL_GROUPS:
         core = ("_handle_invalid_blocks", "_update_waiting_for_remote_kv")
         found += [("vllm.v1.core.sched.scheduler", f"Scheduler.{name}") for name in core]

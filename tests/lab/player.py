@@ -383,6 +383,16 @@ class Player(Engine):
         for rank, done in enumerate(received):
             self._received[rank] |= done
 
+    def retry(self, ask: Ask) -> int:
+        """Ends a request as `give_up` does; the same step begins another one of its name."""
+        from vllm.v1.request import RequestStatus
+
+        tracked = self._by_name[ask.prompt.name]
+        tracked.request.status = RequestStatus.FINISHED_ABORTED
+        self.scheduler.connector.request_finished(tracked.request, tracked.tables[0])
+        self.over = {ask.prompt.name}
+        return self.ask([ask])
+
     # -- D with the release's own scheduler -----------------------------------
 
     def free_blocks(self) -> int:
@@ -409,6 +419,17 @@ class Player(Engine):
         self._broken.clear()
         core.loaded(set(names))
         self.tick()
+
+    def serve(self, name: str, seconds: float) -> str:
+        """Steps as an engine does, until a request waits for no load; what has become of it."""
+        core = self._core_scheduler()
+        end = time.monotonic() + seconds
+        while core.status(name) == "WAITING_FOR_REMOTE_KVS" and time.monotonic() < end:
+            _, received, broken = self._finished()
+            self._broken |= set(broken)
+            self.loaded(sorted(set.intersection(*received)))
+            time.sleep(_POLL_SECONDS)
+        return core.status(name)
 
     def compare(self, names: Sequence[str]) -> tuple[int, int]:
         """Wrong and total elements of these requests; of windows what the model will look at."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from .engine_api import Prompt
+from .engine_api import Ask, Prompt
 from .host import Lab
-from .releases import states_block_size
+from .releases import states_block_size, states_layout
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, introduce
 
@@ -27,6 +27,11 @@ _OVER_SECONDS = 20.0
 def stock_keeps_blocks(release: str) -> bool:
     """From 0.16 a request that ends while it is loaded keeps its blocks until it is."""
     return Version(release) >= Version("0.16")
+
+
+def has_own_names(release: str) -> bool:
+    """From 0.14 the engine adds something to the name that a client chose."""
+    return Version(release) >= Version("0.14")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class Pair:
         assert not seen.waiting, seen
         self.decode.call("loaded", [prompt.name])
         self.decode.call("tick")
+
+
+def _staged_pair(stage: Stage) -> Pair:
+    settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 20)))
+    prefill = stage.prefill(replace(SPEC, block_tokens=32))
+    decode = stage.decode(replace(OWN, settings=settings))
+    introduce(decode, stage.prompts(1, 300), prefill)
+    return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
 
 
 def _pair(stage: Stage, *, patched: bool = True) -> Pair:
@@ -134,3 +147,52 @@ def test_a_load_that_failed_before_its_client_gave_up(stage: Stage, lab: Lab) ->
     pair.settle(prompt)
 
     assert before < pair.free == pair.free_now()
+
+
+@pytest.mark.parametrize("way", ["release's own", "staged"])
+def test_a_retry_under_the_same_name(stage: Stage, lab: Lab, way: str) -> None:
+    """To 0.13 a client chooses the name, and a retry may come before the first read is over."""
+    if has_own_names(lab.release):
+        pytest.skip("this release makes every name its own")
+    if way == "staged" and not states_layout(lab.release):
+        pytest.skip("no unlike pair here")
+    pair = _pair(stage) if way == "release's own" else _staged_pair(stage)
+    first, second = stage.prompts(2, 5 * SPEC.block_tokens)
+    asks = pair.prefill.compute(first, second)
+    retry = Ask(replace(second, name=first.name), asks[1].answer)
+
+    pair.prefill.hold()
+    pair.decode.ask(asks[0])
+    pair.decode.call("hang_up", first.name)
+    pair.decode.ask(retry)
+    held = pair.free_now()
+    wrong, total = pair.decode.wrong(retry.prompt)
+    assert wrong > 0.9 * total, "nothing has come yet"
+    pair.prefill.go_on()
+    status = pair.decode.call("serve", first.name, _OVER_SECONDS)
+
+    assert pair.decode.wrong(retry.prompt)[0] == 0
+    assert status in ("FINISHED_LENGTH_CAPPED", "RUNNING"), status
+    pair.decode.call("tick")
+    assert held < pair.free == pair.free_now()
+
+
+def test_a_retry_that_is_given_up_too(stage: Stage, lab: Lab) -> None:
+    if has_own_names(lab.release):
+        pytest.skip("this release makes every name its own")
+    pair = _pair(stage)
+    first, second, third = stage.prompts(3, 2 * SPEC.block_tokens)
+    asks = pair.prefill.compute(first, second, third)
+    retries = [Ask(replace(ask.prompt, name=first.name), ask.answer) for ask in (asks[1], asks[2])]
+
+    pair.prefill.hold()
+    pair.decode.ask(asks[0])
+    for retry in retries:
+        pair.decode.call("hang_up", first.name)
+        pair.decode.ask(retry)
+    pair.prefill.go_on()
+    pair.decode.call("serve", first.name, _OVER_SECONDS)
+
+    assert pair.decode.wrong(retries[1].prompt)[0] == 0
+    pair.decode.call("tick")
+    assert pair.free_now() == pair.free
