@@ -84,6 +84,7 @@ from kvpatch.vllm.likeness import (
     has_two_layouts,
     is_alike,
     refuse_drafted_windows,
+    refuse_endless,
     refuse_smaller_blocks,
     refuse_unreadable,
 )
@@ -103,6 +104,7 @@ from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
+from kvpatch.vllm.split_handles import watch_split_handles
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import (
     Introductions,
@@ -176,6 +178,7 @@ def _register_kv_caches(
                 partial(unlike_engine_of, instance),
                 partial(agents_beside, instance),
             )
+            watch_split_handles(instance)
             registration.admit_peers(instance)
         return result
 
@@ -197,12 +200,16 @@ def _add_remote_agent(
     drafted_windows: bool,
     states_layout: bool,
 ) -> Any:
+    def as_release(metadata: Any, *more: Any) -> Any:
+        refuse_endless(instance, metadata)
+        return wrapped(metadata, *more)
+
     def add(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *more: Any
     ) -> Any:
         # More is the peer's context-parallel size, by place, from 0.29.
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
-            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         reader = reader_of(instance)
         if reader is None:
             if is_on(instance):
@@ -216,11 +223,11 @@ def _add_remote_agent(
                 refuse_unreadable(instance, peer)
             else:
                 refuse_smaller_blocks(instance, nixl_agent_meta)
-            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
         if is_left_with_state(reader, stated):
             refuse_smaller_blocks(instance, nixl_agent_meta)
-            return wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         misread = reader.ours.misreads_blocks
         peer, unstated = completed(
             reader.ours, replace(stated, block_tokens=None) if misread else stated
@@ -229,7 +236,7 @@ def _add_remote_agent(
         if has_two_layouts(reader.ours, peer):
             if _env.unstated_layout() == "prove":
                 metadata = nixl_agent_meta
-                return add_unproven(wrapped, instance, reader, metadata, peer, unstated)
+                return add_unproven(as_release, instance, reader, metadata, peer, unstated)
             if not is_alike(reader.ours, peer):
                 peer = replace(peer, layout=reader.ours.inner_layout)
         is_like = is_alike(reader.ours, peer) and not (reader.is_for_all or misread)
@@ -240,13 +247,13 @@ def _add_remote_agent(
                 refuse_uncounted(reader.ours, peer, unstated)
         if is_like:
             rank = reader.admit_like(peer, unstated)
-            agent = wrapped(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            agent = as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
             if rank is not None:
                 rank.agent = agent
         else:
             if drafted_windows:
                 refuse_drafted_windows(instance, reader.ours, reader.groups, peer)
-            agent = add_unlike(wrapped, instance, reader, nixl_agent_meta, peer, unstated, more)
+            agent = add_unlike(as_release, instance, reader, nixl_agent_meta, peer, unstated, more)
         if not states_layout:
             reader.proofs.settle(peer.engine_id)
         return agent

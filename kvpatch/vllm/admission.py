@@ -14,8 +14,9 @@ from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
 from kvpatch.vllm.our_side import own_regions
 from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.split_handles import blocks_undivided
 from kvpatch.vllm.unstated import BlockTokens
-from kvpatch.vllm.wire import Statement, as_alike, hnd_like
+from kvpatch.vllm.wire import Statement, as_alike, hnd_like, of_blocks
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -86,7 +87,8 @@ def add_unlike(
     if any(size != 1 for size in more):
         raise refusal(ours, statement, "use --decode-context-parallel-size 1 on the prefill side")
     rank = reader.rank(statement)
-    rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
+    with blocks_undivided(worker):
+        rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
     reader.admit(rank, unstated)
     _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
     return rank.agent
@@ -104,7 +106,8 @@ def add_unproven(
     candidates = {name: replace(statement, layout=name) for name in ("HND", "NHD")}
     likes = [name for name, stated in candidates.items() if is_alike(reader.ours, stated)]
     ranks = {name: reader.rank(stated) for name, stated in candidates.items()}
-    agent = _add_as_alike(wrapped, worker, reader, metadata, statement, ())
+    # The release reads the one that turns out to be like us, any block of it.
+    agent = _add_as_alike(wrapped, worker, reader, metadata, statement, (), shows_all=bool(likes))
     for rank in ranks.values():
         rank.agent = agent
     alike = next(iter(likes), None)
@@ -126,8 +129,15 @@ def _add_as_alike(
     metadata: Any,
     statement: Statement,
     more: tuple[Any, ...],
+    *,
+    shows_all: bool = False,
 ) -> Any:
-    """Shows the release a peer like us, within the memory of this one; its name to NIXL."""
+    """Shows the release a peer like us, within the memory of this one; its name to NIXL.
+
+    Args:
+        shows_all: whether the release may come to read it, and not one block's worth of it for
+            its books: it makes descriptors of all that it is shown.
+    """
     ours = reader.ours
     layout = hnd_like(ours.layout)
     alike = as_alike(
@@ -139,6 +149,8 @@ def _add_as_alike(
         block_bytes=alike_block_bytes(ours, statement),
         own=own_regions(worker),
     )
+    if not shows_all:
+        alike = of_blocks(alike, ours.kernel_blocks_per_block)
     have_our_parts(worker, ours, statement)
     shown_ranks = ours.tp_size if has_ranks_unmet(ours, statement) else statement.tp_size
     heads = heads_as_if_unshared(ours, statement)

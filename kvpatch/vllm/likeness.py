@@ -225,6 +225,30 @@ def refuse_unreadable(worker: Any, peer: Statement) -> None:
         )
 
 
+#: Of a peer's memory the release prepares a descriptor for each block of each region. So many
+#: at least may always be, and so many times as many as this worker has of its own.
+_DESCRIPTORS = 1 << 24
+_TIMES_OWN = 16
+
+
+def refuse_endless(worker: Any, metadata: Any) -> None:
+    """Refuses a peer of which the release would prepare more than this process can hold.
+
+    Raises:
+        PeerRefused: it states more blocks than any cache of this model has.
+    """
+    regions = len(metadata.kv_caches_base_addr)
+    counts = getattr(metadata, "region_num_blocks", None)  # from 0.30
+    found = sum(counts) if counts else metadata.num_blocks * regions
+    most = max(_DESCRIPTORS, _TIMES_OWN * getattr(worker, "num_blocks", 0) * regions)
+    if found > most:
+        raise PeerRefused(
+            f"engine {metadata.engine_id!r:.200} cannot be read: it states {found} blocks in "
+            f"{regions} regions, and {most} are the most that are prepared for, {_TIMES_OWN} times "
+            "our own: give this engine more KV cache, or the prefill side larger blocks"
+        )
+
+
 def refuse_smaller_blocks(worker: Any, metadata: Any) -> None:
     """Refuses a peer of smaller blocks where this worker has no reader of its own.
 

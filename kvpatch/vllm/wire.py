@@ -214,6 +214,16 @@ def as_alike(
     return alike
 
 
+def of_blocks(metadata: Any, most_blocks: int) -> Any:
+    """A copy of metadata with no more than so many blocks in any region."""
+    fewer = copy.copy(metadata)
+    fewer.num_blocks = min(metadata.num_blocks, most_blocks)
+    counts = getattr(metadata, "region_num_blocks", None)  # from 0.30
+    if counts is not None:
+        fewer.region_num_blocks = [min(count, most_blocks) for count in counts]
+    return fewer
+
+
 def _spans(statement: Statement) -> list[tuple[int, int]]:
     """(start, bytes) of each region, its last block without what follows it in its row."""
     return [

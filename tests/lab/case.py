@@ -282,4 +282,6 @@ class Report:
     descriptors: int = 0
     #: Memory regions that D's worker registered.
     registrations: int = 0
+    #: NIXL descriptors that D prepared at handshakes, of P's memory and of its own.
+    prepared: int = 0
     seconds: float = field(default=0.0, compare=False)

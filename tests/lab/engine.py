@@ -24,6 +24,8 @@ from .engine_api import Start
 from .scheduler import Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
+# NIXL's calls that are counted.
+_COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
 # How long a sample of P's blocks may take to come and be compared.
 PROOF_SECONDS = 2.0
 # After the release has logged an error, how long it may take to act on it.
@@ -77,6 +79,8 @@ class Engine:
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # the only one that is transferred
         self.descriptors = 0
         self.registrations = 0
+        #: Descriptors prepared at handshakes, of peers' memory and of this engine's.
+        self.prepared = 0
         #: (address, bytes) of what NIXL was handed, the staging pools included.
         self.registered: list[tuple[int, int]] = []
         self.tracked: list[Tracked] = []
@@ -120,6 +124,7 @@ class Engine:
                 worker.register_kv_caches(self._registered(rank))
             if self.pretends:
                 standins.stop_pretending(release.nixl_of(worker).connector_worker)
+        self.prepared = 0  # what registrations took
         self._share_handshake(self.scheduler.connector)
 
     def _registered(self, rank: int) -> dict[str, Any]:
@@ -166,7 +171,7 @@ class Engine:
 
     def _count_on(self, agent: Any) -> None:
         make, register = agent.make_prepped_xfer, agent.register_memory
-        initialize = agent.initialize_xfer
+        initialize, prepare = agent.initialize_xfer, agent.prep_xfer_dlist
 
         def make_prepped_xfer(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.get("local_indices", args[2] if len(args) > 2 else ())
@@ -182,8 +187,14 @@ class Engine:
             self.descriptors += local.descCount()
             return initialize(operation, local, *args, **kwargs)
 
+        def prep_xfer_dlist(name: str, descs: Any, *args: Any, **kwargs: Any) -> Any:
+            count = getattr(descs, "descCount", None)
+            # Rows of (address, bytes, device, stride, count), from 0.33.
+            self.prepared += int(descs[:, 4].sum()) if count is None else count()
+            return prepare(name, descs, *args, **kwargs)
+
         agent.make_prepped_xfer, agent.register_memory = make_prepped_xfer, register_memory
-        agent.initialize_xfer = initialize_xfer
+        agent.initialize_xfer, agent.prep_xfer_dlist = initialize_xfer, prep_xfer_dlist
 
     def _share_handshake(self, scheduler: Any) -> None:
         """As the engine core does after its workers have registered."""
@@ -485,8 +496,8 @@ class Engine:
             for plane in layer.planes if layer.pages is None else (layer.pages,):
                 plane[own] = 0
 
-    def counts(self) -> tuple[int, int]:
-        return self.descriptors, self.registrations
+    def counts(self) -> tuple[int, int, int]:
+        return self.descriptors, self.registrations, self.prepared
 
     def stop(self) -> None:
         """Shuts both halves down; the caller lets go of the engine and collects.
@@ -497,7 +508,7 @@ class Engine:
             logging.getLogger(name).removeHandler(self.log)
         for worker in self.workers:
             agent = release.nixl_of(worker).connector_worker.nixl_wrapper
-            for name in ("make_prepped_xfer", "register_memory", "initialize_xfer"):
+            for name in _COUNTED:
                 vars(agent).pop(name)  # each holds this engine, and the agent its threads
         for connector in (*self.workers, self.scheduler.connector):
             shutdown = getattr(connector, "shutdown", None)

@@ -242,6 +242,7 @@ class Lab:
             stray_bytes=stray,
             descriptors=counts[0],
             registrations=counts[1],
+            prepared=counts[2],
         )
         if held[0]:
             return replace(report, outcome="failed", detail="P's own cache has changed")

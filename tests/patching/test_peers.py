@@ -20,6 +20,7 @@ from kvpatch.vllm.likeness import (
     has_two_layouts,
     is_alike,
     refuse_drafted_windows,
+    refuse_endless,
     refuse_smaller_blocks,
 )
 from kvpatch.vllm.orders import Order
@@ -30,7 +31,7 @@ from kvpatch.vllm.registration import PACKED, REGISTRATIONS
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.unstated import BlocksUnknown, KernelSizes
-from kvpatch.vllm.wire import PeerRefused, as_alike, read_statement
+from kvpatch.vllm.wire import PeerRefused, as_alike, of_blocks, read_statement
 
 pytestmark = pytest.mark.patching
 
@@ -384,6 +385,38 @@ def test_the_peer_like_us_lies_within_what_the_peer_registered():
     assert alike.block_size == 48
     assert alike.num_blocks * alike.block_lens[0] <= 7 * peer.block_bytes[0]
     assert (alike.num_blocks + 1) * alike.block_lens[0] > 7 * peer.block_bytes[0]
+
+
+def test_what_is_shown_of_a_large_peer_needs_one_block():
+    """Llama-70B over 8 ranks, 50 GB of rows of all layers: 486 million descriptors were made."""
+    layers, page = 80, 16 * 2 * 128 * 2
+    rows = 50 * 10**9 // (layers * page)
+    peer = _statement(
+        kv_caches_base_addr=[1 << 40],
+        block_lens=[layers * page],
+        block_strides=[layers * page],
+        num_blocks=rows,
+        region_num_blocks=[rows],
+        kv_cache_layout="kvpatch_rows:1x16:HNKC",
+    )
+    metadata = _metadata(blocks=rows, region_num_blocks=[rows])
+    alike = as_alike(metadata, peer, 16, 1, "LBHNC", (page,) * layers)
+    assert alike.num_blocks * layers > 480_000_000
+
+    shown = of_blocks(alike, 4)
+
+    assert (shown.num_blocks, shown.region_num_blocks) == (4, [4] * layers)
+    assert of_blocks(shown, 5).num_blocks == 4
+
+
+def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():
+    worker = SimpleNamespace(num_blocks=100)
+    refuse_endless(worker, _metadata(blocks=1 << 23))
+    with pytest.raises(PeerRefused, match="16777218 blocks in 2 regions"):
+        refuse_endless(worker, _metadata(blocks=(1 << 23) + 1))
+    with pytest.raises(PeerRefused, match="are the most"):
+        refuse_endless(worker, _metadata(region_num_blocks=[1, 1 << 40]))
+    refuse_endless(SimpleNamespace(num_blocks=1 << 22), _metadata(blocks=1 << 25))
 
 
 def test_a_peer_smaller_than_a_block_of_ours_is_refused():

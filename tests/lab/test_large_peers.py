@@ -1,0 +1,65 @@
+"""What a handshake has D prepare of a peer's memory, and of its own, however large P's cache is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec
+from .host import Lab
+from .releases import meets_one_rank, states_layout
+from .unlike import told
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_LAYERS = 3
+_D = EngineSpec(layout="NHD", planned_blocks=32, layers=_LAYERS, block_tokens=64)
+_ROWS = replace(_D, tensor_blocks=400, planned_blocks=24, allocation="contiguous")
+#: Of keys and of values of each layer, from each of two ranks.
+_A_BLOCK_OF_EACH = 2 * _LAYERS
+
+
+def _case(prefill: EngineSpec, lab: Lab) -> Case:
+    rows = replace(prefill, patched=prefill.is_kvcacheds, patches=())
+    case = Case("large", rows, replace(_D, patched=True, patches=SLUGS), prompt_tokens=150)
+    return told(case, lab.release)
+
+
+def test_rows_of_all_layers_are_shown_as_one_block_of_each(lab: Lab) -> None:
+    """All their memory in each of D's regions was layers times as much as a like pair has."""
+    report = lab.run(_case(_ROWS, lab))
+
+    assert report.outcome == "identical", report
+    assert 0 < report.prepared <= _A_BLOCK_OF_EACH
+
+
+def test_unlike_blocks_are_shown_as_one(lab: Lab) -> None:
+    if not states_layout(lab.release):
+        pytest.skip("D takes this P for one like it until a prompt has told otherwise")
+    report = lab.run(_case(replace(_D, block_tokens=16, planned_blocks=400), lab))
+
+    assert report.outcome == "identical", report
+    assert 0 < report.prepared <= _A_BLOCK_OF_EACH
+
+
+def test_more_ranks_have_d_divide_nothing_of_its_own(lab: Lab) -> None:
+    """The release prepares all of D's blocks once for each rank of a P with more."""
+    if meets_one_rank(lab.release):
+        pytest.skip("this release knows one rank of a peer")
+    report = lab.run(_case(replace(_D, block_tokens=16, planned_blocks=400, tp_size=2), lab))
+
+    assert report.outcome == "identical", report
+    assert 0 < report.prepared <= 2 * _A_BLOCK_OF_EACH
+
+
+def test_a_like_peer_is_prepared_as_ever(lab: Lab) -> None:
+    """The control of the counts above: the release reads it by descriptors of its own."""
+    case = told(_case(replace(_D, planned_blocks=400), lab), lab.release)
+
+    report = lab.run(case)
+
+    assert report.outcome == "identical", report
+    assert report.prepared >= 400 * _LAYERS
