@@ -432,10 +432,10 @@ def _get_finished(
         reader = reader_of(worker) if worker is not None else None
         if reader is None:
             return wrapped(finished_req_ids)
-        reader.give_up(finished_req_ids)
+        reader.given_up.end(worker, finished_req_ids)
         news = reader.proofs.end_step()
         sent, received = wrapped(finished_req_ids)
-        return sent, news.union(received or ()) if news else received
+        return sent, news | reader.given_up.report(worker, received or ())
 
     return get_finished(*args, **kwargs)
 
@@ -446,10 +446,12 @@ def _start_load_kv(
     def start(metadata: Any) -> Any:
         reader = reader_of(instance)
         if reader is not None:
-            for request_id, entry in metadata.reqs_to_recv.items():
-                order = orders.order_of(entry)
-                if order is not None and order.computed is not None:
-                    reader.proofs.computing(request_id, orders.engine_of(entry), order)
+            found = orders.orders_of(metadata)
+            reader.given_up.begin({name: order for name, order in found if any(order.local_blocks)})
+            for request_id, order in found:
+                if order.computed is not None:
+                    engine_id = orders.engine_of(metadata.reqs_to_recv[request_id])
+                    reader.proofs.computing(request_id, engine_id, order)
         return wrapped(metadata)
 
     return start(*args, **kwargs)
@@ -500,7 +502,12 @@ def _sites_of_handshakes(generation: Generation) -> dict[Site, Any]:
 
 def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
     """To 0.15 the blocks of an aborted request are free at once, its read or not."""
-    return {_sites.get_finished(generation): _get_finished} if generation.slug in _ABORTS else {}
+    if generation.slug not in _ABORTS:
+        return {}
+    return {
+        _sites.start_load_kv(generation): _start_load_kv,
+        _sites.get_finished(generation): _get_finished,
+    }
 
 
 def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
@@ -508,7 +515,6 @@ def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
     if generation.slug not in _NO_LAYOUT:
         return {}
     return {
-        _sites.start_load_kv(generation): _start_load_kv,
         _sites.update_from_kv_xfer_finished(generation): _update_from_kv_xfer_finished,
     }
 

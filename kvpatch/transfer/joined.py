@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.staged import Telemetry, sum_of
+from kvpatch.transfer.staged import StagedRead, Telemetry, sum_of
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -33,8 +33,11 @@ class JoinedRead:
         self._reads = list(reads)
         self._tell_others = tell_others
         self._going: list[Any] = []
-        self._has_failed = self._is_done = False
+        self._given_up: list[StagedRead] = []
+        self._has_failed = self._is_told = self._is_done = False
         self._errors: tuple[type[Exception], ...] = errors_of(agent)
+        #: Of whoever reads; nothing here looks at it.
+        self.owner: object = None
 
     def start(self) -> str:
         """Starts all of them.
@@ -67,16 +70,25 @@ class JoinedRead:
             if state == "PROC":
                 continue
             self._going.remove(read)
-            if state != "DONE" and not self._has_failed:
+            if state != "DONE" and not self._has_failed and read not in self._given_up:
                 _LOG.warning("a read from one of several ranks ended as %s", state)
                 self._has_failed = True
         if self._going:
             return "PROC"
         if self._has_failed:
             return "ERR"
-        self._tell_others()
+        if not self._is_told:
+            self._tell_others()
+            self._is_told = True
+        if self._given_up:
+            return "ERR"
         self._is_done = True
         return "DONE"
+
+    def void(self) -> bool:
+        """As a staged read's, of those among these; False where there is none that goes on."""
+        self._given_up += [r for r in self._going if isinstance(r, StagedRead) and r.void()]
+        return bool(self._given_up)
 
     def telemetry(self) -> Telemetry:
         """The sums over all of them."""

@@ -103,7 +103,7 @@ class StagedRead:
         self._landed: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
         self._read: list[Any] = []
-        self._is_void = self._has_failed = self._is_done = False
+        self._is_void = self._has_failed = self._is_told = self._is_done = False
         #: When the last look ended, and how long the last one took that found something.
         self._left = self._worked = 0.0
         #: NIXL's errors, a round that cannot be, no memory for the pool, a copy that cannot be.
@@ -116,7 +116,7 @@ class StagedRead:
             *errors_of(nixl),
         )
         #: Of whoever reads; nothing here looks at it.
-        self.request_id = ""
+        self.owner: object = None
 
     def start(self) -> str:
         """Posts what there is room for."""
@@ -160,19 +160,30 @@ class StagedRead:
             return "PROC"
         if self._has_failed:
             return "ERR"
-        self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
+        if not self._is_told:
+            self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
+            self._is_told = True
+        if self._is_void:
+            return "ERR"
         self._is_done = True
         return "DONE"
 
-    def void(self) -> None:
+    def void(self) -> bool:
         """Ends it as soon as what is on the wire has landed, without placing any of it.
 
-        For a request that was given up, whose blocks may belong to another one by now.
+        For a request that was given up, whose blocks may belong to another one by now. The
+        peer is told; but what was not placed is never ``DONE``.
+
+        Returns:
+            False where it is done already.
         """
+        if self._is_done:
+            return False
         self._is_void = True
         self._stop()
         if self._placing:
             self._caches.settle()
+        return True
 
     def telemetry(self) -> Telemetry:
         """The sums over all transfers so far."""

@@ -103,7 +103,9 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
                 reads.append(reader.prepare(nixl, rank, notification))
                 prepared.callback(self.release_xfer_handle, reads[-1])
             prepared.pop_all()
-        return JoinedRead(self, reads, lambda: self._tell(others, notification))
+        read = JoinedRead(self, reads, lambda: self._tell(others, notification))
+        read.owner = reader.order
+        return read
 
     def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
         """Tells a peer that a request is over: nobody will ever read its blocks."""

@@ -8,7 +8,7 @@ releases convert by our own before the worker can look.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _ORDER = "kvpatch_order"
@@ -28,6 +28,13 @@ class Computed:
     blocks: tuple[int, ...]
 
 
+@dataclass(eq=False)
+class Want:
+    """Whether anybody waits for an order still; a worker's own."""
+
+    is_over: bool = False
+
+
 @dataclass(frozen=True)
 class Order:
     """What a request needs from its peer, as the scheduler knew it.
@@ -40,6 +47,7 @@ class Order:
         hit_tokens: of D's own prefix hit; None where the length of a list tells it.
         computed: what D computes itself in the step that this order comes with; None where
             it loads the prompt, or nobody has to know.
+        want: over when its request is.
     """
 
     tokens: int
@@ -48,6 +56,7 @@ class Order:
     remote_blocks: tuple[tuple[int, ...], ...]
     hit_tokens: int | None = None
     computed: Computed | None = None
+    want: Want = field(default_factory=Want, compare=False)
 
 
 def attach_orders(
@@ -122,6 +131,12 @@ def order_of(entry: Any) -> Order | None:
     """The order on an entry of the connector's metadata; None where there is none."""
     found = getattr(entry, _ORDER, None)
     return found if isinstance(found, Order) else None
+
+
+def orders_of(metadata: Any) -> list[tuple[str, Order]]:
+    """(request id, order) of what the connector's metadata asks a worker for."""
+    found = ((name, order_of(entry)) for name, entry in metadata.reqs_to_recv.items())
+    return [(name, order) for name, order in found if order is not None]
 
 
 def engine_of(entry: Any) -> str:

@@ -9,12 +9,12 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import states_of_peer, with_states
@@ -149,7 +150,7 @@ class Reader:
         self._refusal: tuple[str, KvpatchError] | None = None
         self._tails_left = False
         self._states = states or {}
-        self._staged: WeakSet[StagedRead] = WeakSet()
+        self.given_up = GivenUp()
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -395,8 +396,7 @@ class Reader:
             return prepare_read(nixl, ends, *runs, notification)
         rounds = plan_rounds(staged, lambda: self.pool.round_bytes)
         read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, rounds)
-        read.request_id = reading.request_id
-        self._staged.add(read)
+        read.owner = reading.order
         return read
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
@@ -428,11 +428,14 @@ class Reader:
             raise ReadRefused("a transfer was prepared outside a request")
         return self._reading
 
-    def give_up(self, request_ids: Collection[str]) -> None:
-        """Places nothing more of requests that are over (their blocks may be others')."""
-        for read in tuple(self._staged) if request_ids else ():
-            if read.request_id in request_ids:
-                read.void()
+    @property
+    def order(self) -> Order:
+        """What is being read.
+
+        Raises:
+            ReadRefused: nothing is.
+        """
+        return self._being_read().order
 
     def _has_our_rows(self, statement: Statement) -> bool:
         rows = self._rows

@@ -10,9 +10,10 @@ from packaging.version import Version
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec
+from .engine_api import Ask
 from .host import Lab
 from .releases import moves_full_blocks_only, states_layout
-from .stage import Stage
+from .stage import Actor, Stage
 from .test_like_pairs import tokens_to_move
 from .unlike import Dimensions, cases, told
 
@@ -70,19 +71,40 @@ def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> N
     assert "KVPATCH_STAGING_BYTES" in report.detail, report
 
 
-def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
-    """To 0.15 its blocks are free at once, and may be another request's by now."""
+def given_up_reads(lab: Lab, stage: Stage) -> tuple[Actor, Actor]:
+    """A P, and a D that reads from it through its staging pool."""
     if not states_layout(lab.release) or Version(lab.release) >= Version("0.16"):
         pytest.skip("no unlike pair here, or blocks are kept until the read is over")
-    prefill_spec, decode_spec = (
+    prefill, decode = (
         EngineSpec("flash", "HND", tokens, 64, dtype="float32") for tokens in (32, 64)
     )
-    decode_spec = replace(
-        decode_spec,
-        settings=(("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 20))),
-    )
+    settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 20)))
+    return stage.prefill(prefill), stage.decode(replace(decode, settings=settings))
+
+
+def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: Lab) -> None:
+    """To 0.13 a client chooses the name; it may hang up and come again between two steps."""
     with Stage(lab) as stage:
-        prefill, decode = stage.prefill(prefill_spec), stage.decode(decode_spec)
+        prefill, decode = given_up_reads(lab, stage)
+        first, given_up, other = stage.prompts(3, 300)
+        decode.ask(*prefill.compute(first))
+        assert not decode.watch(first).waiting
+        asks = prefill.compute(given_up, other)
+        retry = replace(other, name=given_up.name)
+        prefill.hold()
+        decode.ask(asks[0])
+        decode.call("retry", Ask(retry, asks[1].answer))
+        prefill.go_on()
+
+        assert decode.watch(retry).received == {retry.name}
+        assert decode.wrong(retry)[0] == 0
+        assert decode.left().staging_bytes == 0
+
+
+def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
+    """To 0.15 its blocks are free at once, and may be another request's by now."""
+    with Stage(lab) as stage:
+        prefill, decode = given_up_reads(lab, stage)
         first, given_up, kept = stage.prompts(3, 300)
         decode.ask(*prefill.compute(first))
         assert not decode.watch(first).waiting

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvpatch.transfer.joined import JoinedRead
-from kvpatch.transfer.staged import Telemetry
+from kvpatch.transfer.staged import StagedRead, Telemetry
 
 
 class nixlBind:  # noqa: N801 - where NIXL's errors are looked for, by this name
@@ -115,3 +115,51 @@ def test_all_are_let_go_of_where_one_cannot_be(agent: _FakeAgent, read: JoinedRe
     with pytest.raises(nixlBind.nixlBackendError):
         read.release()
     assert agent.released == {"a": 1, "bb": 1}
+
+
+class _FakeStaged(StagedRead):
+    """A staged read that is on the wire until it is given up."""
+
+    def __init__(self, is_done: bool) -> None:
+        self._is_void, self._is_done = False, is_done
+
+    def void(self) -> bool:
+        self._is_void = not self._is_done
+        return self._is_void
+
+    def state(self) -> str:
+        return "DONE" if self._is_done else "ERR" if self._is_void else "PROC"
+
+    def release(self) -> None:
+        pass
+
+    def start(self) -> str:
+        return "PROC"
+
+
+class _StagedAgent(_FakeAgent):
+    """As an engine's agent, which takes staged reads for transfers."""
+
+    def transfer(self, read: StagedRead) -> str:
+        return read.start()
+
+    def check_xfer_state(self, read: StagedRead) -> str:
+        return read.state()
+
+
+def test_what_is_given_up_is_told_to_the_others_and_not_done(told: list[str]) -> None:
+    reads = [_FakeStaged(is_done=True), _FakeStaged(is_done=False)]
+    joined = JoinedRead(_StagedAgent(), reads, lambda: told.append("told"))
+    joined.start()
+    assert joined.state() == "PROC"
+    assert joined.void()
+    assert [joined.state(), joined.state()] == ["ERR", "ERR"]
+    assert told == ["told"], "P's other ranks may free their blocks"
+
+
+def test_what_is_done_or_none_of_ours_is_not_given_up(agent: _FakeAgent) -> None:
+    assert not JoinedRead(agent, ["a"], lambda: None).void()
+    done = JoinedRead(_StagedAgent(), [_FakeStaged(is_done=True)], lambda: None)
+    done.start()
+    assert not done.void()
+    assert done.state() == "DONE"

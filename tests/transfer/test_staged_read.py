@@ -206,11 +206,19 @@ def test_a_read_that_was_given_up_places_nothing_more(world):
     before = world.target.clone()
     read = world.read(pool)
     read.start()
-    read.void()
-    assert finish(read) == ["DONE"]
+    assert read.void()
+    assert finish(read) == ["ERR"], "what was not placed is not received"
+    assert read.state() == "ERR"
     assert torch.equal(world.target, before)
     assert pool.taken_bytes == 0
     assert notifications(world) == [b"done"], "P may free its blocks"
+    assert notifications(world) == []
+    read.release()
+    placed = world.read(pool)
+    placed.start()
+    assert finish(placed) == ["DONE"]
+    assert not placed.void(), "it is done, and its blocks hold what they should"
+    assert placed.state() == "DONE"
 
 
 class _FailingCopies:
@@ -259,7 +267,7 @@ def test_nothing_is_placed_after_a_read_was_given_up_half_way(world, end, monkey
     given_up = world.target.clone()
     assert not torch.equal(given_up, before), "negative control: some of it was placed"
     if end == "void":
-        assert finish(read) == ["DONE"]
+        assert finish(read) == ["ERR"]
     time.sleep(0.05)
     assert torch.equal(world.target, given_up)
     assert not world.is_identical(), "negative control: the rest was not"

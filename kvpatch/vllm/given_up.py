@@ -1,0 +1,109 @@
+"""Staged reads of requests that are over (<= 0.15).
+
+There the blocks of an aborted request may be another one's at once, so that nothing more
+is placed of its reads. They are known by the order that they were made for: <= 0.13 a
+client may come back under the name of a request that it gave up, between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from kvpatch.transfer.joined import JoinedRead
+from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.staged import StagedRead
+from kvpatch.vllm.orders import Order
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+class GivenUp:
+    """One worker's.
+
+    A read that is given up is taken out of the release's account, which would report it as
+    received. The request is reported when nothing more of it is on the wire, as one of which
+    nobody waits but for its blocks.
+    """
+
+    def __init__(self) -> None:
+        #: Of the requests that are wanted, and those among them that this step has brought.
+        self._orders: dict[str, Order] = {}
+        self._new: set[str] = set()
+        self._ending: dict[str, list[Any]] = {}
+        #: Requests that the release has reported while a read of theirs still ended.
+        self._reported: set[str] = set()
+
+    def begin(self, orders: Mapping[str, Order]) -> None:
+        """Books what the scheduler asks for in a step."""
+        for request_id in orders.keys() & self._orders.keys():
+            self._orders[request_id].want.is_over = True
+        self._orders.update(orders)
+        self._new = set(orders)
+
+    def end(self, worker: Any, request_ids: Collection[str]) -> None:
+        """Gives up what was read for requests that are over.
+
+        Args:
+            request_ids: that ended before this step: what came with it is another request's.
+        """
+        for request_id in request_ids:
+            order = None if request_id in self._new else self._orders.pop(request_id, None)
+            if order is not None:
+                order.want.is_over = True
+        self._new.clear()
+        for request_id, entries in list(worker._recving_transfers.items()):
+            left = [entry for entry in entries if not self._take(request_id, entry)]
+            if not left:  # the release would take it for received
+                del worker._recving_transfers[request_id]
+            elif len(left) < len(entries):
+                worker._recving_transfers[request_id] = left
+
+    def _take(self, request_id: str, entry: Any) -> bool:
+        read = entry[0] if isinstance(entry, tuple) else entry  # with a time to 0.12
+        if not isinstance(read, StagedRead | JoinedRead):
+            return False
+        order = read.owner
+        if not isinstance(order, Order) or not order.want.is_over or not read.void():
+            return False
+        self._ending.setdefault(request_id, []).append(read)
+        return True
+
+    def report(self, worker: Any, received: Collection[str]) -> set[str]:
+        """What the scheduler is to be told of.
+
+        Args:
+            received: what the release has found.
+        """
+        found = set(received)
+        for request_id, reads in list(self._ending.items()):
+            going = [read for read in reads if _is_going(read, worker.nixl_wrapper)]
+            if going:
+                self._ending[request_id] = going
+                self._reported |= found & {request_id}
+                found.discard(request_id)
+                continue
+            del self._ending[request_id]
+            if request_id in self._reported:
+                self._reported.discard(request_id)
+                found.add(request_id)
+            elif request_id not in worker._recving_transfers and request_id not in self._orders:
+                found.add(request_id)
+                getattr(worker, "_recving_metadata", {}).pop(request_id, None)
+        return found
+
+
+def _is_going(read: StagedRead | JoinedRead, nixl: Any) -> bool:
+    """Whether a read that was given up has something on the wire; lets go of it otherwise."""
+    errors = errors_of(nixl)
+    try:
+        if read.state() == "PROC":
+            return True
+    except errors as error:
+        _LOG.warning("a read that was given up has failed: %s", error)
+    try:
+        read.release()
+    except errors as error:
+        _LOG.warning("a read that was given up could not be released: %s", error)
+    return False
