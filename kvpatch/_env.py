@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvpatch._errors import SettingsError
 
+ALLOWED_PEERS = "KVPATCH_ALLOWED_PEERS"
 ENABLE = "ENABLE_KVPATCH"
 DISABLE = "KVPATCH_DISABLE"
 GENERATION = "KVPATCH_GENERATION"
@@ -93,6 +94,11 @@ def disabled_slugs() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def allowed_peers() -> tuple[str, ...]:
+    """The entries of ``KVPATCH_ALLOWED_PEERS``, as written there; none for any peer."""
+    return tuple(os.environ.get(ALLOWED_PEERS, "").replace(",", " ").split())
+
+
 def generation_override() -> str | None:
     """The generation to assume for a vLLM build that the release table lacks."""
     return os.environ.get(GENERATION) or None
@@ -141,6 +147,7 @@ def unstated_layout() -> str:
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
     real = (
+        ALLOWED_PEERS,
         DISABLE,
         GENERATION,
         HOST_BUFFER,

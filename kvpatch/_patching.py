@@ -42,6 +42,9 @@ class Site:
             defaults are not compared: they change without changing a call.
         or_parameters: those of a generation's other releases, where a wrapper hands on
             what it does not look at.
+        is_front_end: whether it is the API server's, which need not import the connector: it
+            is wrapped when its own module is imported.
+        or_module: where a generation's other releases have it, of a front end.
     """
 
     module: str
@@ -50,6 +53,8 @@ class Site:
     kind: Kind
     parameters: tuple[str, ...]
     or_parameters: tuple[str, ...] | None = None
+    is_front_end: bool = False
+    or_module: str | None = None
 
     def takes(self, parameters: tuple[str, ...]) -> bool:
         """Whether a method with these is what the wrapper was written for."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +22,8 @@ from kvpatch import _env, _kvcached, _logging, _versions
 from kvpatch._errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch._patching import Ledger, Patch
 from kvpatch._status import PatchStatus, Status
-from kvpatch.patches import SLUGS, load
+from kvpatch.patches import FRONT_ENDS, SLUGS, load, load_one
+from kvpatch.vllm.allowed_peers import allowed_peers
 
 _LOG = logging.getLogger("kvpatch")
 
@@ -48,6 +51,7 @@ class Session:
         if self._enabled:
             return
         _logging.set_up(_LOG)
+        allowed_peers()  # a list that cannot be read is an error now, and not with a request
         for complaint in _env.complaints(SLUGS):
             _LOG.warning("kvpatch: %s", complaint)
         self._enabled = True
@@ -62,6 +66,9 @@ class Session:
         )
         for module in modules:
             self._hook(module)
+        for slug, names in FRONT_ENDS.items():
+            for module in names:
+                self._hook_front_end(slug, module)
         self._watch_kvcached()
 
     def disable(self) -> None:
@@ -112,6 +119,34 @@ class Session:
             # serves this one too.
             self._hooked.add(module)
             wrapt.register_post_import_hook(self._on_import, module)
+
+    def _hook_front_end(self, slug: str, module: str) -> None:
+        loaded = sys.modules.get(module)
+        if loaded is not None:
+            self._on_front_end(slug, loaded)
+        elif module not in self._hooked:
+            self._hooked.add(module)
+            wrapt.register_post_import_hook(partial(self._on_front_end, slug), module)
+
+    def _on_front_end(self, slug: str, module: ModuleType) -> None:
+        """Wraps what the API server has; what goes wrong here the engine's own part catches."""
+        row = self._rows.get(slug)
+        if not self._enabled or self._generation is None or row is None:
+            return
+        if row.outcome not in ("waiting", "applied"):
+            return
+        try:
+            sites = load_one(slug).sites.get(self._generation.slug, {})
+            here = {
+                replace(site, module=module.__name__, or_module=None): wrapper
+                for site, wrapper in sites.items()
+                if site.is_front_end and module.__name__ in (site.module, site.or_module)
+            }
+            self._ledger.apply(slug, here)
+        # Nothing may leave an import hook.
+        except Exception as error:  # noqa: BLE001
+            self._rows[slug] = PatchStatus(slug, "refused", str(error))
+            _LOG.exception("kvpatch: %s is not applied to %s", slug, module.__name__)
 
     def _watch_kvcached(self) -> None:
         """kvcached's own patch may come after ours, and more than once."""
@@ -172,10 +207,9 @@ class Session:
         reason = patch.not_needed.get(generation)
         if reason is not None:
             return PatchStatus(patch.slug, "not needed", reason)
+        sites = {s: w for s, w in patch.sites[generation].items() if not s.is_front_end}
         try:
-            behind = self._ledger.apply(
-                patch.slug, patch.sites[generation], supersede=self._does_kvcacheds_part()
-            )
+            behind = self._ledger.apply(patch.slug, sites, supersede=self._does_kvcacheds_part())
         except SiteDrifted as error:
             return PatchStatus(patch.slug, "refused", str(error))
         if behind:

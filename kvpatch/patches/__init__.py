@@ -21,9 +21,26 @@ SLUGS = (
     "failed_loads",
     "aborted_loads",
     "host_buffer",
+    "transfer_params",
 )
+
+
+#: The modules of vLLM's API server that a patch wraps, in whichever release has them.
+FRONT_ENDS = {
+    "transfer_params": (
+        "vllm.v1.engine.async_llm",
+        "vllm.entrypoints.openai.serving_completion",
+        "vllm.entrypoints.openai.completion.serving",
+    )
+}
+
+
+def load_one(slug: str) -> Patch:
+    """One patch."""
+    found: Patch = import_module(f"{__name__}.{slug}").PATCH
+    return found
 
 
 def load() -> tuple[Patch, ...]:
     """All patches. They are imported when the connector is, so that others pay nothing."""
-    return tuple(import_module(f"{__name__}.{slug}").PATCH for slug in SLUGS)
+    return tuple(map(load_one, SLUGS))

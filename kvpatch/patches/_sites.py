@@ -209,6 +209,40 @@ def schedule(generation: Generation) -> Site:
     return _core("schedule", *throttle)
 
 
+def server_add_request(generation: Generation) -> Site:
+    """Where the API server's engine client takes a request whose prompt is tokenized."""
+    return Site(
+        module="vllm.v1.engine.async_llm",
+        owner="AsyncLLM",
+        name="_add_request",
+        kind="function",
+        parameters=("self", "request", "prompt", "parent_req", "index", "queue"),
+        is_front_end=True,
+    )
+
+
+def create_completion(generation: Generation) -> Site:
+    """Where the API server takes a request to ``/v1/completions``; elsewhere from 0.15 on."""
+    before, after = (
+        f"vllm.entrypoints.openai.{name}" for name in ("serving_completion", "completion.serving")
+    )
+    is_old = generation.slug in _WITHOUT_PLAN and generation.slug != "g0160"
+    return Site(
+        module=before if is_old else after,
+        owner="OpenAIServingCompletion",
+        name="create_completion",
+        kind="function",
+        parameters=("self", "request", "raw_request"),
+        is_front_end=True,
+        or_module=after if generation.slug == "g0140" else None,
+    )
+
+
+def add_request(generation: Generation) -> Site:
+    """Where vLLM's scheduler takes a request."""
+    return _core("add_request", "request")
+
+
 def finish_requests(generation: Generation) -> Site:
     """Where vLLM's scheduler ends requests from outside: aborts, and failed loads."""
     return _core("finish_requests", "request_ids", "finished_status")

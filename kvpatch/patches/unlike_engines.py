@@ -89,6 +89,7 @@ from kvpatch.vllm.likeness import (
     refuse_unreadable,
 )
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.vllm.named_blocks import refuse_misnamed
 from kvpatch.vllm.own_cache import (
     are_in_regions,
     has_blocks_of,
@@ -311,6 +312,8 @@ def _read_blocks_for_req(
             if any(orders.groups(meta.local_block_ids)):
                 reader.proofs.check(engine_id)
             _check_order(instance, req_id, engine_id, peer, order)
+            if peer is None:  # others are paired by token, which tells
+                refuse_misnamed(instance, reader, engine_id, meta, expanded=expanded)
         except KvpatchError as error:
             orders.pretend_alike(meta, expanded=expanded)
             with reader.refusing(engine_id, error):

@@ -35,7 +35,10 @@ def cell(patch: Patch, release: str, generation: Generation) -> Cell:
 
 def drift(release: str, site: Site) -> str:
     """How a site differs from what the patch expects; empty when it does not."""
-    found = method(release, site.module, f"{site.owner}.{site.name}")
+    name = f"{site.owner}.{site.name}"
+    found = method(release, site.module, name)
+    if isinstance(found, str) and site.or_module is not None:
+        found = method(release, site.or_module, name)
     if isinstance(found, str):
         return found
     if found.kind != site.kind:

@@ -16,6 +16,7 @@ def bodies(generation: Generation) -> list[tuple[str, str]]:
     """(module, qualified name) of every body whose fingerprint must be known."""
     sites = [site for patch in load() for site in patch.sites.get(generation.slug, ())]
     found = [(site.module, f"{site.owner}.{site.name}") for site in sites]
+    found += [(s.or_module, f"{s.owner}.{s.name}") for s in sites if s.or_module is not None]
     worker = (generation.worker_module, generation.worker_class)
     found += [(worker[0], f"{worker[1]}.{name}") for name in _WORKER[generation.slug]]
     # The one call that prepares a transfer, and what is paired before it.

@@ -41,13 +41,15 @@ def method(release: str, module: str, qualified_name: str) -> Method | str:
         if not found:
             return f"no class {owner} in {module}"
         body = found[-1].body
-    functions = [n for n in body if isinstance(n, ast.FunctionDef) and n.name == name]
+    functions = [
+        n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name
+    ]
     if not functions:
         return f"{owner or module} defines no {name}"
     return _method(functions[-1])
 
 
-def _method(function: ast.FunctionDef) -> Method:
+def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
     decorators = {ast.unparse(d) for d in function.decorator_list}
     kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "function")
     arguments = function.args

@@ -138,6 +138,10 @@ class CoreScheduler:
         self._failed |= request_ids
         self._invalid |= block_ids
 
+    def forget(self) -> None:
+        """Empties the prefix cache, where no request holds a block."""
+        self._core.kv_cache_manager.reset_prefix_cache()
+
     def status(self, request_id: str) -> str:
         """What has become of a request, by the name of vLLM's status."""
         return str(self._tracked[request_id].request.status.name)

@@ -16,6 +16,8 @@ from .scheduler import Computation, Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
 _TIMED_POLL_SECONDS = 0.0001
+#: Of a load whose client is gone.
+_OVER_SECONDS = 6.0
 
 
 class Player(Engine):
@@ -34,6 +36,7 @@ class Player(Engine):
         self._answered: set[str] = set()
         self._let_go: set[str] = set()
         self._copied = 0
+        self._offered: list[str] = []
         #: A step that is scheduled and not computed.
         self._ahead: Computation | None = None
 
@@ -402,6 +405,39 @@ class Player(Engine):
     def status(self, name: str) -> str:
         """What has become of a request, to the scheduler."""
         return self._core_scheduler().status(name)
+
+    def offer(self, texts: Sequence[str], tokens: int) -> list[str]:
+        """What the scheduler makes of prompts with these parameters, one after the other.
+
+        Each is taken, scheduled and sent to the workers; then its client is gone.
+        """
+        found = []
+        for text in texts:
+            self._offered.append(text)
+            name = f"offered-{len(self._offered)}"
+            core = self._core_scheduler()
+            # Others than a stage's prompts have, by a hundred, which would be their prefixes.
+            number = 10 + len(self._offered) % 90
+            tracked = core.receive(number, name, tokens, json.loads(text))
+            self._by_name[name] = tracked
+            self.tick()
+            found.append(self.status(name))
+            if found[-1] == "WAITING_FOR_REMOTE_KVS":
+                tracked.tables = core._tables(name)
+                self._map(tracked)
+                self.hang_up(name)
+                self.watch([name], _OVER_SECONDS)
+                self.loaded([name])
+            core.forget()
+        return found
+
+    def last_offer(self) -> str:
+        """The parameters that an error came with."""
+        return self._offered[-1]
+
+    def logged(self) -> list[str]:
+        """What the release and kvpatch have logged as errors."""
+        return list(self.log.errors)
 
     def hang_up(self, name: str) -> None:
         """Ends a request whose client is gone; the next step tells the workers."""

@@ -1,0 +1,193 @@
+"""A request whose ``kv_transfer_params`` are wrong fails alone.
+
+Why:
+    The connector believes what clients send. A missing field, a text for a list of blocks or
+    for a number, a host's name that is a list: each ends D's engine, in its scheduler, in a
+    worker or in the step between, with all requests on it. Block ids that P does not have are
+    read from another layer's blocks, a tensor-parallel size of millions eats the memory, and
+    fewer blocks than the prompt fills fail an assertion.
+Where:
+    vLLM's API server, scheduler and workers, on P and D, like pairs included.
+How:
+    The parameters of a request are checked before the release uses them: types, ranges,
+    lengths, what has to be there, and whether KVPATCH_ALLOWED_PEERS allows P's address. The
+    API server answers one that is wrong with an error that names the field, and so it does
+    several prompts with the parameters of one. The scheduler, to which requests may come by
+    other ways, handles it as if it had none, with an error in the log: this engine computes
+    its prompt. So it does where P says that it holds no block, and where P is asked to read an
+    earlier turn back that it would wait for in vain. A worker that knows the peer fails the
+    load of a request that names blocks which the peer does not have, or too few.
+Upstream:
+    vLLM #51505 and its siblings.
+Limits:
+    That a client may name the blocks of other requests is vLLM's design: docs/security.md.
+    Behind a MultiConnector the scheduler alone checks.
+Remove when:
+    The connector checks what it is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvpatch._patching import Patch
+from kvpatch._text import shown
+from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.patches import _sites
+from kvpatch.vllm.allowed_peers import allowed_peers
+from kvpatch.vllm.host_buffer_links import connectors_of
+from kvpatch.vllm.transfer_params import (
+    FIELD,
+    Asked,
+    Form,
+    ParamsRefused,
+    check,
+    check_prompts,
+    loads_nothing,
+)
+
+_LOG = logging.getLogger("kvpatch.transfer_params")
+
+
+def _server_add_request(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    form: Form,
+) -> Any:
+    """Raises, and nothing has been booked of the request.
+
+    Behind the server a request whose parameters nobody could send would end more than itself.
+    """
+
+    def add(request: Any, *more: Any, **named: Any) -> Any:
+        config = instance.vllm_config
+        transfer = config.kv_transfer_config
+        extra = getattr(request.sampling_params, "extra_args", None)
+        if transfer is not None and transfer.kv_connector in _NIXL and extra:
+            most = int(config.model_config.max_model_len)
+            tokens = request.prompt_token_ids
+            asked = Asked(
+                tokens=most if tokens is None else len(tokens),
+                most_tokens=most,
+                pushes=transfer.kv_connector == _PUSH,
+                allows=allowed_peers().allows,
+            )
+            check(extra.get(FIELD), form, asked)
+        return wrapped(request, *more, **named)
+
+    return add(*args, **kwargs)
+
+
+def _create_completion(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    async def create(request: Any, *more: Any, **named: Any) -> Any:
+        embedded = getattr(request, "prompt_embeds", None)
+        try:
+            check_prompts(request.kv_transfer_params, request.prompt, embedded)
+        except ParamsRefused as error:
+            return instance.create_error_response(str(error))
+        return await wrapped(request, *more, **named)
+
+    return create(*args, **kwargs)
+
+
+def _add_request(
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    generation: Generation,
+    form: Form,
+) -> Any:
+    def add(request: Any) -> Any:
+        connector = getattr(sys.modules[generation.connector_module], generation.connector_class)
+        for each in connectors_of(instance):
+            if isinstance(each, connector):
+                try:
+                    check(request.kv_transfer_params, form, _asked(instance, each, request))
+                except ParamsRefused as error:
+                    request.kv_transfer_params = None
+                    _LOG.error(
+                        "request %s is taken without its parameters, and computed here: %s",
+                        shown(request.request_id),
+                        error,
+                    )
+        return wrapped(request)
+
+    return add(*args, **kwargs)
+
+
+def _asked(core: Any, connector: Any, request: Any) -> Asked:
+    # A request that was refused at the server comes in to be ended, with another prompt.
+    is_notice = getattr(request, "abort_immediately", False)
+    most = int(core.max_model_len)
+    return Asked(
+        tokens=most if is_notice else int(request.num_prompt_tokens),
+        most_tokens=most,
+        pushes=hasattr(connector.connector_scheduler, "_push_pending_registrations"),
+        allows=allowed_peers().allows,
+    )
+
+
+def _get_num_new_matched_tokens(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def matched(request: Any, num_computed_tokens: int) -> Any:
+        found = wrapped(request, num_computed_tokens)
+        scheduler = instance.connector_scheduler
+        if found[0] and not hasattr(scheduler, "_push_pending_registrations"):
+            reads_back = getattr(scheduler, "is_bidirectional_kv_xfer_enabled", False)
+            reads_back = reads_back and not scheduler.use_host_buffer
+            if loads_nothing(request.kv_transfer_params, reads_back=reads_back):
+                return 0, False
+        return found
+
+    return matched(*args, **kwargs)
+
+
+_PUSH = "NixlPushConnector"
+_NIXL = ("NixlConnector", "NixlPullConnector", _PUSH)
+
+# From 0.18 a list of block ids for each cache group.
+_ONE_LIST = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
+# From 0.13 P's name of a request.
+_ONE_NAME = ("g0100", "g0101", "g0102", "g0110", "g0111")
+# To 0.11.0 a rank is added to the port.
+_ADDS_RANK = ("g0100", "g0101", "g0102", "g0110")
+# From 0.21, which is in g0200, P may read an earlier turn back from D.
+_ONE_WAY = (*_ONE_LIST, "g0180")
+
+FORMS = {
+    g.slug: Form(
+        has_groups=g.slug not in _ONE_LIST,
+        has_request_id=g.slug not in _ONE_NAME,
+        formats_port=g.slug not in _ADDS_RANK,
+        reads_back=g.slug not in _ONE_WAY,
+    )
+    for g in GENERATIONS
+}
+
+PATCH = Patch(
+    slug="transfer_params",
+    wire_affecting=False,
+    sites={
+        g.slug: {
+            _sites.server_add_request(g): partial(_server_add_request, form=FORMS[g.slug]),
+            _sites.create_completion(g): _create_completion,
+            _sites.add_request(g): partial(_add_request, generation=g, form=FORMS[g.slug]),
+            _sites.get_num_new_matched_tokens(g): _get_num_new_matched_tokens,
+        }
+        for g in GENERATIONS
+    },
+    not_needed={},
+    document=__doc__,
+)

@@ -1,0 +1,284 @@
+"""What is asked of a client's parameters, and where D may connect; no vLLM in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch._errors import SettingsError
+from kvpatch._text import shown
+from kvpatch._versions import GENERATIONS
+from kvpatch.patches.transfer_params import FORMS, _create_completion, _server_add_request
+from kvpatch.vllm.allowed_peers import parse
+from kvpatch.vllm.transfer_params import (
+    Asked,
+    Form,
+    ParamsRefused,
+    check,
+    check_prompts,
+    loads_nothing,
+)
+from tests.bad_params import bad_params
+
+pytestmark = pytest.mark.patching
+
+_FORM = Form(has_groups=True, has_request_id=True, formats_port=True, reads_back=True)
+_ASKED = Asked(tokens=150, most_tokens=1024)
+#: As P of 0.33.0 answers.
+_OWN: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[38, 88, 51]],
+    "remote_engine_id": "6f1c8f3e-0d4e-4c57-a2a2-6f0f6b1f4f7e_dp0",
+    "remote_request_id": "cmpl-___prefill_addr_10.0.0.1:8100-0-1a2b3c4d",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_num_tokens": 150,
+    "remote_blocks_expiry_time": None,
+    "remote_registration_generation": 0,
+    "remote_prefill_cached_tokens": 17,
+    "transfer_mode": "pull",
+}
+_PROXYS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+_TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        _OWN,
+        _TO_P,
+        {"do_remote_decode": True},
+        {**_TO_P, "remote_host": 7, "remote_num_tokens": "x"},  # nothing is loaded
+        {"do_remote_prefill": False, "remote_block_ids": "x"},
+        {**_OWN, "remote_block_ids": []},
+        {**_OWN, "remote_block_ids": [[], []]},
+        {**_OWN, "remote_block_ids": ([1, 2], (3,))},
+        {**_OWN, "remote_host": "prefill-0.pool.svc"},
+        {**_OWN, "remote_host": "fe80::1%eth0"},
+        {**_OWN, "remote_host": "[::1]"},
+        {**_OWN, "remote_port": "5600"},
+        {**_OWN, "somebodys": {"own": [1, "x"]}},
+        {**_OWN, "remote_blocks_expiry_time": 1234.5, "do_remote_decode": True},
+        {**_OWN, "do_remote_prefill": False, "do_remote_decode": True},
+        {"do_remote_decode": True, "remote_block_ids": 7},  # no turn: the rest is not there
+    ],
+)
+def test_right_parameters_pass_untouched(params: Any) -> None:
+    before = json.dumps(params)
+
+    check(params, _FORM, _ASKED)
+
+    assert json.dumps(params) == before
+
+
+def test_each_wrong_field_is_named() -> None:
+    found = bad_params(_OWN)
+
+    assert len(found) >= 60
+    for field, params in found:
+        with pytest.raises(ParamsRefused) as refused:
+            check(params, _FORM, _ASKED)
+        message = str(refused.value)
+        assert message.startswith("kv_transfer_params")
+        assert field in message, (field, message)
+        assert len(message) < 1000
+        assert message.isprintable()
+
+
+def test_to_0_12_a_list_of_ids_and_no_name_of_the_request_do() -> None:
+    form = Form(has_groups=False, has_request_id=False, formats_port=False, reads_back=False)
+    params = {**_OWN, "remote_block_ids": [1, 2, 3]}
+    del params["remote_request_id"]
+
+    check(params, form, _ASKED)
+    for wrong in ({"remote_block_ids": [[1, 2, 3]]}, {"remote_port": "5600"}):
+        with pytest.raises(ParamsRefused, match=next(iter(wrong))):
+            check({**params, **wrong}, form, _ASKED)
+
+
+def test_in_push_mode_no_blocks_are_named() -> None:
+    params = {**_OWN}
+    del params["remote_block_ids"]
+    pushes = Asked(tokens=150, most_tokens=1024, pushes=True)
+
+    check(params, _FORM, pushes)
+    del params["tp_size"]
+    with pytest.raises(ParamsRefused, match="tp_size is missing"):
+        check(params, _FORM, pushes)
+
+
+def test_as_many_blocks_as_the_prompt_can_have() -> None:
+    check({**_OWN, "remote_block_ids": [list(range(150 + 64))]}, _FORM, _ASKED)
+    with pytest.raises(ParamsRefused, match="has 215 block ids"):
+        check({**_OWN, "remote_block_ids": [list(range(150 + 65))]}, _FORM, _ASKED)
+    # Of an earlier turn D may hold more than P is asked.
+    turn = {**_OWN, "do_remote_prefill": False, "do_remote_decode": True}
+    check({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _ASKED)
+
+
+def test_what_loads_nothing() -> None:
+    assert loads_nothing({**_OWN, "remote_block_ids": [[], []]}, reads_back=False)
+    assert not loads_nothing(_OWN, reads_back=False)
+    turn = {**_OWN, "do_remote_prefill": False, "do_remote_decode": True}
+    assert loads_nothing(turn, reads_back=False)
+    assert not loads_nothing(turn, reads_back=True)
+    assert loads_nothing({**turn, "_remote_blocks_processed": True}, reads_back=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "embedded"),
+    [(["a", "b"], None), ([[1, 2], [3]], None), ("a", b"x"), (None, [b"x", b"y"])],
+)
+def test_several_prompts_have_no_parameters_of_one(prompt: Any, embedded: Any) -> None:
+    with pytest.raises(ParamsRefused, match="send a request for each"):
+        check_prompts(_OWN, prompt, embedded)
+    check_prompts(_TO_P, prompt, embedded)
+    check_prompts(None, prompt, embedded)
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]], [], None])
+def test_one_prompt_has(prompt: Any) -> None:
+    check_prompts(_OWN, prompt, None)
+
+
+_LISTED = (
+    "10.0.0.0/8:5600-5700",
+    "fd00::/8",
+    "prefill-0:5600",
+    "*.P.svc",
+    "[::1]:7",
+    "::ffff:192.168.0.0/112",
+)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [
+        ("10.1.2.3", 5600),
+        ("::ffff:10.1.2.3", 5700),
+        ("[::ffff:a01:203]", 5600),
+        ("Prefill-0.", 5600),
+        ("a.p.svc", 1),
+        ("0:0:0:0:0:0:0:1", 7),
+        ("192.168.3.4", 1),
+        ("[fd12::1]", 1),
+    ],
+)
+def test_a_peer_that_is_listed(host: str, port: int) -> None:
+    assert parse(_LISTED).allows(host, port)
+
+
+@pytest.mark.parametrize(
+    ("host", "port"),
+    [
+        ("10.1.2.3", 5599),
+        ("prefill-0", 5601),
+        ("evilp.svc", 1),
+        ("p.svc", 1),
+        ("::1", 8),
+        ("fe80::1%eth0", 1),
+        # 10.0.0.1, as the resolver takes it too
+        ("10.1", 5600),
+        ("0x0a.1", 5600),
+        ("167772161", 5600),
+        ("012.0.0.1", 5600),
+        ("0.0.0.0", 5600),
+        ("10.0.0.1.example.org", 5600),
+        ("64:ff9b::a00:1", 5600),
+    ],
+)
+def test_a_peer_that_is_not(host: str, port: int) -> None:
+    allowed = parse(_LISTED)
+
+    assert not allowed.allows(host, port)
+    asked = Asked(tokens=150, most_tokens=1024, allows=allowed.allows)
+    with pytest.raises(ParamsRefused, match="remote_host .* KVPATCH_ALLOWED_PEERS"):
+        check({**_OWN, "remote_host": host, "remote_port": port}, _FORM, asked)
+
+
+def test_any_peer_without_a_list() -> None:
+    assert parse(()).allows("anybody", 1)
+    assert parse(("*:5600",)).allows("anybody", 5600)
+    assert not parse(("*:5600",)).allows("anybody", 5601)
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.0/33", "x:0", "x:70000", "x:9-8", "[::1", "http://x"])
+def test_an_entry_that_cannot_be_read(entry: str) -> None:
+    with pytest.raises(SettingsError, match="KVPATCH_ALLOWED_PEERS"):
+        parse((entry,))
+
+
+def test_what_is_shown_is_one_short_line() -> None:
+    for odd in (
+        "x" * 10**7,
+        "a\nERROR forged",
+        ["y" * 10**6] * 10**6,
+        10**5000,
+        {"a": [[[["b"]]]]},
+    ):
+        text = shown(odd)
+        assert len(text) < 500
+        assert text.isprintable()
+    assert shown("engine-1") == "'engine-1'"
+
+
+def _server(connector: str) -> Any:
+    """Fake: of the API server's engine client there is no more than its settings."""
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector=connector),
+            model_config=SimpleNamespace(max_model_len=1024),
+        )
+    )
+
+
+def _request(params: Any) -> Any:
+    """Fake: what is looked at of an EngineCoreRequest."""
+    sampling = SimpleNamespace(extra_args={"kv_transfer_params": params})
+    return SimpleNamespace(prompt_token_ids=[1] * 150, sampling_params=sampling)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS, ids=lambda g: g.slug)
+def test_the_server_refuses_before_anything_is_booked(generation: Any) -> None:
+    taken: list[Any] = []
+    form = FORMS[generation.slug]
+    own = {**_OWN, "remote_block_ids": _OWN["remote_block_ids"][0]} if not form.has_groups else _OWN
+
+    def ask(connector: str, params: Any) -> None:
+        request = _request(params)
+        _server_add_request(
+            lambda *given: taken.append(given), _server(connector), (request, "p"), {}, form=form
+        )
+
+    ask("NixlConnector", own)
+    assert len(taken) == 1
+    assert taken[0][1] == "p"
+    with pytest.raises(ValueError, match="remote_block_ids is 7"):
+        ask("NixlConnector", {**own, "remote_block_ids": 7})
+    assert len(taken) == 1
+    ask("MooncakeConnector", {"do_remote_prefill": True, "transfer_id": "x"})
+    assert len(taken) == 2
+
+
+def test_the_server_answers_several_prompts_with_an_error() -> None:
+    async def create(request: Any, raw_request: Any = None) -> str:
+        return "answered"
+
+    server = SimpleNamespace(create_error_response=lambda message: f"error: {message}")
+
+    def ask(prompt: Any) -> Any:
+        request = SimpleNamespace(prompt=prompt, kv_transfer_params=_OWN)
+        return asyncio.run(_create_completion(create, server, (request,), {}))
+
+    assert ask("one") == "answered"
+    assert ask(["one", "two"]).startswith("error: kv_transfer_params belongs to one prompt")
