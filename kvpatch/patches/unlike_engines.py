@@ -40,7 +40,10 @@ Limits:
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
     D with vLLM's own host buffer, shared KV layers or context parallelism
-    leaves unlike peers to the release, but for smaller blocks, which it reads wrongly.
+    leaves unlike peers to the release. Of smaller blocks, which it pairs with wrong tokens behind
+    a prefix hit, it is handed those that it pairs rightly; a request that has no such blocks fails
+    alone. A peer of smaller blocks is refused where the release misreads each of its requests
+    (keys by column; heads, 0.23 to 0.31, or in NHD).
     Recurrent state (Mamba) is read whole from as many ranks as D's and of as many bytes;
     between plain pools unlike ranks are left to the release. To 0.20, where a backend may have
     cut them, a plain pool of other blocks is refused.
@@ -85,7 +88,6 @@ from kvpatch.vllm.likeness import (
     is_alike,
     refuse_drafted_windows,
     refuse_endless,
-    refuse_smaller_blocks,
     refuse_unreadable,
 )
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
@@ -105,6 +107,7 @@ from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
+from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
 from kvpatch.vllm.split_handles import watch_split_handles
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import (
@@ -200,7 +203,12 @@ def _add_remote_agent(
     registration: Registration,
     drafted_windows: bool,
     states_layout: bool,
+    takes_heads_for_hnd: bool,
 ) -> Any:
+    admit = partial(
+        admit_smaller, registration=registration, takes_heads_for_hnd=takes_heads_for_hnd
+    )
+
     def as_release(metadata: Any, *more: Any) -> Any:
         refuse_endless(instance, metadata)
         return wrapped(metadata, *more)
@@ -223,11 +231,11 @@ def _add_remote_agent(
                 peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
                 refuse_unreadable(instance, peer)
             else:
-                refuse_smaller_blocks(instance, nixl_agent_meta)
+                admit(instance, nixl_agent_meta)
             return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
         if is_left_with_state(reader, stated):
-            refuse_smaller_blocks(instance, nixl_agent_meta)
+            admit(instance, nixl_agent_meta)
             return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         misread = reader.ours.misreads_blocks
         peer, unstated = completed(
@@ -299,13 +307,18 @@ def _read_blocks_for_req(
     kwargs: dict[str, Any],
     *,
     expanded: bool,
+    registration: Registration,
 ) -> Any:
     def read(req_id: str, meta: Any) -> Any:
         reader = reader_of(instance)
         orders.stop_pretending(meta)
+        engine_id = orders.engine_of(meta)
+        smaller = smaller_blocks(instance, engine_id)
+        if smaller is not None:
+            with paired(instance, meta, registration.groups(instance, ()), *smaller):
+                return wrapped(req_id, meta)
         if reader is None:
             return wrapped(req_id, meta)
-        engine_id = orders.engine_of(meta)
         order = orders.order_of(meta)
         try:
             peer = _peer_of(reader, engine_id, order)
@@ -525,6 +538,8 @@ def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
 _MEETS_ONE_RANK = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130")
 _COUNTS_ONE_HEAD = (*_MEETS_ONE_RANK, "g0140", "g0160", "g0180")
+# What it makes of heads in larger blocks than P's; 0.32 asks what the layout is.
+_TAKES_HEADS_FOR_HND = (*_COUNTS_ONE_HEAD, "g0200")
 _READS_ITS_SHARE = ("g0240", "g0260", "g0290", "g0300")
 # 0.11.1 and 0.11.2, on a CPU backend; 0.12.0 does not.
 _MISREADS_BLOCKS = ("g0111",)
@@ -561,9 +576,12 @@ PATCH = Patch(
                 registration=REGISTRATIONS[g.slug],
                 drafted_windows=g.slug in _DRAFTED_WINDOWS,
                 states_layout=g.slug not in _NO_LAYOUT,
+                takes_heads_for_hnd=g.slug in _TAKES_HEADS_FOR_HND,
             ),
             _sites.read_blocks_for_req(g): partial(
-                _read_blocks_for_req, expanded=g.slug in _EXPANDED
+                _read_blocks_for_req,
+                expanded=g.slug in _EXPANDED,
+                registration=REGISTRATIONS[g.slug],
             ),
             _sites.build_connector_meta(g): partial(
                 _build_connector_meta,

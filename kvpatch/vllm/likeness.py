@@ -247,23 +247,3 @@ def refuse_endless(worker: Any, metadata: Any) -> None:
             f"{regions} regions, and {most} are the most that are prepared for, {_TIMES_OWN} times "
             "our own: give this engine more KV cache, or the prefill side larger blocks"
         )
-
-
-def refuse_smaller_blocks(worker: Any, metadata: Any) -> None:
-    """Refuses a peer of smaller blocks where this worker has no reader of its own.
-
-    Every release that takes such a peer pairs wrong tokens where D has a prefix hit, and in
-    models with recurrent state without one (0.32.0 on a CPU).
-
-    Raises:
-        PeerRefused: the release would read it.
-    """
-    theirs = getattr(metadata, "block_size", None)  # from 0.11.1
-    if not isinstance(theirs, int) or theirs >= worker.block_size:
-        return
-    raise PeerRefused(
-        f"engine {metadata.engine_id} cannot be read: it has blocks of {theirs} tokens, we have "
-        f"{worker.block_size}, and this engine's cache is not one that kvpatch reads into (a host "
-        "buffer, context parallelism, layers that share caches, or recurrent state in layout "
-        "BLHNC or over unlike ranks): use one --block-size on both sides"
-    )

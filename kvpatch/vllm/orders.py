@@ -7,7 +7,7 @@ releases convert by our own before the worker can look.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,14 @@ def remote_blocks(entry: Any) -> Any:
     """The peer's blocks as the entry has them now."""
     remote = getattr(entry, "remote", None)
     return entry.remote_block_ids if remote is None else remote.block_ids
+
+
+def show_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
+    """Gives the entry others of the peer's blocks to be read, per cache group."""
+    found = remote_blocks(entry)
+    setattr(entry, _REMOTE_BLOCKS, found)
+    is_flat = not (len(found) and hasattr(found[0], "__len__"))  # to 0.17
+    _set_remote_blocks(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks])
 
 
 def pretend_alike(entry: Any, *, expanded: bool) -> None:

@@ -35,6 +35,13 @@ def bodies(generation: Generation) -> list[tuple[str, str]]:
 _INIT = ("__init__",)
 _INIT_AND_LOCAL = ("__init__", "register_local_xfer_handler")
 _FULL_ATTENTION = ("__init__", "register_local_xfer_handler", "_build_fa_local")
+# How blocks of a peer that is left to the release are paired, and what becomes of smaller ones.
+_PAIRING = (
+    "_apply_prefix_caching",
+    "_apply_dcp_prefix_caching",
+    "_map_block_ids_for_block_size_ratio",
+    "post_process_device_kv_on_receive",
+)
 
 _WORKER: dict[str, tuple[str, ...]] = {
     "g0100": _INIT,
@@ -50,8 +57,8 @@ _WORKER: dict[str, tuple[str, ...]] = {
     "g0230": _FULL_ATTENTION,
     "g0240": _FULL_ATTENTION,
     "g0260": (*_FULL_ATTENTION, "_register_packed_kv_cache"),
-    "g0290": _FULL_ATTENTION,
-    "g0300": _FULL_ATTENTION,
+    "g0290": (*_FULL_ATTENTION, *_PAIRING),
+    "g0300": (*_FULL_ATTENTION, *_PAIRING),
 }
 
 # What decides whether keys and values are regions of their own.

@@ -21,7 +21,6 @@ from kvpatch.vllm.likeness import (
     is_alike,
     refuse_drafted_windows,
     refuse_endless,
-    refuse_smaller_blocks,
 )
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.our_side import row_groups_of, units_of
@@ -556,17 +555,6 @@ class TestRequests:
     def test_a_prompt_that_the_peer_has_only_a_part_of(self, ours):
         with pytest.raises(ReadRefused, match="same prompt"):
             self._plan(ours, 101, tuple(range(7)), (3, 1), held=100)
-
-
-@pytest.mark.parametrize(("tokens", "refused"), [(16, True), (64, False), (32, False)])
-def test_smaller_blocks_are_refused_where_nobody_reads_them_rightly(tokens, refused):
-    worker = SimpleNamespace(block_size=32)
-    peer = SimpleNamespace(block_size=tokens, engine_id="P")
-    if not refused:
-        refuse_smaller_blocks(worker, peer)
-        return
-    with pytest.raises(PeerRefused, match="--block-size"):
-        refuse_smaller_blocks(worker, peer)
 
 
 @pytest.mark.parametrize(

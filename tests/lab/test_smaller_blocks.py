@@ -1,0 +1,88 @@
+"""P has smaller blocks than a D whose cache kvpatch does not read into: the release reads them.
+
+States over unlike ranks are the release's. It splits them as Mamba2's own ranks do and the lab
+does not, so that some elements of states differ in any run, and those alone may.
+"""
+
+from __future__ import annotations
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Report
+from .host import Lab
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+
+@pytest.fixture(autouse=True)
+def _has_hybrid_models(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.28"):
+        pytest.skip("this release refuses unlike block sizes of hybrid models itself")
+
+
+def _case(p_tokens: int, prompt_tokens: int = 150, hit_tokens: int = 0) -> Case:
+    prefill, decode = (
+        EngineSpec(
+            block_tokens=block_tokens,
+            tp_size=ranks,
+            planned_blocks=32,
+            dtype="float32",
+            has_state=True,
+            state_mode="align" if hit_tokens else "none",
+        )
+        for block_tokens, ranks in ((p_tokens, 1), (64, 2))
+    )
+    name = f"P {p_tokens} TP1, D 64 TP2, {prompt_tokens} tokens, {hit_tokens} cached"
+    return Case(name, prefill, decode, prompt_tokens, hit_tokens)
+
+
+def _assert_states_alone_differ(lab: Lab, report: Report) -> None:
+    like = lab.run(_case(64))  # blocks as ours: the release pairs them rightly
+    assert report.outcome == like.outcome == "corrupt", (report, like)
+    assert report.wrong_elements == like.wrong_elements
+    assert report.stray_bytes == 0
+
+
+def _reads_heads(release: str) -> bool:
+    return Version(release) >= Version("0.32")
+
+
+def test_requests_that_the_release_pairs_rightly_are_its_own(lab: Lab) -> None:
+    """Such a peer was refused once, for the sake of the next test's."""
+    if not _reads_heads(lab.release):
+        pytest.skip("this release puts heads in wrong places of larger blocks")
+    case = _case(32)
+
+    stock, patched = lab.run(case), lab.run(case.patched(*SLUGS, prefill=False))
+
+    _assert_states_alone_differ(lab, stock)
+    _assert_states_alone_differ(lab, patched)
+
+
+@pytest.mark.parametrize("prompt_tokens", [129, 150, 192])
+def test_a_prefix_hit_is_paired_by_token(lab: Lab, prompt_tokens: int) -> None:
+    if not _reads_heads(lab.release):
+        pytest.skip("this release puts heads in wrong places of larger blocks")
+    case = _case(32, prompt_tokens, hit_tokens=64)
+
+    _assert_states_alone_differ(lab, lab.run(case.patched(*SLUGS, prefill=False)))
+
+
+def test_stock_pairs_a_prefix_hit_from_the_end(lab: Lab) -> None:
+    stock = lab.run(_case(32, hit_tokens=64))
+
+    assert stock.outcome == "corrupt", stock
+    assert stock.wrong_elements > lab.run(_case(64)).wrong_elements
+
+
+def test_a_peer_of_which_every_request_would_be_wrong(lab: Lab) -> None:
+    if _reads_heads(lab.release):
+        pytest.skip("this release reads heads of smaller blocks rightly")
+
+    report = lab.run(_case(32).patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "refused", report
+    assert "puts heads in wrong places" in report.detail

@@ -1,0 +1,190 @@
+"""Peers of smaller blocks where the release pairs them: which of P's blocks it is handed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.geometry import KeyOrder
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.orders import _ORDER, Order, remote_blocks
+from kvpatch.vllm.shares import ReadRefused
+from kvpatch.vllm.smaller_blocks import (
+    Blocks,
+    Listed,
+    admit_smaller,
+    mend_pairing,
+    paired,
+    remote_slice,
+)
+from kvpatch.vllm.wire import PeerRefused
+
+_ATTENTION = (Group(frozenset("a"), window_tokens=0),)
+
+
+def _as_the_release_pairs(
+    local: int, remote: int, ours: Blocks, theirs: Blocks, *, from_front: bool
+) -> tuple[int, int]:
+    """(P's first kernel block of those that are paired, how many), as every release has it."""
+    mapped = local * ours.parts * (ours.kernel_tokens // theirs.kernel_tokens)
+    held = remote * theirs.parts
+    count = min(mapped, held)
+    return (0 if from_front else held - count), count
+
+
+@given(
+    tokens=st.integers(1, 700),
+    hit_blocks=st.integers(0, 6),
+    ratio=st.integers(1, 4),
+    parts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    from_front=st.booleans(),
+)
+def test_what_is_left_is_paired_by_token(
+    tokens: int, hit_blocks: int, ratio: int, parts: tuple[int, int], from_front: bool
+) -> None:
+    ours, theirs = Blocks(16 * ratio, parts[0]), Blocks(16, parts[1])
+    local = -(-tokens // ours.tokens) - hit_blocks
+    if local < 1:
+        return
+    first = hit_blocks * ours.tokens
+    remote = -(-tokens // theirs.tokens)
+
+    kept = remote_slice(
+        Listed(local, first), Listed(remote, 0), ours, theirs, from_front=from_front
+    )
+
+    if kept is None:  # only where no list of whole blocks of P's would do
+        assert ours.tokens % theirs.tokens
+        return
+    start, stop = kept
+    skipped, count = _as_the_release_pairs(local, stop - start, ours, theirs, from_front=from_front)
+    begins = start * theirs.tokens + skipped * theirs.kernel_tokens
+    assert begins == first
+    assert begins + count * theirs.kernel_tokens >= tokens
+
+
+def test_a_list_that_need_not_change_does_not() -> None:
+    found = remote_slice(Listed(3, 0), Listed(5, 0), Blocks(64, 1), Blocks(32, 1), from_front=False)
+    assert found == (0, 5)
+
+
+@pytest.mark.parametrize(("first", "remote_first"), [(0, 64), (96, 0)])
+def test_blocks_that_do_not_meet(first: int, remote_first: int) -> None:
+    ours, theirs = Blocks(96, 1), Blocks(64, 1)
+    local, remote = Listed(1, first), Listed(3, remote_first)
+    assert remote_slice(local, remote, ours, theirs, from_front=False) is None
+
+
+# --- a request ------------------------------------------------------------------
+
+
+class _Agent:
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bytes]] = []
+
+    def send_notif(self, name: str, notif_msg: bytes) -> None:
+        self.told.append((name, notif_msg))
+
+    def make_prepped_xfer(self, *_: Any, **__: Any) -> str:
+        return "a transfer"
+
+
+def _worker(**more: Any) -> Any:
+    """A stand-in of 0.32's worker."""
+    return SimpleNamespace(
+        block_size=64,
+        use_mla=True,
+        kv_cache_layout="HND",
+        nixl_wrapper=_Agent(),
+        dst_xfer_side_handles={"P": {0: "handle"}},
+        _remote_agents={"P": {(0, 0): "agent of P"}},
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(enable_prefix_caching=True),
+            parallel_config=SimpleNamespace(),
+        ),
+        **more,
+    )
+
+
+def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
+    found = SimpleNamespace(
+        local_block_ids=[local],
+        local_num_computed_blocks=(),
+        remote=SimpleNamespace(engine_id="P", block_ids=[remote]),
+    )
+    if tokens is not None:
+        setattr(found, _ORDER, Order(tokens, tokens, (tuple(local),), (tuple(remote),)))
+    return found
+
+
+def test_blocks_before_a_prefix_hit_are_left_out() -> None:
+    meta = _meta([1, 2], [10, 11, 12, 13, 14], 150)
+    mend_pairing(_worker(), meta, _ATTENTION, Blocks(64, 1), Blocks(32, 1))
+    assert remote_blocks(meta) == [[12, 13, 14]]
+
+
+@pytest.mark.parametrize("tokens", [150, None])
+def test_without_a_hit_a_request_stays_as_it_is(tokens: int | None) -> None:
+    meta = _meta([1, 2, 3], [10, 11, 12, 13, 14], tokens)
+    mend_pairing(_worker(), meta, _ATTENTION, Blocks(64, 1), Blocks(32, 1))
+    assert remote_blocks(meta) == [[10, 11, 12, 13, 14]]
+
+
+def test_without_a_token_count_a_hit_may_be_anywhere() -> None:
+    meta = _meta([1], [10, 11], None)  # 97 to 192 tokens, in blocks of 64 two or three
+    with pytest.raises(ReadRefused, match="ENABLE_KVPATCH"):
+        mend_pairing(_worker(), meta, _ATTENTION, Blocks(64, 1), Blocks(48, 2))
+
+
+def test_context_parallelism_pairs_one_to_one() -> None:
+    meta = _meta([1], [10, 11], 60)
+    with pytest.raises(ReadRefused, match="context parallelism"):
+        mend_pairing(_worker(dcp_size=2), meta, _ATTENTION, Blocks(64, 1), Blocks(32, 1))
+
+
+def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
+    worker, meta = _worker(), _meta([1], [10, 11, 12], 150)
+    own = worker.nixl_wrapper
+    with paired(worker, meta, _ATTENTION, Blocks(48, 2), Blocks(64, 1)):
+        count = len(meta.remote.block_ids[0])
+        with pytest.raises(ReadRefused, match="--block-size"):
+            worker.nixl_wrapper.make_prepped_xfer("READ", 1, [0], "handle", [0] * count, b"req:1")
+    assert worker.nixl_wrapper is own
+    assert own.told == [("agent of P", b"req:1")]
+    assert count == 2  # as many as have the release prepare a transfer
+
+
+# --- a peer ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "worker", "refused"),
+    [
+        (16, {}, ""),
+        (64, {"use_mla": False}, ""),
+        (16, {"use_mla": False}, "puts heads in wrong places"),
+        (16, {"use_mla": False, "_invalid_remote_engines": set()}, ""),
+    ],
+)
+def test_a_peer_is_refused_where_every_request_would_be_wrong(
+    tokens: int, worker: dict[str, Any], refused: str
+) -> None:
+    registration: Any = SimpleNamespace(key_order=lambda _: KeyOrder.ROW_MAJOR)
+    found = SimpleNamespace(**vars(_worker()) | worker)
+    peer = SimpleNamespace(block_size=tokens, engine_id="P")
+    if not refused:
+        admit_smaller(found, peer, registration, takes_heads_for_hnd=False)
+        return
+    with pytest.raises(PeerRefused, match=refused):
+        admit_smaller(found, peer, registration, takes_heads_for_hnd=False)
+
+
+def test_keys_by_column_are_never_read_as_rows() -> None:
+    registration: Any = SimpleNamespace(key_order=lambda _: KeyOrder.COLUMN_MAJOR)
+    peer = SimpleNamespace(block_size=16, engine_id="P")
+    with pytest.raises(PeerRefused, match="by column"):
+        admit_smaller(_worker(), peer, registration, takes_heads_for_hnd=True)
