@@ -17,7 +17,7 @@ from kvpatch.geometry.layouts import (
     host_mirror,
     named_layout,
 )
-from kvpatch.geometry.meetings import missing_heads
+from kvpatch.geometry.meetings import check_whole, missing_heads
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.order import DimensionOrder, KeyOrder
 from kvpatch.geometry.plan import Plan, plan_copy, plan_runs
@@ -80,6 +80,7 @@ __all__ = [
     "UnpairableBlocks",
     "UnplannableCopy",
     "UnreadableGeometry",
+    "check_whole",
     "cross",
     "dense_plane",
     "host_mirror",

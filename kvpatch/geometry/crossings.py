@@ -60,6 +60,11 @@ class Crossing:
         return tuple(copy for slots in self.slots for copy in slots.copies)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether blocks of it are never cut."""
+        return any(copy.local.is_whole for copy in self.copies)
+
+    @property
     def slot_bytes(self) -> int:
         """The least buffer that a staged copy can do with."""
         return max(slots.slot_bytes for slots in self.slots)

@@ -108,6 +108,8 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
         raise UnplannableCopy(
             f"expected planes of one width and item size, found {remote} and {local}"
         )
+    if remote.is_whole or local.is_whole:
+        check_whole(remote, local)
     theirs, ours = remote.strides_bytes, local.strides_bytes
     return Copy(
         remote,
@@ -123,6 +125,36 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
                 Axis(end_head - start_head, theirs.head, ours.head),
             ),
         ),
+    )
+
+
+def check_whole(remote: Plane, local: Plane) -> None:
+    """Whether a block of one plane is a block of the other, byte for byte.
+
+    Heads that lie outside the tokens are pieces of their own, however far apart.
+
+    Raises:
+        UnplannableCopy: it is not.
+    """
+    if (
+        remote.is_whole != local.is_whole
+        or remote.counts[1:] != local.counts[1:]
+        or remote.first_head != local.first_head
+        or _inside_block(remote) != _inside_block(local)
+    ):
+        raise UnplannableCopy(
+            f"expected blocks that move whole to be alike on both sides, found {remote} and {local}"
+        )
+
+
+def _inside_block(plane: Plane) -> tuple[int | None, ...]:
+    """(head, token, channel) strides; None where they do not tell how a piece lies."""
+    strides, counts = plane.strides_bytes, plane.counts
+    is_outside = strides.head >= counts.block_tokens * strides.token
+    return (
+        None if counts.heads == 1 or is_outside else strides.head,
+        strides.token if counts.block_tokens > 1 else None,
+        strides.channel if counts.channels > 1 else None,
     )
 
 

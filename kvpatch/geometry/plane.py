@@ -24,6 +24,8 @@ class Content(Enum):
     VALUE = "value"
     LATENT = "latent"
     """One vector that stands for both: MLA, its indexers, hidden states."""
+    SLOT = "slot"
+    """Opaque bytes of all of a rank's heads; a block has several such in place of heads."""
     STATE = "state"
     """Opaque bytes of a whole block, without tokens in it: Mamba."""
 
@@ -57,6 +59,8 @@ class Plane:
         item_bytes: bytes of one item.
         first_head: the global number of the plane's head 0, so that planes of unlike
             tensor-parallel ranks can be matched; 0 where the content has no heads.
+        is_whole: whether a block is no rows of tokens, but one thing that moves whole: its bytes
+            stand for its tokens all together.
     """
 
     layer: str
@@ -67,6 +71,7 @@ class Plane:
     item_bytes: int
     first_head: int
     memory: Memory
+    is_whole: bool = False
 
     def __post_init__(self) -> None:
         axes = self.axes

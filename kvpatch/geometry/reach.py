@@ -16,6 +16,8 @@ class Reach(NamedTuple):
     lowest: int
     end_block: int
     end_token: int
+    last_offset: int
+    least_tokens: int
 
 
 def reach_of(segments: Segments) -> tuple[Reach, Reach]:
@@ -33,6 +35,8 @@ def reach_of(segments: Segments) -> tuple[Reach, Reach]:
             min(int(block.min()), int(offset.min())),
             int(block.max()) + 1,
             int((offset + segments.tokens).max()),
+            int(offset.max()),
+            int(segments.tokens.min()),
         )
         for side, block, offset in sides
     )
@@ -41,6 +45,11 @@ def reach_of(segments: Segments) -> tuple[Reach, Reach]:
 
 def check_reach(reach: tuple[Reach, Reach], copy: Copy) -> None:
     for side, plane in zip(reach, (copy.remote, copy.local), strict=True):
+        if plane.is_whole and (side.last_offset or side.least_tokens < plane.counts.block_tokens):
+            raise UnplannableCopy(
+                f"expected whole blocks of {plane}, found segments of {side.least_tokens} tokens "
+                f"or more, up to token {side.last_offset} of a block"
+            )
         if (
             side.lowest < 0
             or side.end_block > plane.counts.blocks

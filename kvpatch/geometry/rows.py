@@ -215,6 +215,7 @@ def part_planes(
             item_bytes=like.item_bytes,
             first_head=like.first_head,
             memory=like.memory,
+            is_whole=like.is_whole,
         )
         for number, content in enumerate(found)
     )

@@ -137,6 +137,21 @@ class Segments:
             ]
         )
 
+    def in_whole_blocks(self, block_tokens: int) -> Segments:
+        """The blocks that these are parts of, for contents that move whole.
+
+        Raises:
+            UnpairableBlocks: a block would be filled from parts of several.
+        """
+        if (self.remote_offset != self.local_offset).any():
+            raise UnpairableBlocks(
+                "expected blocks that hold the same tokens on both sides, for caches whose blocks "
+                "move whole, found some that begin elsewhere"
+            )
+        begins = np.zeros_like(self.tokens)
+        whole = np.full_like(self.tokens, block_tokens)
+        return Segments(self.remote_block, begins, self.local_block, begins, whole)
+
     def as_array(self) -> Int64Array:
         """[segment, (remote_block, remote_offset, local_block, local_offset, tokens)]."""
         return np.stack(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpatch._errors import RegistrationRefused
@@ -14,6 +14,8 @@ from kvpatch.geometry import (
     UnreadableGeometry,
     read_planes,
 )
+from kvpatch.vllm.cache_kinds import ROWS, Holds, Kind
+from kvpatch.vllm.kinds_of_layers import kind_of
 from kvpatch.vllm.registration import ALL_LAYERS, Registration
 from kvpatch.vllm.tensors import tensor_facts
 
@@ -27,6 +29,7 @@ class LayerCache:
 
     order: DimensionOrder
     planes: tuple[Plane, ...]
+    kind: Kind = ROWS
 
     @property
     def blocks(self) -> int:
@@ -62,8 +65,11 @@ def read_layers(
     for layer, cache in kv_caches.items():
         if registration.is_readable(worker, layer, cache):
             order = order_of(layer, cache, registration.orders(worker, layer))
+            kind = kind_of(worker, layer)
             planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
-            found[layer] = LayerCache(order, planes)
+            if kind.holds is Holds.WHOLE:
+                planes = tuple(replace(plane, is_whole=True) for plane in planes)
+            found[layer] = LayerCache(order, planes, kind)
     return found
 
 

@@ -70,10 +70,10 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     same_blocks = peer.block_tokens == ours.block_tokens and (
         peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
     )
-    same_layout = peer.layout in (None, ours.layout)
-    # Heads of unlike ranks are one piece of a layer's block in HND only.
+    same_layout = peer.layout in (None, ours.layout) or _has_same_bytes(ours, peer)
+    # Heads of unlike ranks are one piece of a layer's block in HND only; MLA has none.
     same_heads = peer.tp_size == ours.tp_size or (
-        _has_heads_in_pieces(ours)
+        (_has_heads_in_pieces(ours) or not ours.has_heads)
         and not has_ranks_unmet(ours, peer)
         and not shares_heads(ours, peer)
     )
@@ -104,6 +104,14 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
             "(VLLM_ATTENTION_BACKEND)",
         )
     return False
+
+
+def _has_same_bytes(ours: OurSide, peer: Statement) -> bool:
+    """Whether two names of layouts are the same bytes: without heads, heads and tokens have none.
+
+    Releases look at neither's name there.
+    """
+    return not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
 
 
 def _refuse_unproven_halves(ours: OurSide, peer: Statement) -> None:

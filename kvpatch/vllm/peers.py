@@ -44,6 +44,7 @@ from kvpatch.vllm.shapes import (
 )
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes
+from kvpatch.vllm.whole_blocks import CutBlocks, check_blocks, check_planes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
 #: From 0.24 on.
@@ -150,10 +151,13 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
             not what its sizes come to.
     """
     try:
+        check_blocks(ours, peer)
         found = _regions_of(ours, peer)
-        check_tokens(ours, peer, [plane for region in found for plane in region])
+        planes = [plane for region in found for plane in region]
+        check_tokens(ours, peer, planes)
+        check_planes(ours, planes)
         return found
-    except UnlikeShapes as error:
+    except (UnlikeShapes, CutBlocks) as error:
         raise refusal(ours, peer, str(error)) from error
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
         raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
@@ -439,6 +443,7 @@ def _piece_planes(
                 item_bytes=plane.item_bytes,
                 first_head=first_head + piece.first_head,
                 memory=peer_memory(ours, peer),
+                is_whole=plane.is_whole,
             )
         )
         offset += width
@@ -532,6 +537,7 @@ def _region_planes(
                 item_bytes=plane.item_bytes,
                 first_head=first_head,
                 memory=peer_memory(ours, peer),
+                is_whole=plane.is_whole,
             )
         )
     return planes

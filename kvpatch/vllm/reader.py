@@ -512,7 +512,8 @@ class Reader:
         for layers, tail in tails_of(self.ours, self.groups, order):
             for name in layers:
                 for plane in self._layers[name].planes:
-                    self._caches.zero(name, plane, tail)
+                    if not plane.is_whole:
+                        self._caches.zero(name, plane, tail)
 
 
 def _heads(planes: Sequence[Plane]) -> Iterator[tuple[str, Content, int]]:

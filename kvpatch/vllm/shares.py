@@ -63,9 +63,13 @@ def shares_of(
         local = _local_blocks(ours, groups, order, number)
         start = _first_token(group, remote, local, order)
         segments = pair_blocks(remote, local, start, order.tokens)
-        found.append(
-            Share(segments, tuple(found for found in crossings if found.layer in group.layers))
-        )
+        of_group = [crossing for crossing in crossings if crossing.layer in group.layers]
+        whole = tuple(crossing for crossing in of_group if crossing.is_whole)
+        rows = tuple(crossing for crossing in of_group if not crossing.is_whole)
+        if whole:
+            found.append(Share(segments.in_whole_blocks(local.block_tokens), whole))
+        if rows or not whole:
+            found.append(Share(segments, rows))
     return tuple(found)
 
 

@@ -21,6 +21,7 @@ import torch
 from . import kvcached_planned
 from .case import STATE_SHAPES, EngineSpec
 from .compare import UNSIGNED, Array
+from .kinds import INDEXER_BYTES, indexer_planes
 from .kvcached_standin import Allocation, Reservation, allocate
 
 _TORCH = {
@@ -170,8 +171,10 @@ def build(
         if has_plan:
             return _planned_by_kvcached(spec, dims, layout, plan)
         return _by_kvcached(spec, dims, layout, slots, state_spec)
-    if has_plan and (spec.has_state or spec.packs_pages):
+    if has_plan and (spec.has_state or spec.packs_pages or spec.has_indexer):
         return _by_release(spec, dims, layout, plan)
+    if spec.has_indexer:
+        return _beside_indexers(spec, dims)
     if spec.allocation in ("split_half", "contiguous") and "packed" in dims:
         # kvcached has no halves to keep apart in a packed shape: it adds a dimension.
         dims = _KVCACHED_DIMS
@@ -210,6 +213,20 @@ def build(
         layers.append(LayerCache(layer_name(layer), tensor, planes))
     memory = tuple(store.view(torch.uint8).numpy() for store in stores)
     return Caches(tuple(layers), memory, dims)
+
+
+def _beside_indexers(spec: EngineSpec, dims: tuple[str, ...]) -> Caches:
+    """To 0.28 each layer has an allocation of its own, of its own bytes."""
+    layers, memory = [], []
+    for layer in range(spec.layers):
+        sizes = _sizes(spec, layer, range(spec.layers))
+        dtype = torch_dtype(spec.dtype)
+        if spec.is_indexer(layer):
+            sizes["channel"], dtype = INDEXER_BYTES, torch.uint8
+        tensor = torch.zeros([sizes[dim] for dim in dims], dtype=dtype)
+        memory.append(tensor.view(torch.uint8).numpy().reshape(-1))
+        layers.append(LayerCache(layer_name(layer), tensor, _planes(tensor, dims, spec, layer)))
+    return Caches(tuple(layers), tuple(memory), dims)
 
 
 def _state_layer(spec: EngineSpec, layer: int, store: torch.Tensor, page_bytes: int) -> LayerCache:
@@ -448,6 +465,8 @@ def _contiguous(
 def _planes(
     tensor: torch.Tensor, dims: tuple[str, ...], spec: EngineSpec, layer: int
 ) -> tuple[Array, ...]:
+    if spec.is_indexer(layer):
+        return indexer_planes(tensor)
     channels = spec.shape_of(layer)[1]
     raw = tensor.view(_RAW[spec.item_bytes]).numpy().view(UNSIGNED[spec.item_bytes])
     if spec.family == "cpu":

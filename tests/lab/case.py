@@ -84,6 +84,9 @@ class EngineSpec:
     state_mode: StateMode = "none"
     #: Whether the first layer is such a one, and not the second.
     state_first: bool = False
+    #: Whether every other layer is an indexer's cache (DeepSeek-V3.2), whose blocks hold all
+    #: values and then all scales, beside latents of MLA.
+    has_indexer: bool = False
     #: Prompt tokens that one step computes at most (chunked prefill).
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
@@ -149,6 +152,10 @@ class EngineSpec:
     def has_core(self) -> bool:
         """Whether the release's own scheduler hands out blocks."""
         return self.is_hybrid or self.own_scheduler
+
+    def is_indexer(self, layer: int) -> bool:
+        """Whether a layer is an indexer's cache."""
+        return self.has_indexer and layer % 2 == 1
 
     @property
     def attention_layer(self) -> int:

@@ -89,7 +89,7 @@ class Engine:
         #: Requests that have ended, as the scheduler tells workers in the next step.
         self.over: set[str] = set()
 
-        backend = release.backend(spec.family)
+        backend = release.backend("sparse" if spec.has_indexer else spec.family)
         layout = release.layout_name(spec)
         release.use_layout(layout)
         # A process plays many cases, and this torch has only the CPU: the device of the case
@@ -386,8 +386,7 @@ class Engine:
         for rank, caches in enumerate(self.caches):
             first = spec.first_head(rank)
             for number, layer in enumerate(caches.layers):
-                of_layer, channels = spec.shape_of(number)
-                heads = range(first, first + of_layer)
+                heads = range(first, first + spec.shape_of(number)[0])
                 group = self.groups[number]
                 start = max(tokens.start, tracked.first_tokens[group] if seen else 0)
                 looked_at = range(start, tokens.stop)
@@ -398,17 +397,14 @@ class Engine:
                     table = table[(tokens.stop - 1) // spec.block_tokens_of(number) :]
                 block, offset = slots(table, looked_at, self.block_tokens[group])
                 for plane, array in enumerate(layer.planes):
-                    if spec.is_state(number):
-                        channels = array.shape[-1]
-                    content = spec.content_of(number)
                     value = expected(
-                        content,
+                        spec.content_of(number),
                         plane,
                         tracked.number,
                         looked_at,
                         heads,
-                        channels,
-                        spec.item_bytes,
+                        array.shape[-1],
+                        array.itemsize,
                     )
                     yield number, array, block, offset, value
 

@@ -12,9 +12,12 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import standins
 from .caches import layer_name, torch_dtype
 from .case import STATE_SHAPES, STATE_TOKENS, EngineSpec
+from .kinds import INDEXER_BYTES
 
 _PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -44,6 +47,8 @@ _BACKENDS = {
         ("vllm.v1.attention.backends.cpu_attn", "TorchSDPABackend"),
     ),
     "mla": (("vllm.v1.attention.backends.mla.triton_mla", "TritonMLABackend"),),
+    "sparse": (("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),),
+    "indexer": (("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend"),),
 }
 # The longest prompt and answer of an engine with several cache groups.
 HYBRID_MODEL_TOKENS = 512
@@ -201,7 +206,7 @@ def _model_config(
 def model_config(spec: EngineSpec) -> Any:
     dtype = "bfloat16" if spec.dtype == "fp8" else spec.dtype
     # A plan has room for one request of the greatest length at least.
-    max_tokens = HYBRID_MODEL_TOKENS if spec.is_hybrid else 8192
+    max_tokens = HYBRID_MODEL_TOKENS if spec.is_hybrid or spec.has_indexer else 8192
     return _model_config(
         spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
     )
@@ -251,7 +256,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     )
     config.parallel_config.tensor_parallel_size = spec.tp_size
     config.parallel_config.world_size = spec.tp_size
-    if spec.is_hybrid:
+    if spec.is_hybrid or spec.has_indexer:
         cache.num_gpu_blocks_override = spec.planned_blocks
     if spec.has_core:  # the engine's own defaults, which to 0.11.0 its arguments set
         cache.enable_prefix_caching = not spec.has_state or spec.state_mode != "none"
@@ -261,10 +266,17 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     config.scheduler_config.disable_hybrid_kv_cache_manager = not spec.is_hybrid
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = layout_name(spec)
-    kinds = {False: backend(spec.family), True: _state_backend() if spec.has_state else None}
-    layers = {layer_name(i): kinds[spec.is_state(i)] for i in range(spec.layers)}
+    layers = {layer_name(i): _backend_of(spec, i) for i in range(spec.layers)}
     standins.model_layers(config, layers)
     return config
+
+
+def _backend_of(spec: EngineSpec, layer: int) -> Any:
+    if spec.is_state(layer):
+        return _state_backend()
+    if spec.has_indexer:
+        return backend("indexer" if spec.is_indexer(layer) else "sparse")
+    return backend(spec.family)
 
 
 def _state_backend() -> Any:
@@ -289,6 +301,13 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
     kind = interface.SlidingWindowSpec if window_tokens else interface.FullAttentionSpec
     if spec.family == "mla":
         kind = getattr(interface, "MLAAttentionSpec", kind)
+    if spec.has_indexer:  # as layers of MLA say, and indexers do not
+        wanted["cache_dtype_str"] = "auto"
+    if spec.is_indexer(layer):
+        del wanted["cache_dtype_str"]
+        wanted |= {"head_size": INDEXER_BYTES, "dtype": torch.uint8}
+        if hasattr(interface, "SparseCacheRole"):
+            wanted["cache_role"] = interface.SparseCacheRole.INDEXER
     return kind(**accepted(kind, wanted))
 
 
@@ -310,6 +329,8 @@ def state_spec(spec: EngineSpec) -> Any:
 
 def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
     """The plan that the engine core would hand to both sides of the connector."""
+    if spec.has_indexer:
+        return _planned(spec, config)
     if not spec.is_hybrid:
         has_named = not hasattr(backend(spec.family), "get_kv_cache_shape")
         by_kvcached = spec.allocation in ("kvcached_rows", "kvcached_apart")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry import KeyOrder, Memory, cross, plan_runs
+from kvpatch.geometry import Content, KeyOrder, Memory, cross, plan_runs
 from kvpatch.geometry.layouts import CacheSizes, named_layout
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.groups import Group
@@ -331,6 +331,20 @@ class TestNamedLayouts:
             _, ours = ours_of(layout=layout, tp_size=2)
             peer = _statement(block_tokens=16, kv_cache_layout=layout)
             assert is_alike(ours, peer) is alike, layout
+
+    @pytest.mark.parametrize("stated", ["LBNHC", "LBHNC"])
+    def test_mla_has_no_heads_to_be_unlike(self, stated):
+        """So that the release reads it, a P with decode context parallelism too."""
+        _, ours = ours_of(layout="LBNHC")
+        latents = {
+            name: replace(
+                cache, planes=tuple(replace(p, content=Content.LATENT) for p in cache.planes[:1])
+            )
+            for name, cache in ours.layers.items()
+        }
+        peer = read_statement(_metadata(block_tokens=16, kv_cache_layout=stated), 1, 4)
+        assert is_alike(replace(ours, layers=latents, inner_layout="NHD"), peer)
+        assert not is_alike(replace(ours, inner_layout="NHD"), peer)
 
     @pytest.mark.parametrize("count", [1, 3, 8])
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)

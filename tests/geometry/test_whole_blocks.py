@@ -1,0 +1,98 @@
+"""Blocks that are no rows of tokens: never cut, and byte for byte alike on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvpatch.geometry import (
+    BlockList,
+    Content,
+    Counts,
+    Memory,
+    Plane,
+    Strides,
+    UnpairableBlocks,
+    UnplannableCopy,
+    check_whole,
+    pair_blocks,
+    plan_copy,
+)
+
+pytestmark = pytest.mark.geometry
+
+TOKENS, WIDTH = 16, 132
+BLOCK = TOKENS * WIDTH
+
+
+def plane(address: int, **changes: object) -> Plane:
+    whole = Plane(
+        layer="a",
+        content=Content.LATENT,
+        address=address,
+        strides_bytes=Strides(BLOCK, BLOCK, WIDTH, 1),
+        counts=Counts(8, 1, TOKENS, WIDTH),
+        item_bytes=1,
+        first_head=0,
+        memory=Memory("DRAM"),
+        is_whole=True,
+    )
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+def blocks(ids: list[int], first_token: int = 0) -> BlockList:
+    return BlockList(np.array(ids, dtype=np.int64), TOKENS, first_token)
+
+
+def test_the_last_block_moves_whole_too() -> None:
+    segments = pair_blocks(blocks([5, 3]), blocks([1, 2]), 0, TOKENS + 4)
+    plan = plan_copy(segments.in_whole_blocks(TOKENS), [plane(0)], [plane(1 << 20)])
+
+    assert plan.remote_address.tolist() == [5 * BLOCK, 3 * BLOCK]
+    assert plan.local_address.tolist() == [(1 << 20) + BLOCK, (1 << 20) + 2 * BLOCK]
+    assert plan.length.tolist() == [BLOCK, BLOCK]
+
+
+def test_a_part_of_a_block_is_never_planned() -> None:
+    segments = pair_blocks(blocks([5]), blocks([1]), 0, 4)
+
+    with pytest.raises(UnplannableCopy, match="whole blocks"):
+        plan_copy(segments, [plane(0)], [plane(1 << 20)])
+
+
+def test_blocks_that_do_not_hold_the_same_tokens_are_not_paired() -> None:
+    segments = pair_blocks(blocks([5, 6]), blocks([1], 8), 8, 20)
+
+    with pytest.raises(UnpairableBlocks, match="same tokens"):
+        segments.in_whole_blocks(TOKENS)
+
+
+_UNLIKE = {
+    "other tokens": {"counts": Counts(8, 1, TOKENS // 2, WIDTH)},
+    "other heads": {
+        "counts": Counts(8, 2, TOKENS, WIDTH),
+        "strides_bytes": Strides(2 * BLOCK, BLOCK, WIDTH, 1),
+    },
+    "the heads of another rank": {"first_head": 1},
+    "rows": {"is_whole": False},
+    "another order": {"strides_bytes": Strides(BLOCK, BLOCK, 1, TOKENS)},
+}
+
+
+@pytest.mark.parametrize("name", _UNLIKE)
+def test_blocks_that_are_not_alike_are_refused(name: str) -> None:
+    with pytest.raises(UnplannableCopy, match="alike on both sides"):
+        check_whole(plane(0, **_UNLIKE[name]), plane(1 << 20))
+
+
+def test_slots_may_lie_apart_and_tokens_may_not() -> None:
+    counts = Counts(8, 2, TOKENS, WIDTH)
+    beside = plane(0, counts=counts, strides_bytes=Strides(2 * BLOCK, BLOCK, WIDTH, 1))
+    apart = plane(0, counts=counts, strides_bytes=Strides(BLOCK, 8 * BLOCK, WIDTH, 1))
+    inside = plane(0, counts=counts, strides_bytes=Strides(2 * BLOCK, WIDTH, 2 * WIDTH, 1))
+
+    check_whole(apart, beside)
+    with pytest.raises(UnplannableCopy):
+        check_whole(inside, beside)
