@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from heapq import heappop, heappush
+from itertools import count
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from kvpatch._errors import KvpatchError
@@ -31,11 +33,30 @@ class PoolExhausted(KvpatchError):
     """Space is held by transfers of peers that are gone, and too little is left."""
 
 
-class _Waiting(NamedTuple):
-    """A reader that asked for space; weak, for a release may drop a read without a word."""
+class Turn:
+    """A reader's place among those of its peer; weak, for a release may drop a read.
 
-    reader: ref[object]
-    peer: str
+    Attributes:
+        is_first: of its peer. Who is not need not ask for space: a step asks thousands.
+    """
+
+    __slots__ = ("_reader", "has_left", "is_first", "key", "number", "peer")
+
+    def __init__(self, reader: object, peer: str, number: int) -> None:
+        self._reader = ref(reader)
+        self.key = id(reader)
+        self.peer = peer
+        self.number = number
+        self.is_first = self.has_left = False
+
+    def is_of(self, reader: object) -> bool:
+        """Whether it is this one's; another one can have the id of one that was dropped."""
+        return self._reader() is reader
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits here any more."""
+        return self.has_left or self._reader() is None
 
 
 class StagingPool:
@@ -69,10 +90,14 @@ class StagingPool:
         self.rounds_on_wire = size_bytes if on_device else _HOST_ROUNDS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
-        self._queue: list[_Waiting] = []
-        self._held: Counter[str] = Counter()
+        self._numbers = count()
+        self._turns: dict[int, Turn] = {}
+        self._queues: dict[str, deque[Turn]] = {}
+        #: The first of each peer that holds nothing, in the order of asking; and others.
+        self._idle: list[tuple[int, Turn]] = []
+        self._held: dict[str, int] = {}
         self._owner: dict[Space, str] = {}
-        self._lost: list[tuple[Space, Callable[[], bool]]] = []
+        self._lost: deque[tuple[Space, Callable[[], bool]]] = deque()
 
     def aside(self, size_bytes: int) -> StagingPool:
         """Another one of the same kind of memory, for what must not wait in this one."""
@@ -89,6 +114,11 @@ class StagingPool:
         return self._room.taken_bytes
 
     @property
+    def lost_bytes(self) -> int:
+        """Bytes that nobody uses because a transfer may still write to them."""
+        return sum(space.end - space.start for space, _ in self._lost)
+
+    @property
     def round_bytes(self) -> int:
         """How large a round is at most, if its blocks are no larger."""
         return self.pace.round_bytes
@@ -100,10 +130,10 @@ class StagingPool:
             PoolExhausted: it would wait for ever.
         """
         self._recover()
-        self._queue = [waiting for waiting in self._queue if waiting.reader() is not None]
-        if not any(waiting.reader() is reader for waiting in self._queue):
-            self._queue.append(_Waiting(ref(reader), peer))
-        if not self._is_next(reader, peer) or not self._is_within_share(peer, size_bytes):
+        turn = self._turns.get(id(reader))
+        if turn is None or not turn.is_of(reader):
+            turn = self._line_up(reader, peer)
+        if not self._is_next(turn) or not self._is_within_share(peer, size_bytes):
             return None
         if self._buffer is None:
             self._buffer = self._make(self.size_bytes)
@@ -112,27 +142,67 @@ class StagingPool:
         if space is None:
             self._check_losses(size_bytes)
             return None
-        self._held[peer] += size_bytes
+        self._held[peer] = self._held.get(peer, 0) + size_bytes
         self._owner[space] = peer
         return space
 
-    def _is_next(self, reader: object, peer: str) -> bool:
+    def turn(self, reader: object) -> Turn | None:
+        """The place of a reader that has asked for space and waits."""
+        turn = self._turns.get(id(reader))
+        return turn if turn is not None and turn.is_of(reader) else None
+
+    def _line_up(self, reader: object, peer: str) -> Turn:
+        self._leave(id(reader))
+        turn = self._turns[id(reader)] = Turn(reader, peer, next(self._numbers))
+        self._queues.setdefault(peer, deque()).append(turn)
+        return turn
+
+    def _first(self, peer: str) -> Turn | None:
+        """Who waits for the longest among a peer's, and is told so."""
+        queue = self._queues.get(peer)
+        while queue and queue[0].is_over:
+            turn = queue.popleft()
+            if self._turns.get(turn.key) is turn:
+                del self._turns[turn.key]
+        if not queue:
+            self._queues.pop(peer, None)
+            return None
+        if not queue[0].is_first:
+            queue[0].is_first = True
+            self._offer(queue[0])
+        return queue[0]
+
+    def _offer(self, turn: Turn) -> None:
+        if not self._held.get(turn.peer):
+            heappush(self._idle, (turn.number, turn))
+
+    def _is_next(self, turn: Turn) -> bool:
         """Whether nobody asked before who could take space now."""
-        for waiting in self._queue:
-            if waiting.reader() is reader:
-                return True
-            if waiting.peer == peer or not self._held[waiting.peer]:
-                return False
-        return False
+        if self._first(turn.peer) is not turn:
+            return False
+        while self._idle:
+            number, first = self._idle[0]
+            if not first.is_over and not self._held.get(first.peer):
+                return turn.number <= number
+            heappop(self._idle)
+            self._first(first.peer)
+        return True
 
     def _is_within_share(self, peer: str, size_bytes: int) -> bool:
-        held = self._held[peer]
+        held = self._held.get(peer, 0)
         left = self.size_bytes - self.taken_bytes - size_bytes
         return not held or left >= held + size_bytes
 
     def _check_losses(self, size_bytes: int) -> None:
-        lost = sum(space.end - space.start for space, _ in self._lost)
-        if lost and self.taken_bytes == lost:
+        if not self._lost or self.taken_bytes > self.lost_bytes:
+            return  # others will give back
+        for _ in range(len(self._lost)):
+            before = len(self._lost)
+            self._recover()
+            if len(self._lost) < before:
+                return
+        lost = self.lost_bytes
+        if lost:
             raise PoolExhausted(
                 f"transfers from peers that are gone hold {lost} of the staging pool's "
                 f"{self.size_bytes} bytes, and a round needs {size_bytes}: restart this engine, or "
@@ -141,12 +211,24 @@ class StagingPool:
 
     def leave(self, reader: object) -> None:
         """Takes a reader out of the queue: it needs no more space."""
-        self._queue = [waiting for waiting in self._queue if waiting.reader() is not reader]
+        self._leave(id(reader))
+
+    def _leave(self, key: int) -> None:
+        turn = self._turns.pop(key, None)
+        if turn is not None:
+            turn.has_left = True
+            self._first(turn.peer)
 
     def give(self, space: Space) -> None:
         """Frees a round's space."""
-        self._held[self._owner.pop(space)] -= space.end - space.start
+        peer = self._owner.pop(space)
+        self._held[peer] -= space.end - space.start
         self._room.give(space)
+        if not self._held[peer]:
+            del self._held[peer]
+            first = self._first(peer)
+            if first is not None:
+                self._offer(first)
 
     def lose(self, space: Space, is_over: Callable[[], bool]) -> None:
         """Leaves a space taken until the transfer that may still write to it is over."""
@@ -159,10 +241,10 @@ class StagingPool:
         return self._buffer[space.start : space.end]
 
     def _recover(self) -> None:
-        still = []
-        for space, is_over in self._lost:
-            if is_over():
-                self.give(space)
-            else:
-                still.append((space, is_over))
-        self._lost = still
+        """Looks at what was lost for the longest time, and goes on where that is over."""
+        for _ in range(len(self._lost)):
+            space, is_over = self._lost.popleft()
+            if not is_over():
+                self._lost.append((space, is_over))
+                break
+            self.give(space)

@@ -18,11 +18,8 @@ class Room:
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
         self._free = [Space(0, size_bytes)]
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes that are not free."""
-        return self.size_bytes - sum(end - start for start, end in self._free)
+        #: Bytes that are not free.
+        self.taken_bytes = 0
 
     def take(self, size_bytes: int) -> Space | None:
         """The lowest free space of that size; None where there is none."""
@@ -30,6 +27,7 @@ class Room:
             if end - start >= size_bytes:
                 rest = Space(start + size_bytes, end)
                 self._free[index : index + 1] = [rest] if rest.end > rest.start else []
+                self.taken_bytes += size_bytes
                 return Space(start, start + size_bytes)
         return None
 
@@ -50,3 +48,4 @@ class Room:
             else:
                 joined.append(Space(start, end))
         self._free = joined
+        self.taken_bytes -= space.end - space.start

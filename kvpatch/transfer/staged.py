@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kvpatch._errors import KvpatchError
 from kvpatch.geometry import Placement, Plan, Round
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
-from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.pool import StagingPool, Turn
 from kvpatch.transfer.room import Space
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ class StagedRead:
         self._landed: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
         self._read: list[Any] = []
+        #: While it waits for the pool.
+        self._turn: Turn | None = None
         self._is_void = self._has_failed = self._is_told = self._is_done = False
         #: When the last look ended, and how long the last one took that found something.
         self._left = self._worked = 0.0
@@ -136,6 +138,9 @@ class StagedRead:
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
+        turn = self._turn
+        if turn is not None and not turn.is_first and not self._flights and not self._placing:
+            return "PROC"  # of thousands, in every step
         if self._is_done:
             return "DONE"
         came = time.monotonic()
@@ -225,6 +230,7 @@ class StagedRead:
     def _stop(self) -> None:
         """No more rounds."""
         self._pool.leave(self)
+        self._turn = None
         self._next, self._rounds = None, iter(())
 
     def _fail(self) -> None:
@@ -293,7 +299,9 @@ class StagedRead:
                 return
             space = self._pool.take(self, self._ends.agent, self._next.buffer_bytes)
             if space is None:
+                self._turn = self._pool.turn(self)
                 return
+            self._turn = None
             try:
                 landing = self._pool.memory(space).data_ptr()
                 handle = prepare_read(

@@ -202,3 +202,88 @@ def test_rounds_of_a_device_keep_their_size():
         for _ in range(4):
             pool.pace.looked(away, working_seconds=1e-3)
         assert pool.round_bytes == 16 << 20
+
+
+class _Reference:
+    """The order of asking, spelt out: who asked before, and could take space now, goes first."""
+
+    def __init__(self, size):
+        self.size, self.queue, self.held, self.spaces = size, [], {}, {}
+
+    def may_take(self, reader, peer, size):
+        if reader not in [one for one, _ in self.queue]:
+            self.queue.append((reader, peer))
+        for other, of in self.queue:
+            if other is reader:
+                break
+            if of == peer or not self.held.get(of):
+                return False
+        held, left = self.held.get(peer, 0), self.size - sum(self.held.values()) - size
+        return not held or left >= held + size
+
+    def leave(self, reader):
+        self.queue = [one for one in self.queue if one[0] is not reader]
+
+
+@given(st.data())
+def test_the_order_is_that_of_asking_whatever_is_taken_given_and_left(data):
+    pool = StagingPool(100, lambda size: torch.zeros(size, dtype=torch.uint8))
+    reference, spaces = _Reference(100), []
+    readers = [(Reader(), f"p{number % 3}") for number in range(7)]
+    for _ in range(40):
+        what = data.draw(st.sampled_from(["take", "take", "take", "give", "leave", "drop"]))
+        number = data.draw(st.integers(0, len(readers) - 1))
+        reader, peer = readers[number]
+        if what == "take":
+            size = data.draw(st.integers(1, 60))
+            before = pool.taken_bytes
+            may = reference.may_take(reader, peer, size)
+            space = pool.take(reader, peer, size)
+            assert may or space is None, "it went before its turn"
+            # First fit may have no room in one piece.
+            assert space is not None or not may or before + size > 100 or len(spaces) > 0
+            if space is not None:
+                reference.held[peer] = reference.held.get(peer, 0) + size
+                spaces.append((space, peer))
+        elif what == "give" and spaces:
+            space, peer = spaces.pop(number % len(spaces))
+            pool.give(space)
+            reference.held[peer] -= space.end - space.start
+        elif what == "leave":
+            pool.leave(reader)
+            reference.leave(reader)
+        elif what == "drop":
+            reference.leave(reader)
+            readers[number] = Reader(), peer
+            del reader
+            gc.collect(0)
+    assert pool.taken_bytes == sum(space.end - space.start for space, _ in spaces)
+
+
+def test_who_is_first_is_told_so(pool):
+    first, second, other = Reader(), Reader(), Reader()
+    held = pool.take(first, "p", 80)
+    assert pool.take(first, "p", 30) is None
+    assert pool.take(second, "p", 30) is None
+    assert pool.take(other, "q", 30) is None
+    assert [pool.turn(one).is_first for one in (first, second, other)] == [True, False, True]
+    pool.leave(first)
+    assert pool.turn(first) is None
+    assert pool.turn(second).is_first
+    del second
+    gc.collect()
+    pool.give(held)
+    assert pool.take(other, "q", 30) is not None
+
+
+def test_nothing_is_kept_of_readers_and_peers_that_are_gone(pool):
+    for number in range(50):
+        reader = Reader()
+        space = pool.take(reader, f"p{number}", 10)
+        pool.give(space)
+        if number % 2:
+            pool.leave(reader)
+        del reader
+    gc.collect()
+    pool.take(Reader(), "q", 10)
+    assert len(pool._turns) + len(pool._queues) + len(pool._idle) + len(pool._held) <= 4

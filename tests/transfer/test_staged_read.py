@@ -163,6 +163,23 @@ def test_many_reads_share_a_pool_of_one_block_in_order(world):
     assert pool.taken_bytes == 0
 
 
+def test_reads_that_wait_behind_others_cost_a_step_nothing(world, monkeypatch):
+    """The pool is asked by the first of a peer alone; with 1,000 in line it took 100 ms."""
+    pool, other = world.pool(4096), World
+    held = pool.take(other, "other", 4096)
+    pool.leave(other)
+    reads = [world.read(pool) for _ in range(40)]
+    for read in reads:
+        read.start()
+    asked, take = [], pool.take
+    monkeypatch.setattr(pool, "take", lambda *of: asked.append(of) or take(*of))
+    assert [read.state() for read in reads] == ["PROC"] * 40
+    assert len(asked) == 1
+    pool.give(held)
+    assert finish(*reads) == ["DONE"] * 40
+    assert world.is_identical()
+
+
 def test_a_failed_round_gives_its_space_back(world):
     pool = world.pool(3 * 4096)
     read = world.read(pool, _Failing(world.decode, after=2))

@@ -1,0 +1,117 @@
+"""What a step costs where reads wait for the staging pool: python experiments/bench_waiting.py
+
+As a release asks for the state of every read in every step, of which some have the pool's space
+on the wire and all others wait. NIXL is a fake that is never done, so that nothing but the
+waiting is measured. The goal is under 1 ms of a step for 1,000 reads; ``--check`` exits 1 where
+that is missed. Milliseconds: the median of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvpatch.geometry import Memory, Placement, Round
+from kvpatch.geometry.plan import Plan
+from kvpatch.transfer.nixl import Ends
+from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staged import StagedRead
+
+GOAL_MS = 1.0
+GOAL_READS = 1000
+ROUND_BYTES = 1024
+DRAM = Memory("DRAM")
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+class _Nixl:
+    """Fake: every transfer is on the wire for ever."""
+
+    def get_xfer_descs(self, descriptors: Any, kind: str) -> Any:
+        return descriptors
+
+    def initialize_xfer(self, *arguments: Any) -> object:
+        return object()
+
+    def transfer(self, handle: object) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: object) -> str:
+        return "PROC"
+
+    def release_xfer_handle(self, handle: object) -> None:
+        """Nothing to let go of."""
+
+
+class _Caches:
+    """Fake: nothing lands."""
+
+    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+        return lambda: True
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+def rounds() -> Iterator[Round]:
+    """A read of two rounds."""
+    for _ in range(2):
+        numbers = np.zeros(1, dtype=np.int64)
+        yield Round(numbers, numbers, numbers + ROUND_BYTES, ROUND_BYTES, ())
+
+
+def step_ms(count: int, peers: int, steps: int) -> float:
+    """The median step with so many reads of so many peers, through a pool of few rounds."""
+    nixl = _Nixl()
+    pool = StagingPool(16 * ROUND_BYTES, lambda size: torch.empty(size, dtype=torch.uint8))
+    reads = [
+        StagedRead(
+            nixl,
+            pool,
+            _Caches(),
+            Ends(DRAM, DRAM, f"peer {number % peers}"),
+            b"",
+            Plan(*(_NOTHING,) * 5),
+            rounds(),
+        )
+        for number in range(count)
+    ]
+    for read in reads:
+        read.start()
+    found = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        for read in reads:
+            read.state()
+        found.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(found)
+
+
+def main() -> int:
+    """Exit status 0 where the goal is met, or nobody asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--check", action="store_true", help="exit 1 where the goal is missed")
+    arguments = parser.parse_args()
+    table = Table("reads", "peers", "ms a step", title=__doc__.partition("\n")[0])
+    is_met = True
+    for count in (100, GOAL_READS, 4 * GOAL_READS):
+        for peers in (1, 8, 64):
+            found = step_ms(count, peers, arguments.steps)
+            is_met = is_met and (count != GOAL_READS or found < GOAL_MS)
+            table.add_row(str(count), str(peers), f"{found:.3f}")
+    Console().print(table)
+    return 0 if is_met or not arguments.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
