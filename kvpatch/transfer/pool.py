@@ -204,9 +204,10 @@ class StagingPool:
         lost = self.lost_bytes
         if lost:
             raise PoolExhausted(
-                f"transfers from peers that are gone hold {lost} of the staging pool's "
-                f"{self.size_bytes} bytes, and a round needs {size_bytes}: restart this engine, or "
-                "give it a larger KVPATCH_STAGING_BYTES"
+                f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
+                f"{self.size_bytes} bytes, and a round needs {size_bytes}: wait until the failed "
+                "ones are surely over (two minutes), restart this engine, or give it a larger "
+                "KVPATCH_STAGING_BYTES"
             )
 
     def leave(self, reader: object) -> None:
@@ -221,9 +222,14 @@ class StagingPool:
 
     def give(self, space: Space) -> None:
         """Frees a round's space."""
-        peer = self._owner.pop(space)
-        self._held[peer] -= space.end - space.start
+        self._disown(space)
         self._room.give(space)
+
+    def _disown(self, space: Space) -> None:
+        peer = self._owner.pop(space, None)
+        if peer is None:
+            return
+        self._held[peer] -= space.end - space.start
         if not self._held[peer]:
             del self._held[peer]
             first = self._first(peer)
@@ -233,6 +239,11 @@ class StagingPool:
     def lose(self, space: Space, is_over: Callable[[], bool]) -> None:
         """Leaves a space taken until the transfer that may still write to it is over."""
         self._lost.append((space, is_over))
+
+    def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
+        """As :meth:`lose`, of a transfer that has failed: its peer need not wait for that."""
+        self._disown(space)
+        self.lose(space, is_over)
 
     def memory(self, space: Space) -> torch.Tensor:
         """The bytes of a space that was taken."""

@@ -26,6 +26,9 @@ _LOG = logging.getLogger("kvpatch.staging")
 #: Where NIXL reads while it is asked to, an engine is kept from its next step for no longer.
 _LONG_SECONDS = 5e-3
 
+#: Many times what a transport goes on trying for after an error (UCX: 7 times, a second each).
+_QUARANTINE_SECONDS = 120.0
+
 
 class Placer(Protocol):
     """:class:`kvpatch.transfer.caches.Caches`, or what stands for it."""
@@ -250,13 +253,36 @@ class StagedRead:
             if state == "PROC":
                 continue
             self._flights.remove(flight)
-            self._read.append(flight.handle)
-            self._landed.append(flight)
-            if state != "DONE" and not self._has_failed:
-                _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
-                self._has_failed = True
-                self._stop()
+            if state == "DONE":
+                self._landed.append(flight)
+            else:
+                self._lose(flight, state)
+            if state == "DONE" or flight.space is None:
+                self._read.append(flight.handle)
         return bool(self._landed)
+
+    def _lose(self, flight: _Flight, state: str) -> None:
+        """Books a transfer that failed. NIXL's word for that is no word about its parts.
+
+        It says so when one of them has failed, looks at none of the others again, and can
+        stop none: what is on its way may still land. What goes straight to its place is
+        the release's to judge, as its own transfers are.
+        """
+        if not self._has_failed:
+            _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
+            self._has_failed = True
+            self._stop()
+        if flight.space is not None:
+            self._pool.quarantine(flight.space, _Over(self._nixl, flight.handle, has_failed=True))
+            _LOG.warning(
+                "%d bytes of the staging pool, which a read from %s that failed may still write "
+                "to, are not used for %d s; that is so of %d of its %d bytes",
+                flight.space.end - flight.space.start,
+                self._ends.agent,
+                _QUARANTINE_SECONDS,
+                self._pool.lost_bytes,
+                self._pool.size_bytes,
+            )
 
     def _place(self, flight: _Flight) -> None:
         if flight.round is None or flight.space is None:
@@ -324,20 +350,37 @@ class StagedRead:
 
 
 class _Over:
-    """Whether a transfer that nobody waits for is over; lets go of it then."""
+    """Whether a transfer that nobody waits for is over; lets go of it then.
 
-    def __init__(self, nixl: Any, handle: Any) -> None:
+    One that has failed is taken to be over after a time, for NIXL does not tell.
+    """
+
+    def __init__(self, nixl: Any, handle: Any, *, has_failed: bool = False) -> None:
         self._nixl = nixl
         self._handle = handle
+        self._until = time.monotonic() + _QUARANTINE_SECONDS if has_failed else None
 
     def __call__(self) -> bool:
         if self._handle is None:
             return True
+        if self._until is None and not self._has_ended():
+            return False
+        if self._until is not None and time.monotonic() < self._until:
+            return False
+        handle, self._handle = self._handle, None
         try:
-            if self._nixl.check_xfer_state(self._handle) == "PROC":
-                return False
-            self._nixl.release_xfer_handle(self._handle)
+            self._nixl.release_xfer_handle(handle)
+        except errors_of(self._nixl):
+            _LOG.debug("a transfer that was given up could not be released", exc_info=True)
+        return True
+
+    def _has_ended(self) -> bool:
+        """Whether it is; from a failure on a clock runs."""
+        try:
+            state = self._nixl.check_xfer_state(self._handle)
         except errors_of(self._nixl):
             _LOG.debug("a transfer that was given up has failed", exc_info=True)
-        self._handle = None
-        return True
+            state = "ERR"
+        if state not in ("PROC", "DONE"):
+            self._until = time.monotonic() + _QUARANTINE_SECONDS
+        return bool(state != "PROC")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staged as staged_module
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, errors_of
-from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.pool import PoolExhausted, StagingPool
 from kvpatch.transfer.staged import StagedRead
 
 pytestmark = pytest.mark.lab
@@ -180,17 +181,94 @@ def test_reads_that_wait_behind_others_cost_a_step_nothing(world, monkeypatch):
     assert world.is_identical()
 
 
-def test_a_failed_round_gives_its_space_back(world):
+class _LateWriter(wrapt.ObjectProxy):
+    """Fake: transfers that are said to have failed, and write noise to their places late.
+
+    As one does of which one part has failed: NIXL says so, and looks at no other part again.
+    """
+
+    def __init__(self, agent: Any, failing: int) -> None:
+        super().__init__(agent)
+        self._self_left = failing
+        self._self_places: dict[int, Any] = {}
+        self._self_failed: dict[int, np.ndarray] = {}
+        self._self_kept: list[Any] = []
+
+    def get_xfer_descs(self, descriptors: Any, kind: str) -> Any:
+        made = self.__wrapped__.get_xfer_descs(descriptors, kind)
+        self._self_kept.append(made)
+        self._self_places[id(made)] = descriptors.copy()
+        return made
+
+    def initialize_xfer(self, operation: str, ours: Any, *more: Any) -> Any:
+        handle = self.__wrapped__.initialize_xfer(operation, ours, *more)
+        self._self_places[id(handle)] = self._self_places[id(ours)]
+        return handle
+
+    def transfer(self, handle: Any) -> Any:
+        if not self._self_left:
+            return self.__wrapped__.transfer(handle)
+        self._self_left -= 1
+        self._self_failed[id(handle)] = self._self_places[id(handle)]
+        return "PROC"
+
+    def check_xfer_state(self, handle: Any) -> str:
+        if id(handle) in self._self_failed:
+            return "ERR"
+        state = str(self.__wrapped__.check_xfer_state(handle))
+        if state == "DONE":  # landed, and not placed yet
+            for places in self._self_failed.values():
+                for address, length, _ in places:
+                    ctypes.memset(int(address), 0xA5, int(length))
+        return state
+
+
+def test_what_a_failed_transfer_writes_late_reaches_no_other_read(world, caplog):
+    pool, agent = world.pool(8 * 4096), _LateWriter(world.decode, failing=2)
+    read, other = world.read(pool, agent), world.read(pool, agent)
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert pool.taken_bytes == pool.lost_bytes > 0
+    assert f"{pool.lost_bytes} of its {pool.size_bytes} bytes" in caplog.text
+    read.release()
+    other.start()
+    assert finish(other) == ["DONE"]
+    assert world.is_identical()
+    assert pool.taken_bytes == pool.lost_bytes
+
+
+def test_a_failed_rounds_space_comes_back_after_a_time(world, monkeypatch):
+    monkeypatch.setattr(staged_module, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
     read = world.read(pool, _Failing(world.decode, after=2))
     read.start()
     assert finish(read) == ["ERR"]
     read.release()
+    lost = pool.lost_bytes
+    assert lost, "it may still be written to"
+    time.sleep(0.3)
     other = world.read(pool)
     other.start()
     assert finish(other) == ["DONE"], "the pool serves the next request"
     assert world.is_identical()
+    assert pool.lost_bytes == 0
     assert b"done" in notifications(world)
+
+
+def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(world, monkeypatch):
+    monkeypatch.setattr(staged_module, "_QUARANTINE_SECONDS", 0.3)
+    pool = world.pool(3 * 4096)
+    agent = _LateWriter(world.decode, failing=2)
+    read = world.read(pool, agent)
+    read.start()
+    read.release()
+    asking, lost = World, pool.lost_bytes
+    assert lost
+    with pytest.raises(PoolExhausted, match="KVPATCH_STAGING_BYTES"):
+        pool.take(asking, "other", 3 * 4096)
+    assert pool.lost_bytes == lost
+    time.sleep(0.3)
+    assert pool.take(asking, "other", 3 * 4096) is not None
 
 
 def test_a_read_that_is_dropped_gives_its_space_back(world):
