@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from kvpatch._text import one_line
+
 
 class KvpatchError(Exception):
     """Base of all of kvpatch's errors."""
+
+
+class FromOutside(KvpatchError):
+    """What a client or a peer brought about: its message is one line, and not a long one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class SettingsError(KvpatchError):

@@ -27,6 +27,20 @@ class _Short(reprlib.Repr):
 _SHORT = _Short()
 
 
+#: A whole message has both geometries in it.
+_MOST_OF_MESSAGE = 4000
+
+
+def one_line(text: object) -> str:
+    """A message that may have a client's or a peer's words in it: no second line, and an end."""
+    found = str(text)
+    if len(found) > _MOST_OF_MESSAGE:
+        found = f"{found[:_MOST_OF_MESSAGE]}... ({len(found)} characters)"
+    if found.isprintable():
+        return found
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in found)
+
+
 def shown(value: object) -> str:
     """A value in one line and a few hundred characters: no forged lines, no 10 MB."""
     found = _SHORT.repr(value)

@@ -24,7 +24,6 @@ _WRONG: dict[str, tuple[Any, ...]] = {
         [[10**20]],
         [[None]],
         [[[1]]],
-        [7],
         [None],
         ["12"],
         [{}],
@@ -80,8 +79,6 @@ def bad_params(own: dict[str, Any]) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = [("kv_transfer_params", odd) for odd in (7, "x", [], [1], True)]
     for field, values in (wrong | _LATER).items():
         for value in values:
-            if _is_right(own, field, value):
-                continue
             params = {**own, field: value}
             if value is _LEFT_OUT:
                 del params[field]
@@ -91,10 +88,3 @@ def bad_params(own: dict[str, Any]) -> list[tuple[str, Any]]:
     found += [("remote_num_tokens", {**both, "remote_num_tokens": "x"})]
     found += [("remote_block_ids", {**both, "remote_block_ids": 7})]
     return found
-
-
-def _is_right(own: dict[str, Any], field: str, value: Any) -> bool:
-    """To 0.17 block ids are one list."""
-    blocks = own["remote_block_ids"]
-    is_flat = not isinstance(blocks[0], list)
-    return is_flat and field == "remote_block_ids" and value == [7]

@@ -21,6 +21,7 @@ SLUGS = (
     "failed_loads",
     "aborted_loads",
     "host_buffer",
+    "handshake_listener",
     "transfer_params",
 )
 

@@ -62,6 +62,27 @@ def read_blocks_for_req(generation: Generation) -> Site:
     )
 
 
+def handshake_listener(generation: Generation) -> Site:
+    """The thread that answers handshakes: the worker's to 0.11.0, then the scheduler's."""
+    first = ("encoded_data", "ready_event", "stop_event")
+    by_host = (*first, "host", "port")  # from 0.22, which ends g0200
+    if generation.slug in _BEFORE_TEXTS:
+        owner = generation.worker_module, generation.worker_class
+        parameters: tuple[str, ...] = ("metadata", "ready_event", "base_port", "tp_rank")
+    else:
+        owner = generation.scheduler_module, generation.scheduler_class
+        is_by_host = generation.slug in ("g0230", "g0240", "g0260", "g0290", "g0300")
+        parameters = by_host if is_by_host else (*first, "port")
+    return Site(
+        module=owner[0],
+        owner=owner[1],
+        name="_nixl_handshake_listener",
+        kind="staticmethod",
+        parameters=parameters,
+        or_parameters=by_host if generation.slug == "g0200" else None,
+    )
+
+
 def build_connector_meta(generation: Generation) -> Site:
     """Where the scheduler writes what the workers will read."""
     return Site(
@@ -210,15 +231,39 @@ def schedule(generation: Generation) -> Site:
 
 
 def server_add_request(generation: Generation) -> Site:
-    """Where the API server's engine client takes a request whose prompt is tokenized."""
+    """Where the API server's engine client takes a request."""
+    first, *others = _taken_by_server(generation.slug)
     return Site(
         module="vllm.v1.engine.async_llm",
         owner="AsyncLLM",
-        name="_add_request",
+        name="add_request",
         kind="function",
-        parameters=("self", "request", "prompt", "parent_req", "index", "queue"),
+        parameters=first,
+        or_parameters=others[0] if others else None,
         is_front_end=True,
     )
+
+
+def _taken_by_server(slug: str) -> list[tuple[str, ...]]:
+    """The parameters of a generation's first releases, and of its last where they are others."""
+    asked = ("self", "request_id", "prompt", "params", "arrival_time", "lora_request")
+    first = (*asked, "tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank")
+    text = (*first, "prompt_text")  # from 0.11.1
+    ended = (*text, "reasoning_ended")  # from 0.17
+    parsed = (*ended, "reasoning_parser_kwargs")  # from 0.20.1
+    session = (*first, "session_id", *parsed[len(first) :])  # from 0.28
+    hints = (*session, "kv_hints")  # from 0.31
+    found: dict[str, list[tuple[str, ...]]] = {
+        "g0160": [text, ended],
+        "g0180": [ended],
+        "g0200": [ended, parsed],
+        "g0230": [parsed],
+        "g0240": [parsed],
+        "g0260": [parsed, session],
+        "g0290": [session],
+        "g0300": [session, hints],
+    }
+    return found.get(slug, [first if slug in _BEFORE_TEXTS else text])
 
 
 def create_completion(generation: Generation) -> Site:
@@ -302,4 +347,5 @@ def free_blocks(generation: Generation) -> Site:
 
 # To 0.17 a connector knows one cache group.
 _WITHOUT_PLAN = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
+_BEFORE_TEXTS = ("g0100", "g0101", "g0102", "g0110")
 _THROTTLES = ("g0240", "g0260", "g0290", "g0300")

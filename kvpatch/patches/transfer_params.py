@@ -47,6 +47,7 @@ from kvpatch.vllm.transfer_params import (
     ParamsRefused,
     check,
     check_prompts,
+    in_groups,
     loads_nothing,
 )
 
@@ -61,28 +62,33 @@ def _server_add_request(
     *,
     form: Form,
 ) -> Any:
-    """Raises, and nothing has been booked of the request.
+    """Raises what the server answers a bad request by, before anything is booked of it.
 
-    Behind the server a request whose parameters nobody could send would end more than itself.
+    The prompt may not be tokenized yet: how long it is the scheduler knows.
     """
 
-    def add(request: Any, *more: Any, **named: Any) -> Any:
+    def add(request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
         config = instance.vllm_config
         transfer = config.kv_transfer_config
-        extra = getattr(request.sampling_params, "extra_args", None)
+        extra = getattr(params, "extra_args", None)
         if transfer is not None and transfer.kv_connector in _NIXL and extra:
             most = int(config.model_config.max_model_len)
-            tokens = request.prompt_token_ids
-            asked = Asked(
-                tokens=most if tokens is None else len(tokens),
-                most_tokens=most,
-                pushes=transfer.kv_connector == _PUSH,
-                allows=allowed_peers().allows,
-            )
-            check(extra.get(FIELD), form, asked)
-        return wrapped(request, *more, **named)
+            is_push = transfer.kv_connector == _PUSH
+            asked = Asked(most, most, is_push, allowed_peers().allows)
+            try:
+                check(extra.get(FIELD), form, asked)
+            except ParamsRefused as error:
+                raise _bad_request(error) from None
+        return wrapped(request_id, prompt, params, *more, **named)
 
     return add(*args, **kwargs)
+
+
+def _bad_request(error: ParamsRefused) -> Exception:
+    """What the release answers with status 400: from 0.27 on its own errors, and no ValueErrors."""
+    kind = getattr(sys.modules.get("vllm.exceptions"), "VLLMValidationError", None)
+    found: Exception = error if kind is None else kind(str(error), parameter=FIELD)
+    return found
 
 
 def _create_completion(
@@ -112,8 +118,11 @@ def _add_request(
         connector = getattr(sys.modules[generation.connector_module], generation.connector_class)
         for each in connectors_of(instance):
             if isinstance(each, connector):
+                params = request.kv_transfer_params
                 try:
-                    check(request.kv_transfer_params, form, _asked(instance, each, request))
+                    check(params, form, _asked(instance, each, request))
+                    if params:
+                        request.kv_transfer_params = in_groups(params, form)
                 except ParamsRefused as error:
                     request.kv_transfer_params = None
                     _LOG.error(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from kvpatch._text import one_line, shown
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
 from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
@@ -90,7 +91,8 @@ def add_unlike(
     with blocks_undivided(worker):
         rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
     reader.admit(rank, unstated)
-    _LOG.info("reading from engine %s: it has %s; we have %s", statement.engine_id, statement, ours)
+    peer = one_line(f"{shown(statement.engine_id)}: it has {statement}")
+    _LOG.info("reading from engine %s; we have %s", peer, ours)
     return rank.agent
 
 
@@ -115,8 +117,8 @@ def add_unproven(
     _LOG.info(
         "engine %s states no layout, and is not read before prompts have shown it: it has %s; we "
         "have %s",
-        statement.engine_id,
-        statement,
+        shown(statement.engine_id),
+        one_line(statement),
         reader.ours,
     )
     return agent

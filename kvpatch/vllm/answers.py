@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch._errors import KvpatchError
+from kvpatch._errors import FromOutside
 
 #: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
 ANSWER_SECONDS = 5.0
 
 
-class NoAnswer(KvpatchError):
+class NoAnswer(FromOutside):
     """A peer that says nothing: it is dead, hangs, or is not where P said."""
 
 

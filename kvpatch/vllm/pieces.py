@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpatch._errors import KvpatchError
+from kvpatch._errors import FromOutside
 
 #: Every layout that vLLM names.
 NAMED_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
@@ -21,7 +21,7 @@ LAYERS_INSIDE_BLOCKS = ("BLHNC", "BLNHC", "BHLNC")
 _TOKENS_OUTSIDE_HEADS = ("LBNHC", "BLNHC")
 
 
-class UnknownRegions(KvpatchError):
+class UnknownRegions(FromOutside):
     """Regions that are not what the layout's name comes to; the message says what helps."""
 
 

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvpatch._errors import KvpatchError
+from kvpatch._text import shown
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
@@ -244,7 +245,7 @@ class Reader:
                 rank = self.rank(statement)
                 self._book(self._look_alikes, rank)
             except PeerRefused as error:  # no matter, unless its requests tell so
-                _LOG.info("engine %s can be read as one like us only: %s", engine_id, error)
+                _LOG.info("engine %s can be read as one like us only: %s", shown(engine_id), error)
         self._expect(engine_id, unstated)
         return rank
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from kvpatch._errors import KvpatchError
+from kvpatch._errors import FromOutside
 from kvpatch.geometry import PART_AXES, PartAxes
 
 _WORD = "kvpatch_rows"
@@ -22,7 +22,7 @@ _BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in PART_A
 _FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-9a-f]{{16}}))?")
 
 
-class UnknownForm(KvpatchError):
+class UnknownForm(FromOutside):
     """Rows of a form that is not known here."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvpatch._errors import KvpatchError
+from kvpatch._errors import FromOutside
 from kvpatch.geometry import (
     BlockList,
     Crossing,
@@ -21,7 +21,7 @@ from kvpatch.vllm.shapes import tokens_of
 from kvpatch.vllm.wire import Statement
 
 
-class ReadRefused(KvpatchError):
+class ReadRefused(FromOutside):
     """A request whose blocks do not hold the tokens that it needs."""
 
 

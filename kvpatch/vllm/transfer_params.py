@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch._errors import KvpatchError
+from kvpatch._errors import FromOutside
 from kvpatch._text import shown
 
 FIELD = "kv_transfer_params"
@@ -38,7 +38,7 @@ _HOST = re.compile(r"[0-9A-Za-z_.:%\[\]-]+")
 _NOT_READS = ("HB:", "PUSH_REG:")
 
 
-class ParamsRefused(KvpatchError, ValueError):
+class ParamsRefused(FromOutside, ValueError):
     """A request whose parameters are wrong; vLLM's servers make "bad request" of ValueErrors."""
 
 
@@ -236,7 +236,7 @@ def _check_blocks(blocks: object, form: Form, most: int) -> None:
     if not isinstance(blocks, list | tuple):
         _refuse(_BLOCKS, blocks, "a list")
         return
-    if not form.has_groups:
+    if not form.has_groups or _is_flat(blocks):
         _check_ids(_BLOCKS, blocks, most)
         return
     if len(blocks) > _MOST_GROUPS:
@@ -250,6 +250,21 @@ def _check_blocks(blocks: object, form: Form, most: int) -> None:
             _refuse(name, group, "a list: this release has one for each cache group")
         else:
             _check_ids(name, group, most)
+
+
+def in_groups(params: dict[str, Any], form: Form) -> dict[str, Any]:
+    """The parameters with block ids per cache group, where the release counts on that.
+
+    One list of ids passes its scheduler, and ends its workers.
+    """
+    blocks: Any = params.get(_BLOCKS)
+    if not form.has_groups or not is_load(params, form) or not _is_flat(blocks):
+        return params
+    return {**params, _BLOCKS: [list(blocks)]}
+
+
+def _is_flat(blocks: Any) -> bool:
+    return isinstance(blocks, list | tuple) and bool(blocks) and type(blocks[0]) is int
 
 
 def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvpatch._errors import KvpatchError
+from kvpatch._errors import FromOutside
+from kvpatch._text import shown
 from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, without_form
 
 #: What a layer's block looks like inside, where it is in one piece: a head's tokens are
@@ -27,7 +28,7 @@ _HND_OF = {"HND": "HND", "NHD": "HND"}
 MOST_TOKENS = 1 << 20
 
 
-class PeerRefused(KvpatchError):
+class PeerRefused(FromOutside):
     """A peer whose cache cannot be read; the message has both geometries and what helps."""
 
 
@@ -270,8 +271,8 @@ def _packed_layers(metadata: Any) -> tuple[tuple[str, int, int], ...]:
         for name, place in found.items()
     ):
         raise PeerRefused(
-            f"a peer's handshake has packed_member_layouts={found!r}: expected an offset and a "
-            "length for each layer"
+            f"a peer's handshake has packed_member_layouts={shown(found)}: expected an offset and "
+            "a length for each layer"
         )
     return tuple(
         (name, *_numbers("packed_member_layouts", place, least=0))
@@ -282,7 +283,7 @@ def _packed_layers(metadata: Any) -> tuple[tuple[str, int, int], ...]:
 def _text(name: str, metadata: Any) -> str | None:
     found = getattr(metadata, name, None)
     if found is not None and not isinstance(found, str):
-        raise PeerRefused(f"a peer's handshake has {name}={found!r}: expected a name")
+        raise PeerRefused(f"a peer's handshake has {name}={shown(found)}: expected a name")
     return found
 
 
@@ -296,7 +297,7 @@ def _names(name: str, metadata: Any) -> tuple[str, ...] | None:
     if found is None:
         return None
     if not isinstance(found, (list, tuple)) or not all(isinstance(n, str) for n in found):
-        raise PeerRefused(f"a peer's handshake has {name}={found!r}: expected a list of names")
+        raise PeerRefused(f"a peer's handshake has {name}={shown(found)}: expected a list of names")
     return tuple(found)
 
 
@@ -316,13 +317,14 @@ def _memory_kind(metadata: Any) -> Literal["DRAM", "VRAM"] | None:
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:
     if not isinstance(found, (list, tuple)):
-        raise PeerRefused(f"a peer's handshake has {name}={found!r}, which is no list")
+        raise PeerRefused(f"a peer's handshake has {name}={shown(found)}, which is no list")
     return tuple(_number(name, number, least) for number in found)
 
 
 def _number(name: str, found: Any, least: int = 1) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 1 << 63:
         raise PeerRefused(
-            f"a peer's handshake has {name}={found!r}: expected a whole number of {least} or more"
+            f"a peer's handshake has {name}={shown(found)}: expected a whole number of {least} or "
+            "more"
         )
     return found

@@ -177,9 +177,13 @@ def test_without_the_patch_they_end_the_engine(stage: Stage) -> None:
     introduce(decode, stage.prompts(1, TOKENS), prefill)
     (own,) = prefill.compute(stage.prompt(TOKENS))
 
-    for field, value in (("remote_block_ids", 7), ("remote_engine_id", ["a"])):
+    for changes in (
+        [("remote_block_ids", 7)],
+        [("remote_engine_id", ["a"])],
+        [("do_remote_decode", True), ("remote_num_tokens", "x")],
+    ):
         with pytest.raises(Raised, match="TypeError|AttributeError"):
-            decode.call("offer", [changed(own.answer, [(field, value)])], TOKENS)
+            decode.call("offer", [changed(own.answer, changes)], TOKENS)
 
 
 @pytest.mark.parametrize("blocks", ["others", "too few", "another group"])

@@ -7,22 +7,23 @@ but the request's own blocks.
 from __future__ import annotations
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvpatch._errors import KvpatchError
+from kvpatch._text import one_line
 from kvpatch.geometry import cross, plan_rounds, plan_runs
 from kvpatch.geometry.errors import UnpairableBlocks
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import completed, is_alike
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peers import peer_regions
+from kvpatch.vllm.peers import peer_regions, refusal
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.shares import shares_of
-from kvpatch.vllm.wire import Statement, read_statement
+from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
 
 from .test_peers import ours_of, regions_of
 
@@ -119,6 +120,23 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
             _check_remote(peer, planned.remote_address, planned.length)
     assert refused + read + alike == MUTATIONS
     assert refused > 1000 and read > 500, (refused, read, alike)
+
+
+@pytest.mark.parametrize("field", ["kv_cache_layout", "attn_backend_name", "engine_id"])
+def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
+    _, ours = ours_of()
+    metadata = _real_metadata()
+    setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
+    peer, _ = completed(ours, read_statement(metadata, 0, 1))
+
+    message = str(refusal(ours, peer, "use another"))
+
+    assert message.isprintable()
+    assert len(message) < 5000
+    assert len(one_line(peer)) < 5000
+    with pytest.raises(PeerRefused) as refused:
+        read_statement(replace(metadata, num_blocks=["y" * 10**7]), 0, 1)
+    assert len(str(refused.value)) < 1000
 
 
 def _check_remote(peer: Statement, address: Any, length: Any) -> None:

@@ -20,6 +20,7 @@ from kvpatch.vllm.transfer_params import (
     ParamsRefused,
     check,
     check_prompts,
+    in_groups,
     loads_nothing,
 )
 from tests.bad_params import bad_params
@@ -63,6 +64,7 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
         {**_OWN, "remote_block_ids": []},
         {**_OWN, "remote_block_ids": [[], []]},
         {**_OWN, "remote_block_ids": ([1, 2], (3,))},
+        {**_OWN, "remote_block_ids": [1, 2, 3]},  # as to 0.17; vLLM's own tests have them later
         {**_OWN, "remote_host": "prefill-0.pool.svc"},
         {**_OWN, "remote_host": "fe80::1%eth0"},
         {**_OWN, "remote_host": "[::1]"},
@@ -124,6 +126,16 @@ def test_as_many_blocks_as_the_prompt_can_have() -> None:
     # Of an earlier turn D may hold more than P is asked.
     turn = {**_OWN, "do_remote_prefill": False, "do_remote_decode": True}
     check({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _ASKED)
+
+
+def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
+    flat = {**_OWN, "remote_block_ids": [1, 2, 3]}
+
+    assert in_groups(flat, _FORM) == {**_OWN, "remote_block_ids": [[1, 2, 3]]}
+    assert in_groups(_OWN, _FORM) is _OWN
+    assert in_groups(_TO_P, _FORM) is _TO_P
+    to_0_17 = Form(has_groups=False, has_request_id=True, formats_port=True, reads_back=False)
+    assert in_groups(flat, to_0_17) is flat
 
 
 def test_what_loads_nothing() -> None:
@@ -242,12 +254,6 @@ def _server(connector: str) -> Any:
     )
 
 
-def _request(params: Any) -> Any:
-    """Fake: what is looked at of an EngineCoreRequest."""
-    sampling = SimpleNamespace(extra_args={"kv_transfer_params": params})
-    return SimpleNamespace(prompt_token_ids=[1] * 150, sampling_params=sampling)
-
-
 @pytest.mark.parametrize("generation", GENERATIONS, ids=lambda g: g.slug)
 def test_the_server_refuses_before_anything_is_booked(generation: Any) -> None:
     taken: list[Any] = []
@@ -255,15 +261,16 @@ def test_the_server_refuses_before_anything_is_booked(generation: Any) -> None:
     own = {**_OWN, "remote_block_ids": _OWN["remote_block_ids"][0]} if not form.has_groups else _OWN
 
     def ask(connector: str, params: Any) -> None:
-        request = _request(params)
+        sampling = SimpleNamespace(extra_args={"kv_transfer_params": params})
+        given = ("name", "prompt", sampling, 1.0)
         _server_add_request(
-            lambda *given: taken.append(given), _server(connector), (request, "p"), {}, form=form
+            lambda *given: taken.append(given), _server(connector), given, {}, form=form
         )
 
     ask("NixlConnector", own)
     assert len(taken) == 1
-    assert taken[0][1] == "p"
-    with pytest.raises(ValueError, match="remote_block_ids is 7"):
+    assert taken[0][1] == "prompt"
+    with pytest.raises(Exception, match="remote_block_ids is 7"):
         ask("NixlConnector", {**own, "remote_block_ids": 7})
     assert len(taken) == 1
     ask("MooncakeConnector", {"do_remote_prefill": True, "transfer_id": "x"})

@@ -1,0 +1,74 @@
+"""A message that P's handshake listener does not expect no longer ends it.
+
+Why:
+    The thread that answers handshakes ends by the first message that it cannot take: one of
+    another shape, or one that asks for a rank that there is not. Nobody can shake hands with
+    this engine again before it is restarted. It takes no access to the side channel: a client
+    that sends D another `tp_size` than P's has D ask for such a rank (from 0.11.1 on).
+Where:
+    P, or whoever is read from: its scheduler, and to 0.11.0 its workers.
+How:
+    Who asks for a rank that there is not gets an empty answer, which fails that handshake. After
+    a message of another shape the listener begins anew.
+Upstream:
+    Nothing known.
+Remove when:
+    The listener checks what it is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch._patching import Patch
+from kvpatch._text import shown
+from kvpatch._versions import GENERATIONS
+from kvpatch.patches import _sites
+
+_LOG = logging.getLogger("kvpatch.handshake_listener")
+
+
+class _Answers:
+    """What is answered to each rank that is asked for; nothing for those that there are not.
+
+    Args:
+        found: the release's own, to which it may add.
+    """
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def __getitem__(self, asked: Any) -> bytes:
+        try:
+            answer: bytes = self._found[asked]
+        except (KeyError, TypeError):  # a rank may be a list, too
+            _LOG.warning("a handshake asked for rank %s, which there is not", shown(asked))
+            return b""
+        return answer
+
+
+def _listen(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from msgspec import MsgspecError
+
+    def listen(answers: Any, *more: Any) -> Any:
+        is_by_rank = isinstance(answers, dict)  # from 0.11.1
+        while True:
+            try:
+                return wrapped(_Answers(answers) if is_by_rank else answers, *more)
+            except (MsgspecError, ValueError, TypeError) as error:
+                _LOG.warning("a handshake has another shape: %s", shown(str(error)))
+
+    return listen(*args, *kwargs.values())
+
+
+PATCH = Patch(
+    slug="handshake_listener",
+    wire_affecting=False,
+    sites={g.slug: {_sites.handshake_listener(g): _listen} for g in GENERATIONS},
+    not_needed={},
+    document=__doc__,
+)
