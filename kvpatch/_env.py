@@ -144,6 +144,11 @@ def unstated_layout() -> str:
     return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
 
 
+def to_copy() -> tuple[str, ...]:
+    """What of this process's variables every process of an engine must have."""
+    return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
+
+
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
     real = (

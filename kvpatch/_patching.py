@@ -86,7 +86,7 @@ class Patch:
 @dataclass(eq=False)
 class _Change:
     slug: str
-    owner: type
+    owner: type | ModuleType
     name: str
     before: Any
     site: Site | None
@@ -141,8 +141,8 @@ class Ledger:
         if not standing:
             self._wrap(slug, owner, "__init__", owner.__init__, wrapper)  # type: ignore[misc]
 
-    def wrap(self, slug: str, owner: type, name: str, wrapper: Wrapper) -> None:
-        """Wraps a method of a class that is not vLLM's, once."""
+    def wrap(self, slug: str, owner: type | ModuleType, name: str, wrapper: Wrapper) -> None:
+        """Wraps a method of a class that is not vLLM's, or a module's function, once."""
         standing = [c for c in self._of(slug) if (c.owner, c.name) == (owner, name)]
         for change in standing:
             change.active = True
@@ -154,7 +154,11 @@ class Ledger:
 
         Returns the places; :meth:`undo` puts back what was there.
         """
-        places = {(c.owner, c.name): c for c in self._changes if c.active and c.site is not None}
+        places = {
+            (c.owner, c.name): c
+            for c in self._changes
+            if c.active and c.site is not None and isinstance(c.owner, type)
+        }
         found = []
         for (owner, name), change in places.items():
             if _kvcached.is_theirs(name, vars(owner).get(name)):
@@ -189,7 +193,7 @@ class Ledger:
             else:
                 setattr(change.owner, change.name, change.before)
         self._changes = left[::-1]
-        return [f"{c.owner.__module__}.{c.owner.__qualname__}.{c.name}" for c in left]
+        return [f"{_named(c.owner)}.{c.name}" for c in left]
 
     def _of(self, slug: str) -> list[_Change]:
         return [change for change in self._changes if change.slug == slug]
@@ -197,7 +201,7 @@ class Ledger:
     def _wrap(
         self,
         slug: str,
-        owner: type,
+        owner: type | ModuleType,
         name: str,
         target: Any,
         wrapper: Wrapper,
@@ -207,6 +211,12 @@ class Ledger:
         change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=change.is_active)
         setattr(owner, name, change.ours)
         self._changes.append(change)
+
+
+def _named(owner: type | ModuleType) -> str:
+    if isinstance(owner, ModuleType):
+        return owner.__name__
+    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -18,7 +19,7 @@ from typing import Any
 import wrapt
 
 import kvpatch
-from kvpatch import _env, _kvcached, _logging, _versions
+from kvpatch import _env, _kvcached, _logging, _ray, _versions
 from kvpatch._errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch._patching import Ledger, Patch
 from kvpatch._status import PatchStatus, Status
@@ -29,6 +30,7 @@ _LOG = logging.getLogger("kvpatch")
 
 _TRIPWIRE = "tripwire"
 _SUPERSEDING = "superseding"
+_RAY = "ray"
 
 #: What kvcached's own NIXL patch does is done by these; without one of them it stays.
 _DO_KVCACHEDS_PART = ("kvcached_layout", "kvcached_regions", "block_count")
@@ -69,7 +71,8 @@ class Session:
         for slug, names in FRONT_ENDS.items():
             for module in names:
                 self._hook_front_end(slug, module)
-        self._watch_kvcached()
+        self._watch(_kvcached.MODULE, self._on_kvcached)
+        self._watch(_ray.MODULE, self._on_ray)
 
     def disable(self) -> None:
         """See :func:`kvpatch.disable`."""
@@ -77,6 +80,11 @@ class Session:
             _LOG.warning("kvpatch: %s is wrapped by something else now and was left alone", place)
         self._enabled = False
         self._rows = {}
+
+    def has_applied(self, slug: str) -> bool:
+        """Whether a patch is in effect in this process."""
+        row = self._rows.get(slug)
+        return row is not None and row.outcome == "applied"
 
     def status(self) -> Status:
         """See :func:`kvpatch.status`."""
@@ -148,16 +156,20 @@ class Session:
             self._rows[slug] = PatchStatus(slug, "refused", str(error))
             _LOG.exception("kvpatch: %s is not applied to %s", slug, module.__name__)
 
-    def _watch_kvcached(self) -> None:
-        """kvcached's own patch may come after ours, and more than once."""
-        loaded = sys.modules.get(_kvcached.MODULE)
+    def _watch(self, module: str, act: Callable[[ModuleType], None]) -> None:
+        loaded = sys.modules.get(module)
         if loaded is not None:
-            self._on_kvcached(loaded)
-        elif _kvcached.MODULE not in self._hooked:
-            self._hooked.add(_kvcached.MODULE)
-            wrapt.register_post_import_hook(self._on_kvcached, _kvcached.MODULE)
+            act(loaded)
+        elif module not in self._hooked:
+            self._hooked.add(module)
+            wrapt.register_post_import_hook(act, module)
+
+    def _on_ray(self, module: ModuleType) -> None:
+        for holder in _ray.holders(module) if self._enabled else ():
+            self._ledger.wrap(_RAY, holder, _ray.FUNCTION, _ray.with_ours)
 
     def _on_kvcached(self, module: ModuleType) -> None:
+        """kvcached's own patch may come after ours, and more than once."""
         patch = vars(module).get(_kvcached.PATCH_CLASS)
         if self._enabled and isinstance(patch, type) and _kvcached.APPLY in vars(patch):
             self._ledger.wrap(_SUPERSEDING, patch, _kvcached.APPLY, self._after_kvcached)

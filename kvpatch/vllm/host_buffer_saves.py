@@ -9,6 +9,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from kvpatch import _env
+from kvpatch.vllm.elsewhere import require
 from kvpatch.vllm.host_buffer import NULL_ROWS, HostBufferRefused, block_bytes_of, rows_in
 from kvpatch.vllm.host_buffer_groups import GroupBlocks
 from kvpatch.vllm.host_buffer_usage import UsageLog
@@ -36,6 +37,15 @@ class Copies:
     rows: tuple[int, ...]
     buffer_rows: int
     is_last: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.blocks, self.rows, self.buffer_rows, self.is_last)
+
+
+def _unpickled(*values: Any) -> Copies:
+    """P's answers name rows of the buffer, of which a worker without kvpatch knows nothing."""
+    require("host_buffer")
+    return Copies(*values)
 
 
 def copies_of(metadata: Any) -> Copies | None:

@@ -8,8 +8,10 @@ releases convert by our own before the worker can look.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from kvpatch.vllm.elsewhere import is_guarded, require
 
 _ORDER = "kvpatch_order"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
@@ -48,6 +50,8 @@ class Order:
         computed: what D computes itself in the step that this order comes with; None where
             it loads the prompt, or nobody has to know.
         want: over when its request is.
+        is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
+            unpickle the order then.
     """
 
     tokens: int
@@ -57,6 +61,16 @@ class Order:
     hit_tokens: int | None = None
     computed: Computed | None = None
     want: Want = field(default_factory=Want, compare=False)
+    is_guarded: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = _unpickled if self.is_guarded else Order
+        return make, tuple(getattr(self, one.name) for one in fields(self))
+
+
+def _unpickled(*values: Any) -> Order:
+    require("unlike_engines")
+    return Order(*values)
 
 
 def attach_orders(
@@ -87,13 +101,19 @@ def attach_orders(
         tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
         if full_blocks_only:
             tokens -= tokens % scheduler.block_size
+        local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry))
+        has_load = any(local)
         order = Order(
             tokens,
             held,
-            groups(entry.local_block_ids),
-            groups(remote_blocks(entry)),
+            local,
+            remote,
             _hit_tokens(request) if drafted_blocks else None,
-            None if any(groups(entry.local_block_ids)) else computed.get(request_id),
+            None if has_load else computed.get(request_id),
+            is_guarded=has_load
+            and is_guarded(
+                scheduler, engine_of(entry), held, remote, full_blocks_only=full_blocks_only
+            ),
         )
         setattr(entry, _ORDER, order)
 

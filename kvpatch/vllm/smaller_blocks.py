@@ -125,7 +125,8 @@ def smaller_blocks(worker: Any, engine_id: str) -> tuple[Blocks, Blocks | None] 
 
     None for any other peer. Theirs are None where nobody knows into what they are cut.
     """
-    if engine_id not in worker._remote_agents:
+    own_tokens = getattr(worker, "block_size", None)  # missing in workers of vLLM's own tests
+    if own_tokens is None or engine_id not in worker._remote_agents:
         return None
     topology = getattr(worker, "transfer_topo", None)
     parts: int | None = None
@@ -136,9 +137,9 @@ def smaller_blocks(worker: Any, engine_id: str) -> tuple[Blocks, Blocks | None] 
         tokens = worker.kv_topo.remote_block_size[engine_id]
     else:
         return None
-    if tokens >= worker.block_size:
+    if tokens >= own_tokens:
         return None
-    ours = Blocks(worker.block_size, worker._physical_blocks_per_logical_kv_block)
+    ours = Blocks(own_tokens, worker._physical_blocks_per_logical_kv_block)
     if parts is None and ours.parts == 1:
         parts = 1
     return ours, None if parts is None else Blocks(tokens, parts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from kvpatch import _ray
 from kvpatch._versions import RELEASES, generation_of
 from kvpatch.patches import load
 from tests.releases.fetch import fetch
 
-from . import contract, documents
+from . import contract, documents, source
 
 pytestmark = pytest.mark.contract
 
@@ -31,6 +32,12 @@ def test_every_patch_has_an_outcome_and_none_is_refused(release):
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
     assert contract.fingerprints(release, generation_of(release)) == contract.recorded()[release]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_rays_workers_get_what_one_function_names(release):
+    found = source.method(release, _ray.MODULE, _ray.FUNCTION)
+    assert isinstance(found, source.Method), found
 
 
 def test_patches_md_is_fresh():

@@ -108,6 +108,8 @@ class EngineSpec:
     patched: bool = False
     #: kvpatch slugs to switch on; empty for all.
     patches: tuple[str, ...] = ()
+    #: Whether its workers have no kvpatch all the same, as in processes without the variable.
+    stock_workers: bool = False
     #: kvpatch's variables, as (name, value).
     settings: tuple[tuple[str, str], ...] = ()
 

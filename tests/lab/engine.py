@@ -8,11 +8,13 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+import kvpatch
 from tests.storageless import StoragelessStandIn
 
 from . import release, standins
@@ -115,6 +117,13 @@ class Engine:
         connector = release.connector_class(spec)
         self.scheduler = self._scheduler(connector)
         self.workers = []
+        with self._in_workers():
+            self._start_workers(connector)
+        self.prepared = 0  # what registrations took
+        self._share_handshake(self.scheduler.connector)
+
+    def _start_workers(self, connector: type[Any]) -> None:
+        spec = self.spec
         for rank in range(spec.tp_size):
             with standins.tensor_parallel(rank, spec.tp_size):
                 self.workers.append(self._connector(connector, "WORKER"))
@@ -124,8 +133,18 @@ class Engine:
                 worker.register_kv_caches(self._registered(rank))
             if self.pretends:
                 standins.stop_pretending(release.nixl_of(worker).connector_worker)
-        self.prepared = 0  # what registrations took
-        self._share_handshake(self.scheduler.connector)
+
+    @contextmanager
+    def _in_workers(self) -> Iterator[None]:
+        """While inside, kvpatch is off where workers are to be without it, here and all."""
+        if not self.spec.stock_workers:
+            yield
+            return
+        kvpatch.disable()
+        try:
+            yield
+        finally:
+            kvpatch.enable()
 
     def _registered(self, rank: int) -> dict[str, Any]:
         """A rank's tensors as its device shows them."""
@@ -342,6 +361,12 @@ class Engine:
             own: whether D computes what P has computed too, as its spec has it.
         """
         metadata = pickle.dumps(metadata)
+        with self._in_workers():
+            self._run_workers(metadata, computed, own=own)
+
+    def _run_workers(
+        self, metadata: bytes, computed: Sequence[tuple[Tracked, range]], *, own: bool
+    ) -> None:
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 worker.bind_connector_metadata(pickle.loads(metadata))
@@ -358,6 +383,10 @@ class Engine:
                 worker.clear_connector_metadata()
 
     def _finished(self) -> tuple[list[set[str]], list[set[str]], list[str]]:
+        with self._in_workers():
+            return self._finished_in_workers()
+
+    def _finished_in_workers(self) -> tuple[list[set[str]], list[set[str]], list[str]]:
         sent, received, broken = [], [], []
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):

@@ -1,0 +1,138 @@
+"""What a patched scheduler sends to workers, in processes that have kvpatch, or not, or off."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpatch._versions import GENERATIONS
+from kvpatch.vllm.elsewhere import LikePeers, NotPatchedHere
+from kvpatch.vllm.host_buffer_saves import Copies
+from kvpatch.vllm.orders import Order
+
+from .standin import run, write_tree
+
+pytestmark = pytest.mark.patching
+
+_GUARDED = Order(5, 5, ((1,),), ((2,),), is_guarded=True)
+_OPEN = Order(5, 5, ((1,),), ((2,),))
+_LOADS = "import pickle; found = pickle.loads(bytes.fromhex('{}'))\n"
+
+
+def _load(sent: object, python_path: Path | None) -> subprocess.CompletedProcess[str]:
+    """Unpickled by a process without vLLM, which has not enabled kvpatch."""
+    root = Path(__file__).resolve().parents[2]
+    code = _LOADS.format(pickle.dumps(sent).hex())
+    if python_path is None:  # and none of it can be imported
+        code = "import sys; sys.modules['kvpatch'] = None\n" + code
+    environment = {name: value for name, value in os.environ.items() if "KVPATCH" not in name}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("sent", [_GUARDED, Copies((1,), (2,), 3, is_last=True)])
+def test_a_process_without_kvpatch_cannot_take_it(sent: object) -> None:
+    off = _load(sent, Path())
+    assert off.returncode != 0
+    assert "NotPatchedHere" in off.stderr and "ENABLE_KVPATCH" in off.stderr
+    absent = _load(sent, None)
+    assert absent.returncode != 0 and "ModuleNotFoundError" in absent.stderr
+
+
+def test_what_a_stock_worker_may_ignore_reaches_it() -> None:
+    assert _load(_OPEN, Path()).returncode == 0
+
+
+def test_a_patched_process_takes_all(tmp_path: Path) -> None:
+    generation = GENERATIONS[-1]
+    tree = write_tree(tmp_path, generation, generation.releases[-1])
+    script = (
+        "import importlib, json, kvpatch; kvpatch.enable()\n"
+        f"importlib.import_module({generation.connector_module!r})\n"
+        + _LOADS.format(pickle.dumps(_GUARDED).hex())
+        + "print(json.dumps([found.tokens, found.is_guarded]))"
+    )
+    assert run(tree, script) == [5, True]
+
+
+def test_a_process_that_leaves_the_patch_out_does_not(tmp_path: Path) -> None:
+    generation = GENERATIONS[-1]
+    tree = write_tree(tmp_path, generation, generation.releases[-1])
+    script = (
+        "import importlib, kvpatch; kvpatch.enable()\n"
+        f"importlib.import_module({generation.connector_module!r})\n"
+        + _LOADS.format(pickle.dumps(_GUARDED).hex())
+    )
+    with pytest.raises(AssertionError, match=NotPatchedHere.__name__):
+        run(tree, script, KVPATCH_DISABLE="unlike_engines")
+
+
+def test_likeness_is_learnt_from_prompts_of_several_blocks() -> None:
+    peers = LikePeers()
+    assert not peers.learn("P", 1, 1)  # tells nothing
+    assert peers.learn("P", 3, 3)
+    assert peers.learn("P", 1, 1)
+    assert not peers.learn("Q", 1, 1)
+    assert not peers.learn("P", 6, 3)  # restarted with other blocks under its name
+    assert not peers.learn("P", 1, 1)
+
+
+def test_peers_are_forgotten_in_the_end() -> None:
+    peers = LikePeers()
+    assert peers.learn("first", 2, 2)
+    for number in range(2000):
+        peers.learn(str(number), 2, 2)
+    assert not peers.learn("first", 1, 1)
+
+
+# --- Ray ---------------------------------------------------------------------
+
+_RAY_ENV = """
+RAY_NON_CARRY_OVER_ENV_VARS = {"KVPATCH_LOG_LEVEL"}
+def get_env_vars_to_copy(exclude_vars=None, additional_vars=None, destination=None):
+    return {"VLLM_X"} | (additional_vars or set())
+"""
+_EXECUTOR = "from vllm.ray.ray_env import get_env_vars_to_copy\n"
+_NAMES = """
+import importlib, json, kvpatch
+{before}
+kvpatch.enable()
+found = [sorted(importlib.import_module(m).get_env_vars_to_copy(additional_vars={{"A"}}))
+         for m in ("vllm.ray.ray_env", "vllm.executor")]
+kvpatch.disable()
+found.append(sorted(importlib.import_module("vllm.executor").get_env_vars_to_copy()))
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import vllm.executor"])
+def test_rays_workers_are_given_our_variables(tmp_path: Path, before: str) -> None:
+    generation = GENERATIONS[-1]
+    tree = write_tree(tmp_path, generation, generation.releases[-1])
+    (tree / "vllm" / "ray").mkdir()
+    (tree / "vllm" / "ray" / "__init__.py").touch()
+    (tree / "vllm" / "ray" / "ray_env.py").write_text(_RAY_ENV)
+    (tree / "vllm" / "executor.py").write_text(_EXECUTOR)
+
+    found = run(
+        tree,
+        _NAMES.format(before=before),
+        ENABLE_KVPATCH="true",
+        KVPATCH_TRANSFER="staged",
+        KVPATCH_LOG_LEVEL="INFO",  # which this user leaves behind
+    )
+
+    expected = ["A", "ENABLE_KVPATCH", "KVPATCH_TRANSFER", "VLLM_X"]
+    assert found == [expected, expected, ["VLLM_X"]], json.dumps(found)
