@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.geometry import Placement, Plane, Segments
+from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
 from kvpatch.transfer.zeros import zero_tokens
 
@@ -29,34 +30,41 @@ class Caches:
     def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
         """Copies what has landed to its places; what is returned says whether it is done.
 
-        On a device the copies run in a stream of their own. A read is reported only when
-        they are done, so that whatever the model runs then comes after them.
+        On a device the copies run in a stream of their own, after all that the device was
+        told: what the model has under way may be of whoever had these blocks before. A read
+        is reported only when they are done, so that whatever the model runs then comes after.
 
         Args:
             staging: a round's buffer, ``uint8``, one-dimensional, on the device or the host.
         """
+        streams = side_streams(self.device)
+        if streams is None:
+            self._copy(staging, placements)
+            return _done
+        if self._stream is None:
+            self._stream = streams.Stream(device=self.device)
+        current = streams.current_stream(self.device)
+        with streams.stream(self._stream):
+            self._stream.wait_stream(current)
+            self._copy(staging, placements)
+            event = streams.Event()
+            event.record(self._stream)
+        query: Callable[[], bool] = event.query
+        return query
+
+    def _copy(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> None:
         if self.device.type == "cpu":
             landed = staging.numpy()
             for placement in placements:
                 address, cache = self._layer(placement.layer)
                 place_in_host_memory(landed, cache.numpy(), address, placement)
-            return _done
-        import torch
-
-        module = torch.get_device_module(self.device)
-        if self._stream is None:
-            self._stream = module.Stream(device=self.device)
+            return
         indices = Indices(self.device)
-        with module.stream(self._stream):
-            # From host memory in one copy; its space is the round's until the event.
-            staging = staging.to(self.device, non_blocking=True)
-            for placement in placements:
-                address, cache = self._layer(placement.layer)
-                place_on_device(staging, cache, address, placement, indices)
-            event = module.Event()
-            event.record(self._stream)
-        query: Callable[[], bool] = event.query
-        return query
+        # From host memory in one copy; its space is the round's until the event.
+        staging = staging.to(self.device, non_blocking=True)
+        for placement in placements:
+            address, cache = self._layer(placement.layer)
+            place_on_device(staging, cache, address, placement, indices)
 
     def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
         """Zeroes whole tokens of one plane of a layer."""
@@ -79,3 +87,8 @@ class Caches:
 
 def _done() -> bool:
     return True
+
+
+def side_streams(device: torch.device) -> Any:
+    """The module of a device's streams; None where copies end at once."""
+    return None if device.type == "cpu" else streams_of(device)

@@ -167,11 +167,17 @@ class Indices:
         self._known: dict[int, tuple[Numbers, torch.Tensor]] = {}
 
     def of(self, numbers: Numbers) -> torch.Tensor:
-        """The numbers as a tensor; they are kept, so that no others take their id."""
+        """The numbers as a tensor; they are kept, so that no others take their id.
+
+        From pinned memory: a stream that waits for the model must not make this thread wait.
+        """
         import torch
 
         if id(numbers) not in self._known:
-            self._known[id(numbers)] = numbers, torch.from_numpy(numbers.ids).to(self._device)
+            ids = torch.from_numpy(numbers.ids)
+            if self._device.type != "cpu" and torch.accelerator.is_available():
+                ids = ids.pin_memory()
+            self._known[id(numbers)] = numbers, ids.to(self._device, non_blocking=True)
         return self._known[id(numbers)][1]
 
 

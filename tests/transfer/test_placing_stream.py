@@ -1,0 +1,126 @@
+"""The order of copies on a device with streams; the streams are a fake, the bytes are real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvpatch.geometry import (
+    BlockList,
+    CacheSizes,
+    Memory,
+    Share,
+    cross,
+    named_layout,
+    pair_blocks,
+    plan_rounds,
+)
+from kvpatch.transfer import caches as caches_module
+from kvpatch.transfer.caches import Caches
+
+pytestmark = pytest.mark.patching
+
+DRAM = Memory("DRAM")
+SIZES = CacheSizes(layers=1, blocks=4, heads=2, block_tokens=8, channels=4, item_bytes=2)
+BYTES = 1 * 4 * 2 * 2 * 8 * 4 * 2
+
+
+class FakeStream:
+    """Fake: work waits in it until somebody looks; a stream that waits for none goes first."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.work: list[Callable[[], None]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+    def wait_stream(self, other: FakeStream) -> None:
+        before = len(other.work)
+        self.add(lambda: other.run(before))
+
+    def run(self, count: int | None = None) -> None:
+        now, self.work = self.work[:count], [] if count is None else self.work[count:]
+        for work in now:
+            work()
+
+    def synchronize(self) -> None:
+        self.run()
+
+
+class FakeEvent:
+    """Fake: looking at it runs its stream."""
+
+    def record(self, stream: FakeStream) -> None:
+        self._stream = stream
+
+    def query(self) -> bool:
+        self._stream.run()
+        return True
+
+
+class FakeStreams:
+    """Fake of ``torch.cuda``: tensors are in host memory."""
+
+    Stream, Event = FakeStream, FakeEvent
+
+    def __init__(self) -> None:
+        self.model = self._current = FakeStream()
+
+    def current_stream(self, device: Any) -> FakeStream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        yield
+        self._current = before
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
+    found = FakeStreams()
+    monkeypatch.setattr(caches_module, "side_streams", lambda device: found)
+    real = caches_module.place_in_host_memory
+    monkeypatch.setattr(
+        caches_module,
+        "place_in_host_memory",
+        lambda *of: found.current_stream(None).add(lambda: real(*of)),
+    )
+    return found
+
+
+def test_copies_come_after_what_the_device_was_told_before(streams: FakeStreams) -> None:
+    """A model still runs for whoever had the blocks before."""
+    noise = np.random.default_rng(0)
+    target = torch.from_numpy(noise.integers(0, 256, BYTES, dtype=np.uint8))
+    source = noise.integers(0, 256, BYTES, dtype=np.uint8)
+    remote = named_layout("LBNHC").planes(SIZES, source.ctypes.data, DRAM)
+    local = named_layout("LBHNC").planes(SIZES, target.data_ptr(), DRAM)
+    ids = np.arange(4)
+    segments = pair_blocks(BlockList(ids, 8), BlockList(ids, 8), 0, 32)
+    (round_,) = plan_rounds([Share(segments, cross([remote], local))], BYTES)
+    staging = torch.zeros(round_.buffer_bytes, dtype=torch.uint8)
+    for address, offset, length in zip(
+        round_.remote_address, round_.staging_offset, round_.length, strict=True
+    ):
+        start = int(address) - source.ctypes.data
+        staging[offset : offset + length] = torch.from_numpy(source[start : start + length])
+    seen = []
+    streams.model.add(lambda: seen.append(target.clone()))
+    streams.model.add(lambda: target.fill_(0xA5))
+    before = target.clone()
+
+    is_placed = Caches({remote[0].layer: target}).place(staging, round_.placements)
+    assert torch.equal(target, before), "negative control: nothing has run"
+    assert is_placed()
+    streams.model.run()
+
+    assert torch.equal(seen[0], before), "the model read what its own request had there"
+    for theirs, ours in zip(remote, local, strict=True):
+        found = ours.as_array(target.numpy(), target.data_ptr())
+        assert np.array_equal(found, theirs.as_array(source, source.ctypes.data))
