@@ -21,6 +21,9 @@ How:
     without kvpatch refuses; reads go through ``unlike_engines``, between two such
     pools one descriptor a block. vLLM's own pools of hybrid models go the same way in
     layouts BLNHC and BLHNC (0.29 on), whose states the release reads from other places.
+    Tensors of any other allocator, or of kvcached without its variable in this process, are
+    looked at by their strides: where the release takes blocks to lie elsewhere they are
+    refused, and where heads and tokens have another order than the backend's peers are told.
     Tensors that contradict kvcached's variables, or one another, are refused, and so is
     a device's memory that a network card could register: it would keep the pages that
     are mapped then.
@@ -42,6 +45,7 @@ from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
 from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
+from kvpatch.vllm.backend_layouts import state_own_order
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer_worker import is_on
 from kvpatch.vllm.kvcached_cards import refuse_cards
@@ -49,6 +53,7 @@ from kvpatch.vllm.kvcached_pages import note_pages
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.misread_states import misread_states
 from kvpatch.vllm.our_side import call_layout_by_its_strides
+from kvpatch.vllm.registered_strides import strides_checked
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.rows import forget_rows, register_rows
 from kvpatch.vllm.transport_notes import note_transport
@@ -91,17 +96,21 @@ def _register_kv_caches(
                     "places than it lies in: set VLLM_KV_CACHE_LAYOUT=LBHNC. It cannot be read as "
                     f"kvcached's contiguous layout is either: {error}"
                 ) from error
+        elif not is_on(instance) and not getattr(instance, "use_host_buffer", False):
+            state_own_order(instance, layers)
         apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
-        if not apart:
-            return wrapped(kv_caches)
-        if apart != kv_caches.keys():
+        if apart and apart != kv_caches.keys():
             raise RegistrationRefused(
                 f"{', '.join(sorted(apart))} keep keys and values apart and "
                 f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register "
                 "one or the other; set ENABLE_KVCACHED=false for this model"
             )
-        call_layout_by_its_strides(instance, layers)
-        return wrapped(registration.show_split(instance, kv_caches))
+        shown = kv_caches
+        if apart:
+            call_layout_by_its_strides(instance, layers)
+            shown = registration.show_split(instance, kv_caches)
+        with strides_checked(instance, layers):
+            return wrapped(shown)
 
     return register(*args, **kwargs)
 

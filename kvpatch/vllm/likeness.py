@@ -67,6 +67,14 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     Raises:
         PeerRefused: it cannot be read by anybody here.
     """
+    if ours.planned_layout is not None and peer.layout == ours.planned_layout:
+        raise refusal(
+            ours,
+            peer,
+            "our allocator has given our tensors another layout than the backend's, and of a peer "
+            "that states the backend's nobody knows whether its has too: use one allocator on both "
+            "sides, and set ENABLE_KVPATCH on P",
+        )
     same_blocks = peer.block_tokens == ours.block_tokens and (
         peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpatch import _env
 from kvpatch.geometry import KeyOrder, places_of
+from kvpatch.vllm.backend_layouts import planned_layout
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
@@ -63,6 +64,7 @@ def reader_for(
         meets_one_rank=meets_one_rank,
         shares_read=shares_read,
         misreads_blocks=misreads_blocks,
+        planned_layout=planned_layout(worker),
     )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))

@@ -75,6 +75,8 @@ class OurSide:
         meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
         shares_read: what the release makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
+        planned_layout: what the release would have stated of tensors to which an allocator has
+            given another layout, which is the one that is stated; else None.
         row_places: what rows like ours state of their places, where they hold recurrent state.
         states: the pages of each layer with recurrent state, as they were registered.
     """
@@ -101,6 +103,7 @@ class OurSide:
     meets_one_rank: bool = False
     shares_read: SharesRead = _SHARES_READ
     misreads_blocks: bool = False
+    planned_layout: str | None = None
     row_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
@@ -564,8 +567,10 @@ def _strides(
             found.append((offset, tokens * row, token, channel))
             offset += tokens * width
         return found
-    # Only 0.10.0 states no layout.
-    layout = ours.inner_layout if peer.layout is None else peer.inner_layout
+    # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
+    # to 0.28 need not be what the name says.
+    is_ours = peer.layout in (None, ours.layout)
+    layout = ours.inner_layout if is_ours else peer.inner_layout
     if layout is None:
         raise refusal(
             ours, peer, f"blocks of layout {peer.layout} are not in one piece: use HND or NHD on P"

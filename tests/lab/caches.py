@@ -11,7 +11,7 @@ import ctypes
 import importlib
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from .case import STATE_SHAPES, EngineSpec
 from .compare import UNSIGNED, Array
 from .kinds import INDEXER_BYTES, indexer_planes
 from .kvcached_standin import Allocation, Reservation, allocate
+from .odd_strides import ODD, odd_strides
 
 _TORCH = {
     "float32": torch.float32,
@@ -156,6 +157,7 @@ def build(
     slots: Sequence[int],
     state_spec: Any = None,
     plan: Any = None,
+    store: Callable[..., torch.Tensor] = torch.zeros,
 ) -> Caches:
     """Allocates the caches of one rank; contents are noise until written.
 
@@ -164,6 +166,7 @@ def build(
 
     Args:
         plan: the release's own, by which it lays out caches itself from 0.29 on.
+        store: makes flat memory that nobody else lays out.
     """
     dims = probe_dims(backend, spec.family)
     has_plan = not hasattr(backend, "get_kv_cache_shape")
@@ -187,13 +190,14 @@ def build(
     dtype = torch_dtype(spec.dtype)
     # To 0.28 each layer has an allocation of its own; from 0.29 on all share
     # one, unless they come from kvcached, which is when the counts differ.
-    by_kvcached = spec.tensor_blocks is not None or spec.allocation == "split_half"
+    by_kvcached = spec.tensor_blocks is not None or spec.allocation in ("split_half", *ODD)
     own = hasattr(backend, "get_kv_cache_shape") or by_kvcached
-    apart = order[0] == "layer" and spec.allocation != "contiguous" and own
+    apart = order[0] == "layer" and spec.allocation not in ("contiguous", "pool") and own
     count = max(slots) + 1 if apart else 1
-    # Blocks of all layers have one size in bytes.
-    _, length = _strides(spec, dims, order, _sizes(spec, spec.attention_layer, slots))
-    stores = [torch.zeros(length // count, dtype=dtype) for _ in range(count)]
+    # Blocks of all layers have one size in bytes, or the last one's have the most.
+    largest = spec.layers - 1 if spec.allocation in ODD else spec.attention_layer
+    _, length = _strides(spec, dims, order, slots, largest)
+    stores = [store(length // count, dtype=dtype) for _ in range(count)]
     layers = []
     for layer in range(spec.layers):
         slot = slots[layer]
@@ -204,7 +208,7 @@ def build(
             layers.append(_state_layer(spec, layer, stores[slot], page_bytes))
             continue
         sizes = _sizes(spec, layer, slots)
-        strides, _ = _strides(spec, dims, order, sizes)
+        strides, _ = _strides(spec, dims, order, slots, layer)
         store, offset = (stores[slot], 0) if apart else (stores[0], slot * strides["layer"])
         tensor = torch.as_strided(
             store, [sizes[d] for d in dims], [strides[d] for d in dims], offset
@@ -285,9 +289,16 @@ def _sizes(spec: EngineSpec, layer: int, slots: Sequence[int]) -> dict[str, int]
 
 
 def _strides(
-    spec: EngineSpec, dims: tuple[str, ...], order: tuple[str, ...], sizes: dict[str, int]
+    spec: EngineSpec,
+    dims: tuple[str, ...],
+    order: tuple[str, ...],
+    slots: Sequence[int],
+    layer: int,
 ) -> tuple[dict[str, int], int]:
     """Element strides of every dimension, and how many elements all layers take."""
+    sizes = _sizes(spec, layer, slots)
+    if spec.allocation in ODD:
+        return odd_strides(spec.allocation, order, sizes, layer)
     if spec.allocation == "split_half":
         return _split_half(dims, order, sizes)
     if spec.allocation == "contiguous":

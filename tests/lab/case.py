@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-Family = Literal["flash", "flashinfer", "cpu", "mla"]
+from .odd_strides import ODD
+
+Family = Literal["flash", "flashinfer", "cpu", "mla", "triton"]
 Allocation = Literal[
     "plain",
     "shared_tensors",
@@ -16,6 +18,11 @@ Allocation = Literal[
     # kvcached's own code lays these out, over memory of which only used pages are there.
     "kvcached_rows",
     "kvcached_apart",
+    # As no backend asks for them, see odd_strides.
+    "pool",
+    "permuted",
+    "padded",
+    "uneven",
 ]
 #: vLLM's names for where states are kept.
 StateMode = Literal["none", "align", "all"]
@@ -139,7 +146,7 @@ class EngineSpec:
     @property
     def is_kvcacheds(self) -> bool:
         """Whether kvcached allocates, or tensors are laid out as it does."""
-        return self.allocation not in ("plain", "shared_tensors")
+        return self.allocation not in ("plain", "shared_tensors", *ODD)
 
     @property
     def is_hybrid(self) -> bool:

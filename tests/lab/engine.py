@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 import kvpatch
 from tests.storageless import StoragelessStandIn
@@ -105,13 +106,11 @@ class Engine:
         ]
         shared = release.slots(spec, self.plan)
         self.caches: list[Caches] = [
-            build(spec, backend, layout, shared, release.state_spec(spec), self.plan)
+            build(spec, backend, layout, shared, release.state_spec(spec), self.plan, self._store)
             for _ in range(spec.tp_size)
         ]
-        self.noise = noise = np.random.default_rng(start.seed)
-        for caches in self.caches:
-            for memory in caches.memory:
-                memory[:] = noise.integers(0, 256, memory.size, dtype=np.uint8)
+        self.noise = np.random.default_rng(start.seed)
+        self._fill()
 
         self._stand_in(backend)
         connector = release.connector_class(spec)
@@ -145,6 +144,15 @@ class Engine:
             yield
         finally:
             kvpatch.enable()
+
+    #: Makes the memory of a cache, flat.
+    _store = staticmethod(torch.zeros)
+
+    def _fill(self) -> None:
+        """Noise, so that a byte that nobody has written shows."""
+        for caches in self.caches:
+            for memory in caches.memory:
+                memory[:] = self.noise.integers(0, 256, memory.size, dtype=np.uint8)
 
     def _registered(self, rank: int) -> dict[str, Any]:
         """A rank's tensors as its device shows them."""

@@ -115,7 +115,7 @@ class Lab:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.lab.child", str(theirs.fileno())],
                 cwd=self._folder.name,
-                env=_environment(tree, Path(self._folder.name)),
+                env=environment(tree, Path(self._folder.name)),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -285,7 +285,7 @@ def _without_answer(phase: str, failure: Failure) -> Report:
     return Report("failed", f"{detail}\n{failure.trace[-_TAIL_CHARACTERS:]}")
 
 
-def _environment(tree: Path, home: Path) -> dict[str, str]:
+def environment(tree: Path, home: Path) -> dict[str, str]:
     """What the release sees: its own tree first, no network, no stray settings."""
     keep = {
         k: v

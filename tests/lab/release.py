@@ -46,6 +46,7 @@ _BACKENDS = {
         ("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend"),
         ("vllm.v1.attention.backends.cpu_attn", "TorchSDPABackend"),
     ),
+    "triton": (("vllm.v1.attention.backends.triton_attn", "TritonAttentionBackend"),),
     "mla": (("vllm.v1.attention.backends.mla.triton_mla", "TritonMLABackend"),),
     "sparse": (("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),),
     "indexer": (("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend"),),

@@ -1,0 +1,87 @@
+"""HND or NHD, as a release lays out caches for its own backends, whatever layout it states.
+
+Backends without an order of their own (Triton to 0.17, FlexAttention, ROCm's) have NHD on
+every engine, while the connector asks for HND and states it (0.10.1 to 0.28).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvpatch.geometry import DimensionOrder, UnreadableGeometry
+from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.our_side import call_layout_by_its_strides, layout_shown_by
+from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.registration import attention_backends
+
+#: To 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
+_AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1")
+_INNER = {"HND": "HND", "NHD": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
+
+
+def backend_layouts(worker: Any) -> frozenset[str]:
+    """The orders of heads and tokens that this worker's backends have; empty if unknown."""
+    stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
+    inner = _INNER.get(stated or "")
+    if inner is None:
+        return frozenset()
+    if stated in NAMED_LAYOUTS or getattr(worker, "backend_name", None) in _AS_STATED:
+        return frozenset({inner})
+    backends = [b for b in _backends(worker) if b.__module__.partition(".")[0] == "vllm"]
+    with _configuration(worker):
+        found = [_order_of(backend) for backend in backends]
+    return frozenset() if None in found else frozenset(filter(None, found))
+
+
+def _backends(worker: Any) -> tuple[Any, ...]:
+    if getattr(worker, "attn_backends", None):  # from 0.18
+        return attention_backends(worker)
+    topology = getattr(worker, "kv_topo", None)  # from 0.11.1
+    one = getattr(worker, "attn_backend", None) or getattr(topology, "attn_backend", None)
+    return () if one is None else (one,)
+
+
+def _configuration(worker: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+
+    return set_current_vllm_config(worker.vllm_config)
+
+
+def _order_of(backend: Any) -> str | None:
+    """As the release's runner allocates for a backend; None where nobody knows."""
+    try:
+        names = DimensionOrder.probe(backend.get_kv_cache_shape).dimensions
+    except UnreadableGeometry:
+        return None
+    if not {"token", "head"} <= set(names):
+        return None
+    with suppress(AttributeError, NotImplementedError):
+        names = tuple(names[axis] for axis in backend.get_kv_cache_stride_order())
+    return "NHD" if names.index("token") < names.index("head") else "HND"
+
+
+_PLANNED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def state_own_order(worker: Any, layers: Mapping[str, LayerCache]) -> None:
+    """Has a worker state the order that its tensors have, where an allocator chose another.
+
+    What it would have stated may be said by a peer with the same allocator and without
+    kvpatch, and by one that has that layout: :func:`planned_layout`.
+    """
+    _PLANNED.pop(worker, None)
+    known, shown = backend_layouts(worker), layout_shown_by(layers)
+    if not known or shown is None or shown in known:
+        return
+    stated = worker.kv_cache_layout
+    call_layout_by_its_strides(worker, layers)
+    if worker.kv_cache_layout != stated:
+        _PLANNED[worker] = stated
+
+
+def planned_layout(worker: Any) -> str | None:
+    """What a worker would state of a layout that an allocator has changed; else None."""
+    return _PLANNED.get(worker)

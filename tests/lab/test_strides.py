@@ -1,0 +1,70 @@
+"""Tensors whose strides are not what a release's arithmetic assumes, and nobody said so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import Allocation, Case, EngineSpec, Family, Report
+from .host import Lab
+from .releases import states_layout
+from .unlike import told
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_SPEC = EngineSpec(planned_blocks=24, layers=3)
+_OWN = ("pool", "padded", "uneven")
+
+
+def _on(spec: EngineSpec) -> EngineSpec:
+    return replace(spec, patched=True, patches=SLUGS)
+
+
+def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
+    return lab.run(told(Case("odd", prefill, decode, prompt_tokens=107), lab.release))
+
+
+@pytest.mark.parametrize(
+    ("family", "allocation"), [*(("flash", own) for own in _OWN), ("flashinfer", "pool")]
+)
+def test_blocks_that_lie_elsewhere(lab: Lab, family: Family, allocation: Allocation) -> None:
+    """Stock moves other bytes without a word: all of a pool's to 0.25, all padded ones to 0.28."""
+    spec = replace(_SPEC, family=family, allocation=allocation)
+    stock = _run(lab, spec, spec)
+
+    report = _run(lab, _on(spec), _on(spec))
+
+    if stock.outcome == "identical":  # what the release gets right is left to it
+        assert report.outcome == "identical", report
+    else:
+        assert report.outcome == "refused", (stock, report)
+    if stock.outcome == "corrupt":
+        assert "bytes apart" in report.detail and "ENABLE_KVCACHED" in report.detail
+
+
+def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
+    """Two of one allocator are like each other; beside a plain engine P says what it has."""
+    if not states_layout(lab.release):
+        pytest.skip("this release states no layout, which prompts prove")
+    turned = replace(_SPEC, allocation="permuted")
+    assert _run(lab, turned, turned).outcome == "identical"
+    assert _run(lab, turned, _SPEC).outcome == "corrupt"
+
+    assert _run(lab, _on(turned), _on(turned)).outcome == "identical"
+    assert _run(lab, _on(turned), _on(_SPEC)).outcome == "identical"
+    beside_stock = _run(lab, _SPEC, _on(turned))
+    assert beside_stock.outcome == "refused", beside_stock
+    assert "allocator" in beside_stock.detail
+
+
+@pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
+def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: int) -> None:
+    """Triton's tensors are NHD to 0.17, and its handshake says HND: heads were read for tokens."""
+    spec = replace(_SPEC, family="triton")
+
+    report = _run(lab, replace(spec, block_tokens=p), _on(replace(spec, block_tokens=d)))
+
+    assert report.outcome == "identical", report
