@@ -22,6 +22,8 @@ HOST_BUFFER = "KVPATCH_HOST_BUFFER"
 HOST_BUFFER_BYTES = "KVPATCH_HOST_BUFFER_BYTES"
 KVCACHED_CARDS = "KVPATCH_KVCACHED_CARDS"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
+PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
+PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
@@ -38,6 +40,7 @@ TOOLING = (
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _HOST_BUFFERS = ("auto", "always", "never")
 _KVCACHED_CARDS = ("refuse", "trust")
+_LAYOUTS = ("HND", "NHD")
 _TRANSFERS = ("auto", "direct", "staged")
 _UNSTATED_LAYOUTS = ("prove", "same")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
@@ -129,6 +132,24 @@ def kvcached_cards() -> str:
     return _choice(KVCACHED_CARDS, _KVCACHED_CARDS)
 
 
+def peer_block_size() -> int | None:
+    """Tokens of a block of every P, as the operator declares them; None where unset."""
+    value = os.environ.get(PEER_BLOCK_SIZE, "")
+    if not value:
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise _settings_error(f"{PEER_BLOCK_SIZE}={value!r} is not a whole number of tokens")
+    return int(value)
+
+
+def peer_layout() -> str | None:
+    """The layout of every P's cache, as the operator declares it; None where unset."""
+    value = os.environ.get(PEER_LAYOUT, "").upper()
+    if value and value not in _LAYOUTS:
+        raise _settings_error(f"{PEER_LAYOUT}={value!r} is not one of {', '.join(_LAYOUTS)}")
+    return value or None
+
+
 def staging_bytes() -> int:
     """The size of a worker's staging pool."""
     return _byte_count(STAGING_BYTES, _DEFAULT_STAGING_BYTES)
@@ -159,6 +180,8 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         HOST_BUFFER_BYTES,
         KVCACHED_CARDS,
         LOG_LEVEL,
+        PEER_BLOCK_SIZE,
+        PEER_LAYOUT,
         STAGING_BYTES,
         TRANSFER,
         UNSTATED_LAYOUT,

@@ -191,6 +191,17 @@ def scheduler_matched_tokens(generation: Generation) -> Site:
     )
 
 
+def set_xfer_handshake_metadata(generation: Generation) -> Site:
+    """Where the connector's scheduler half is handed what its workers state; from 0.11.1."""
+    return Site(
+        module=generation.scheduler_module,
+        owner=generation.scheduler_class,
+        name="set_xfer_handshake_metadata",
+        kind="function",
+        parameters=("self", "metadata"),
+    )
+
+
 def connector_meta(generation: Generation) -> Site:
     """Where vLLM asks for a step's metadata, in pull and in push mode."""
     return _connector(generation, "build_connector_meta", "scheduler_output")

@@ -24,16 +24,14 @@ How:
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:
-    To 0.11.0 the handshake states no block size: D computes prompts itself until one of three
-    of P's blocks or more has told it, for peers like D too, and 0.10.0 states no layout either:
-    there D's worker reads a few of P's blocks of such a prompt as well, and P is read in the
-    layout under which they are near to what D has computed, and much nearer than under the
-    other; nothing is loaded from a P of which that is not so. What ends behind P's whole blocks
-    D computes there, and with a draft model every prompt. From 0.11.1 to 0.20 it does not state
-    how blocks are cut: where a backend may have cut them (FlashInfer, FlashMLA), a prompt has
-    to tell it too, of peers like D as well; D computes shorter ones before it (to 0.16 by the
-    default ``kv_load_failure_policy``). Of models of windows alone P names as many blocks as a
-    window touches, which tells less: D may compute many prompts first.
+    To 0.20 the handshake does not say all of a block: the data type to 0.11.0, the layout on
+    0.10.0, and then how blocks are cut, where a backend may cut them (FlashInfer, FlashMLA).
+    There D computes the first prompt of a P itself, of one like it too, reads some of what P's
+    blocks hold of it, and loads later ones once they have shown the rest; nothing is loaded
+    from a P that holds something else. A P whose cut blocks' null block is not all zeros, or
+    a model whose keys and values do not depend on a token's place, is not told apart.
+    ``KVPATCH_PEER_BLOCK_SIZE`` (and ``KVPATCH_PEER_LAYOUT``) leave the proof out. On 0.10.0 what
+    ends behind P's whole blocks D computes, and with a draft model every prompt.
     To 0.13 the ranks of a P with more than D are a multiple of D's.
     Refused are keys that AMX tiles, and to 0.25 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.
@@ -45,8 +43,7 @@ Limits:
     alone. A peer of smaller blocks is refused where the release misreads each of its requests
     (keys by column; heads, 0.23 to 0.31, or in NHD).
     Recurrent state (Mamba) is read whole from as many ranks as D's and of as many bytes;
-    between plain pools unlike ranks are left to the release. To 0.20, where a backend may have
-    cut them, a plain pool of other blocks is refused.
+    between plain pools unlike ranks are left to the release.
 Remove when:
     The connector reads any block size and layout, prefix hits included.
 """
@@ -58,7 +55,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvpatch import _env
 from kvpatch._errors import KvpatchError, RegistrationRefused
@@ -72,19 +68,22 @@ from kvpatch.vllm.admission import (
     have_our_parts,
     is_left_with_state,
     refuse_doubtful_layout,
-    refuse_uncounted,
 )
 from kvpatch.vllm.agent import ReadingAgent
-from kvpatch.vllm.groups import counted_group
+from kvpatch.vllm.announcements import announced, announcements_of
+from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.host_buffer_links import connectors_of
 from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
-from kvpatch.vllm.introducing import introductions_of, introductions_to_cuts
+from kvpatch.vllm.introducing import (
+    book_proof,
+    hear_what_is_open,
+    introductions_of,
+    say_what_is_open,
+)
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
 from kvpatch.vllm.likeness import (
-    completed,
-    has_two_layouts,
     is_alike,
     refuse_drafted_windows,
     refuse_endless,
@@ -101,7 +100,6 @@ from kvpatch.vllm.own_cache import (
     read_states,
     reader_for,
 )
-from kvpatch.vllm.proofs import announced
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
 from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
@@ -110,10 +108,7 @@ from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
 from kvpatch.vllm.split_handles import watch_split_handles
 from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.unstated import (
-    Introductions,
-)
-from kvpatch.vllm.wire import PeerRefused, read_statement
+from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -184,9 +179,18 @@ def _register_kv_caches(
             )
             watch_split_handles(instance)
             registration.admit_peers(instance)
+        say_what_is_open(instance, may_leave_open=_may_leave_open(reader_of(instance)))
         return result
 
     return register(*args, **kwargs)
+
+
+def _may_leave_open(reader: Reader | None) -> bool:
+    """Whether a peer's handshake may leave something open that this worker would prove."""
+    if reader is None or _env.peer_block_size() is not None:
+        return False
+    sizes = reader.ours.kernel_sizes
+    return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)
 
 
 def own_agent(agent: Any) -> Any:
@@ -202,7 +206,7 @@ def _add_remote_agent(
     *,
     registration: Registration,
     drafted_windows: bool,
-    states_layout: bool,
+    leaves_open: bool,
     takes_heads_for_hnd: bool,
 ) -> Any:
     admit = partial(
@@ -217,6 +221,12 @@ def _add_remote_agent(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *more: Any
     ) -> Any:
         # More is the peer's context-parallel size, by place, from 0.29.
+        def left_to_the_release(*handed: Any) -> Any:
+            agent = as_release(*handed)
+            if leaves_open:  # nobody here would ever prove anything
+                announcements_of(instance).settle(nixl_agent_meta.engine_id)
+            return agent
+
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
             return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         reader = reader_of(instance)
@@ -232,39 +242,34 @@ def _add_remote_agent(
                 refuse_unreadable(instance, peer)
             else:
                 admit(instance, nixl_agent_meta)
-            return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+            return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
         if is_left_with_state(reader, stated):
             admit(instance, nixl_agent_meta)
-            return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        misread = reader.ours.misreads_blocks
-        peer, unstated = completed(
-            reader.ours, replace(stated, block_tokens=None) if misread else stated
-        )
+            return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        ours = reader.ours
+        misread = ours.misreads_blocks
+        found = candidates_of(ours, replace(stated, block_tokens=None) if misread else stated)
+        peer = found.statements[0]
         refuse_doubtful_layout(instance, reader, peer)
-        if has_two_layouts(reader.ours, peer):
-            if _env.unstated_layout() == "prove":
-                metadata = nixl_agent_meta
-                return add_unproven(as_release, instance, reader, metadata, peer, unstated)
-            if not is_alike(reader.ours, peer):
-                peer = replace(peer, layout=reader.ours.inner_layout)
-        is_like = is_alike(reader.ours, peer) and not (reader.is_for_all or misread)
-        if reader.has_state:
-            if is_like:
-                have_our_parts(instance, reader.ours, peer)
-            else:
-                refuse_uncounted(reader.ours, peer, unstated)
-        if is_like:
-            rank = reader.admit_like(peer, unstated)
-            agent = as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-            if rank is not None:
-                rank.agent = agent
-        else:
+
+        def check(statement: Statement) -> None:
             if drafted_windows:
-                refuse_drafted_windows(instance, reader.ours, reader.groups, peer)
-            agent = add_unlike(as_release, instance, reader, nixl_agent_meta, peer, unstated, more)
-        if not states_layout:
-            reader.proofs.settle(peer.engine_id)
+                refuse_drafted_windows(instance, ours, reader.groups, statement)
+
+        if found.is_open:
+            statements = found.statements
+            return add_unproven(as_release, instance, reader, nixl_agent_meta, statements, check)
+        if is_alike(ours, peer) and not reader.reads_all:
+            if reader.has_state:
+                have_our_parts(instance, ours, peer)
+            reader.admit_like(peer.engine_id)
+            agent = as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
+        else:
+            check(peer)
+            agent = add_unlike(as_release, instance, reader, nixl_agent_meta, peer, more)
+        if leaves_open:
+            reader.proofs.settle(peer.engine_id, _block_tokens(peer))
         return agent
 
     return add(*args, **kwargs)
@@ -321,7 +326,7 @@ def _read_blocks_for_req(
             return wrapped(req_id, meta)
         order = orders.order_of(meta)
         try:
-            peer = _peer_of(reader, engine_id, order)
+            peer = reader.peer(engine_id)
             if any(orders.groups(meta.local_block_ids)):
                 reader.proofs.check(engine_id)
             _check_order(instance, req_id, engine_id, peer, order)
@@ -353,10 +358,6 @@ def _read_blocks_for_req(
     return read_checked(*args, **kwargs)
 
 
-def _peer_of(reader: Reader, engine_id: str, order: orders.Order | None) -> Peer | None:
-    return reader.peer(engine_id) if order is None else reader.peer_for(engine_id, order)
-
-
 def _check_order(
     worker: Any, req_id: str, engine_id: str, peer: Peer | None, order: orders.Order | None
 ) -> None:
@@ -380,37 +381,39 @@ def _check_order(
         )
 
 
-_INTRODUCTIONS: WeakKeyDictionary[Any, Introductions] = WeakKeyDictionary()
-
-
 def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any],
     instance: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    introduce: Callable[[Any], Introductions | None],
+    full_blocks_only: bool,
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
         found = wrapped(request, num_computed_tokens)
         parameters = request.kv_transfer_params or {}
         engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
-        if not found[0] or engine_id is None or blocks is None:
+        if not found[0] or not isinstance(engine_id, str) or not isinstance(blocks, list | tuple):
             return found
-        groups = blocks if blocks and isinstance(blocks[0], list | tuple) else [blocks]
-        introductions = _INTRODUCTIONS.get(instance) or introduce(instance)
-        counted = counted_group(instance)
-        if introductions is None or counted is None:
+        introductions = introductions_of(instance, full_blocks_only=full_blocks_only)
+        if introductions is None:
             return found
-        _INTRODUCTIONS[instance] = introductions
-        needed = num_computed_tokens + found[0]
-        held = len(groups[counted]) if counted < len(groups) else 0
-        tokens = orders.prefilled_tokens(instance, request)
-        if introductions.allow(engine_id, tokens, held, needed):
+        held = max((len(group) for group in orders.groups(blocks)), default=0)
+        if introductions.allow(engine_id, held, num_computed_tokens + found[0]):
             return found
         return 0, False
 
     return matched(*args, **kwargs)
+
+
+def _set_xfer_handshake_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def set_metadata(metadata: Mapping[int, Any]) -> Any:
+        hear_what_is_open(instance, metadata.values())
+        return wrapped(metadata)
+
+    return set_metadata(*args, **kwargs)
 
 
 def _build_connector_meta(
@@ -421,6 +424,7 @@ def _build_connector_meta(
     *,
     full_blocks_only: bool,
     drafted_blocks: bool,
+    leaves_open: bool,
 ) -> Any:
     waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
@@ -430,7 +434,7 @@ def _build_connector_meta(
         metadata,
         full_blocks_only=full_blocks_only,
         drafted_blocks=drafted_blocks,
-        step=_step(*args, **kwargs) if full_blocks_only else None,
+        step=_step(*args, **kwargs) if leaves_open else None,
     )
     return metadata
 
@@ -441,33 +445,51 @@ def _step(scheduler_output: Any) -> Any:
 
 
 def _get_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    gives_up: bool,
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
         reader = reader_of(worker) if worker is not None else None
-        if reader is None:
-            return wrapped(finished_req_ids)
-        reader.given_up.end(worker, finished_req_ids)
-        news = reader.proofs.end_step()
+        if reader is not None:
+            if gives_up:
+                reader.given_up.end(worker, finished_req_ids)
+            reader.proofs.end_step()
         sent, received = wrapped(finished_req_ids)
-        return sent, news | reader.given_up.report(worker, received or ())
+        if reader is not None and gives_up:
+            received = reader.given_up.report(worker, received or ())
+        if worker is not None:
+            received = announcements_of(worker).received(received, finished_req_ids)
+        return sent, received
 
     return get_finished(*args, **kwargs)
 
 
 def _start_load_kv(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    gives_up: bool,
 ) -> Any:
     def start(metadata: Any) -> Any:
         reader = reader_of(instance)
-        if reader is not None:
-            found = orders.orders_of(metadata)
+        found = orders.orders_of(metadata)
+        if reader is not None and gives_up:
             reader.given_up.begin({name: order for name, order in found if any(order.local_blocks)})
-            for request_id, order in found:
-                if order.computed is not None:
-                    engine_id = orders.engine_of(metadata.reqs_to_recv[request_id])
-                    reader.proofs.computing(request_id, engine_id, order)
+        announcements = announcements_of(instance)
+        for request_id, order in found:
+            announcements.listen()
+            if not any(order.local_blocks):
+                announcements.compute(request_id)
+            if reader is not None and order.computed is not None:
+                engine_id = orders.engine_of(metadata.reqs_to_recv[request_id])
+                reader.proofs.computing(request_id, engine_id, order)
         return wrapped(metadata)
 
     return start(*args, **kwargs)
@@ -479,10 +501,8 @@ def _update_from_kv_xfer_finished(
     def update(output: Any) -> Any:
         news = announced(output.finished_recving or ())
         for connector in connectors_of(instance) if news else ():
-            introductions = _INTRODUCTIONS.get(connector.connector_scheduler)
-            if introductions is not None:
-                for engine_id in news.values():
-                    introductions.prove(engine_id)
+            for engine_id, block_tokens in news.values():
+                book_proof(connector.connector_scheduler, engine_id, block_tokens)
         if news:  # which are no requests
             output.finished_recving = set(output.finished_recving) - news.keys()
         return wrapped(output)
@@ -490,23 +510,30 @@ def _update_from_kv_xfer_finished(
     return update(*args, *kwargs.values())
 
 
-def _sites_of_introductions(generation: Generation) -> dict[Site, Any]:
-    """To 0.11.0 a handshake states no block size, and no single load can fail.
+def _block_tokens(peer: Statement) -> int:
+    """Of one of the blocks that its ids count; 0 where that is not known."""
+    return (peer.block_tokens or 0) * (peer.kernel_blocks_per_block or 1)
 
-    To 0.20 it does not state how blocks are cut; to 0.16 D computes what fails, of itself.
-    """
-    introduce: Any
-    if generation.slug in _NO_BLOCK_SIZE:
-        introduce = partial(introductions_of, full_blocks_only=generation.slug in _WHOLE_BLOCKS)
-    elif generation.slug in _FAILING_CUTS:
-        introduce = partial(introductions_to_cuts, module=generation.worker_module)
-    else:
+
+def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
+    """To 0.20 a handshake does not say all of a block: D finds the rest out by content."""
+    if generation.slug not in _LEAVES_OPEN:
         return {}
-    return {
+    found: dict[Site, Any] = {
         _sites.scheduler_matched_tokens(generation): partial(
-            _get_num_new_matched_tokens, introduce=introduce
-        )
+            _get_num_new_matched_tokens, full_blocks_only=generation.slug in _WHOLE_BLOCKS
+        ),
+        _sites.start_load_kv(generation): partial(
+            _start_load_kv, gives_up=generation.slug in _ABORTS
+        ),
+        _sites.update_from_kv_xfer_finished(generation): _update_from_kv_xfer_finished,
+        _sites.get_finished(generation): partial(
+            _get_finished, gives_up=generation.slug in _ABORTS
+        ),
     }
+    if generation.slug not in _NO_BLOCK_SIZE:
+        found[_sites.set_xfer_handshake_metadata(generation)] = _set_xfer_handshake_metadata
+    return found
 
 
 def _sites_of_handshakes(generation: Generation) -> dict[Site, Any]:
@@ -514,25 +541,6 @@ def _sites_of_handshakes(generation: Generation) -> dict[Site, Any]:
     if generation.slug not in _MEETS_ONE_RANK:
         return {}
     return {_sites.nixl_handshake(generation): _nixl_handshake}
-
-
-def _sites_of_aborts(generation: Generation) -> dict[Site, Any]:
-    """To 0.15 the blocks of an aborted request are free at once, its read or not."""
-    if generation.slug not in _ABORTS:
-        return {}
-    return {
-        _sites.start_load_kv(generation): _start_load_kv,
-        _sites.get_finished(generation): _get_finished,
-    }
-
-
-def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
-    """0.10.0 states no layout, and its scheduler hears of nothing but received requests."""
-    if generation.slug not in _NO_LAYOUT:
-        return {}
-    return {
-        _sites.update_from_kv_xfer_finished(generation): _update_from_kv_xfer_finished,
-    }
 
 
 _ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
@@ -543,12 +551,11 @@ _TAKES_HEADS_FOR_HND = (*_COUNTS_ONE_HEAD, "g0200")
 _READS_ITS_SHARE = ("g0240", "g0260", "g0290", "g0300")
 # 0.11.1 and 0.11.2, on a CPU backend; 0.12.0 does not.
 _MISREADS_BLOCKS = ("g0111",)
-# 0.17 to 0.20; 0.21 and 0.22 state how blocks are cut.
-_FAILING_CUTS = ("g0160", "g0180", "g0200")
 _NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
 # 0.10.0 asks for whole blocks only.
 _WHOLE_BLOCKS = ("g0100",)
-_NO_LAYOUT = ("g0100",)
+# 0.21 and 0.22 state how blocks are cut.
+_LEAVES_OPEN = (*_NO_BLOCK_SIZE, "g0111", "g0130", "g0140", "g0160", "g0180", "g0200")
 # 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
 _DRAFTED_BLOCKS = ("g0230", "g0240")
 # To 0.24 a list of P's goes on behind the prompt where it drafts tokens (0.25 ends g0240).
@@ -575,7 +582,7 @@ PATCH = Patch(
                 _add_remote_agent,
                 registration=REGISTRATIONS[g.slug],
                 drafted_windows=g.slug in _DRAFTED_WINDOWS,
-                states_layout=g.slug not in _NO_LAYOUT,
+                leaves_open=g.slug in _LEAVES_OPEN,
                 takes_heads_for_hnd=g.slug in _TAKES_HEADS_FOR_HND,
             ),
             _sites.read_blocks_for_req(g): partial(
@@ -587,10 +594,9 @@ PATCH = Patch(
                 _build_connector_meta,
                 full_blocks_only=g.slug in _WHOLE_BLOCKS,
                 drafted_blocks=g.slug in _DRAFTED_BLOCKS,
+                leaves_open=g.slug in _LEAVES_OPEN,
             ),
-            **_sites_of_introductions(g),
             **_sites_of_handshakes(g),
-            **_sites_of_aborts(g),
             **_sites_of_proofs(g),
         }
         for g in GENERATIONS

@@ -211,6 +211,16 @@ class StoragelessCaches:
         zero_tokens(blocks, place, _renumbered(tail, touched))
         store(self._tensors[layer], dimension, touched, blocks)
 
+    def first_tokens(self, plane: Plane, blocks: Int64Array, tokens: int) -> npt.NDArray[np.uint8]:
+        """As :func:`kvpatch.transfer.tokens.first_tokens`."""
+        import torch
+
+        found = fetch(self._tensors[plane.layer], self._block_dimensions[plane.layer], blocks)
+        raw = found.view(-1).view(torch.uint8).numpy()
+        taken = replace(plane, counts=plane.counts._replace(blocks=len(blocks)))
+        array = taken.as_array(raw, self._shown[plane.layer].data_ptr()).swapaxes(1, 2)
+        return array.reshape(-1, *array.shape[2:])[:tokens]
+
     def settle(self) -> None:
         """All is done already."""
 

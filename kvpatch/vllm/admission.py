@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from kvpatch._errors import KvpatchError
 from kvpatch._text import one_line, shown
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
 from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
 from kvpatch.vllm.our_side import own_regions
 from kvpatch.vllm.peers import OurSide, refusal
-from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.proofs import Name
+from kvpatch.vllm.reader import Rank, Reader
 from kvpatch.vllm.split_handles import blocks_undivided
-from kvpatch.vllm.unstated import BlockTokens
-from kvpatch.vllm.wire import Statement, as_alike, hnd_like, of_blocks
+from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, of_blocks
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -59,29 +59,12 @@ def have_our_parts(worker: Any, ours: OurSide, peer: Statement) -> None:
         told[peer.engine_id] = ours.kernel_blocks_per_block
 
 
-def refuse_uncounted(ours: OurSide, peer: Statement, unstated: BlockTokens | None) -> None:
-    """Refuses a peer whose states lie in pages of a size that its handshake leaves open.
-
-    Raises:
-        PeerRefused: how its blocks are cut is not known.
-    """
-    if unstated is not None:
-        raise refusal(
-            ours,
-            peer,
-            f"{ours.backend} may cut its blocks into kernel blocks, a page of recurrent state is "
-            "as large as a whole one, and this release's handshake does not state it: use one "
-            "--block-size on both sides, or vLLM 0.21 or later",
-        )
-
-
 def add_unlike(
     wrapped: Callable[..., Any],
     worker: Any,
     reader: Reader,
     metadata: Any,
     statement: Statement,
-    unstated: BlockTokens | None,
     more: tuple[Any, ...],
 ) -> Any:
     ours = reader.ours
@@ -90,7 +73,7 @@ def add_unlike(
     rank = reader.rank(statement)
     with blocks_undivided(worker):
         rank.agent = _add_as_alike(wrapped, worker, reader, metadata, statement, more)
-    reader.admit(rank, unstated)
+    reader.admit(rank)
     peer = one_line(f"{shown(statement.engine_id)}: it has {statement}")
     _LOG.info("reading from engine %s; we have %s", peer, ours)
     return rank.agent
@@ -101,27 +84,63 @@ def add_unproven(
     worker: Any,
     reader: Reader,
     metadata: Any,
-    statement: Statement,
-    unstated: BlockTokens | None,
+    statements: Sequence[Statement],
+    check: Callable[[Statement], None],
 ) -> Any:
-    """One that may have either layout; nothing is loaded from it before that is proven."""
-    candidates = {name: replace(statement, layout=name) for name in ("HND", "NHD")}
-    likes = [name for name, stated in candidates.items() if is_alike(reader.ours, stated)]
-    ranks = {name: reader.rank(stated) for name, stated in candidates.items()}
-    # The release reads the one that turns out to be like us, any block of it.
-    agent = _add_as_alike(wrapped, worker, reader, metadata, statement, (), shows_all=bool(likes))
+    """One that may be several things; nothing is loaded from it before it is proven which.
+
+    Args:
+        check: refuses a candidate that is unlike us, where it cannot be read.
+
+    Raises:
+        PeerRefused: it cannot be read as any of them.
+    """
+    ranks: dict[Name, Rank] = {}
+    refusals: dict[Name, KvpatchError] = {}
+    alike: Name | None = None
+    for statement in statements:
+        name = _name_of(statement, statements)
+        try:
+            is_like = is_alike(reader.ours, statement) and not reader.reads_all
+            if not is_like:
+                check(statement)
+            ranks[name] = reader.rank(statement)
+        except PeerRefused as error:
+            refusals[name] = error
+            continue
+        if is_like:
+            alike = name
+    if not ranks:
+        raise next(iter(refusals.values()))
+    first = next(iter(ranks.values())).statement
+    if isinstance(alike, int):  # how its blocks are cut is all that is open
+        have_our_parts(worker, reader.ours, first)
+        agent = wrapped(metadata, first.tp_rank, first.tp_size)
+    else:
+        # The release reads the one that turns out to be like us, any block of it.
+        shows_all = alike is not None
+        with nullcontext() if shows_all else blocks_undivided(worker):
+            agent = _add_as_alike(wrapped, worker, reader, metadata, first, (), shows_all=shows_all)
     for rank in ranks.values():
         rank.agent = agent
-    alike = next(iter(likes), None)
-    reader.admit_unproven(ranks, None if reader.is_for_all else alike, unstated)
+    reader.admit_unproven(ranks, refusals, alike)
     _LOG.info(
-        "engine %s states no layout, and is not read before prompts have shown it: it has %s; we "
-        "have %s",
-        shown(statement.engine_id),
-        one_line(statement),
+        "engine %s does not state all of its blocks, and is not read before a prompt has shown "
+        "it: it has %s, or one of %d; we have %s",
+        shown(first.engine_id),
+        one_line(first),
+        len(statements),
         reader.ours,
     )
     return agent
+
+
+def _name_of(statement: Statement, among: Sequence[Statement]) -> Name:
+    if len({one.layout for one in among}) > 1:
+        return str(statement.layout)
+    if len(among) > 1:
+        return int(statement.kernel_blocks_per_block or 1)
+    return "stated"
 
 
 def _add_as_alike(

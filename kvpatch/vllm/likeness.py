@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of_peer, may_be_kvcacheds
 from kvpatch.vllm.head_shares import shares_heads
-from kvpatch.vllm.peers import OurSide, refusal, tokens_in_bytes
+from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.shapes import heads_of
-from kvpatch.vllm.unstated import BlockTokens, sizes_by_item
 from kvpatch.vllm.wire import PeerRefused, Statement
-
-
-def completed(ours: OurSide, peer: Statement) -> tuple[Statement, BlockTokens | None]:
-    """What follows from a statement beside what it says, and what its requests have to tell.
-
-    Raises:
-        PeerRefused: its bytes are no whole number of tokens.
-    """
-    states_layout = peer.layout is not None
-    if not states_layout and halves_of_peer(ours, peer) == "apart":
-        peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
-    if peer.block_tokens is None:  # to 0.11.0, where no block is cut
-        tokens = tokens_in_bytes(ours, peer)
-        sizes = BlockTokens(
-            sizes_by_item(tokens, ours.item_bytes),
-            readable=(tokens,),
-            full_blocks_only=not states_layout,  # 0.10.0
-        )
-        return replace(peer, block_tokens=tokens, kernel_blocks_per_block=1), sizes
-    if peer.kernel_blocks_per_block is not None or ours.kernel_sizes is None:
-        return peer, None
-    parts = _parts_with_states(peer, ours.kernel_sizes.parts(peer.block_tokens))
-    if len(parts) == 1:
-        return replace(peer, kernel_blocks_per_block=parts[0]), None
-    possible = [peer.block_tokens * part for part in parts]
-    assumed = None
-    # 48 tokens in kernel blocks of 16 are no reason to refuse all that have 16; 128 in
-    # kernel blocks of 64 are. Hybrid models have blocks of hundreds of tokens, which hardly any
-    # prompt tells apart: there the release's own guess holds until one says otherwise.
-    own_parts = ours.kernel_blocks_per_block
-    is_guessed = bool(ours.states) or all(part % 2 for part in parts if part != own_parts)
-    if is_guessed and own_parts in parts and is_alike(ours, peer):
-        assumed = ours.block_tokens * own_parts
-    return peer, BlockTokens(possible, possible, assumed)
-
-
-def _parts_with_states(peer: Statement, parts: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of the ways to cut blocks that leave a hybrid model's peer whole ones; else all.
-
-    Its prompts hardly ever tell. It counts kernel blocks, so many to a block (0.18 on).
-    """
-    if not any(peer.state_bytes):
-        return parts
-    return tuple(part for part in parts if peer.blocks % part == 0) or parts
 
 
 def is_alike(ours: OurSide, peer: Statement) -> bool:

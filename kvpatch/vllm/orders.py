@@ -23,11 +23,11 @@ class Computed:
 
     Attributes:
         tokens: from the first one on.
-        blocks: that hold them, and may hold more.
+        blocks: per cache group, those that hold them, and may hold more.
     """
 
     tokens: int
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(eq=False)
@@ -134,9 +134,9 @@ def _computed_in(step: Any) -> dict[str, Computed]:
     """By request, what of new ones the model has computed when a step is over."""
     found = {}
     for new in getattr(step, "scheduled_new_reqs", None) or ():
-        (blocks,) = groups(new.block_ids)[:1]
         tokens = new.num_computed_tokens + step.num_scheduled_tokens.get(new.req_id, 0)
-        found[new.req_id] = Computed(min(int(tokens), len(new.prompt_token_ids)), blocks)
+        prompt = len(new.prompt_token_ids or ())  # none of a prompt of embeddings
+        found[new.req_id] = Computed(min(int(tokens), prompt), groups(new.block_ids))
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpatch import _env
 from kvpatch.geometry import KeyOrder, places_of
+from kvpatch.vllm.announcements import announcements_of
 from kvpatch.vllm.backend_layouts import planned_layout
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
@@ -71,16 +72,29 @@ def reader_for(
     if states:
         ours = _with_states(worker, ours, states, rows)
     device = kv_caches[next(iter(layers))].device
+    heard = announcements_of(worker)
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
         mode = _env.transfer_mode()
         if rows is not None:
-            return Reader(ours, groups, kv_caches, pool, mode, layers, rows, states=states)
-        return Reader(ours, groups, kv_caches, pool, mode, states=states)
+            return Reader(
+                ours,
+                groups,
+                kv_caches,
+                pool,
+                mode,
+                layers,
+                rows,
+                states=states,
+                announcements=heard,
+            )
+        return Reader(ours, groups, kv_caches, pool, mode, states=states, announcements=heard)
     caches = buffer.caches
     copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
     pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
-    return Reader(ours, groups, buffer.tensors, pool, "staged", behind, caches=caches)
+    return Reader(
+        ours, groups, buffer.tensors, pool, "staged", behind, caches=caches, announcements=heard
+    )
 
 
 def _with_states(

@@ -1,141 +1,126 @@
-"""Proof by content: in which layout a peer holds its cache, where its handshake does not say.
+"""Proof by content: what a peer's blocks are, where its handshake does not say all of them.
 
-0.10.0 states neither NHD nor HND. Of a peer that may have either D computes the first
-prompts itself, and P holds the same prompts: so a few of P's blocks of one are read, and
-only then is P told that it may let go of them. The layout under which they hold what D has
-computed, and much nearer than under the other, is P's. Where neither is, nothing is ever
-loaded from it.
+D computes the first prompt of such an engine itself, and P holds the same prompt: so some
+of P's blocks of it are read, and only then is P told that it may let go of them. To 0.11.0
+they show the items, and on 0.10.0 the layout: that under which they hold what D has
+computed, and much nearer than under the other. From 0.11.1 to 0.20 they show how blocks are
+cut (:mod:`kvpatch.vllm.cuts`). Ids come from a client, and say only where to look: of one
+that lies nothing is found, or what is as true as elsewhere. Where nothing is proven, nothing
+is ever loaded.
+
+What tells one place of a prompt from another is that keys or values differ from place to
+place. Prompts that repeat themselves do not count. Of a model whose keys and values depend
+neither on a token's place nor on what is before it, a client that had P compute the prompt
+with a block's worth of other tokens before it could show a false cut.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpatch._errors import KvpatchError
-from kvpatch.geometry import Content, Placement, Plane, Round
-from kvpatch.geometry.plan import Plan
+from kvpatch._text import one_line, shown
+from kvpatch.geometry import Plan
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
-from kvpatch.transfer.tokens import first_tokens
-from kvpatch.vllm.evidence import clearly_nearest, distance, telling_places, values_of
-from kvpatch.vllm.orders import Order
+from kvpatch.vllm.announcements import Announcements
+from kvpatch.vllm.comparing import blocks_of_layout, chunks_of_cuts, chunks_seen, layout_shown
+from kvpatch.vllm.cuts import Chunk, still_possible
+from kvpatch.vllm.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
 
 if TYPE_CHECKING:
-    import torch
-
-    from kvpatch.vllm.caches import LayerCache
+    from kvpatch.vllm.orders import Order
     from kvpatch.vllm.peers import OurSide
     from kvpatch.vllm.reader import Rank
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
-#: What is compared of a prompt: its first tokens, in the first layer and in the last.
-_SAMPLED_TOKENS = 256
 #: Of prompts whose engines have not answered yet.
 _MOST_SAMPLES = 8
 #: More of a peer's blocks than this are not read for a proof.
 SAMPLE_BYTES = 16 * 1024**2
 
-_ANNOUNCED = "kvpatch can read engine "
-_NOTHING: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-#: The layer and content of a plane, and its first tokens [token, head, channel, byte].
-Sample = dict[tuple[str, Content], npt.NDArray[np.uint8]]
+_NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-class LayoutUnknown(KvpatchError):
-    """A request to be read from an engine whose layout is not proven."""
+class NotProven(KvpatchError):
+    """A request to be read from an engine of which something is not proven."""
 
 
-def announcement(engine_id: str) -> str:
-    """How a worker tells its scheduler, in place of a request's id, that it can read an engine."""
-    return _ANNOUNCED + engine_id
-
-
-def announced(reported: Iterable[str]) -> dict[str, str]:
-    """The engine that each announcement among reported requests is about."""
-    return {name: name.removeprefix(_ANNOUNCED) for name in reported if name.startswith(_ANNOUNCED)}
+#: Of a candidate: the kernel blocks of a block; to 0.11.0 its layout, or "stated".
+Name = int | str
 
 
 @dataclass
 class Unproven:
-    """An engine whose layout is not known, which is one for all of its ranks.
+    """An engine of which something is open, which is one for all of its ranks.
 
     Attributes:
-        ranks: what each rank would be in each layout.
-        admits: one for each rank; books it, by the layout that is proven.
+        ranks: what each rank would be, by candidate; those that cannot be read are left out.
+        admits: one for each rank; books it, by the candidate that is proven.
+        possible: the candidates that are left.
+        refusal: of the one that is proven, where it cannot be read.
     """
 
-    ranks: dict[int, Mapping[str, Rank]]
-    admits: list[Callable[[str], None]]
+    ranks: dict[int, Mapping[Name, Rank]]
+    admits: list[Callable[[Name], None]]
+    every: frozenset[Name]
+    possible: frozenset[Name]
+    refusals: Mapping[Name, KvpatchError]
+    refusal: KvpatchError | None = None
 
     def first(self) -> Rank:
-        """A rank, in a layout."""
+        """A rank, as any candidate: its regions are the same."""
         return next(iter(next(iter(self.ranks.values())).values()))
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """Into how many kernel blocks its blocks may be cut; empty where that is stated."""
+        return frozenset(name for name in self.possible if isinstance(name, int))
 
 
 @dataclass
 class _Probe:
     engine_id: str
     unproven: Unproven
-    candidates: Mapping[str, Rank]
+    candidates: Mapping[Name, Rank]
     request_id: str
     read: StagedRead
-    landed: _Landed
-    starts: Mapping[int, int]
-    blocks: int
+    landed: Landing
+    chunks: tuple[Chunk, ...]
     notify: Callable[[], None]
 
 
-class _Landed:
-    """Where a sample lands, in place of the cache."""
-
-    def __init__(self) -> None:
-        self.bytes: npt.NDArray[np.uint8] | None = None
-
-    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
-        """Keeps a copy."""
-        self.bytes = staging.cpu().numpy().copy()
-        return lambda: True
-
-    def settle(self) -> None:
-        """Nothing is under way."""
-
-
 class Proofs:
-    """What one worker has proven of its peers' layouts, and what it is about to.
+    """What one worker has proven of its peers, and what it is about to.
 
     Args:
-        layers: of our own cache, in `tensors`.
+        sampled: what is compared; None where nothing can be.
         pool: makes memory that samples land in.
+        announcements: where engines are booked that can be read.
     """
 
     def __init__(
         self,
         ours: OurSide,
-        layers: Mapping[str, LayerCache],
-        tensors: Mapping[str, torch.Tensor],
+        sampled: Sampled | None,
         pool: StagingPool,
+        announcements: Announcements,
     ) -> None:
-        names = list(layers)
         self._ours = ours
-        self._planes = [
-            plane for name in dict.fromkeys((names[0], names[-1])) for plane in layers[name].planes
-        ]
-        self._tensors = tensors
+        self._sampled = sampled
         self._pool = pool
+        self._announcements = announcements
         self._unproven: dict[str, Unproven] = {}
-        self._settled: set[str] = set()
-        self._announced: list[str] = []
         self._due: dict[str, Order] = {}
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._probes: list[_Probe] = []
@@ -145,34 +130,38 @@ class Proofs:
     # -- what is known, handshakes included ----------------------------------------
 
     def open(
-        self, engine_id: str, candidates: Mapping[str, Rank], admit: Callable[[str], None]
+        self,
+        engine_id: str,
+        candidates: Mapping[Name, Rank],
+        refusals: Mapping[Name, KvpatchError],
+        admit: Callable[[Name], None],
     ) -> None:
         """Books a rank of an engine that has to be proven, or proven anew.
 
         Args:
-            candidates: what it would be in each layout.
-            admit: books the one that is proven, by its layout.
+            candidates: what it would be.
+            refusals: of other candidates, which cannot be read.
+            admit: books the one that is proven.
         """
-        self._settled.discard(engine_id)
+        self._announcements.unsettle(engine_id)
         stated = next(iter(candidates.values())).statement
+        every = frozenset(candidates) | frozenset(refusals)
         known = self._unproven.get(engine_id)
         if (
             known is None
             or stated.tp_rank in known.ranks
             or known.first().statement.tp_size != stated.tp_size
+            or known.every != every
         ):
-            known = Unproven({}, [])
+            known = Unproven({}, [], every, every, refusals)
         known.ranks[stated.tp_rank] = candidates
         known.admits.append(admit)
         self._unproven[engine_id] = known
 
-    def settle(self, engine_id: str) -> None:
+    def settle(self, engine_id: str, block_tokens: int = 0) -> None:
         """Books an engine of which there is nothing to prove, or nothing more."""
         self._unproven.pop(engine_id, None)
-        if engine_id in self._settled:
-            return  # each worker says it once, and all together are heard
-        self._settled.add(engine_id)
-        self._announced.append(announcement(engine_id))
+        self._announcements.settle(engine_id, block_tokens)
 
     def is_open(self, engine_id: str) -> bool:
         """Whether nothing may be read from an engine but for a proof."""
@@ -184,7 +173,7 @@ class Proofs:
         return tuple(self._unproven)
 
     def ranks(self, engine_id: str) -> dict[int, Rank]:
-        """Those of an engine that is not proven, in either layout."""
+        """Those of an engine that is not proven, as any candidate."""
         unproven = self._unproven.get(engine_id)
         if unproven is None:
             return {}
@@ -194,21 +183,27 @@ class Proofs:
         """Refuses to load from an engine that is not proven.
 
         Raises:
-            LayoutUnknown: it is not.
+            NotProven: it is not.
+            PeerRefused: it is proven to be one that cannot be read.
         """
-        if self.is_open(engine_id):
-            raise LayoutUnknown(
-                f"engine {engine_id} cannot be read: this release's handshake does not state the "
-                "layout, and no prompt that both engines have computed has shown it yet; let "
-                "this engine compute such prompts (ENABLE_KVPATCH for its scheduler too), use vLLM "
-                "0.10.1 or later, or KVPATCH_UNSTATED_LAYOUT=same where both have one"
-            )
+        unproven = self._unproven.get(engine_id)
+        if unproven is None:
+            return
+        if unproven.refusal is not None:
+            raise unproven.refusal
+        raise NotProven(
+            f"engine {shown(engine_id)} cannot be read: this release's handshake does not state "
+            "all of its blocks, and no prompt that both engines have computed has shown it yet; "
+            "let this engine compute such prompts (ENABLE_KVPATCH for its scheduler too), set "
+            "KVPATCH_PEER_BLOCK_SIZE (and KVPATCH_PEER_LAYOUT on 0.10.0) to what it has, or use "
+            "vLLM 0.21 or later"
+        )
 
     # -- a step --------------------------------------------------------------------
 
     def computing(self, request_id: str, engine_id: str, order: Order) -> None:
         """Books a prompt of a peer's that the model computes in this step."""
-        if engine_id not in self._settled:
+        if not self._announcements.is_settled(engine_id):
             self._due[request_id] = order
 
     @contextmanager
@@ -229,6 +224,7 @@ class Proofs:
         is_known = request_id in self._due or request_id in self._samples
         if (
             unproven is None
+            or unproven.refusal is not None
             or not is_known
             or any(probe.engine_id == engine_id for probe in self._probes)
         ):
@@ -241,10 +237,11 @@ class Proofs:
             ),
             None,
         )
-        planned = None if candidates is None else self._plan(candidates, order)
-        if candidates is None or planned is None:
+        if candidates is None:
             return False
-        round_, starts, blocks = planned
+        landed, chunks = self._plan(unproven, candidates, request_id, order)
+        if landed is None:
+            return False
 
         def notify() -> None:
             try:
@@ -253,44 +250,52 @@ class Proofs:
                 _LOG.warning("%s was not told of a request: %s", agent, error)
 
         memory = next(iter(candidates.values())).planes[0].memory
-        landed = _Landed()
-        nothing = Plan(*(_NOTHING,) * 5)
-        read = StagedRead(
-            nixl,
-            self._pool,
-            landed,
-            Ends(self._ours.memory, memory, agent),
-            notification,
-            nothing,
-            iter((round_,)),
-        )
+        ends = Ends(self._ours.memory, memory, agent)
+        nothing = Plan(*(_NONE,) * 5)
+        rounds = iter((landed.round,))
+        read = StagedRead(nixl, self._pool, landed, ends, notification, nothing, rounds)
         read.start()
         self._probes.append(
-            _Probe(
-                engine_id,
-                unproven,
-                candidates,
-                request_id,
-                read,
-                landed,
-                starts,
-                blocks,
-                notify,
-            )
+            _Probe(engine_id, unproven, candidates, request_id, read, landed, chunks, notify)
         )
         return True
 
-    def end_step(self) -> set[str]:
-        """Takes samples of what the model has computed, and looks at what was read of peers.
+    def _plan(
+        self,
+        unproven: Unproven,
+        candidates: Mapping[Name, Rank],
+        request_id: str,
+        order: Order,
+    ) -> tuple[Landing | None, tuple[Chunk, ...]]:
+        """What to read of a peer, and what may lie there; None where nothing could tell."""
+        sampled = self._sampled
+        if sampled is None:
+            return None, ()
+        rank = next(iter(candidates.values()))
+        most = SAMPLE_BYTES // bytes_of_block(rank, sampled.planes)
+        parts = unproven.parts
+        if not parts:
+            blocks = blocks_of_layout(sampled, rank, order, most)
+            return (Landing(rank, sampled.planes, blocks, 0), ()) if blocks else (None, ())
+        sample = self._samples.get(request_id)
+        computed = order.computed
+        if sample is not None:
+            known = sample.tokens
+        elif computed is not None:
+            known = sampled.range_of(order, computed)
+        else:
+            return None, ()
+        chunks = chunks_of_cuts(sampled, rank, parts, order, known, most)
+        if not chunks:
+            return None, ()
+        found = sorted({chunk.block for chunk in chunks})
+        probed = min(max(parts), rank.statement.blocks - 1)
+        return Landing(rank, sampled.planes, found, probed), chunks
 
-        Returns what to tell the scheduler of.
-        """
+    def end_step(self) -> None:
+        """Takes samples of what the model has computed, and looks at what was read of peers."""
         for request_id, order in self._due.items():
-            try:
-                self._samples[request_id] = self._own(order)
-            except RuntimeError as error:  # torch cannot index or copy these tensors
-                _LOG.warning("what this engine has computed cannot be looked at: %s", error)
-                self._samples[request_id] = {}
+            self._samples[request_id] = self._own(order)
         self._due.clear()
         for probe in tuple(self._probes):
             state = probe.read.state()
@@ -298,155 +303,67 @@ class Proofs:
                 continue
             self._probes.remove(probe)
             sample = self._samples.pop(probe.request_id, None)
-            if state == "DONE" and sample is not None and probe.landed.bytes is not None:
-                self._judge(probe, sample, probe.landed.bytes)
+            if state == "DONE" and sample and sample.values and probe.landed.has_landed:
+                self._judge(probe, sample)
             elif state != "DONE":
                 probe.notify()
             probe.read.release()
         while len(self._samples) > _MOST_SAMPLES:
             self._samples.popitem(last=False)
-        found, self._announced = set(self._announced), []
-        return found
 
     def _own(self, order: Order) -> Sample:
-        computed = order.computed
-        if computed is None:
-            return {}
-        tokens = min(computed.tokens, _SAMPLED_TOKENS)
-        blocks = computed.blocks[: -(-tokens // self._ours.block_tokens)]
-        return {
-            (plane.layer, plane.content): first_tokens(
-                self._tensors[plane.layer], plane, blocks, tokens
-            )
-            for plane in self._planes
-        }
+        if self._sampled is None or order.computed is None:
+            return NOTHING
+        try:
+            return self._sampled.take(order, order.computed)
+        except RuntimeError as error:  # torch cannot index or copy these tensors
+            _LOG.warning("what this engine has computed cannot be looked at: %s", error)
+            return NOTHING
 
-    def _plan(
-        self, candidates: Mapping[str, Rank], order: Order
-    ) -> tuple[Round, Mapping[int, int], int] | None:
-        """What to read of a peer, where each region of it lands, and how many blocks of each.
-
-        None where there is nothing that could tell: no whole block, or one that slid out of
-        a window.
-        """
-        rank = next(iter(candidates.values()))
-        statement = rank.statement
-        found = order.remote_blocks[0]
-        block_tokens = statement.block_tokens or self._ours.block_tokens
-        blocks = found[: max(1, _SAMPLED_TOKENS // block_tokens)]
-        regions = sorted({_region_of(rank, _plane_like(rank, plane)) for plane in self._planes})
-        length = sum(statement.block_bytes[region] for region in regions)
-        blocks = blocks[: SAMPLE_BYTES // length]
-        if not blocks or 0 in blocks or max(blocks) >= statement.blocks:
-            return None
-        address, size, starts, end = [], [], {}, 0
-        for region in regions:
-            starts[region] = end
-            for block in blocks:
-                address.append(statement.addresses[region] + block * statement.stride_bytes[region])
-                size.append(statement.block_bytes[region])
-            end += len(blocks) * statement.block_bytes[region]
-        lengths = np.array(size, dtype=np.int64)
-        offsets = np.cumsum(lengths) - lengths
-        return (
-            Round(np.array(address, dtype=np.int64), offsets, lengths, end, ()),
-            starts,
-            len(blocks),
-        )
-
-    def _judge(self, probe: _Probe, sample: Sample, landed: npt.NDArray[np.uint8]) -> None:
-        distances = self._distances(probe, sample, landed)
-        layout = clearly_nearest(distances) if distances else None
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in distances.items())
-        engine_id = probe.engine_id
-        if self._unproven.get(engine_id) is not probe.unproven:
+    def _judge(self, probe: _Probe, sample: Sample) -> None:
+        engine_id, unproven = probe.engine_id, probe.unproven
+        if self._unproven.get(engine_id) is not unproven:
             return  # another one shook hands under its id meanwhile
-        if layout is None:
+        found, seen = self._found(probe, sample)
+        if found is None:
             log = _LOG.debug if engine_id in self._told else _LOG.warning
             log(
-                "engine %s holds what this engine computes in no layout (distances from 0 to 1: "
-                "%s): its prompts are computed here. Do both have one model, --dtype and "
-                "--kv-cache-dtype?",
-                engine_id,
-                shown or "too little to tell",
+                "engine %s is not known yet by what it holds (%s): its prompts are computed here. "
+                "Do both have one model, --dtype and --kv-cache-dtype?",
+                shown(engine_id),
+                seen,
             )
             self._told.add(engine_id)
             return
-        for admit in probe.unproven.admits:
-            admit(layout)
-        self.settle(engine_id)
-        _LOG.info("engine %s has layout %s (distances from 0 to 1: %s)", engine_id, layout, shown)
+        if found in unproven.refusals:
+            unproven.refusal = unproven.refusals[found]
+            _LOG.warning("engine %s cannot be read: %s", shown(engine_id), unproven.refusal)
+            return
+        statement = probe.candidates[found].statement
+        for admit in unproven.admits:
+            admit(found)
+        block_tokens = (statement.block_tokens or 0) * (statement.kernel_blocks_per_block or 1)
+        self.settle(engine_id, block_tokens)
+        peer = one_line(f"{shown(engine_id)} can be read: it has {statement}")
+        _LOG.info("engine %s (%s)", peer, seen)
 
-    def _distances(
-        self, probe: _Probe, sample: Sample, landed: npt.NDArray[np.uint8]
-    ) -> dict[str, float]:
-        """By layout the mean over all sampled planes; empty where too little is there to tell."""
-        found: dict[str, list[float]] = {name: [] for name in probe.candidates}
-        for plane in self._planes:
-            ours = sample.get((plane.layer, plane.content))
-            if ours is None:
-                continue
-            dtype = self._tensors[plane.layer].dtype
-            views = {
-                name: _tokens_of(rank, plane, landed, probe.starts, probe.blocks)
-                for name, rank in probe.candidates.items()
-            }
-            theirs = {name: view for name, (view, _, _) in views.items()}
-            places = [place for _, place, _ in views.values()]
-            mine, heads = _shared_heads(plane, next(iter(views.values()))[2])
-            tokens = min(ours.shape[0], places[0].shape[0])
-            telling = telling_places([place[:tokens, heads] for place in places])
-            if telling is None:
-                return {}
-            own = values_of(ours[:tokens, mine][telling], dtype)
-            for name, view in theirs.items():
-                other = values_of(view[:tokens, heads][telling], dtype)
-                found[name].append(distance(own, other))
-        return {name: float(np.mean(values)) for name, values in found.items() if values}
-
-
-def _plane_like(rank: Rank, plane: Plane) -> Plane:
-    return next(p for p in rank.planes if (p.layer, p.content) == (plane.layer, plane.content))
-
-
-def _region_of(rank: Rank, plane: Plane) -> int:
-    """The region of a peer that one of its planes lies in."""
-    statement = rank.statement
-    return next(
-        number
-        for number, (start, length) in enumerate(
-            zip(statement.addresses, statement.block_bytes, strict=True)
-        )
-        if start <= plane.address < start + length
-    )
-
-
-def _tokens_of(
-    rank: Rank, ours: Plane, landed: npt.NDArray[np.uint8], starts: Mapping[int, int], blocks: int
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], Plane]:
-    """([token, head, channel, byte], byte offset of each (token, head), plane) of a sample."""
-    plane = _plane_like(rank, ours)
-    region = _region_of(rank, plane)
-    statement = rank.statement
-    length = statement.block_bytes[region]
-    shown = replace(
-        plane,
-        address=starts[region] + plane.address - statement.addresses[region],
-        strides_bytes=plane.strides_bytes._replace(block=length),
-        counts=plane.counts._replace(blocks=blocks),
-    )
-    array = shown.as_array(landed, 0).swapaxes(1, 2)
-    counts, strides = shown.counts, shown.strides_bytes
-    block, token, head = np.ogrid[:blocks, : counts.block_tokens, : counts.heads]
-    places = block * length + token * strides.token + head * strides.head
-    return array.reshape(-1, *array.shape[2:]), places.reshape(-1, counts.heads), plane
-
-
-def _shared_heads(ours: Plane, theirs: Plane) -> tuple[slice, slice]:
-    """The heads that both hold, as each counts them."""
-    first = max(ours.first_head, theirs.first_head)
-    end = min(ours.end_head, theirs.end_head)
-    return (
-        slice(first - ours.first_head, end - ours.first_head),
-        slice(first - theirs.first_head, end - theirs.first_head),
-    )
+    def _found(self, probe: _Probe, sample: Sample) -> tuple[Name | None, str]:
+        """(the candidate that is proven, what was seen in words)."""
+        sampled, unproven = self._sampled, probe.unproven
+        if sampled is None:
+            return None, "nothing"
+        if not unproven.parts:
+            layouts = {str(name): rank for name, rank in probe.candidates.items()}
+            layout, distances = layout_shown(sampled, layouts, sample, probe.landed)
+            words = ", ".join(f"{name} {value:.3f}" for name, value in distances.items())
+            return layout, f"distances from 0 to 1: {words or 'too little to tell'}"
+        rank = next(iter(probe.candidates.values()))
+        seen = tuple(chunks_seen(sampled, rank, sample, probe.landed, probe.chunks))
+        words = f"{len(seen)} of {len(probe.chunks)} pieces of a prompt found"
+        if not seen:
+            return None, words
+        left = still_possible(unproven.parts, seen, probe.landed.first_written())
+        # What contradicts all is no proof: begin anew.
+        unproven.possible = frozenset(left or unproven.every)
+        words += f", kernel blocks of a block: {sorted(left)[:8]}"
+        return (next(iter(left)) if len(left) == 1 else None), words

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kvpatch._errors import KvpatchError
-from kvpatch._text import shown
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
@@ -40,17 +39,18 @@ from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.storageless import StoragelessCaches
+from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import states_of_peer, with_states
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
-from kvpatch.vllm.proofs import SAMPLE_BYTES, Proofs
+from kvpatch.vllm.proofs import SAMPLE_BYTES, Name, Proofs
 from kvpatch.vllm.rows import RegisteredRows
+from kvpatch.vllm.samples import sampled_of
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.unstated import BlocksUnknown, BlockTokens
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ class _Reading:
     engine_id: str
     peer: Peer
     order: Order
-    block_tokens: int | None  # of a block of the peer, where its requests had to tell
 
 
 class Reader:
@@ -118,6 +117,7 @@ class Reader:
         rows: what is registered, where blocks are rows of all layers.
         caches: what places reads where `tensors` only stand for those of the device.
         states: the pages of layers with recurrent state, where they really lie.
+        announcements: the worker's.
     """
 
     def __init__(
@@ -131,13 +131,12 @@ class Reader:
         rows: RegisteredRows | None = None,
         caches: Caches | StoragelessCaches | None = None,
         states: Mapping[str, StatePages] | None = None,
+        announcements: Announcements | None = None,
     ) -> None:
         self.ours = ours
         self.groups = groups
         self.pool = pool
         self.peers: dict[str, Peer] = {}
-        self._look_alikes: dict[str, Peer] = {}
-        self._unstated: dict[str, BlockTokens] = {}
         self._mode = mode
         self._rows = rows
         self._layers = ours.layers if layers is None else layers
@@ -145,7 +144,10 @@ class Reader:
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
         self._local = [plane for layer in self._layers.values() for plane in layer.planes]
-        self.proofs = Proofs(ours, self._layers, tensors, pool.aside(SAMPLE_BYTES))
+        storageless = caches if isinstance(caches, StoragelessCaches) else None
+        sampled = sampled_of(ours, groups, self._layers, tensors, storageless)
+        self.announcements = announcements or Announcements()
+        self.proofs = Proofs(ours, sampled, pool.aside(SAMPLE_BYTES), self.announcements)
         self._reading: _Reading | None = None
         self._check: Callable[[], None] | None = None
         self._refusal: tuple[str, KvpatchError] | None = None
@@ -157,44 +159,9 @@ class Reader:
         """The peer of that engine id, if it is one of another geometry."""
         return self.peers.get(engine_id)
 
-    def peer_for(self, engine_id: str, order: Order) -> Peer | None:
-        """As :meth:`peer`, by what this request and those before it tell of its blocks.
-
-        Raises:
-            BlocksUnknown: they do not tell enough, or what cannot be.
-        """
-        unstated = self._unstated.get(engine_id)
-        if unstated is None:
-            return self.peer(engine_id)
-        windows = [group.window_tokens for group in self.groups if not group.has_state]
-        is_alone = bool(windows) and all(windows)
-        try:
-            if is_alone:  # their lists can be alike for all prompts
-                unstated.assume_nothing()
-            for group, blocks in zip(self.groups, order.remote_blocks, strict=False):
-                if group.has_state or (group.window_tokens and not is_alone):
-                    continue
-                window = group.window_tokens if group.is_clipped else 0
-                unstated.learn(order.remote_tokens, len(blocks), window)
-            tokens = unstated.tokens()
-        except BlocksUnknown as error:
-            if not any(order.local_blocks):  # all there is to do is to tell the peer
-                return self.peer(engine_id)
-            raise BlocksUnknown(f"engine {engine_id} cannot be read: {error}") from error
-        is_settled = engine_id in self.peers or tokens == self._own_tokens
-        if is_settled or self.proofs.is_open(engine_id):
-            return self.peer(engine_id)
-        found = self._look_alikes.get(engine_id)
-        if found is None:
-            raise BlocksUnknown(
-                f"engine {engine_id} cannot be read: its blocks have {tokens} tokens, ours "
-                f"{self._own_tokens}, in kernel blocks of one size: use one --block-size"
-            )
-        return found
-
     def known(self, engine_id: str) -> Peer | None:
-        """As :meth:`peer`, and one like us but for what its handshake does not say."""
-        found = self.peers.get(engine_id) or self._look_alikes.get(engine_id)
+        """As :meth:`peer`, and one of which nothing is read before it is proven what it is."""
+        found = self.peers.get(engine_id)
         ranks = self.proofs.ranks(engine_id) if found is None else None
         return Peer(ranks) if ranks else found
 
@@ -219,61 +186,37 @@ class Reader:
         planes = tuple(plane for region in regions for plane in region)
         return Rank(statement, planes, crossings, states=states)
 
-    def admit(self, rank: Rank, unstated: BlockTokens | None = None) -> None:
-        """Books a rank that the release has admitted; another number of ranks begins anew.
-
-        Args:
-            unstated: what the peer's requests have to tell of its blocks.
-        """
-        self._look_alikes.pop(rank.statement.engine_id, None)
+    def admit(self, rank: Rank) -> None:
+        """Books a rank that the release has admitted; another number of ranks begins anew."""
         self._book(self.peers, rank)
-        self._expect(rank.statement.engine_id, unstated)
 
-    def admit_like(self, statement: Statement, unstated: BlockTokens | None) -> Rank | None:
-        """Books a rank of a peer like us, which the release reads; one may come back as such.
-
-        Its requests may tell that its blocks are others than ours in spite of it: then it
-        is read as the rank that is returned.
-        """
-        rank = None
-        engine_id = statement.engine_id
+    def admit_like(self, engine_id: str) -> None:
+        """Books a rank of a peer like us, which the release reads."""
         self.peers.pop(engine_id, None)
-        if unstated is None or unstated.is_readable_as_one() or self.has_state:
-            self._look_alikes.pop(engine_id, None)
-        else:
-            try:
-                rank = self.rank(statement)
-                self._book(self._look_alikes, rank)
-            except PeerRefused as error:  # no matter, unless its requests tell so
-                _LOG.info("engine %s can be read as one like us only: %s", shown(engine_id), error)
-        self._expect(engine_id, unstated)
-        return rank
 
     def admit_unproven(
-        self, candidates: Mapping[str, Rank], alike: str | None, unstated: BlockTokens | None
+        self,
+        candidates: Mapping[Name, Rank],
+        refusals: Mapping[Name, KvpatchError],
+        alike: Name | None,
     ) -> None:
-        """Books a rank of a peer that states no layout; from then on it has to be proven.
+        """Books a rank of a peer whose handshake leaves something open.
 
         Args:
-            candidates: what it is in each layout.
-            alike: the layout in which the release would read it; None for none.
+            candidates: what it may be.
+            refusals: of what it may be and cannot be read as.
+            alike: the candidate that the release reads; None for none.
         """
-        first = next(iter(candidates.values()))
-        engine_id = first.statement.engine_id
+        engine_id = next(iter(candidates.values())).statement.engine_id
         self.peers.pop(engine_id, None)
-        self._look_alikes.pop(engine_id, None)
-        self._expect(engine_id, unstated)
 
-        def admit(layout: str) -> None:
-            rank = candidates[layout]
-            if layout != alike:
-                self.admit(rank, unstated)
-                return
-            found = self.admit_like(rank.statement, unstated)
-            if found is not None:
-                found.agent = rank.agent
+        def admit(name: Name) -> None:
+            if name == alike:
+                self.admit_like(engine_id)
+            else:
+                self.admit(candidates[name])
 
-        self.proofs.open(engine_id, candidates, admit)
+        self.proofs.open(engine_id, candidates, refusals, admit)
 
     def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
         statement = rank.statement
@@ -283,18 +226,6 @@ class Reader:
         ):
             peer = peers[statement.engine_id] = Peer()
         peer.add(rank, self._local)
-
-    def _expect(self, engine_id: str, unstated: BlockTokens | None) -> None:
-        known = self._unstated.get(engine_id)
-        if unstated is None:
-            self._unstated.pop(engine_id, None)
-        elif known is None or not unstated.is_of(known):  # not another rank of the same
-            self._unstated[engine_id] = unstated
-
-    @property
-    def _own_tokens(self) -> int:
-        """Of one of the blocks that our ids count."""
-        return self.ours.block_tokens * self.ours.kernel_blocks_per_block
 
     @property
     def has_state(self) -> bool:
@@ -306,12 +237,15 @@ class Reader:
         """Whether peers like us are read by us too: the release does not know our tensors."""
         return self._layers is not self.ours.layers
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether peers like us are read by us for any reason."""
+        return self.is_for_all or self.ours.misreads_blocks
+
     @contextmanager
     def reading(self, request_id: str, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
         """While inside, transfers that the release prepares are replaced by ours."""
-        unstated = self._unstated.get(engine_id)
-        tokens = None if unstated is None else unstated.tokens()
-        self._reading = _Reading(request_id, engine_id, peer, order, tokens)
+        self._reading = _Reading(request_id, engine_id, peer, order)
         self._tails_left = True
         try:
             yield
@@ -373,9 +307,6 @@ class Reader:
             )
         rank = reading.peer.ranks[number]
         statement = rank.statement
-        if reading.block_tokens is not None and statement.block_tokens is not None:
-            parts = reading.block_tokens // statement.block_tokens
-            statement = replace(statement, kernel_blocks_per_block=parts)
         shares = shares_of(
             self.ours, self.groups, statement, rank.crossings, reading.order, rank.block_tokens
         )

@@ -29,6 +29,8 @@ StateMode = Literal["none", "align", "all"]
 Outcome = Literal["identical", "corrupt", "refused", "failed"]
 Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
 
+#: Of a prompt, where there are several cache groups: one is no longer than that.
+HYBRID_TOKENS = 500
 #: Of the only block of recurrent state that a request has: the longest request.
 STATE_TOKENS = 512
 #: Of Mamba2's convolution, and of its state space.
@@ -36,6 +38,8 @@ STATE_SHAPES = ((32, 3), (2, 8, 16))
 
 #: kvpatch's variable; the lab's engines have "same" where they do not say otherwise.
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
+PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
+PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
@@ -134,9 +138,9 @@ class EngineSpec:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
 
     @property
-    def proves(self) -> bool:
-        """Whether its kvpatch has to prove layouts that handshakes do not state (0.10.0)."""
-        return self.patched and (UNSTATED_LAYOUT, "prove") in self.settings
+    def is_told(self) -> bool:
+        """Whether its kvpatch is told what blocks P has."""
+        return any(name == PEER_BLOCK_SIZE for name, _ in self.settings)
 
     @property
     def blocks(self) -> int:
@@ -239,9 +243,13 @@ class Case:
     def introduced(self) -> Case:
         """The same case behind a prompt that fills four blocks of P's and most of a fifth.
 
-        To 0.20 it tells D what the handshake does not say of P's blocks.
+        To 0.20 D computes it, and finds out by it what the handshake does not say of P's blocks.
         """
+        if self.introduction_tokens:
+            return self
         tokens = 5 * self.prefill.block_tokens - 1
+        if self.prefill.is_hybrid or self.decode.is_hybrid:
+            tokens = min(tokens, HYBRID_TOKENS)
         prefill, decode = (
             replace(side, planned_blocks=side.planned_blocks - -tokens // side.block_tokens)
             for side in (self.prefill, self.decode)

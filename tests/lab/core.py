@@ -69,6 +69,7 @@ class CoreScheduler:
         pool = self._core.kv_cache_manager.block_pool
         blocks = pool.get_new_blocks(pool.get_num_free_blocks())
         random.Random(seed).shuffle(blocks)
+        blocks.sort(key=lambda block: block.block_id != 1)  # which a new pool hands out first
         pool.free_blocks(blocks)
 
     def prefill(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:

@@ -31,6 +31,7 @@ _POLL_SECONDS = 0.001
 _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
 # How long a sample of P's blocks may take to come and be compared.
 PROOF_SECONDS = 2.0
+_NOTHING_PROVEN = "D computes P's prompts: nothing of P's is proven"
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
 
@@ -153,6 +154,13 @@ class Engine:
         for caches in self.caches:
             for memory in caches.memory:
                 memory[:] = self.noise.integers(0, 256, memory.size, dtype=np.uint8)
+            self._clear_null_block(caches)
+
+    def _clear_null_block(self, caches: Caches) -> None:
+        """Block 0, to which nobody writes; caches are zeroed when they are made."""
+        for number, layer in enumerate(() if caches.reservations else caches.layers):
+            for plane in layer.planes:
+                plane[self.spec.kernel_blocks([0], number)] = 0
 
     def _registered(self, rank: int) -> dict[str, Any]:
         """A rank's tensors as its device shows them."""
@@ -255,13 +263,27 @@ class Engine:
             self._send(computation.metadata, computation.computed)
             self.scheduler.computed(computation)
 
-    def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
-        """Loads prompts on D until all are there; returns the tokens loaded."""
+    def decode(
+        self,
+        prompts: Sequence[tuple[str, int, int, str]],
+        seconds: float,
+        is_introduced: bool = False,
+    ) -> int:
+        """Loads prompts on D until all are there; returns the tokens loaded.
+
+        Args:
+            is_introduced: whether the first prompt is one from which D is to find out what P
+                is, where it would not load it.
+        """
         for number, (request_id, tokens, hit, answer) in enumerate(prompts):
             params = json.loads(answer) or {}
             if not params:
                 raise Unfinished(f"P gave no transfer parameters for {request_id}")
             if isinstance(self.scheduler, CoreScheduler):
+                if is_introduced and not number:
+                    self.introduce_to_core(self.scheduler, number, request_id, tokens, params)
+                    self.descriptors = 0  # of what was looked at
+                    continue
                 self._serve_alone(self.scheduler, number, request_id, hit)
             tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
             self.tracked.append(tracked)
@@ -270,8 +292,9 @@ class Engine:
                 self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
-                if self.spec.proves and not number and not tracked.external_tokens:
+                if is_introduced and not number and not tracked.external_tokens:
                     self.introduce(tracked, tokens)
+                    self.descriptors = 0  # of what was looked at
         self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
@@ -298,9 +321,37 @@ class Engine:
                 assert not taken, f"announcements taken for requests: {taken}"
                 return
             if time.monotonic() > end:
-                raise NothingProven("D computes P's prompts: no layout of P's is proven")
+                raise NothingProven(_NOTHING_PROVEN)
             time.sleep(_POLL_SECONDS)
             self._step()
+
+    def introduce_to_core(
+        self, core: CoreScheduler, number: int, name: str, tokens: int, params: Any
+    ) -> Tracked:
+        """As :meth:`introduce`, where the release's own scheduler has D compute the prompt.
+
+        Raises:
+            NothingProven: nothing, in that time.
+        """
+        tracked = core.receive(number, name, tokens, params)
+        end = time.monotonic() + PROOF_SECONDS
+        while time.monotonic() < end:
+            computation = core.compute()
+            if computation is None:
+                self._step()
+            else:
+                self._send(computation.metadata, computation.computed, own=True)
+                core.computed(computation)
+            announced = set.intersection(*self._finished()[1])
+            if announced:
+                core.loaded(announced)
+                self.tick()
+                self._compute()
+                if core.believed_loaded():
+                    raise RuntimeError(f"taken for requests: {core.believed_loaded()}")
+                return tracked
+            time.sleep(_POLL_SECONDS)
+        raise NothingProven(_NOTHING_PROVEN)
 
     def _serve_alone(
         self, scheduler: CoreScheduler, number: int, request_id: str, tokens: int

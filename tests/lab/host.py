@@ -23,7 +23,7 @@ from tests.releases import cache, kvcached
 
 from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
 from .engine_api import Failure, Fork, Start
-from .releases import states_layout
+from .releases import must_prove, states_layout
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT_SECONDS = 180.0
@@ -150,9 +150,18 @@ class Lab:
         self._process.wait()
         self._folder.cleanup()
 
-    def run(self, case: Case, sabotage: Sabotage | None = None) -> Report:
-        """Plays `case`; `sabotage` spoils what D holds, to see it noticed."""
+    def run(
+        self, case: Case, sabotage: Sabotage | None = None, *, introduces: bool = True
+    ) -> Report:
+        """Plays `case`; `sabotage` spoils what D holds, to see it noticed.
+
+        Args:
+            introduces: whether a D that has to find out what P's handshake does not say gets a
+                prompt that shows it before.
+        """
         started = time.perf_counter()
+        if introduces and must_prove(case.decode, self.release):
+            case = case.introduced()
         prefill, decode = engines = self.hire(case.prefill), self.hire(case.decode)
         try:
             report = self._play(case, prefill, decode, sabotage)
@@ -223,7 +232,8 @@ class Lab:
             (*prompt, hit, answer)
             for prompt, hit, answer in zip(prompts, hits, answers, strict=True)
         ]
-        moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
+        is_introduced = bool(case.introduction_tokens)
+        moved = decode.call("decode", wanted, _TRANSFER_SECONDS, is_introduced)
         if isinstance(moved, Failure):
             return _without_answer("transfer", moved)
         untold = self._untold(prefill, decode, [name for name, _ in prompts], answers)

@@ -10,7 +10,7 @@ from typing import Any
 
 from . import release
 from .core import CoreScheduler
-from .engine import PROOF_SECONDS, Engine, LoadFailed, NothingProven
+from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Timed
 from .scheduler import Computation, Scheduler, Tracked
 
@@ -265,41 +265,28 @@ class Player(Engine):
         return tokens
 
     def introduce_one(self, ask: Ask) -> int:
-        """Has D compute a prompt of P's itself; the tokens that it would rather load.
+        """Has D compute a prompt of P's itself; the tokens that it loads instead.
 
         Raises:
             NothingProven: it knows no more of P than before.
         """
         prompt, params = ask.prompt, json.loads(ask.answer)
+        if not self.before:
+            self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
         if isinstance(self.scheduler, CoreScheduler):
-            self._by_name[prompt.name] = self._introduce_to_core(self.scheduler, prompt, params)
+            self._by_name[prompt.name] = self.introduce_to_core(
+                self.scheduler, prompt.number, prompt.name, prompt.tokens, params
+            )
             return 0
         tracked = self.scheduler.decode(prompt.number, prompt.name, prompt.tokens, 0, params)
         self._by_name[prompt.name] = tracked
-        if not tracked.external_tokens:
+        self.tracked.append(tracked)
+        self._map(tracked)
+        if tracked.external_tokens:
+            self._step()
+        else:
             self.introduce(tracked, prompt.tokens)
         return tracked.external_tokens
-
-    def _introduce_to_core(self, core: CoreScheduler, prompt: Prompt, params: Any) -> Tracked:
-        tracked = core.receive(prompt.number, prompt.name, prompt.tokens, params)
-        end = time.monotonic() + PROOF_SECONDS
-        while time.monotonic() < end:
-            computation = core.compute()
-            if computation is None:
-                self._step()
-            else:
-                self._send(computation.metadata, computation.computed, own=True)
-                core.computed(computation)
-            announced = set.intersection(*self._finished()[1])
-            if announced:
-                core.loaded(announced)
-                self.tick()
-                self._compute()
-                if core.believed_loaded():
-                    raise RuntimeError(f"taken for requests: {core.believed_loaded()}")
-                return tracked
-            time.sleep(_POLL_SECONDS)
-        raise NothingProven("D computes P's prompts: no layout of P's is proven")
 
     def timed(self, ask: Ask, seconds: float) -> Timed:
         """Reads one prompt from a P that is known; its pages are there before the clock runs."""

@@ -8,6 +8,8 @@ from packaging.version import Version
 
 from kvpatch._versions import GENERATIONS, RELEASES
 
+from .case import EngineSpec
+
 _VARIABLE = "KVPATCH_TEST_RELEASES"
 _FULL = "KVPATCH_TEST_FULL"
 
@@ -74,8 +76,22 @@ def cuts_flash_attention(release: str) -> bool:
 
 
 def tells_blocks(release: str) -> bool:
-    """Whether a handshake says all of a block; to 0.20 a prompt of several has to go before."""
+    """Whether a handshake says all of a block; to 0.20 D may have to find it out."""
     return states_block_size(release) and states_kernel_blocks(release)
+
+
+def must_prove(decode: EngineSpec, release: str) -> bool:
+    """Whether D computes a P's first prompt, to find out what its handshake does not say.
+
+    From 0.11.1 on where a backend cuts blocks: FlashInfer; and in 0.11.1 and 0.11.2 some more,
+    and the CPU backend's block size is misread there.
+    """
+    is_on = decode.patched and (not decode.patches or "unlike_engines" in decode.patches)
+    if not is_on or tells_blocks(release) or decode.is_told:
+        return False
+    if not states_block_size(release) or decode.family == "flashinfer":
+        return True
+    return cuts_flash_attention(release) and decode.family in ("flash", "cpu")
 
 
 def meets_one_rank(release: str) -> bool:

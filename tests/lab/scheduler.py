@@ -54,9 +54,9 @@ class BlockPool:
 
     @classmethod
     def of(cls, spec: EngineSpec, seed: int) -> BlockPool:
-        ids = list(range(1, min(spec.planned_blocks, spec.blocks)))
+        ids = list(range(2, min(spec.planned_blocks, spec.blocks)))
         random.Random(seed).shuffle(ids)
-        return cls(ids)
+        return cls([1, *ids])  # a new pool hands out block 1 first
 
     def take(self, count: int) -> list[int]:
         if count > len(self.free):
@@ -121,7 +121,7 @@ class Scheduler:
         return Tracked(number, request, [block_ids], hit + external, external)
 
     def compute_own(self, tracked: Tracked, prompt_tokens: int) -> Computation:
-        """The step in which D computes a prompt of P's itself (to 0.10.0, whose orders say so)."""
+        """The step in which D computes a prompt of P's itself."""
         metadata = self.connector.build_connector_meta(_own_output(tracked, prompt_tokens))
         return Computation(metadata, ((tracked, range(tracked.tokens, prompt_tokens)),))
 
@@ -205,7 +205,7 @@ def _blocks(block_ids: list[int], hashed: int) -> Any:
 
 
 def _own_output(tracked: Tracked, prompt_tokens: int) -> Any:
-    """A step in which a new prompt is computed, as 0.10.0 says it."""
+    """A step in which a new prompt is computed."""
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     new = NewRequestData.from_request(tracked.request, tuple(tracked.tables))

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
-from .case import STORAGELESS, Case, EngineSpec
+from .case import PEER_BLOCK_SIZE, STORAGELESS, Case, EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .releases import moves_full_blocks_only, states_block_size
@@ -94,8 +94,6 @@ def test_like_pair_is_identical(lab: Lab, name: str) -> None:
 @pytest.mark.parametrize("prompt", [1, 31, 32, 33, 128])
 def test_prompts_around_a_block(lab: Lab, prompt: int) -> None:
     wanted = case("both", PAIRS["both"], prompt_tokens=prompt)
-    if not states_block_size(lab.release):  # D computes short prompts until it is told
-        wanted = wanted.introduced()
 
     report = lab.run(wanted)
 
@@ -410,7 +408,9 @@ def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
     tokens = REQUEST_BLOCKS * BLOCK_TOKENS - 2
     with Stage(lab) as stage:
         prefill = stage.start(prefilling(ROOM, answer_tokens=5))
-        decode = stage.start(buffered(planned_blocks=99))
+        decode = stage.start(
+            buffered(planned_blocks=99, settings=(*ALWAYS, (PEER_BLOCK_SIZE, str(BLOCK_TOKENS))))
+        )
         scene = Scene(stage, lab.release, prefill, decode)
         prompts = stage.prompts(2, tokens)
         prefill.call("begin", prompts)

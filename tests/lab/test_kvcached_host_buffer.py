@@ -16,7 +16,7 @@ from kvpatch.patches import SLUGS
 from tests.releases import kvcached
 
 from .caches import UNMAPPED
-from .case import Case, EngineSpec, Family, Sabotage
+from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Family, Sabotage
 from .engine_api import Ask
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
@@ -139,12 +139,18 @@ def test_blocks_that_are_cut(lab: Lab) -> None:
 # --- what NIXL is handed ---------------------------------------------------------------
 
 
+def _told(engine: EngineSpec) -> EngineSpec:
+    """One that does not have to find out what blocks its peers have (to 0.11.0)."""
+    declared = (PEER_BLOCK_SIZE, str(engine.block_tokens))
+    return replace(engine, settings=(*engine.settings, declared))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nothing_of_kvcacheds_is_registered(lab: Lab, layout: str) -> None:
     engine = _engine("flash", layout)
     with Stage(lab) as stage:
         prefill, decode = (
-            stage.start(_buffered(replace(engine, planned_blocks=60), as_p=as_p))
+            stage.start(_told(_buffered(replace(engine, planned_blocks=60), as_p=as_p)))
             for as_p in (True, False)
         )
         prompts = stage.prompts(2, _TOKENS)
@@ -191,7 +197,7 @@ def test_a_spoilt_save_is_noticed(lab: Lab, how: str) -> None:
     """What is not in its row is not right on D."""
     with Stage(lab) as stage:
         prefill = stage.start(_buffered(_engine("flash", "contiguous"), as_p=True))
-        decode = stage.start(_engine("flash", "contiguous"))
+        decode = stage.start(_told(_engine("flash", "contiguous")))
         prompts = stage.prompts(2, _TOKENS)
         prefill.call("spoil_saves", how)
         prefill.call("begin", prompts)

@@ -17,7 +17,7 @@ from tests.releases import kvcached
 from .case import Case, EngineSpec, Sabotage, StateMode
 from .host import Lab
 from .kvcached_cells import LAYOUTS
-from .releases import has_named_layouts, states_kernel_blocks
+from .releases import has_named_layouts
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -145,23 +145,16 @@ def test_blocks_that_both_backends_cut_otherwise(lab: Lab, prompt: int) -> None:
     report = lab.run(Case("cut", _cut(192), _cut(128), prompt))
 
     assert report.outcome == "identical", report
-    if states_kernel_blocks(lab.release):
-        assert report.moved_tokens >= prompt - 1
-    else:  # it looks like one of ours: D computes until a prompt has told
-        assert report.moved_tokens == 0
+    assert report.moved_tokens >= prompt - 1
 
 
-def test_a_peer_whose_prompt_tells_that_it_is_cut_otherwise(lab: Lab) -> None:
+def test_a_peer_that_is_cut_into_blocks_of_ours(lab: Lab) -> None:
     report = lab.run(Case("cut", _cut(128), _cut(64), _PROMPT_TOKENS))
 
-    if states_kernel_blocks(lab.release):
-        assert report.outcome == "identical", report
-        return
-    assert report.outcome == "refused", report
-    assert "its blocks have 128 tokens" in report.detail
+    assert report.outcome == "identical", report
 
 
-def test_a_peer_that_is_cut_alike_is_loaded_from_once_a_prompt_tells(lab: Lab) -> None:
+def test_a_peer_that_is_cut_alike(lab: Lab) -> None:
     report = lab.run(Case("like", _cut(128), _cut(128), _PROMPT_TOKENS))
 
     assert report.outcome == "identical", report

@@ -15,7 +15,7 @@ from kvpatch.patches import SLUGS
 from tests.releases import kvcached
 
 from .caches import ODD_LAYER, UNMAPPED
-from .case import Case, EngineSpec, Report
+from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
 from .kvcached_standin import PAGE
@@ -116,7 +116,8 @@ def test_a_page_that_is_not_mapped_under_a_descriptor(
     if block_tokens != 16 and layout == "split-half" and not states_layout(lab.release):
         pytest.skip("0.10.0 states no layout: unlike halves are refused at the handshake")
     prefill = _spec(layout)
-    decode = replace(_spec(layout, (UNMAPPED, "1")), block_tokens=block_tokens)
+    told = (PEER_BLOCK_SIZE, str(prefill.block_tokens))  # so that it loads the first prompt
+    decode = replace(_spec(layout, (UNMAPPED, "1"), told), block_tokens=block_tokens)
 
     report = _run(lab, prefill, decode)
 

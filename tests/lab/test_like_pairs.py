@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from .case import UNSTATED_LAYOUT, Case, Sabotage
+from .case import Case, Sabotage
 from .cases import LAYOUTS, like_pairs
 from .host import Lab
-from .releases import moves_full_blocks_only, states_block_size, states_layout
+from .releases import moves_full_blocks_only
 from .selection import on_every_release
 
 pytestmark = pytest.mark.lab
@@ -20,20 +20,13 @@ _CASES = {case.name: case for layout in LAYOUTS for case in like_pairs(layout)}
 
 
 def tokens_to_move(case: Case, release: str) -> int:
-    """What D must load in all, from the prompts and the release's rule alone."""
+    """What D must load in all, from the prompts and the release's rule alone.
+
+    A prompt that goes before is computed where D has to find out what P has.
+    """
     rounded = case.decode.block_tokens if moves_full_blocks_only(release) else 1
     prompt = case.prompt_tokens - case.prompt_tokens % rounded
-    first = case.introduction_tokens - case.introduction_tokens % rounded
-    if must_prove(case, release):  # the first prompt is computed, and compared with P's
-        first = 0
-    return first + case.n_requests * max(0, prompt - case.prefix_hit_tokens)
-
-
-def must_prove(case: Case, release: str) -> bool:
-    """Whether D has to find out P's layout (0.10.0)."""
-    has_heads = case.prefill.family != "mla" and case.prefill.kv_heads > 1
-    proves = (UNSTATED_LAYOUT, "prove") in case.decode.settings
-    return not states_layout(release) and has_heads and proves
+    return case.n_requests * max(0, prompt - case.prefix_hit_tokens)
 
 
 def tokens_held(case: Case, release: str) -> int:
@@ -45,8 +38,6 @@ def tokens_held(case: Case, release: str) -> int:
 @pytest.mark.parametrize("name", on_every_release(_CASES, ["HND some of it cached"]))
 def test_like_pair_is_identical(lab: Lab, name: str, side: str) -> None:
     case = _CASES[name]
-    if not states_block_size(lab.release):
-        case = case.introduced()
     report = lab.run(case.patched() if side == "kvpatch" else case)
     assert report.outcome == "identical", report
     assert report.moved_tokens == tokens_to_move(case, lab.release)

@@ -6,11 +6,13 @@ release mends it shows here, and the patch can go.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvpatch._versions import generation_of
 
-from .case import Case, EngineSpec, Report
+from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
 from .cases import known_failures
 from .host import Lab
 from .releases import states_layout
@@ -39,7 +41,9 @@ def _generation(lab: Lab) -> str:
 
 def _both(lab: Lab, name: str) -> tuple[Case, Report, Report]:
     case = _CASES[name]
-    return case, lab.run(case), lab.run(case.patched())
+    told = (PEER_BLOCK_SIZE, str(case.prefill.block_tokens))  # which needs no pool for a proof
+    decode = replace(case.decode, settings=(*case.decode.settings, told))
+    return case, lab.run(case), lab.run(replace(case, decode=decode).patched())
 
 
 @pytest.mark.parametrize("name", on_every_release(_ELASTIC, ["D over-allocated, 3 more"]))
@@ -89,7 +93,7 @@ def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> Non
     )
     case = Case("split halves", prefill, decode, prompt_tokens=192)
     if not states_layout(lab.release):
-        case = case.introduced().proving()
+        case = case.proving()
 
     report = lab.run(case.patched())
 

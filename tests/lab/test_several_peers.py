@@ -53,11 +53,14 @@ def held(*actors: Actor) -> Iterator[None]:
 
 
 def introduce(decode: Actor, prompts: Sequence[Prompt], *prefill: Actor) -> None:
-    """Has D read a prompt from each P, so that they have shaken hands."""
+    """Has D read a prompt from each P, or compute it: they have shaken hands, and D knows P."""
+    loaded = []
     for prompt, actor in zip(prompts, prefill, strict=True):
-        decode.ask(*actor.compute(prompt))
-    seen = decode.watch(*prompts)
-    assert seen.received == names(prompts), seen
+        (ask,) = actor.compute(prompt)
+        if decode.introduce(ask):
+            loaded.append(prompt)
+    seen = decode.watch(*loaded)
+    assert seen.received == names(loaded), seen
 
 
 def names(prompts: Sequence[Prompt]) -> set[str]:

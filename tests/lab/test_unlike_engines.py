@@ -12,10 +12,10 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import (
-    cuts_flash_attention,
     has_named_layouts,
     is_full,
     moves_full_blocks_only,
+    must_prove,
     registers_cpu_caches,
     states_block_size,
     states_kernel_blocks,
@@ -160,17 +160,16 @@ def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
 @pytest.mark.parametrize("p", [16, 64])
 @pytest.mark.parametrize("d", [32, 64])
 def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
-    """To 0.11.0 D computes it itself; where nothing is left open it is read."""
+    """D computes it itself where something is left open; else it is read."""
     case = replace(_pair(p=p, d=d), prompt_tokens=16)
 
-    report = lab.run(case.patched(*SLUGS, prefill=False))
+    case = case.patched(*SLUGS, prefill=False)
 
-    if cuts_flash_attention(lab.release) and p == 64:  # may be half of 128: the load fails
-        assert report.outcome == "refused", report
-        return
+    report = lab.run(case, introduces=False)
+
     assert report.outcome == "identical", report
-    expected = tokens_to_move(case, lab.release) if states_block_size(lab.release) else 0
-    assert report.moved_tokens == expected
+    is_computed = must_prove(case.decode, lab.release)
+    assert report.moved_tokens == (0 if is_computed else tokens_to_move(case, lab.release))
 
 
 # -- blocks that FlashInfer cuts into kernel blocks of 64 ----------------------------------
@@ -179,7 +178,7 @@ _CUT = [(128, 128), (128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
 
 
 def _cut_pair(p: int, d: int, prompt_tokens: int | None = None) -> Case:
-    """Eight blocks of P's, of which no other number of kernel blocks makes as many."""
+    """Eight blocks of P's."""
     tokens = prompt_tokens or 8 * p - 20
     prefill, decode = (
         EngineSpec("flashinfer", "HND", size, tokens // size + 6, parts=max(1, size // 64))
@@ -209,13 +208,12 @@ def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
 def test_blocks_that_are_cut_before_a_prompt_has_told(lab: Lab, p: int, d: int) -> None:
     _must_cut(lab)
 
-    report = lab.run(_cut_pair(p, d, prompt_tokens=40).patched(*SLUGS, prefill=False))
+    case = _cut_pair(p, d, prompt_tokens=40).patched(*SLUGS, prefill=False)
 
-    if not states_kernel_blocks(lab.release) and p > 32:
-        # As a failed load: what is raised instead would end the engine.
-        assert report.outcome == "refused" and "LoadFailed" in report.detail, report
-    else:
-        assert report.outcome == "identical", report
+    report = lab.run(case, introduces=False)
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == (40 if states_kernel_blocks(lab.release) else 0)
 
 
 def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
@@ -238,9 +236,9 @@ def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
 def test_like_blocks_that_a_peer_may_have_cut(
     lab: Lab, block: int, cut: int, parts: int, short: int
 ) -> None:
-    """D computes the first short prompts of peers like it, where a load that fails fails them."""
-    if states_kernel_blocks(lab.release) or Version(lab.release) < Version("0.17"):
-        pytest.skip("D is told how blocks are cut, or computes what fails")
+    """D computes the first prompt of peers like it too: a load that fails would fail it."""
+    if states_kernel_blocks(lab.release) or not states_block_size(lab.release):
+        pytest.skip("D is told how blocks are cut, or none is")
     if cut == 48 and Version(lab.release) < Version("0.18"):
         pytest.skip("no such blocks")
     side = EngineSpec("flashinfer", "HND", block, 16, device="cuda")
@@ -248,10 +246,10 @@ def test_like_blocks_that_a_peer_may_have_cut(
     others = replace(case, prefill=replace(side, block_tokens=cut, parts=parts))
 
     for found in (case, others):
-        report = lab.run(found.patched(*SLUGS, prefill=False))
+        report = lab.run(found.patched(*SLUGS, prefill=False), introduces=False)
         assert (report.outcome, report.moved_tokens) == ("identical", 0), report
 
-    for found in (case.introduced(), others.introduced()):
+    for found in (case, others):
         report = lab.run(found.patched(*SLUGS, prefill=False))
         assert report.outcome == "identical", report
         assert report.moved_tokens == tokens_to_move(found, lab.release)

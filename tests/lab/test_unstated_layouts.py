@@ -8,7 +8,7 @@ import pytest
 
 from kvpatch.patches import SLUGS
 
-from .case import UNSTATED_LAYOUT, Case, EngineSpec
+from .case import PEER_BLOCK_SIZE, UNSTATED_LAYOUT, Case, EngineSpec
 from .host import Lab
 from .releases import states_layout
 from .stage import Raised, Stage
@@ -33,7 +33,7 @@ def _spec(block_tokens: int, layout: str, **more: object) -> EngineSpec:
 def _case(p: int, d: int, layouts: tuple[str, str], **more: object) -> Case:
     prefill, decode = _spec(p, layouts[0]), _spec(d, layouts[1], **more)
     case = Case(f"P {layouts[0]} {p}, D {layouts[1]} {d}", prefill, decode, 4 * p * d // 16)
-    return case.introduced().proving()
+    return case.proving()
 
 
 @pytest.mark.parametrize("values", ["same", "near"])
@@ -70,13 +70,17 @@ def test_a_spoilt_cache_is_noticed(lab: Lab) -> None:
 @pytest.mark.parametrize("p", [16, 32])
 @pytest.mark.parametrize("layouts", [("HND", "NHD"), ("HND", "HND")])
 def test_layouts_that_are_said_to_be_alike(lab: Lab, p: int, layouts: tuple[str, str]) -> None:
-    """What must not happen where nobody says so, and that the lab sees it."""
+    """Content still has to show the blocks; what must not happen where nobody says those either."""
     case = _case(p, 16, layouts)
     said = replace(case.decode, settings=((UNSTATED_LAYOUT, "same"),))
+    is_true = layouts[0] == layouts[1]
 
     report = lab.run(replace(case, decode=said).patched(*SLUGS, prefill=False))
+    assert report.outcome == ("identical" if is_true else "refused"), report
 
-    assert report.outcome == ("identical" if layouts[0] == layouts[1] else "corrupt"), report
+    said = replace(said, settings=(*said.settings, (PEER_BLOCK_SIZE, str(p))))
+    report = lab.run(replace(case, decode=said).patched(*SLUGS, prefill=False))
+    assert report.outcome == ("identical" if is_true else "corrupt"), report
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from allpairspy import AllPairs
 
 from .case import Case, EngineSpec, Family
-from .releases import states_layout, tells_blocks
+from .releases import states_layout
 
 BLOCK_TOKENS = (16, 32, 48, 64, 128)
 PROMPTS = (1, 16, 17, 100, 150, 300)
@@ -57,13 +57,8 @@ def cases(dimensions: Dimensions, seed: int, *, full: bool = False) -> Iterator[
 
 
 def told(case: Case, release: str) -> Case:
-    """The case, behind a prompt that tells D of P's blocks what the handshake does not.
-
-    On 0.10.0 that is the layout too.
-    """
-    if not states_layout(release):
-        return case.introduced().proving()
-    return case if tells_blocks(release) else case.introduced()
+    """The case with a D that finds out P's layout, where the release does not state it (0.10.0)."""
+    return case if states_layout(release) else case.proving()
 
 
 def _case(

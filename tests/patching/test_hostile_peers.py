@@ -17,8 +17,9 @@ from kvpatch._errors import KvpatchError
 from kvpatch._text import one_line
 from kvpatch.geometry import cross, plan_rounds, plan_runs
 from kvpatch.geometry.errors import UnpairableBlocks
+from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.likeness import completed, is_alike
+from kvpatch.vllm.likeness import is_alike
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peers import peer_regions, refusal
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
@@ -98,10 +99,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
         _mutate(rng, metadata)
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:
-            peer, unstated = completed(ours, read_statement(metadata, 0, 1))
-            if unstated is not None:
-                unstated.learn(TOKENS, len(blocks))
-                unstated.tokens()
+            peer = candidates_of(ours, read_statement(metadata, 0, 1)).statements[0]
             if is_alike(ours, peer):
                 alike += 1
                 continue
@@ -127,7 +125,7 @@ def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
     _, ours = ours_of()
     metadata = _real_metadata()
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
-    peer, _ = completed(ours, read_statement(metadata, 0, 1))
+    peer = candidates_of(ours, read_statement(metadata, 0, 1)).statements[0]
 
     message = str(refusal(ours, peer, "use another"))
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from kvpatch.geometry import Content, KeyOrder, Memory, cross, plan_runs
 from kvpatch.geometry.layouts import CacheSizes, named_layout
 from kvpatch.vllm.caches import read_layers
+from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import (
     alike_block_bytes,
-    completed,
     has_two_layouts,
     is_alike,
     refuse_drafted_windows,
@@ -29,7 +29,7 @@ from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import PACKED, REGISTRATIONS
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
-from kvpatch.vllm.unstated import BlocksUnknown, KernelSizes
+from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import PeerRefused, as_alike, of_blocks, read_statement
 
 pytestmark = pytest.mark.patching
@@ -447,23 +447,41 @@ def test_heads_of_a_rank(rank, size, expected):
 
 
 def _to_0110(ours, **changes):
-    return completed(
-        ours, replace(_statement(**changes), block_tokens=None, kernel_blocks_per_block=None)
-    )
+    stated = replace(_statement(**changes), block_tokens=None, kernel_blocks_per_block=None)
+    return candidates_of(ours, stated)
 
 
 @pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
-def test_an_unstated_block_size_follows_from_the_bytes_and_a_prompt(block_tokens, alike):
+def test_an_unstated_block_size_follows_from_the_bytes_and_has_to_be_proven(block_tokens, alike):
     _, ours = ours_of(block_tokens=16)
-    peer, unstated = _to_0110(ours, block_tokens=block_tokens)
+    found = _to_0110(ours, block_tokens=block_tokens)
+    (peer,) = found.statements
 
+    assert found.is_open, "its items may be of another size"
     assert peer.block_tokens == block_tokens
     assert is_alike(ours, peer) is alike
-    unstated.learn(block_tokens, 1)
-    with pytest.raises(BlocksUnknown, match="several blocks"):
-        unstated.tokens()
-    unstated.learn(5 * block_tokens, 5)
-    assert unstated.tokens() == block_tokens
+
+
+def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
+    _, ours = ours_of(block_tokens=16)
+    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "64")
+    assert not _to_0110(ours, block_tokens=64).is_open
+    with pytest.raises(PeerRefused, match="KVPATCH_PEER_BLOCK_SIZE declares blocks of 64"):
+        _to_0110(ours, block_tokens=32)
+    stated = _statement(block_tokens=32, physical_blocks_per_logical_kv_block=2)
+    assert candidates_of(ours, stated).statements == (stated,)
+    with pytest.raises(PeerRefused, match="comes to blocks of 32"):
+        candidates_of(ours, replace(stated, kernel_blocks_per_block=1))
+
+
+def test_a_declared_layout_is_checked_and_needs_no_proof(monkeypatch):
+    _, ours = ours_of(block_tokens=16)
+    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["HND", "NHD"]
+    monkeypatch.setenv("KVPATCH_PEER_LAYOUT", "nhd")
+    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["NHD"]
+    assert candidates_of(ours, _statement(kv_cache_layout="NHD")).statements
+    with pytest.raises(PeerRefused, match="KVPATCH_PEER_LAYOUT declares NHD"):
+        candidates_of(ours, _statement(kv_cache_layout="HND"))
 
 
 def test_bytes_that_are_no_whole_tokens_are_refused():
@@ -476,7 +494,8 @@ def test_bytes_that_are_no_whole_tokens_are_refused():
 
 def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
     _, ours = ours_of()
-    peer, _ = _to_0110(ours, kv_cache_layout=None)
+    peer = _to_0110(ours, kv_cache_layout=None).statements[0]
+    peer = replace(peer, layout=None)
     assert has_two_layouts(ours, peer)
     assert not has_two_layouts(ours, replace(peer, layout="HND"))
     assert not has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
@@ -494,31 +513,39 @@ def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     with pytest.raises(PeerRefused, match="may cut blocks"):
         is_alike(ours, stated)
     whole = replace(ours, kernel_sizes=KernelSizes(((),), ((16,),)))
-    peer, unstated = completed(whole, stated)
-    assert unstated is None and peer.kernel_blocks_per_block == 1
+    found = candidates_of(whole, stated)
+    (peer,) = found.statements
+    assert not found.is_open and peer.kernel_blocks_per_block == 1
     assert not is_alike(whole, peer)
 
 
-def test_unstated_kernel_blocks_are_told_by_a_prompt():
+def _parts(found):
+    return [statement.kernel_blocks_per_block for statement in found.statements]
+
+
+def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_blocks_allow():
+    _, ours = ours_of(block_tokens=64)
+    sizes = KernelSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
+    cut = replace(ours, kernel_sizes=sizes)
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
+
+    found = candidates_of(cut, replace(stated, blocks=40))
+    assert found.is_open and _parts(found) == [1, 2, 4]
+    assert _parts(candidates_of(cut, replace(stated, blocks=42))) == [1, 2]
+    found = candidates_of(cut, replace(stated, blocks=41))
+    assert not found.is_open and _parts(found) == [1], "an odd number of kernel blocks"
+
+
+def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
     _, ours = ours_of(block_tokens=64)
     cut = replace(ours, kernel_sizes=KernelSizes(((16, 32, 64),), ((),)))
-    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
-    peer, unstated = completed(cut, stated)
-
-    assert is_alike(cut, peer)
-    with pytest.raises(BlocksUnknown, match="recompute"):
-        unstated.tokens()
-    unstated.learn(600, 5)
-    assert unstated.tokens() == 128
-    _, ours = ours_of(block_tokens=16)
-    small = replace(ours, kernel_sizes=cut.kernel_sizes)
-    _, unstated = completed(small, replace(stated, block_tokens=16))
-    assert unstated.tokens() == 16, "48 is as good as never set"
-    _, unstated = completed(cut, replace(stated, layout="LBNHC"))
-    with pytest.raises(BlocksUnknown, match=r"0\.21"):
-        unstated.tokens()
-    unstated.learn(300, 5)
-    assert unstated.tokens() == 64
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
+    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
+    found = candidates_of(cut, stated)
+    assert not found.is_open and _parts(found) == [2]
+    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "96")
+    with pytest.raises(PeerRefused, match="comes to kernel blocks of 64 tokens"):
+        candidates_of(cut, stated)
 
 
 def test_two_byte_keys_by_column_are_refused():

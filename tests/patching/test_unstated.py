@@ -1,156 +1,121 @@
-"""What blocks of a peer may be, from a prompt and how many of them it fills."""
+"""What handshakes leave open of a peer's blocks, and what its memory shows of them."""
 
 from __future__ import annotations
 
+import random
+import threading
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.vllm.introducing import introductions_of
-from kvpatch.vllm.unstated import (
-    BlocksUnknown,
-    BlockTokens,
+from kvpatch.vllm.announcements import Announcements, announced, announcement
+from kvpatch.vllm.cuts import chunks_to_look_at, still_possible
+from kvpatch.vllm.introducing import (
     Introductions,
-    KernelSizes,
-    Span,
-    sizes_by_item,
-    span_of,
-    step_of_cuts,
+    book_proof,
+    hear_what_is_open,
+    introductions_of,
+    say_what_is_open,
 )
+from kvpatch.vllm.unstated import KernelSizes
 
 pytestmark = pytest.mark.patching
 
-SIZES = st.sampled_from((16, 32, 48, 64, 96, 128, 256))
-TOKENS = st.integers(1, 4000)
+PARTS = (1, 2, 4)
 
 
-def _named(tokens: int, size: int, drafted: int, full_blocks_only: bool) -> int:
-    """The blocks that a peer names, by the release's rule."""
-    blocks = -(-(tokens + drafted) // size)
-    return blocks - 1 if full_blocks_only and tokens % size else blocks
+def _table(parts: int, blocks: int, seed: int) -> list[int]:
+    """Blocks that a pool has handed out, in any order."""
+    return random.Random(seed).sample(range(1, 40), blocks)
 
 
-@given(TOKENS, SIZES, st.booleans())
-def test_the_true_size_is_always_possible(tokens: int, size: int, full_blocks_only: bool) -> None:
-    blocks = _named(tokens, size, 0, full_blocks_only)
-    assert span_of(tokens, blocks, full_blocks_only=full_blocks_only).has(size)
+def _held(table: list[int], parts: int) -> dict[int, int]:
+    """By kernel block the chunk that it really holds."""
+    return {
+        block * parts + part: place * parts + part
+        for place, block in enumerate(table)
+        for part in range(parts)
+    }
 
 
-@given(TOKENS, SIZES, st.integers(0, 16))
-def test_slots_for_drafted_tokens_leave_it_possible(tokens: int, size: int, drafted: int) -> None:
-    assert span_of(tokens, _named(tokens, size, drafted, False), full_blocks_only=False).has(size)
+def _seen(
+    ids: list[int], table: list[int], parts: int, kernel_tokens: int = 64
+) -> list[tuple[int, int]]:
+    """What is found where chunks would lie, whatever the ids are taken for."""
+    held = _held(table, parts)
+    known = range(len(table) * parts * kernel_tokens)
+    found = {
+        (chunk.number, chunk.block)
+        for guess in PARTS
+        for chunk in chunks_to_look_at(ids, guess, kernel_tokens, known)
+    }
+    return [(number, block) for number, block in found if held.get(block) == number]
+
+
+@given(st.sampled_from(PARTS), st.integers(1, 8), st.integers(), st.booleans())
+def test_the_true_cut_is_never_ruled_out(
+    parts: int, blocks: int, seed: int, is_known: bool
+) -> None:
+    table = _table(parts, blocks, seed)
+    written = parts if is_known else None
+    assert parts in still_possible(PARTS, _seen(table, table, parts), written)
 
 
 @given(
-    st.lists(st.tuples(TOKENS, st.integers(0, 16)), min_size=1, max_size=4),
-    SIZES,
-    st.sampled_from((1, 2, 4)),
-    st.sampled_from((1, 2, 4)),
-    st.booleans(),
+    st.sampled_from(PARTS),
+    st.lists(st.integers(1, 200), min_size=1, max_size=16),
+    st.integers(1, 8),
+    st.integers(),
 )
-def test_items_of_another_size_are_never_taken_for_ours(
-    prompts: list[tuple[int, int]], size: int, theirs: int, ours: int, full_blocks_only: bool
+def test_no_ids_prove_a_wrong_cut(parts: int, ids: list[int], blocks: int, seed: int) -> None:
+    """Whatever a client names: what it does not find proves nothing, and the rest is true."""
+    table = _table(parts, blocks, seed)
+    left = still_possible(PARTS, _seen(ids, table, parts), parts)
+    assert parts in left
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("pretended", PARTS)
+@given(st.integers(1, 6), st.integers())
+def test_ids_that_pretend_other_blocks_prove_no_wrong_cut(
+    parts: int, pretended: int, blocks: int, seed: int
 ) -> None:
-    """Whatever prompts come: the size that is read by is the true one, or none is."""
-    seeming, rest = divmod(size * theirs, ours)
-    if rest:
-        return
-    blocks = BlockTokens(
-        sizes_by_item(seeming, ours), (seeming,), full_blocks_only=full_blocks_only
-    )
-    for tokens, drafted in prompts:
-        named = _named(tokens, size, 0 if full_blocks_only else drafted, full_blocks_only)
-        blocks.learn(tokens, named)
-        try:
-            found = blocks.tokens()
-        except BlocksUnknown:
-            continue
-        assert found == size
-        assert theirs == ours
+    """All that they name is there, as if P's blocks were of another size."""
+    table = _table(parts, blocks * 4, seed)
+    if pretended < parts:
+        step = parts // pretended
+        ids = [block * step + part for block in table for part in range(step)]
+    else:  # an adversary got blocks side by side
+        step = pretended // parts
+        starts = random.Random(seed).sample(range(1, 20), blocks)
+        table = [start * step + part for start in starts for part in range(step)]
+        ids = starts
+
+    seen = _seen(ids, table, parts)
+    assert len(seen) >= min(len(ids), 8), "all that was looked for is found"
+
+    assert parts in still_possible(PARTS, seen, parts)
+    assert parts in still_possible(PARTS, seen, None)
 
 
-@given(SIZES, st.integers(0, 40))
-def test_three_blocks_tell(size: int, more: int) -> None:
-    blocks = BlockTokens(sizes_by_item(size, 2), (size,))
-    blocks.learn(3 * size + more, _named(3 * size + more, size, 0, False))
-    assert blocks.tokens() == size
+def test_ids_of_a_new_pool_settle_it() -> None:
+    """Its first block is number 1, so that the first chunk tells whole blocks from cut ones."""
+    assert still_possible(PARTS, [(0, 1)], None) == {1}
+    assert still_possible(PARTS, [(0, 2)], None) == {1, 2}
+    assert still_possible(PARTS, [(0, 2)], 2) == {2}, "nobody wrote to kernel block 1"
+    assert still_possible(PARTS, [(0, 2)], 1) == {1, 2}
+    assert still_possible(PARTS, [(0, 2)], 3) == {1, 2}, "which begins no block"
+    assert still_possible((1, 3, 5), [(0, 5)], 5) == {5}, "80 beside 48, in kernel blocks of 16"
+    assert still_possible((33, 35), [(0, 35)], None) == {35}, "560 beside 528"
 
 
-def test_a_request_that_cannot_be_teaches_nothing() -> None:
-    blocks = BlockTokens((16, 32, 64), (32,))
-    with pytest.raises(BlocksUnknown, match="100 of them are named"):
-        blocks.learn(40, 100)
-    blocks.learn(150, 5)
-    assert blocks.tokens() == 32
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_one_request_of_two_prompts_is_got_over(is_first: bool) -> None:
-    """D's prompt has 150 tokens and P's 300: ten blocks of 32, which look like blocks of 16."""
-    blocks = BlockTokens((16, 32, 64), (16, 32, 64), assumed=32)
-    prompts = [(150, 10), (300, 10)] if is_first else [(300, 10), (150, 10)]
-    blocks.learn(*prompts[0])
-    with pytest.raises(BlocksUnknown, match="the same prompt"):
-        blocks.learn(*prompts[1])
-
-    blocks.learn(10, 1)  # which would be read either way
-    with pytest.raises(BlocksUnknown, match="may have 16, 32 tokens"):
-        blocks.tokens()
-    blocks.learn(310, 10)
-    assert blocks.tokens() == 32
-
-
-def test_a_scheduler_gets_over_one_too_and_asks_for_nothing_meanwhile() -> None:
-    introductions = Introductions(32)
-    assert introductions.allow("p", 300, 10, 300)
-    assert not introductions.allow("p", 150, 10, 150)
-    assert not introductions.allow("p", 10, 1, 10)
-    assert introductions.allow("p", 310, 10, 310)
-    assert introductions.allow("p", 10, 1, 10)
-
-
-WINDOWS = st.sampled_from((16, 64, 100, 1024))
-
-
-@given(st.lists(st.tuples(TOKENS, st.integers(0, 16)), min_size=1, max_size=4), WINDOWS, SIZES)
-def test_windows_never_tell_a_wrong_size(
-    prompts: list[tuple[int, int]], window: int, size: int
-) -> None:
-    blocks = BlockTokens(range(16, 4097, 16), range(16, 4097, 16), assumed=16)
-    blocks.assume_nothing()
-    scheduler = Introductions(16, step_tokens=4097, window_tokens=window)
-    for tokens, drafted in prompts:
-        # What 0.18 to 0.20 do: the end of a table, as long as the window is and one block.
-        table = -(-(tokens + drafted) // size)
-        named = len(range(table)[-(-(-window // size) + 1) :])
-        blocks.learn(tokens, named, window)
-        try:
-            found = blocks.tokens()
-        except BlocksUnknown:
-            found = None
-        assert found in (None, size)
-        if size == 16 and scheduler.allow("p", tokens, named, tokens):
-            narrow = BlockTokens(range(16, 4097, 32), range(16, 4097, 32))
-            narrow.learn(tokens, named, window)
-            assert prompts[1:] or narrow.tokens() == size
-
-
-def test_a_window_of_one_block_tells_little() -> None:
-    """Of 16 tokens two blocks are named at most, of 16 tokens or of 48."""
-    scheduler = Introductions(16, step_tokens=4097, window_tokens=16)
-    assert not scheduler.allow("p", 100, 2, 100)
-    assert not scheduler.allow("p", 10, 1, 10)
-    assert scheduler.allow("p", 20, 2, 20)
-    assert scheduler.allow("p", 10, 1, 10)
-
-
-def test_another_size_than_the_readable_one_is_refused() -> None:
-    blocks = BlockTokens((16, 32, 64), (32,))
-    blocks.learn(150, 10)
-    with pytest.raises(BlocksUnknown, match="--kv-cache-dtype"):
-        blocks.tokens()
+def test_blocks_that_slid_out_of_a_window_are_not_looked_at() -> None:
+    found = list(chunks_to_look_at([0, 7, 9], 2, 16, range(0, 80), first_block=0))
+    assert found == [(2, 14, 16), (4, 18, 16)]
+    found = list(chunks_to_look_at([7, 9], 2, 16, range(48, 130), first_block=1))
+    assert found == [(3, 15, 16), (4, 18, 16)], "the first that we know of each"
 
 
 @pytest.mark.parametrize(
@@ -162,6 +127,7 @@ def test_flashinfer_cuts_what_is_larger_than_64(
     sizes = KernelSizes(((16, 32, 64),), ((),), blocks=(1, 8, 16, 32, 64, 128, 256))
     found = sizes.parts(kernel_tokens)
     assert found == parts if parts else len(found) > 50
+    assert sizes.cuts_some
 
 
 def test_blocks_of_any_size_are_cut_oddly() -> None:
@@ -170,58 +136,49 @@ def test_blocks_of_any_size_are_cut_oddly() -> None:
 
 
 def test_backends_that_take_multiples_cut_none() -> None:
-    assert KernelSizes(((), ()), ((16,), (1,))).parts(48) == (1,)
+    sizes = KernelSizes(((), ()), ((16,), (1,)))
+    assert sizes.parts(48) == (1,) and not sizes.cuts_some
     assert KernelSizes(((64,), ()), ((), (16,))).parts(64)[:2] == (1, 2)
 
 
-@given(st.lists(TOKENS, min_size=1, max_size=5), SIZES, SIZES, st.booleans())
-def test_a_scheduler_lets_nothing_through_that_workers_cannot_tell(
-    prompts: list[int], size: int, own: int, full_blocks_only: bool
-) -> None:
-    introductions = Introductions(own, full_blocks_only=full_blocks_only)
-    blocks = BlockTokens(sizes_by_item(size, 2), (size,), full_blocks_only=full_blocks_only)
-    for tokens in prompts:
-        named = _named(tokens, size, 0, full_blocks_only)
-        if named:
-            blocks.learn(tokens, named)
-        if introductions.allow("p", tokens, named, tokens):
-            assert blocks.tokens() == size
+# -- what scheduler and workers tell one another --------------------------------------
 
 
-def test_a_scheduler_asks_for_nothing_before_it_is_told() -> None:
-    introductions = Introductions(16, full_blocks_only=False)
-    assert not introductions.allow("p", 16, 1, 16)
-    assert introductions.allow("p", 79, 5, 79)
-    assert introductions.allow("p", 16, 1, 16)
-    assert not introductions.allow("q", 16, 1, 16)
+def test_a_scheduler_loads_from_what_workers_announced() -> None:
+    introductions = Introductions(16)
+    assert not introductions.allow("p", 5, 79)
+    introductions.prove("p", 64)
+    assert introductions.allow("p", 1, 10)
+    assert not introductions.allow("p", 0, 10)
+    assert not introductions.allow("q", 5, 79)
+
+
+@pytest.mark.parametrize(
+    ("full_blocks_only", "layout", "loads"),
+    [(False, {}, True), (True, {}, False), (True, {"KVPATCH_PEER_LAYOUT": "NHD"}, True)],
+)
+def test_a_scheduler_loads_from_what_is_declared(monkeypatch, full_blocks_only, layout, loads):
+    """0.10.0 does not state the layout either."""
+    for name, value in {"KVPATCH_PEER_BLOCK_SIZE": "64", **layout}.items():
+        monkeypatch.setenv(name, value)
+    introductions = introductions_of(_Scheduler(), full_blocks_only=full_blocks_only)
+    assert introductions is not None
+    assert introductions.allow("p", 2, 128) is loads
 
 
 def test_a_scheduler_asks_for_no_more_than_whole_blocks_hold() -> None:
     """0.10.0: 150 tokens are two whole blocks of 64, and 144 in ours of 16."""
     introductions = Introductions(16, full_blocks_only=True)
-    assert not introductions.allow("p", 319, 4, 304)
-    assert introductions.allow("p", 128, 2, 128)
-    assert not introductions.allow("p", 150, 2, 144)
+    introductions.prove("p", 64)
+    assert introductions.allow("p", 2, 128)
+    assert not introductions.allow("p", 2, 144)
 
 
-def test_spans() -> None:
-    assert Span(3, 5).within(Span(4)) == Span(4, 5)
-    assert Span(6).within(Span(1, 5)).is_empty
-    assert Span(16, 31).tells(None) and not Span(16, 32).tells(None)
-    assert Span(50, 127).tells(64) and not Span(64, 128).tells(64) and Span(65, 127).tells(64)
-    assert not Span(64).tells(64)
-
-
-def test_any_two_blocks_tell_where_blocks_are_small() -> None:
-    """48 tokens in kernel blocks of 16: a prompt of one block says nothing, one of two does."""
-    introductions = Introductions(16, step_tokens=step_of_cuts(16, "cuda"))
-
-    assert not introductions.allow("p", tokens=10, blocks=1, needed_tokens=10)
-    assert introductions.allow("p", tokens=20, blocks=2, needed_tokens=20)
-    assert introductions.allow("p", tokens=10, blocks=1, needed_tokens=10)
-    assert not introductions.allow("another", tokens=16, blocks=1, needed_tokens=16)
-    assert step_of_cuts(128, "cuda") == 64
-    assert step_of_cuts(128, "cpu") is None
+class _Scheduler:
+    def __init__(self, method: str | None = None) -> None:
+        speculation = None if method is None else SimpleNamespace(method=method)
+        self.vllm_config = SimpleNamespace(speculative_config=speculation)
+        self.block_size = 16
 
 
 @pytest.mark.parametrize(
@@ -229,13 +186,71 @@ def test_any_two_blocks_tell_where_blocks_are_small() -> None:
 )
 def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
     """A hit of one block of 16, 64 tokens in all: 0.10.0 names 4 blocks of its own for 3 of P's."""
-    speculation = None if method is None else SimpleNamespace(method=method)
-    model = SimpleNamespace(use_mla=True, get_total_num_kv_heads=lambda: 8)
-    scheduler = SimpleNamespace(
-        block_size=16,
-        vllm_config=SimpleNamespace(speculative_config=speculation, model_config=model),
-    )
+    scheduler = _Scheduler(method)
     introductions = introductions_of(scheduler, full_blocks_only=True)
-    assert introductions.allow("p", 64, 4, 64) is allows
-    later = introductions_of(scheduler, full_blocks_only=False)
-    assert later.allow("p", 64, 4, 64)
+    assert introductions is not None
+    book_proof(scheduler, "p", 16)
+    assert introductions.allow("p", blocks=4, needed_tokens=64) is allows
+
+
+@pytest.mark.parametrize(
+    ("said", "holds"), [((False, False), False), ((False, True), True), ((None, None), True)]
+)
+def test_a_scheduler_holds_back_where_a_worker_may_have_to_prove(said, holds):
+    scheduler, stated = _Scheduler(), []
+    for one in said:
+        metadata = SimpleNamespace()
+        if one is not None:
+            say_what_is_open(SimpleNamespace(xfer_handshake_metadata=metadata), may_leave_open=one)
+        stated.append(metadata)
+
+    hear_what_is_open(scheduler, stated)
+
+    assert (introductions_of(scheduler, full_blocks_only=False) is not None) is holds
+    assert not any(vars(metadata) for metadata in stated), "nothing of it goes to peers"
+
+
+def _said(announcements: Announcements) -> set[str]:
+    return announcements.received(None, set()) or set()
+
+
+def test_a_worker_announces_an_engine_once() -> None:
+    announcements = Announcements()
+    announcements.settle("p", 64)
+    assert _said(announcements) == set(), "its scheduler may have no kvpatch"
+    announcements.listen()
+    announcements.settle("p", 64)
+    found = _said(announcements)
+    assert announced([*found, "a request"]) == {announcement("p", 64): ("p", 64)}
+    assert _said(announcements) == set()
+    announcements.unsettle("p")
+    announcements.settle("p", 128)
+    assert announced(_said(announcements)) == {announcement("p", 128): ("p", 128)}
+
+
+def test_a_request_that_is_computed_is_never_received() -> None:
+    """A release reports those whose handshake failed, and 0.20's scheduler ends at one."""
+    announcements = Announcements()
+    announcements.compute("computed")
+    assert announcements.received({"computed", "loaded"}, set()) == {"loaded"}
+    assert announcements.received({"loaded"}, {"computed"}) == {"loaded"}
+    assert announcements.received({"computed"}, set()) == {"computed"}, "a new one of that id"
+
+
+def test_no_announcement_is_lost_between_threads() -> None:
+    announcements = Announcements()
+    announcements.listen()
+    count, heard = 20_000, set()
+
+    def shake_hands() -> None:
+        for number in range(count):
+            announcements.settle(str(number))
+
+    thread = threading.Thread(target=shake_hands)
+    thread.start()
+    while thread.is_alive():
+        heard |= _said(announcements)
+    thread.join()
+    heard |= _said(announcements)
+
+    assert len(heard) == count

@@ -1,0 +1,91 @@
+"""How workers tell their scheduler which engines can be read.
+
+A scheduler hears of nothing but received requests. So each worker reports a name that
+no request has, once for each engine, and it is heard when all have.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+_ANNOUNCED = "kvpatch can read "
+
+
+def announcement(engine_id: str, block_tokens: int) -> str:
+    """What stands in place of a request's id.
+
+    Args:
+        block_tokens: of the engine's blocks; 0 where that is not known.
+    """
+    return f"{_ANNOUNCED}{block_tokens} {engine_id}"
+
+
+def announced(reported: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """(engine, tokens of its blocks) by announcement, of those among reported requests."""
+    found = {}
+    for name in reported:
+        if name.startswith(_ANNOUNCED):
+            tokens, _, engine_id = name.removeprefix(_ANNOUNCED).partition(" ")
+            found[name] = engine_id, int(tokens)
+    return found
+
+
+class Announcements:
+    """What one worker has to announce; handshakes and steps add to it in threads of their own."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[str] = deque()
+        self._settled: set[str] = set()
+        self._is_heard = False
+        self._computed: set[str] = set()
+
+    def compute(self, request_id: str) -> None:
+        """Books a request that the engine computes itself: the peer is told, nothing is loaded."""
+        self._computed.add(request_id)
+
+    def received(self, reported: set[str] | None, over: set[str]) -> set[str] | None:
+        """What is to be reported as received.
+
+        A release reports every request whose handshake failed. One that is computed was
+        never waited for, and ends a scheduler that expects it to (0.20).
+
+        Args:
+            over: requests that the scheduler has ended.
+        """
+        computed = self._computed
+        found = reported - computed if reported else reported
+        self._computed = computed - over
+        news = set(self._taken()) if self._is_heard else set()
+        return news.union(found or ()) if news else found
+
+    def listen(self) -> None:
+        """Books that the scheduler knows announcements: one without kvpatch takes them for ids."""
+        self._is_heard = True
+
+    def settle(self, engine_id: str, block_tokens: int = 0) -> None:
+        """Books an engine of which there is nothing to prove, or nothing more."""
+        if engine_id not in self._settled:  # each worker says it once
+            self._settled.add(engine_id)
+            self._waiting.append(announcement(engine_id, block_tokens))
+
+    def unsettle(self, engine_id: str) -> None:
+        """Books an engine that has to be proven anew."""
+        self._settled.discard(engine_id)
+
+    def is_settled(self, engine_id: str) -> bool:
+        return engine_id in self._settled
+
+    def _taken(self) -> Iterator[str]:
+        while self._waiting:
+            yield self._waiting.popleft()
+
+
+_ANNOUNCEMENTS: WeakKeyDictionary[Any, Announcements] = WeakKeyDictionary()
+
+
+def announcements_of(worker: Any) -> Announcements:
+    """A worker's."""
+    return _ANNOUNCEMENTS.setdefault(worker, Announcements())

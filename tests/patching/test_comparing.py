@@ -1,0 +1,94 @@
+"""What counts as found: a prompt's chunk where a peer holds it, and nothing that looks like it.
+
+Fake: a peer's blocks are numpy arrays of a made-up model; the lab has real ones.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvpatch.geometry import Content, Counts, Memory, Plane, Strides
+from kvpatch.vllm.comparing import chunks_seen, layout_shown
+from kvpatch.vllm.cuts import Chunk
+from kvpatch.vllm.samples import Sample
+
+pytestmark = pytest.mark.patching
+
+KERNEL_TOKENS, CHANNELS = 16, 128
+#: Of its own, each token's place turns some channels and leaves the others.
+TURNED = 64
+
+
+def model(tokens: list[int], start: int = 0, *, has_places: bool = True) -> Any:
+    """[token, 1, channel] of a made-up layer: a token's own values, and its place in some."""
+    found = np.stack([np.random.default_rng(token).normal(size=CHANNELS) for token in tokens])
+    if has_places:
+        places = np.arange(start, start + len(tokens))[:, None]
+        found[:, -TURNED:] *= np.cos(places * np.linspace(0.3, 1.0, TURNED))
+    return found.astype(np.float32)[:, None]
+
+
+def seen(ours: Any, theirs: Any) -> list[tuple[int, int]]:
+    """What is found of each chunk of ours in the peer's block of the same number."""
+    row = 4 * CHANNELS
+    strides = Strides(KERNEL_TOKENS * row, KERNEL_TOKENS * row, row, 4)
+    counts = Counts(99, 1, KERNEL_TOKENS, CHANNELS)
+    plane = Plane("layer", Content.KEY, 0, strides, counts, 4, 0, Memory("DRAM", 0))
+    rank = SimpleNamespace(planes=(plane,))
+    sampled: Any = SimpleNamespace(planes=(plane,), dtype=lambda _: torch.float32)
+    raw = [values.view(np.uint8).reshape(*values.shape, 4) for values in (ours, theirs)]
+    landed: Any = SimpleNamespace(
+        of_block=lambda _, block: raw[1][block * KERNEL_TOKENS : (block + 1) * KERNEL_TOKENS]
+    )
+    sample = Sample(range(len(ours)), {("layer", Content.KEY): raw[0]})
+    chunks = [Chunk(n, n, KERNEL_TOKENS) for n in range(len(ours) // KERNEL_TOKENS)]
+    return list(chunks_seen(sampled, rank, sample, landed, chunks))  # type: ignore[arg-type]
+
+
+PROMPT = list(range(4 * KERNEL_TOKENS))
+ALL = [(n, n) for n in range(4)]
+
+
+def test_a_prompt_is_found_in_spite_of_other_kernels_noise() -> None:
+    ours = model(PROMPT)
+    noise = np.random.default_rng(1).normal(scale=0.02, size=ours.shape)
+    assert seen(ours, ours) == ALL
+    assert seen(ours, (ours * (1 + noise)).astype(np.float32)) == ALL
+
+
+def test_another_prompt_is_not_found() -> None:
+    assert seen(model(PROMPT), model([token + 1000 for token in PROMPT])) == []
+    assert seen(model(PROMPT), np.zeros_like(model(PROMPT))) == []
+
+
+def test_the_same_tokens_elsewhere_in_another_prompt_are_not_found() -> None:
+    """A client has P compute them behind others, a block further on."""
+    assert seen(model(PROMPT), model(PROMPT, start=KERNEL_TOKENS)) == []
+
+
+@pytest.mark.parametrize("period", [1, KERNEL_TOKENS, 2 * KERNEL_TOKENS])
+def test_a_prompt_that_repeats_itself_shows_nothing(period: int) -> None:
+    """Where the model does not tell places apart: any of its blocks is as good as another."""
+    tokens = [token % period for token in PROMPT]
+    values = model(tokens, has_places=False)
+    assert seen(values, values) == []
+
+
+@pytest.mark.parametrize(("is_same", "found"), [(True, "stated"), (False, None)])
+def test_the_only_candidate_has_to_be_shown_too(is_same: bool, found: str | None) -> None:
+    ours = model(PROMPT)
+    plane = SimpleNamespace(layer="layer", content=Content.KEY, first_head=0, end_head=1)
+    sampled: Any = SimpleNamespace(planes=(plane,), dtype=lambda _: torch.float32)
+    raw = ours.view(np.uint8).reshape(*ours.shape, 4)
+    places = np.arange(len(ours))[:, None]
+    held = raw if is_same else raw[::-1]
+    landed: Any = SimpleNamespace(tokens=lambda rank, of: (held, places, plane))
+    sample = Sample(range(len(ours)), {("layer", Content.KEY): raw})
+    ranks: Any = {"stated": None}
+
+    assert layout_shown(sampled, ranks, sample, landed)[0] == found
