@@ -18,7 +18,7 @@ from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import attention_backends
 
 #: To 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
-_AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1")
+_AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1", "FLASH_ATTN", "FLASHINFER")
 _INNER = {"HND": "HND", "NHD": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
 
 
@@ -28,9 +28,11 @@ def backend_layouts(worker: Any) -> frozenset[str]:
     inner = _INNER.get(stated or "")
     if inner is None:
         return frozenset()
-    if stated in NAMED_LAYOUTS or getattr(worker, "backend_name", None) in _AS_STATED:
+    every = _backends(worker)
+    is_named = not every and getattr(worker, "backend_name", None) in _AS_STATED
+    if stated in NAMED_LAYOUTS or is_named:
         return frozenset({inner})
-    backends = [b for b in _backends(worker) if b.__module__.partition(".")[0] == "vllm"]
+    backends = [b for b in every if b.__module__.partition(".")[0] == "vllm"]
     with _configuration(worker):
         found = [_order_of(backend) for backend in backends]
     return frozenset() if None in found else frozenset(filter(None, found))
