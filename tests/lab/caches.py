@@ -93,6 +93,19 @@ class Caches:
                 found = reservation.bytes_at(page)
                 found[:] = noise.integers(0, 256, found.size, dtype=np.uint8)
 
+    def clear(self, layer: int, blocks: Sequence[int]) -> None:
+        """Zeroes blocks of a layer, where there is memory behind them."""
+        for plane in self.layers[layer].planes:
+            for block in blocks:
+                span = _span(plane[block])
+                if all(self._is_there(reservation, span) for reservation in self.reservations):
+                    plane[block] = 0
+
+    @staticmethod
+    def _is_there(reservation: Reservation, span: tuple[int, int]) -> bool:
+        inside = reservation.address <= span[0] < reservation.address + reservation.size_bytes
+        return not inside or set(reservation.pages_of([span])) <= reservation.mapped
+
     def unmap_one(self) -> None:
         """Takes a page away that is there."""
         reservation = next(r for r in self.reservations if r.mapped)

@@ -154,13 +154,13 @@ class Engine:
         for caches in self.caches:
             for memory in caches.memory:
                 memory[:] = self.noise.integers(0, 256, memory.size, dtype=np.uint8)
-            self._clear_null_block(caches)
+            if not caches.reservations:  # of which nothing is there yet
+                self._clear_null_block(caches)
 
     def _clear_null_block(self, caches: Caches) -> None:
         """Block 0, to which nobody writes; caches are zeroed when they are made."""
-        for number, layer in enumerate(() if caches.reservations else caches.layers):
-            for plane in layer.planes:
-                plane[self.spec.kernel_blocks([0], number)] = 0
+        for layer in range(len(caches.layers)):
+            caches.clear(layer, self.spec.kernel_blocks([0], layer))
 
     def _registered(self, rank: int) -> dict[str, Any]:
         """A rank's tensors as its device shows them."""
@@ -502,6 +502,8 @@ class Engine:
             for layer in range(len(caches.layers) if caches.reservations else 0):
                 blocks = self.spec.kernel_blocks(tracked.tables[self.groups[layer]], layer)
                 caches.map_blocks(layer, blocks, self.noise)
+            if caches.reservations:
+                self._clear_null_block(caches)
 
     def _write(self, tracked: Tracked, tokens: range) -> None:
         if not tokens:

@@ -71,7 +71,10 @@ def _check(result: int) -> None:
 
 @dataclass
 class Reservation:
-    """One of kvcached's tensors: virtual memory, and the pages of it that are there."""
+    """One of kvcached's tensors: virtual memory, and the pages of it that are there.
+
+    All others read as zeros, as kvcached's do, and nobody can write to them.
+    """
 
     size_bytes: int
     page_bytes: int
@@ -81,7 +84,7 @@ class Reservation:
     def __post_init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         aligned = _COMPILED.page_bytes  # as kvcached's are
-        found = _C.mmap(None, self.size_bytes + aligned, 0, flags, -1, 0)
+        found = _C.mmap(None, self.size_bytes + aligned, mmap.PROT_READ, flags, -1, 0)
         if found == _FAILED or found is None:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.address = -(-found // aligned) * aligned
@@ -96,7 +99,7 @@ class Reservation:
         """Takes a page's memory and its contents away."""
         start = self.address + page * self.page_bytes
         _check(_C.madvise(start, self.page_bytes, mmap.MADV_DONTNEED))
-        _check(_C.mprotect(start, self.page_bytes, 0))
+        _check(_C.mprotect(start, self.page_bytes, mmap.PROT_READ))
         self.mapped.discard(page)
 
     def pages_of(self, addresses: Iterable[tuple[int, int]]) -> set[int]:
