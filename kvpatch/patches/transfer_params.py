@@ -47,7 +47,7 @@ from kvpatch.vllm.transfer_params import (
     ParamsRefused,
     check,
     check_prompts,
-    in_groups,
+    completed,
     loads_nothing,
 )
 
@@ -122,7 +122,7 @@ def _add_request(
                 try:
                     check(params, form, _asked(instance, each, request))
                     if params:
-                        request.kv_transfer_params = in_groups(params, form)
+                        request.kv_transfer_params = completed(params, form)
                 except ParamsRefused as error:
                     request.kv_transfer_params = None
                     _LOG.error(
@@ -175,12 +175,15 @@ _ADDS_RANK = ("g0100", "g0101", "g0102", "g0110")
 # From 0.21, which is in g0200, P may read an earlier turn back from D.
 _ONE_WAY = (*_ONE_LIST, "g0180")
 
+_SAVES_BY_ADDRESS = ("g0101", "g0102", "g0110", "g0111")
+
 FORMS = {
     g.slug: Form(
         has_groups=g.slug not in _ONE_LIST,
         has_request_id=g.slug not in _ONE_NAME,
         formats_port=g.slug not in _ADDS_RANK,
         reads_back=g.slug not in _ONE_WAY,
+        saves_by_address=g.slug in _SAVES_BY_ADDRESS,
     )
     for g in GENERATIONS
 }

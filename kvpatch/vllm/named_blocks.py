@@ -25,7 +25,8 @@ def refuse_misnamed(
     """
     ids = getattr(entry, "local_physical_block_ids", None) if expanded else None
     local = orders.groups(entry.local_block_ids if ids is None else ids)
-    blocks = worker.dst_num_blocks.get(engine_id)
+    is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
+    blocks = worker.dst_num_blocks.get(engine_id) if is_met else None
     if blocks is None or not any(local) or _pairs_otherwise(worker, engine_id):
         return
     remote = orders.groups(orders.remote_blocks(entry))

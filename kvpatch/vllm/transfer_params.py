@@ -51,12 +51,15 @@ class Form:
         has_request_id: whether P's name of the request is needed (from 0.13).
         formats_port: whether a port is only put into an address, so that text does (from 0.11.1).
         reads_back: whether P may load an earlier turn from D (from 0.21).
+        saves_by_address: whether P looks for a peer's address, which nobody has yet, where it
+            saves a prompt to vLLM's own host buffer (0.10.1 to 0.12).
     """
 
     has_groups: bool
     has_request_id: bool
     formats_port: bool
     reads_back: bool
+    saves_by_address: bool = False
 
 
 @dataclass(frozen=True)
@@ -252,11 +255,10 @@ def _check_blocks(blocks: object, form: Form, most: int) -> None:
             _check_ids(name, group, most)
 
 
-def in_groups(params: dict[str, Any], form: Form) -> dict[str, Any]:
-    """The parameters with block ids per cache group, where the release counts on that.
-
-    One list of ids passes its scheduler, and ends its workers.
-    """
+def completed(params: dict[str, Any], form: Form) -> dict[str, Any]:
+    """The parameters as the release counts on them: one list of ids ends its workers."""
+    if form.saves_by_address and params.get("do_remote_decode"):
+        return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **params}
     blocks: Any = params.get(_BLOCKS)
     if not form.has_groups or not is_load(params, form) or not _is_flat(blocks):
         return params

@@ -19,7 +19,7 @@ from .test_several_peers import SPEC
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _GET = b"get_meta_msg"
-_ANSWER_MS = 2500
+_ANSWER_MS = 1500
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def _ask(prefill: Actor, *frames: bytes) -> list[bytes] | None:
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as asking:
+            asking.linger = 0  # where nobody listens
             asking.connect(f"tcp://127.0.0.1:{prefill.port}")
             asking.send_multipart(frames)
             return asking.recv_multipart() if asking.poll(_ANSWER_MS) else None

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 from tests.bad_params import bad_params
@@ -148,6 +149,7 @@ def test_no_engine_ends_by_generated_parameters(stage: Stage) -> None:
     _assert_served(stage, prefill, decode)
 
 
+@pytest.mark.one_per_generation
 def test_each_wrong_field_is_named_and_nothing_is_loaded(stage: Stage) -> None:
     prefill, decode = stage.prefill(SPEC), stage.decode(OWN)
     introduce(decode, stage.prompts(1, TOKENS), prefill)
@@ -169,6 +171,7 @@ def test_each_wrong_field_is_named_and_nothing_is_loaded(stage: Stage) -> None:
     _assert_served(stage, prefill, decode)
 
 
+@pytest.mark.one_per_generation
 def test_without_the_patch_they_end_the_engine(stage: Stage) -> None:
     """What is mended here, and that the tests see it."""
     prefill = stage.prefill(SPEC)
@@ -186,6 +189,40 @@ def test_without_the_patch_they_end_the_engine(stage: Stage) -> None:
             decode.call("offer", [changed(own.answer, changes)], TOKENS)
 
 
+@pytest.mark.one_per_generation
+@pytest.mark.parametrize(
+    ("listed", "outcome"),
+    [("10.0.0.0/8,localhost", "FINISHED_LENGTH_CAPPED"), ("127.0.0.1", "WAITING_FOR_REMOTE_KVS")],
+)
+def test_d_connects_to_listed_peers_alone(stage: Stage, listed: str, outcome: str) -> None:
+    settings = (*OWN.settings, ("KVPATCH_ALLOWED_PEERS", listed))
+    prefill, decode = stage.prefill(SPEC), stage.decode(replace(OWN, settings=settings))
+    (own,) = prefill.compute(stage.prompt(TOKENS))
+
+    assert _offer(decode, [own.answer]) == [outcome]
+
+    is_told = any("KVPATCH_ALLOWED_PEERS" in line for line in decode.call("logged"))
+    assert is_told is (outcome == "FINISHED_LENGTH_CAPPED")
+
+
+@pytest.mark.one_per_generation
+@pytest.mark.parametrize("patched", [True, False])
+def test_p_that_saves_to_its_own_buffer_needs_no_address(
+    stage: Stage, lab: Lab, patched: bool
+) -> None:
+    if not Version("0.10.1") <= Version(lab.release) < Version("0.13"):
+        pytest.skip("this release saves a prompt without asking who reads it")
+    prefill = stage.decode(OWN, patched=patched)
+    prefill.call("save_to_own_buffer")
+
+    if patched:
+        assert _offer(prefill, ['{"do_remote_decode": true}']) == ["FINISHED_LENGTH_CAPPED"]
+    else:
+        with pytest.raises(Raised, match="KeyError"):
+            prefill.call("offer", ['{"do_remote_decode": true}'], TOKENS)
+
+
+@pytest.mark.one_per_generation
 @pytest.mark.parametrize("blocks", ["others", "too few", "another group"])
 def test_blocks_that_p_does_not_have_fail_one_load(stage: Stage, lab: Lab, blocks: str) -> None:
     prefill, decode = stage.prefill(SPEC), stage.decode(OWN)
@@ -209,7 +246,7 @@ def test_blocks_that_p_does_not_have_fail_one_load(stage: Stage, lab: Lab, block
 
     assert not seen.received, seen
     assert not loaded or any(" name" in line for line in seen.logged), seen
-    assert decode.strays() == 0
+    assert not loaded or decode.written(prompt) == 0
     _assert_served(stage, prefill, decode)
 
 

@@ -20,7 +20,7 @@ from kvpatch.vllm.transfer_params import (
     ParamsRefused,
     check,
     check_prompts,
-    in_groups,
+    completed,
     loads_nothing,
 )
 from tests.bad_params import bad_params
@@ -131,11 +131,19 @@ def test_as_many_blocks_as_the_prompt_can_have() -> None:
 def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
     flat = {**_OWN, "remote_block_ids": [1, 2, 3]}
 
-    assert in_groups(flat, _FORM) == {**_OWN, "remote_block_ids": [[1, 2, 3]]}
-    assert in_groups(_OWN, _FORM) is _OWN
-    assert in_groups(_TO_P, _FORM) is _TO_P
+    assert completed(flat, _FORM) == {**_OWN, "remote_block_ids": [[1, 2, 3]]}
+    assert completed(_OWN, _FORM) is _OWN
+    assert completed(_TO_P, _FORM) is _TO_P
     to_0_17 = Form(has_groups=False, has_request_id=True, formats_port=True, reads_back=False)
-    assert in_groups(flat, to_0_17) is flat
+    assert completed(flat, to_0_17) is flat
+
+
+def test_p_saves_a_prompt_whose_reader_nobody_knows() -> None:
+    bare = {"do_remote_decode": True}
+
+    assert completed(bare, FORMS["g0102"]) == {**_PROXYS, **bare}
+    assert completed(_TO_P, FORMS["g0102"]) == _TO_P
+    assert completed(bare, FORMS["g0130"]) is bare
 
 
 def test_what_loads_nothing() -> None:
