@@ -244,6 +244,9 @@ def _add_remote_agent(
                 admit(instance, nixl_agent_meta)
             return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
+        # Both grow in other threads; what is on its way is a future.
+        booked = (*tuple(instance._remote_agents), *tuple(instance._handshake_futures))
+        reader.keep((*booked, stated.engine_id))
         if is_left_with_state(reader, stated):
             admit(instance, nixl_agent_meta)
             return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from kvpatch.vllm.recent import Recent
+
 _ANNOUNCED = "kvpatch can read "
 
 
@@ -38,7 +40,7 @@ class Announcements:
 
     def __init__(self) -> None:
         self._waiting: deque[str] = deque()
-        self._settled: set[str] = set()
+        self._settled = Recent[None]()
         self._is_heard = False
         self._computed: set[str] = set()
 
@@ -68,12 +70,12 @@ class Announcements:
     def settle(self, engine_id: str, block_tokens: int = 0) -> None:
         """Books an engine of which there is nothing to prove, or nothing more."""
         if engine_id not in self._settled:  # each worker says it once
-            self._settled.add(engine_id)
+            self._settled[engine_id] = None
             self._waiting.append(announcement(engine_id, block_tokens))
 
     def unsettle(self, engine_id: str) -> None:
         """Books an engine that has to be proven anew."""
-        self._settled.discard(engine_id)
+        self._settled.pop(engine_id, None)
 
     def is_settled(self, engine_id: str) -> bool:
         return engine_id in self._settled

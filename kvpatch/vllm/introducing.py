@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 from kvpatch import _env
 from kvpatch.vllm.likeness import reserves_slots
+from kvpatch.vllm.recent import Recent
 
 #: On what a worker has its scheduler hand to peers, and nowhere on the wire.
 _MAY_LEAVE_OPEN = "kvpatch_may_leave_open"
@@ -41,7 +42,7 @@ class Introductions:
         self._block_tokens = block_tokens
         self._full_blocks_only = full_blocks_only
         self._allows_none = allows_none
-        self._known: dict[str, int] = {}
+        self._known = Recent[int]()
 
     def prove(self, engine_id: str, block_tokens: int) -> None:
         """Books that all workers can read an engine.

@@ -35,6 +35,7 @@ from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.comparing import blocks_of_layout, chunks_of_cuts, chunks_seen, layout_shown
 from kvpatch.vllm.cuts import Chunk, still_possible
+from kvpatch.vllm.recent import Recent
 from kvpatch.vllm.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Proofs:
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._probes: list[_Probe] = []
         self._sampling: tuple[str, str, Order] | None = None
-        self._told: set[str] = set()
+        self._told = Recent[None]()
 
     # -- what is known, handshakes included ----------------------------------------
 
@@ -162,6 +163,11 @@ class Proofs:
         """Books an engine of which there is nothing to prove, or nothing more."""
         self._unproven.pop(engine_id, None)
         self._announcements.settle(engine_id, block_tokens)
+
+    def forget(self, engine_id: str) -> None:
+        """Books that an engine is known no more."""
+        self._unproven.pop(engine_id, None)
+        self._announcements.unsettle(engine_id)
 
     def is_open(self, engine_id: str) -> bool:
         """Whether nothing may be read from an engine but for a proof."""
@@ -333,7 +339,7 @@ class Proofs:
                 shown(engine_id),
                 seen,
             )
-            self._told.add(engine_id)
+            self._told[engine_id] = None
             return
         if found in unproven.refusals:
             unproven.refusal = unproven.refusals[found]

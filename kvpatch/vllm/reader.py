@@ -9,7 +9,7 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -137,6 +137,7 @@ class Reader:
         self.groups = groups
         self.pool = pool
         self.peers: dict[str, Peer] = {}
+        self._unbooked: frozenset[str] = frozenset()
         self._mode = mode
         self._rows = rows
         self._layers = ours.layers if layers is None else layers
@@ -158,6 +159,22 @@ class Reader:
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
         return self.peers.get(engine_id)
+
+    def keep(self, booked: Collection[str]) -> None:
+        """Forgets the engines that the release has let go of, or never took on.
+
+        It books an engine when all ranks have shaken hands, so that one that is on its way is not
+        booked either: those are forgotten that are not at two handshakes of others.
+
+        Args:
+            booked: the engines that the release knows, and the one that hands are shaken with.
+        """
+        held = frozenset((*self.peers, *self.proofs.open_engines))
+        unbooked = held.difference(booked)
+        for engine_id in unbooked & self._unbooked:
+            self.peers.pop(engine_id, None)
+            self.proofs.forget(engine_id)
+        self._unbooked = unbooked
 
     def known(self, engine_id: str) -> Peer | None:
         """As :meth:`peer`, and one of which nothing is read before it is proven what it is."""

@@ -516,6 +516,12 @@ class Player(Engine):
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
 
+    def age_peers(self) -> None:
+        """Has the release think that it has not heard of its peers for long (from 0.24)."""
+        for connector in self.workers:
+            heard = release.nixl_of(connector).connector_worker._engine_last_active
+            heard.update(dict.fromkeys(heard, -1e9))
+
     def _core_scheduler(self) -> CoreScheduler:
         if not isinstance(self.scheduler, CoreScheduler):
             raise TypeError("this engine's scheduler is the lab's")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec
 from .host import Lab
 from .releases import meets_one_rank, states_layout
+from .stage import Stage
 from .unlike import told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -63,3 +65,22 @@ def test_a_like_peer_is_prepared_as_ever(lab: Lab) -> None:
 
     assert report.outcome == "identical", report
     assert report.prepared >= 400 * _LAYERS
+
+
+def test_peers_that_the_release_lets_go_of_are_forgotten_and_may_come_back(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.24"):
+        pytest.skip("this release keeps its peers for ever")
+    spec = replace(_D, layers=2, planned_blocks=60)
+    with Stage(lab) as stage:
+        first, *others = (stage.prefill(replace(spec, block_tokens=16)) for _ in range(3))
+        decode = stage.decode(spec)
+        prompts = stage.prompts(4, 150)
+        for prompt, actor in zip(prompts, (first, *others, first), strict=True):
+            before = decode.unlike()
+            decode.ask(*actor.compute(prompt))
+            assert decode.watch(prompt).received == {prompt.name}
+            assert len(before) <= 2  # one that is let go of, and the one before it
+            decode.age_peers()
+
+        assert first.engine_id in decode.unlike()
+        assert decode.wrong(*prompts)[0] == 0

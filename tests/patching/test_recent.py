@@ -1,0 +1,62 @@
+"""What is kept of engines that come and go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch.vllm.announcements import Announcements
+from kvpatch.vllm.introducing import Introductions
+from kvpatch.vllm.proofs import Proofs
+from kvpatch.vllm.reader import Peer, Reader
+from kvpatch.vllm.recent import MOST_ENGINES, Recent
+
+pytestmark = pytest.mark.patching
+
+
+def test_the_oldest_is_forgotten_and_the_last_booked_is_not():
+    found = Recent[int]()
+    for number in range(MOST_ENGINES):
+        found[f"e{number}"] = number
+    found["e0"] = 7
+    found["new"] = 8
+
+    assert len(found) == MOST_ENGINES
+    assert "e1" not in found
+    assert (found["e0"], found["new"]) == (7, 8)
+
+
+def test_a_hundred_thousand_engines_are_not_kept():
+    introductions, announcements = Introductions(16), Announcements()
+    for number in range(100_000):
+        introductions.prove(f"e{number}", 16)
+        announcements.settle(f"e{number}", 16)
+
+    assert len(introductions._known) == len(announcements._settled) == MOST_ENGINES
+    assert introductions.allow("e99999", 1, 16)
+    assert not introductions.allow("e0", 1, 16)
+
+
+def _reader(*engines: str) -> Reader:
+    """Its books alone; making one takes caches and NIXL."""
+    reader = object.__new__(Reader)
+    reader.peers = {engine: Peer() for engine in engines}
+    reader._unbooked = frozenset()
+    reader.proofs = object.__new__(Proofs)
+    reader.proofs._unproven = {"open": SimpleNamespace()}
+    reader.proofs._announcements = Announcements()
+    return reader
+
+
+def test_engines_that_the_release_has_let_go_of_are_forgotten_at_the_second_handshake():
+    reader = _reader("kept", "gone", "on its way")
+
+    reader.keep(["kept"])
+    assert set(reader.peers) == {"kept", "gone", "on its way"}
+    reader.keep(["kept", "on its way"])
+
+    assert set(reader.peers) == {"kept", "on its way"}
+    assert reader.proofs.open_engines == ()
+    reader.keep(["kept"])
+    assert set(reader.peers) == {"kept", "on its way"}
