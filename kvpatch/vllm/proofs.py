@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
-#: Of prompts whose engines have not answered yet.
+#: Of prompts whose engines have not answered yet, and of those of a step.
 _MOST_SAMPLES = 8
 #: More of a peer's blocks than this are not read for a proof.
 SAMPLE_BYTES = 16 * 1024**2
@@ -209,7 +209,11 @@ class Proofs:
 
     def computing(self, request_id: str, engine_id: str, order: Order) -> None:
         """Books a prompt of a peer's that the model computes in this step."""
-        if not self._announcements.is_settled(engine_id):
+        unproven = self._unproven.get(engine_id)
+        is_over = unproven is not None and unproven.refusal is not None
+        if is_over or self._announcements.is_settled(engine_id):
+            return
+        if len(self._due) < _MOST_SAMPLES:  # a sample waits for the device
             self._due[request_id] = order
 
     @contextmanager
@@ -305,7 +309,7 @@ class Proofs:
         self._due.clear()
         for probe in tuple(self._probes):
             state = probe.read.state()
-            if state == "PROC" or (state == "DONE" and probe.request_id not in self._samples):
+            if state == "PROC":
                 continue
             self._probes.remove(probe)
             sample = self._samples.pop(probe.request_id, None)
@@ -314,8 +318,14 @@ class Proofs:
             elif state != "DONE":
                 probe.notify()
             probe.read.release()
-        while len(self._samples) > _MOST_SAMPLES:
-            self._samples.popitem(last=False)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of the oldest samples that nobody has asked the peer for."""
+        asked = {probe.request_id for probe in self._probes}
+        waiting = [request_id for request_id in self._samples if request_id not in asked]
+        for request_id in waiting[: max(0, len(waiting) - _MOST_SAMPLES)]:
+            del self._samples[request_id]
 
     def _own(self, order: Order) -> Sample:
         if self._sampled is None or order.computed is None:

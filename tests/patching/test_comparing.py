@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from kvpatch.geometry import Content, Counts, Memory, Plane, Strides
+from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.comparing import chunks_seen, layout_shown
 from kvpatch.vllm.cuts import Chunk
+from kvpatch.vllm.proofs import Proofs
 from kvpatch.vllm.samples import Sample
 
 pytestmark = pytest.mark.patching
@@ -92,3 +94,27 @@ def test_the_only_candidate_has_to_be_shown_too(is_same: bool, found: str | None
     ranks: Any = {"stated": None}
 
     assert layout_shown(sampled, ranks, sample, landed)[0] == found
+
+
+def test_a_sample_that_a_peer_was_asked_for_outlives_a_burst_of_others(monkeypatch: Any) -> None:
+    """Or the answer would be waited for in vain, and no other one asked for."""
+    sampled: Any = SimpleNamespace(take=lambda *_: Sample(range(1), {("layer", Content.KEY): 1}))
+    proofs = Proofs(SimpleNamespace(), sampled, None, Announcements())  # type: ignore[arg-type]
+    order: Any = SimpleNamespace(computed=True)
+    states, judged = ["PROC", "PROC", "DONE"], []
+    read = SimpleNamespace(state=lambda: states.pop(0), release=lambda: None)
+    probe: Any = SimpleNamespace(
+        request_id="asked", engine_id="p", read=read, landed=SimpleNamespace(has_landed=True)
+    )
+    monkeypatch.setattr(proofs, "_judge", lambda probe, sample: judged.append(probe.request_id))
+    proofs.computing("asked", "p", order)
+    proofs._probes.append(probe)
+
+    for step in range(3):
+        for number in range(20):
+            proofs.computing(f"{step} {number}", "q", order)
+        proofs.end_step()
+
+    assert judged == ["asked"]
+    assert not proofs._probes
+    assert len(proofs._samples) <= 8
