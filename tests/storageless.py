@@ -1,7 +1,8 @@
 """A stand-in for torch_xla's tensors: a shape and a kind, blocks in and out, and no memory.
 
 The elements lie in an ordinary tensor behind it, which tests look at. Its device is called a
-CPU here, where there is no other.
+CPU here, where there is no other. What it does is what torch_xla's CPU device was seen to do
+(``test_xla.py``, here and in the lab); it does it at once, where that one waits to be told.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ from typing import Any
 
 import torch
 
+#: Floats that XLA's CPU computes with as others, so that a copy makes one NaN of all.
+_ONE_NAN = (torch.bfloat16, torch.float16)
 _ALLOWED = ("aten.index_select.default", "aten.index_copy_.default")
+
+
+class NoStorage:
+    """What such a tensor has for a storage."""
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("Attempted to access the data pointer on an invalid python storage.")
 
 
 class StoragelessStandIn(torch.Tensor):
@@ -27,10 +37,10 @@ class StoragelessStandIn(torch.Tensor):
         return found
 
     def untyped_storage(self) -> Any:
-        raise NotImplementedError("Cannot access storage of StoragelessStandIn")
+        return NoStorage()
 
     def data_ptr(self) -> int:
-        raise RuntimeError("Cannot access data pointer of StoragelessStandIn")
+        return 0
 
     def as_strided(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("StoragelessStandIn has no strides to change")
@@ -47,4 +57,8 @@ class StoragelessStandIn(torch.Tensor):
             raise NotImplementedError(f"no {function} on this device")
         first, *more = args
         found = function(first.behind, *more, **(kwargs or {}))
-        return first if str(function).endswith("copy_.default") else found
+        if not str(function).endswith("copy_.default"):
+            return found
+        if first.dtype in _ONE_NAN:  # of the whole tensor, whatever was copied
+            first.behind[first.behind.isnan()] = torch.nan
+        return first

@@ -4,6 +4,13 @@ Whole blocks come and go by ``index_select`` and ``index_copy_`` along the dimen
 counts them, which is all that such a device is asked for. How their bytes lie on the
 device is nobody's business but its own: geometry is shown a tensor on "meta" of the same
 shape with blocks outermost, which is how blocks lie in host memory on their way.
+
+Such a device puts off what it is told, and compiles all that is pending as one program. It is
+therefore told to begin before blocks are fetched and after they are stored: a program is then
+one copy, compiled once for a shape, and a store changes the cache where it lies. What is left
+pending is compiled anew with each store, copies the whole cache, and ends in the model's step.
+
+It may also make one NaN of all: what is no number stays none, and has other bits.
 """
 
 from __future__ import annotations
@@ -57,6 +64,7 @@ def integers(tensor: torch.Tensor) -> torch.dtype:
 
 def fetch(tensor: torch.Tensor, dimension: int, blocks: Int64Array) -> torch.Tensor:
     """Some blocks in host memory, [block, the other dimensions]."""
+    _begin(tensor)
     numbers = _numbers(tensor, blocks)
     found = tensor.index_select(dimension, numbers).cpu().movedim(dimension, 0)
     return found[: len(blocks)].contiguous()
@@ -71,6 +79,22 @@ def store(tensor: torch.Tensor, dimension: int, blocks: Int64Array, found: torch
     more = found[-1:].expand(len(numbers) - len(blocks), *found.shape[1:])
     rows = torch.cat((found, more)).movedim(0, dimension).contiguous()
     tensor.index_copy_(dimension, numbers, rows.to(tensor.device))
+    _begin(tensor)
+
+
+def _begin(tensor: torch.Tensor) -> None:
+    """Has a device begin what it was told so far, where it would put that off."""
+    if tensor.device.type == "xla":
+        import torch_xla
+
+        torch_xla.sync()
+
+
+def _small_numbers(like: torch.Tensor) -> torch.Tensor:
+    """Numbers that elements of every kind can be, in the shape of `like`: 1 to 7, by turns."""
+    import torch
+
+    return (torch.arange(like.numel()) % 7 + 1).to(like.dtype).view(like.shape)
 
 
 def _numbers(tensor: torch.Tensor, blocks: Int64Array) -> torch.Tensor:
@@ -161,11 +185,13 @@ class StoragelessCaches:
             dimension = self._block_dimensions[layer]
             last = np.array([tensor.shape[dimension] - 1])
             before = fetch(tensor, dimension, last)
-            other = before.view(integers(before)).bitwise_not()
-            store(tensor, dimension, last, other.view(before.dtype))
+            # Whatever lies there may be no number, and what it is not may be none either.
+            other = _small_numbers(before)
+            store(tensor, dimension, last, other)
             found = fetch(tensor, dimension, last)
             store(tensor, dimension, last, before)
-            if not torch.equal(found.view(other.dtype), other):
+            kind = integers(other)
+            if not torch.equal(found.view(kind), other.view(kind)):
                 wrong.append(layer)
         return wrong
 

@@ -32,7 +32,11 @@ def refuse_doubtful_layout(worker: Any, reader: Reader, peer: Statement) -> None
         PeerRefused: it states another layout than ours.
     """
     buffer = buffer_of(worker)
-    is_sure = buffer is None or buffer.caches is None
+    is_sure = (
+        buffer is None
+        or buffer.caches is None
+        or all(layer.has_heads_by_turns for layer in reader.ours.layers.values())
+    )
     if not is_sure and peer.layout not in (None, reader.ours.layout):
         raise refusal(
             reader.ours,

@@ -36,6 +36,14 @@ class LayerCache:
         """Kernel blocks in the tensor."""
         return self.planes[0].counts.blocks
 
+    @property
+    def has_heads_by_turns(self) -> bool:
+        """Whether a token's key and value heads lie by turns (TPU), in whatever layout is stated.
+
+        Such a backend has one layout, and states the one that the connector asked for.
+        """
+        return "packed_head" in self.order.dimensions
+
 
 def read_layers(
     registration: Registration,

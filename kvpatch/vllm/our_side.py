@@ -131,8 +131,11 @@ def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) ->
     """Has the worker state the layout that its tensors have, where it believes in another.
 
     An allocator may hand out NHD where the release planned HND; a peer of other blocks
-    would read heads for tokens.
+    would read heads for tokens. One of a backend that has one layout knows what it states, as the
+    release does, which compares the names.
     """
+    if any(layer.has_heads_by_turns for layer in layers.values()):
+        return
     stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
     shown = layout_shown_by(layers)
     if stated is None or shown is None:

@@ -492,8 +492,11 @@ def _planes(
 ) -> list[tuple[Plane, ...]]:
     found = []
     for region, members in _regions(name, layer, ours, peer).items():
-        packed = len(members) == 2 and "packed" in layer.order.dimensions
-        found.append(tuple(_region_planes(members, region, packed, ours, peer)))
+        by_turns = layer.has_heads_by_turns
+        packed = len(members) == 2 and (by_turns or "packed" in layer.order.dimensions)
+        # Heads by turns are a token's keys and values side by side, head by head.
+        at_peer = replace(peer, layout="NHD") if by_turns and packed else peer
+        found.append(tuple(_region_planes(members, region, packed, ours, at_peer)))
     return found
 
 

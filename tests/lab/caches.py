@@ -141,6 +141,8 @@ def probe_dims(backend: type[Any], family: str) -> tuple[str, ...]:
     shape = backend.get_kv_cache_shape(_PROBE["block"], _PROBE["token"], heads, _PROBE["channel"])
     meaning = {size: dim for dim, size in _PROBE.items()}
     meaning |= {2: "kv", 2 * _PROBE["channel"]: "packed"}
+    if family == "pallas":  # keys and values by turns; channels in whole registers
+        meaning |= {2 * _PROBE["head"]: "packed_head", 128: "channel"}
     if family == "mla":
         meaning[1] = "head"
     try:
@@ -296,6 +298,7 @@ def _sizes(spec: EngineSpec, layer: int, slots: Sequence[int]) -> dict[str, int]
         "head": heads,
         "channel": channels,
         "packed": 2 * channels,
+        "packed_head": 2 * heads,
         "kv": 2,
         "layer": max(slots) + 1,
     }
@@ -498,6 +501,9 @@ def _planes(
     if "packed" in dims:
         halves = [raw[..., :channels], raw[..., channels:]]
         axes = tuple("channel" if d == "packed" else d for d in dims)
+    elif "packed_head" in dims:
+        halves = [raw[:, :, k::2] for k in (0, 1)]
+        axes = tuple("head" if d == "packed_head" else d for d in dims)
     elif "kv" in dims:
         halves = [raw[_pick(dims, k)] for k in (0, 1)]
         axes = tuple(d for d in dims if d != "kv")

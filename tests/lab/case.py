@@ -9,7 +9,7 @@ from typing import Literal
 
 from .odd_strides import ODD
 
-Family = Literal["flash", "flashinfer", "cpu", "mla", "triton"]
+Family = Literal["flash", "flashinfer", "cpu", "mla", "triton", "pallas"]
 Allocation = Literal[
     "plain",
     "shared_tensors",
@@ -46,6 +46,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 #: The device whose tensors have no storage (a stand-in).
 STORAGELESS = "xla"
+#: torch_xla's own CPU, where it is installed: as vLLM's platform calls a device of torch_xla's.
+XLA = "tpu"
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class EngineSpec:
     own_values: Literal["same", "near", "other"] = "same"
     #: What the platform calls its device; empty for what the release can take for a CPU.
     device: str = ""
+    #: Whether no element is a NaN, of which XLA makes one.
+    holds_numbers: bool = False
     patched: bool = False
     #: kvpatch slugs to switch on; empty for all.
     patches: tuple[str, ...] = ()

@@ -52,6 +52,11 @@ def expected(
         return (mixed >> np.uint64(32)).astype(UNSIGNED[item_bytes])
 
 
+def numbers_of(item_bytes: int) -> np.generic:
+    """The bits of an element that leave no NaN among floats: not the exponent's highest."""
+    return UNSIGNED[item_bytes](~(1 << (8 * item_bytes - 2)) & ((1 << 8 * item_bytes) - 1))
+
+
 def slots(block_ids: Sequence[int], tokens: range, block_tokens: int) -> tuple[Array, Array]:
     """The block and the offset in it of each of a request's `tokens`."""
     positions = np.asarray(tokens, dtype=np.int64)

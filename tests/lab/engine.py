@@ -20,11 +20,12 @@ from tests.storageless import StoragelessStandIn
 
 from . import release, standins
 from .caches import UNMAPPED, Caches, build
-from .case import STORAGELESS
-from .compare import Array, expected, slots
+from .case import STORAGELESS, XLA
+from .compare import UNSIGNED, Array, expected, numbers_of, slots
 from .core import CoreScheduler
 from .engine_api import Start
 from .scheduler import Scheduler, Tracked
+from .xla import DeviceTensors
 
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
@@ -112,6 +113,8 @@ class Engine:
         ]
         self.noise = np.random.default_rng(start.seed)
         self._fill()
+        #: Each rank's caches on a device that has memory of its own.
+        self.on_device: list[DeviceTensors] = []
 
         self._stand_in(backend)
         connector = release.connector_class(spec)
@@ -154,6 +157,9 @@ class Engine:
         for caches in self.caches:
             for memory in caches.memory:
                 memory[:] = self.noise.integers(0, 256, memory.size, dtype=np.uint8)
+                if self.spec.holds_numbers:
+                    found = memory.view(UNSIGNED[self.spec.item_bytes])
+                    found &= numbers_of(self.spec.item_bytes)
             if not caches.reservations:  # of which nothing is there yet
                 self._clear_null_block(caches)
 
@@ -165,6 +171,9 @@ class Engine:
     def _registered(self, rank: int) -> dict[str, Any]:
         """A rank's tensors as its device shows them."""
         tensors = self.caches[rank].tensors()
+        if self.spec.device == XLA:
+            self.on_device.append(DeviceTensors(tensors))
+            return self.on_device[rank].tensors
         if self.spec.device != STORAGELESS:
             return tensors
         # Layers that share a tensor go on doing so.
@@ -494,6 +503,8 @@ class Engine:
                         array.shape[-1],
                         array.itemsize,
                     )
+                    if spec.holds_numbers:
+                        value &= numbers_of(spec.item_bytes)
                     yield number, array, block, offset, value
 
     def _map(self, tracked: Tracked) -> None:
@@ -509,8 +520,18 @@ class Engine:
         if not tokens:
             return
         self._map(tracked)
-        for _, array, block, offset, value in self._elements(tracked, tokens):
-            array[block, offset] = value
+        with self._in_host_memory():
+            for _, array, block, offset, value in self._elements(tracked, tokens):
+                array[block, offset] = value
+
+    @contextmanager
+    def _in_host_memory(self) -> Iterator[None]:
+        """While inside, what a device holds is in the caches here, and then on the device again."""
+        for device in self.on_device:
+            device.pull()
+        yield
+        for device in self.on_device:
+            device.push()
 
     def _write_other(self, tracked: Tracked, tokens: range) -> None:
         """What another engine computes: the same but for the lowest bits, or all else."""
@@ -522,6 +543,8 @@ class Engine:
 
     def check(self, sabotage: str | None) -> tuple[int, int, int]:
         """Wrong and total elements of all requests, and bytes written elsewhere."""
+        for device in self.on_device:
+            device.pull()
         if sabotage in ("skip_layer", "skip_state"):
             self._undo_layer(int(sabotage == "skip_state"))
         wrong = total = 0

@@ -50,6 +50,7 @@ _BACKENDS = {
     "mla": (("vllm.v1.attention.backends.mla.triton_mla", "TritonMLABackend"),),
     "sparse": (("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),),
     "indexer": (("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend"),),
+    "pallas": (("vllm.v1.attention.backends.pallas", "PallasAttentionBackend"),),
 }
 # The longest prompt and answer of an engine with several cache groups.
 HYBRID_MODEL_TOKENS = 512
@@ -110,6 +111,8 @@ def backend(family: str) -> type[Any]:
     """The release's attention backend class of `family`."""
     if family == "flashinfer":
         standins.flashinfer_package()
+    if family == "pallas":
+        standins.tpu_package()
     for module, name in _BACKENDS[family]:
         found = getattr(importlib.import_module(module), name, None)
         if found is not None:

@@ -105,6 +105,11 @@ def registers_cpu_caches(release: str) -> bool:
     return version >= Version("0.11.1") and not Version("0.23") <= version < Version("0.26")
 
 
+def has_tpus(release: str) -> bool:
+    """0.10.2 to 0.13 have a backend of TPUs that imports without them."""
+    return Version("0.10.2") <= Version(release) < Version("0.14")
+
+
 def states_layout(release: str) -> bool:
     """0.10.0 does not."""
     return release not in GENERATIONS[0].releases

@@ -233,6 +233,17 @@ def flashinfer_package() -> None:
         sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
 
 
+def tpu_package() -> None:
+    """Empty ``tpu_inference`` and ``tpu_commons``, so that the release's Pallas backend imports.
+
+    Why: only the backend's name and cache shape are used; without that package it defines
+    operations of torch_xla's, which few machines have.
+    Releases: 0.10.2 to 0.13, for the family "pallas".
+    """
+    for name in ("tpu_inference", "tpu_commons"):  # its name from 0.11.1 on, and before
+        sys.modules.setdefault(name, types.ModuleType(name))
+
+
 def model_layers(vllm_config: Any, backends: dict[str, type[Any]]) -> None:
     """The model's layers, each with the backend that is given, as far as a connector looks at them.
 

@@ -13,6 +13,7 @@ from .case import Case, EngineSpec, Sabotage
 from .host import Lab
 from .releases import (
     has_named_layouts,
+    has_tpus,
     is_full,
     moves_full_blocks_only,
     must_prove,
@@ -78,6 +79,23 @@ def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
         pytest.skip("this release's worker, P's too, does not register a CPU backend's cache")
 
     report = lab.run(told(_pair("cpu", p, d), lab.release).patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("sizes", [{"p": 32, "d": 64}, {"p": 64, "d": 32}])
+def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) -> None:
+    """They have one layout, and state the one that was asked for. Unlike ranks releases refuse."""
+    if not has_tpus(lab.release):
+        pytest.skip("this release has no backend of TPUs, or none that imports here")
+    case = _pair("pallas", **sizes)
+    case = replace(
+        case,
+        prefill=replace(case.prefill, head_dim=128),
+        decode=replace(case.decode, head_dim=128),
+    )
+
+    report = lab.run(told(case, lab.release).patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
 

@@ -26,7 +26,7 @@ from kvpatch.vllm.orders import Order
 from kvpatch.vllm.our_side import row_groups_of, units_of
 from kvpatch.vllm.peers import OurSide, peer_regions
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
-from kvpatch.vllm.registration import PACKED, REGISTRATIONS
+from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, REGISTRATIONS
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.unstated import KernelSizes
@@ -66,6 +66,31 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
         units=units_of(layers),
         row_groups=(tuple(names),),
     )
+
+
+@pytest.mark.parametrize("stated", ["HND", "NHD"])
+def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
+    """A token's heads are K0 V0 K1 V1 ...: no layout but NHD, and HND is what was asked for."""
+    registration = replace(
+        REGISTRATIONS["g0130"],
+        orders=lambda worker, layer: (INTERLEAVED_HEADS,),
+        layers=lambda worker: 2,
+    )
+    tensors = {name: torch.zeros(10, 16, 2 * HEADS, CHANNELS) for name in "ab"}
+    _, ours = ours_of(layout="HND")
+    ours = replace(
+        ours,
+        layers=read_layers(registration, None, tensors),
+        addresses=tuple(t.data_ptr() for t in tensors.values()),
+        units=None,
+    )
+
+    keys, values = peer_regions(ours, _statement(kv_cache_layout=stated))[0]
+
+    row = CHANNELS * ITEM
+    for plane in (keys, values):
+        assert (plane.strides_bytes.token, plane.strides_bytes.head) == (TOKEN, 2 * row)
+    assert (keys.address, values.address - keys.address) == (1 << 20, row)
 
 
 def _metadata(block_tokens=64, blocks=6, **changes):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvpatch.transfer import storageless
 from kvpatch.transfer.storageless import StoragelessCaches, fetch, has_storage, shown, store
 from tests.storageless import StoragelessStandIn
 
@@ -93,3 +94,25 @@ def test_a_device_that_does_not_keep_blocks_is_found_out() -> None:
 
     assert caches.find_wrong() == ["wrong"]
     assert all(torch.equal(behind[name], before[name]) for name in behind), "as before"
+
+
+@pytest.mark.parametrize("bits", [0, 0x7F81, -1])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16], ids=str)
+def test_a_device_that_knows_one_nan_keeps_blocks(kind: torch.dtype, bits: int) -> None:
+    """As XLA's CPU does, whatever lies in a cache that was never written."""
+    behind = torch.full((BLOCKS, 2, 3), bits, dtype=torch.int16).view(kind)
+    device = StoragelessStandIn(behind)
+
+    assert StoragelessCaches({"a": device}, {"a": shown(device)}, {"a": 0}).find_wrong() == []
+
+
+def test_a_device_that_puts_things_off_is_told_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before blocks are fetched, and after they are stored: else each store is compiled anew."""
+    asked: list[str] = []
+    monkeypatch.setattr(StoragelessStandIn, "asked", asked)
+    monkeypatch.setattr(storageless, "_begin", lambda tensor: asked.append("begin"))
+    device = StoragelessStandIn(layer(0))
+
+    store(device, 0, np.array([3]), fetch(device, 0, np.array([3])))
+
+    assert asked == ["begin", "aten.index_select.default", "aten.index_copy_.default", "begin"]
