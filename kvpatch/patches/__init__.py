@@ -30,6 +30,7 @@ SLUGS = (
 FRONT_ENDS = {
     "transfer_params": (
         "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.parallel_sampling",
         "vllm.entrypoints.openai.serving_completion",
         "vllm.entrypoints.openai.completion.serving",
     )

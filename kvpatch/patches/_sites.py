@@ -277,6 +277,18 @@ def _taken_by_server(slug: str) -> list[tuple[str, ...]]:
     return found.get(slug, [first if slug in _BEFORE_TEXTS else text])
 
 
+def child_sampling(generation: Generation) -> Site:
+    """Where the front end makes the requests for several answers (``n``) to one prompt."""
+    return Site(
+        module="vllm.v1.engine.parallel_sampling",
+        owner="ParentRequest",
+        name="get_child_info",
+        kind="function",
+        parameters=("self", "index"),
+        is_front_end=True,
+    )
+
+
 def create_completion(generation: Generation) -> Site:
     """Where the API server takes a request to ``/v1/completions``; elsewhere from 0.15 on."""
     before, after = (

@@ -12,11 +12,13 @@ How:
     The parameters of a request are checked before the release uses them: types, ranges,
     lengths, what has to be there, and whether KVPATCH_ALLOWED_PEERS allows P's address. The
     API server answers one that is wrong with an error that names the field, and so it does
-    several prompts with the parameters of one. The scheduler, to which requests may come by
-    other ways, handles it as if it had none, with an error in the log: this engine computes
-    its prompt. So it does where P says that it holds no block, and where P is asked to read an
-    earlier turn back that it would wait for in vain. A worker that knows the peer fails the
-    load of a request that names blocks which the peer does not have, or too few.
+    several prompts with the parameters of one. Of several answers to a prompt (``n``) the first
+    loads it, and D computes it for the others: P lets its blocks go when one has read them. The
+    scheduler, to which requests may come by other ways, handles a wrong one as if it had no
+    parameters, with an error in the log: this engine computes its prompt. So it does where P
+    says that it holds no block, and where P is asked to read an earlier turn back that it would
+    wait for in vain. A worker that knows the peer fails the load of a request that names blocks
+    which the peer does not have, or too few.
 Upstream:
     vLLM #51505 and its siblings.
 Limits:
@@ -31,6 +33,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -49,6 +52,7 @@ from kvpatch.vllm.transfer_params import (
     check_prompts,
     completed,
     loads_nothing,
+    names_blocks,
 )
 
 _LOG = logging.getLogger("kvpatch.transfer_params")
@@ -89,6 +93,20 @@ def _bad_request(error: ParamsRefused) -> Exception:
     kind = getattr(sys.modules.get("vllm.exceptions"), "VLLMValidationError", None)
     found: Exception = error if kind is None else kind(str(error), parameter=FIELD)
     return found
+
+
+def _get_child_info(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def child(index: int) -> Any:
+        request_id, sampling = wrapped(index)
+        extra = getattr(sampling, "extra_args", None)
+        if index and extra and names_blocks(extra.get(FIELD)):
+            sampling = copy(sampling)  # one for all of them, where there is no seed
+            sampling.extra_args = {name: it for name, it in extra.items() if name != FIELD}
+        return request_id, sampling
+
+    return child(*args, **kwargs)
 
 
 def _create_completion(
@@ -195,6 +213,7 @@ PATCH = Patch(
         g.slug: {
             _sites.server_add_request(g): partial(_server_add_request, form=FORMS[g.slug]),
             _sites.create_completion(g): _create_completion,
+            _sites.child_sampling(g): _get_child_info,
             _sites.add_request(g): partial(_add_request, generation=g, form=FORMS[g.slug]),
             _sites.get_num_new_matched_tokens(g): _get_num_new_matched_tokens,
         }

@@ -12,7 +12,13 @@ import pytest
 from kvpatch._errors import SettingsError
 from kvpatch._text import shown
 from kvpatch._versions import GENERATIONS
-from kvpatch.patches.transfer_params import FORMS, _create_completion, _server_add_request
+from kvpatch.patches import FRONT_ENDS, load
+from kvpatch.patches.transfer_params import (
+    FORMS,
+    _create_completion,
+    _get_child_info,
+    _server_add_request,
+)
 from kvpatch.vllm.allowed_peers import parse
 from kvpatch.vllm.transfer_params import (
     Asked,
@@ -283,6 +289,36 @@ def test_the_server_refuses_before_anything_is_booked(generation: Any) -> None:
     assert len(taken) == 1
     ask("MooncakeConnector", {"do_remote_prefill": True, "transfer_id": "x"})
     assert len(taken) == 2
+
+
+def test_every_module_of_the_front_end_is_watched() -> None:
+    """One that is not would be left as it is, without a word."""
+    found = {
+        (patch.slug, site.module)
+        for patch in load()
+        for sites in patch.sites.values()
+        for site in sites
+        if site.is_front_end
+    }
+
+    assert found and all(module in FRONT_ENDS[slug] for slug, module in found)
+
+
+def test_one_of_several_answers_loads_the_prompt() -> None:
+    """P lets its blocks go when one has read them: the next would read what is there then."""
+
+    def children(params: Any) -> list[Any]:
+        shared = SimpleNamespace(extra_args={"kv_transfer_params": params, "other": 1})
+        made = [
+            _get_child_info(lambda index: (f"{index}_name", shared), None, (index,), {})
+            for index in range(3)
+        ]
+        assert [name for name, _ in made] == ["0_name", "1_name", "2_name"]
+        return [sampling.extra_args.get("kv_transfer_params") for _, sampling in made]
+
+    assert children(_OWN) == [_OWN, None, None]
+    for others in (None, _TO_P, {"do_remote_prefill": True, "transfer_id": "x"}):
+        assert children(others) == [others] * 3
 
 
 def test_the_server_answers_several_prompts_with_an_error() -> None:
