@@ -22,6 +22,7 @@ from typing import Any
 from tests.releases import kvcached
 
 from .engine_api import Failure, Fork
+from .namespaces import enter_as_told
 
 _PR_SET_PDEATHSIG = 1
 #: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.
@@ -67,6 +68,7 @@ def _engine_process(connection: Connection, message: bytes) -> None:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1)  # the host asks a hung engine where it is
         os.environ.update(fork.settings)
+        enter_as_told(os.environ)
         theirs = os.environ.get(KVCACHEDS_OWN, "")
         if theirs == "before":
             _apply_kvcacheds_own()

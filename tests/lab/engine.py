@@ -24,6 +24,7 @@ from .case import STORAGELESS, XLA
 from .compare import UNSIGNED, Array, expected, numbers_of, slots
 from .core import CoreScheduler
 from .engine_api import Start
+from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
 from .xla import DeviceTensors
 
@@ -78,7 +79,7 @@ class Engine:
         self.log = ErrorLog()
         for name in _LOGGERS:
             logging.getLogger(name).addHandler(self.log)
-        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
+        os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = os.environ.get(HOST, "127.0.0.1")
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(start.side_channel_port)
         os.environ["ENABLE_KVCACHED"] = "true" if spec.is_kvcacheds else "false"
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # the only one that is transferred
