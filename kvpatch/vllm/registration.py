@@ -67,7 +67,8 @@ class Registration:
 def _orders_by_flag(worker: Any, layer: str) -> tuple[DimensionOrder, ...]:
     if worker.use_mla:
         return (LATENT,)
-    if getattr(worker, "_use_pallas_v1", False):  # absent in 0.10.0
+    # Neither in 0.10.0; the second is 0.11.0's.
+    if getattr(worker, "_use_pallas_v1", False) or getattr(worker, "_use_pallas", False):
         return (INTERLEAVED_HEADS,)
     return (BLOCKS_FIRST if worker._use_flashinfer else KEYS_FIRST,)
 
