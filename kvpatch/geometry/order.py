@@ -15,6 +15,7 @@ _KINDS = {
     frozenset({"block", "token", "packed_head", "channel"}): "heads K0 V0 K1 V1 ...",
     frozenset({"block", "token", "head", "channel"}): "one vector per token and head",
     frozenset({"block", "token", "channel"}): "one vector per token (MLA)",
+    frozenset({"block", "slot", "token", "channel"}): "slots that each hold all heads",
     frozenset({"block", "state"}): "opaque state of a block (Mamba)",
 }
 
@@ -42,6 +43,8 @@ class DimensionOrder:
         a token's key channels, then its value channels.
     ``packed_head``
         twice the heads, a key head and a value head by turns (TPU).
+    ``slot``
+        parts of a block that each hold all heads: keys, and values, in an order of their own.
     ``state``
         opaque elements of a block, in as many dimensions as the state has.
 

@@ -100,6 +100,10 @@ class _Reading:
             sizes, apart = (self.size("channel"),) * 2, self.stride("packed_head")
         elif "state" in names:
             return (self.state(),)
+        elif "slot" in names:  # of this rank's heads, whichever these are
+            strides = self.strides(self.stride("token"), channel)
+            first = self.first_head * self.size("slot")
+            return (self.plane(Content.SLOT, 0, strides, self.size("channel"), first),)
         else:
             head = self.first_head if "head" in names else 0
             content = Content.LATENT
@@ -177,6 +181,8 @@ class _Reading:
         names = self.order.dimensions
         if "head" in names:
             head = self.stride("head")
+        elif "slot" in names:
+            head = self.stride("slot")
         elif "packed_head" in names:
             head = 2 * self.stride("packed_head")
         else:
@@ -186,7 +192,7 @@ class _Reading:
     def heads(self) -> int:
         if "packed_head" in self.order.dimensions:
             return self.size("packed_head") // 2
-        return self.size("head") if "head" in self.order.dimensions else 1
+        return next((self.size(n) for n in ("head", "slot") if n in self.order.dimensions), 1)
 
     def packed_channels(self) -> tuple[int, int]:
         """Widths of keys and of values in a packed dimension."""

@@ -108,6 +108,7 @@ from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
 from kvpatch.vllm.split_handles import watch_split_handles
 from kvpatch.vllm.states import StatePages
+from kvpatch.vllm.whole_blocks import refuse_cut_unread
 from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -241,6 +242,7 @@ def _add_remote_agent(
                 peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
                 refuse_unreadable(instance, peer)
             else:
+                refuse_cut_unread(instance, nixl_agent_meta, remote_tp_size)
                 admit(instance, nixl_agent_meta)
             return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
         stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)

@@ -72,13 +72,36 @@ def read_layers(
     found = {}
     for layer, cache in kv_caches.items():
         if registration.is_readable(worker, layer, cache):
-            order = order_of(layer, cache, registration.orders(worker, layer))
-            kind = kind_of(worker, layer)
-            planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
-            if kind.holds is Holds.WHOLE:
-                planes = tuple(replace(plane, is_whole=True) for plane in planes)
-            found[layer] = LayerCache(order, planes, kind)
+            read = _read(registration, worker, layer, cache, key_order, first_head)
+            if read is not None:
+                found[layer] = read
     return found
+
+
+def _read(
+    registration: Registration,
+    worker: Any,
+    layer: str,
+    cache: torch.Tensor,
+    key_order: KeyOrder,
+    first_head: int,
+) -> LayerCache | None:
+    """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions.
+
+    Raises:
+        UnreadableGeometry: nobody knows the dimensions of one that holds rows.
+    """
+    try:
+        order = order_of(layer, cache, registration.orders(worker, layer))
+        planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
+    except UnreadableGeometry:
+        if kind_of(worker, layer).holds is Holds.ROWS:
+            raise
+        return None
+    kind = kind_of(worker, layer, has_slots="slot" in order.dimensions)
+    if kind.holds is not Holds.ROWS:
+        planes = tuple(replace(plane, is_whole=True) for plane in planes)
+    return LayerCache(order, planes, kind)
 
 
 def order_of(layer: str, cache: torch.Tensor, orders: tuple[DimensionOrder, ...]) -> DimensionOrder:

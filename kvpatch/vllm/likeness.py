@@ -12,6 +12,7 @@ from kvpatch.vllm.head_shares import shares_heads
 from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.shapes import heads_of
+from kvpatch.vllm.whole_blocks import split_by_nobody
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 
@@ -38,6 +39,7 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
         (_has_heads_in_pieces(ours) or not ours.has_heads)
         and not has_ranks_unmet(ours, peer)
         and not shares_heads(ours, peer)
+        and not split_by_nobody(ours, peer)
     )
     same_halves = halves_of_peer(ours, peer) in (None, ours.halves)
     if same_blocks and same_layout and same_heads and same_halves and not ours.misses_pages:

@@ -10,7 +10,7 @@ from typing import Any
 from kvpatch import _env
 from kvpatch.geometry import KeyOrder, places_of
 from kvpatch.vllm.announcements import announcements_of
-from kvpatch.vllm.backend_layouts import planned_layout
+from kvpatch.vllm.backend_layouts import backend_layouts, planned_layout
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
@@ -60,12 +60,14 @@ def reader_for(
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
     if blocks_hold_both:
         ours = replace(ours, halves=halves_of(ours))
+    known = backend_layouts(worker)
     ours = replace(
         ours,
         meets_one_rank=meets_one_rank,
         shares_read=shares_read,
         misreads_blocks=misreads_blocks,
         planned_layout=planned_layout(worker),
+        backend_layout=next(iter(known)) if len(known) == 1 else None,
     )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))

@@ -79,6 +79,8 @@ class OurSide:
             given another layout, which is the one that is stated; else None.
         row_places: what rows like ours state of their places, where they hold recurrent state.
         states: the pages of each layer with recurrent state, as they were registered.
+        backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
+            is not known.
     """
 
     layers: Mapping[str, LayerCache]
@@ -106,6 +108,7 @@ class OurSide:
     planned_layout: str | None = None
     row_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
+    backend_layout: str | None = None
 
     @cached_property
     def has_heads(self) -> bool:
@@ -117,6 +120,12 @@ class OurSide:
     def item_bytes(self) -> int:
         """Of one element of the first layer."""
         return next(iter(self.layers.values())).planes[0].item_bytes
+
+    @cached_property
+    def shows_layout(self) -> bool:
+        """Whether our strides tell heads from tokens."""
+        planes = [plane for cache in self.layers.values() for plane in cache.planes]
+        return any(p.counts.heads > 1 and p.counts.block_tokens > 1 for p in planes)
 
     @cached_property
     def unlike_shapes(self) -> bool:
@@ -260,7 +269,8 @@ def _in_packed_rows(
 def _page_of(ours: OurSide, peer: Statement, layer: LayerCache, tokens: int) -> int:
     """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
-    if ours.unlike_shapes:  # one number of ranks is asked for
+    # One number of ranks is asked for; and a slot holds all heads of a rank.
+    if ours.unlike_shapes or layer.planes[0].content is Content.SLOT:
         heads = layer.planes[0].counts.heads
     return sum(_widths(layer.planes)) * (heads if _has_heads(layer) else 1) * tokens
 
@@ -571,9 +581,11 @@ def _strides(
             offset += tokens * width
         return found
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
-    # to 0.28 need not be what the name says.
-    is_ours = peer.layout in (None, ours.layout)
-    layout = ours.inner_layout if is_ours else peer.inner_layout
+    # to 0.28 need not be what the name says, and which blocks of one head do not show.
+    layout = peer.inner_layout
+    if peer.layout in (None, ours.layout):
+        shows = ours.shows_layout or peer.layout is None
+        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
     if layout is None:
         raise refusal(
             ours, peer, f"blocks of layout {peer.layout} are not in one piece: use HND or NHD on P"

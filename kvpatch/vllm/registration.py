@@ -25,6 +25,7 @@ BLOCKS_FIRST = DimensionOrder(("block", "kv", "token", "head", "channel"))
 PACKED = DimensionOrder(("block", "head", "token", "packed"))
 LATENT = DimensionOrder(("block", "token", "channel"))
 LATENT_HEADS = DimensionOrder(("block", "head", "token", "channel"))
+SLOTS = DimensionOrder(("block", "slot", "token", "channel"))
 INTERLEAVED_HEADS = DimensionOrder(("block", "token", "packed_head", "channel"))
 
 
@@ -108,6 +109,8 @@ def _orders_by_name(worker: Any, layer: str) -> tuple[DimensionOrder, ...]:
     spec = _spec_of(worker, layer)
     if isinstance(spec, (MLAAttentionSpec, SlidingWindowMLASpec)):
         return (LATENT_HEADS, LATENT)
+    if getattr(spec, "num_head_slots", None) is not None:
+        return (SLOTS,)
     return (DimensionOrder(PACKED.dimensions, key_channels=_key_channels(spec)), BLOCKS_FIRST)
 
 

@@ -82,6 +82,11 @@ def shape_at_peer(
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
     if first.content is Content.LATENT:
         return Shape(0, 1, tokens)
+    if first.content is Content.SLOT:
+        slots = first.counts.heads
+        return Shape(
+            heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)[0] * slots, slots, tokens
+        )
     if not ours.unlike_shapes:
         return Shape(*heads_of(ours.total_heads, peer.tp_rank, peer.tp_size), tokens)
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpatch._errors import KvpatchError
 from kvpatch.geometry import Plane, UnplannableCopy, check_whole
+from kvpatch.vllm.cache_kinds import Holds, Kind
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.kinds_of_layers import kind_of
+from kvpatch.vllm.shapes import heads_of
+from kvpatch.vllm.wire import PeerRefused
 
 if TYPE_CHECKING:
     from kvpatch.vllm.peers import OurSide
@@ -20,11 +24,18 @@ class CutBlocks(KvpatchError):
 
 
 def check_blocks(ours: OurSide, peer: Statement) -> None:
-    """Whether a peer's kernel blocks have as many tokens as ours, where ours move whole.
+    """Whether a peer's kernel blocks have as many tokens as ours, and heads, where ours move whole.
 
     Raises:
         CutBlocks: they have not.
     """
+    _check_known(ours, peer)
+    if split_by_nobody(ours, peer):
+        mixed = next(n for n, layer in ours.layers.items() if layer.kind.mixes_heads)
+        raise CutBlocks(
+            f"blocks of layer {mixed} hold {ours.layers[mixed].kind.contents}, and move whole, "
+            "never a share of their heads: use one --tensor-parallel-size on both sides"
+        )
     if peer.block_tokens in (None, ours.block_tokens):
         return
     for name, layer in ours.layers.items():
@@ -34,6 +45,35 @@ def check_blocks(ours: OurSide, peer: Statement) -> None:
                 f"need kernel blocks of one size, {peer.block_tokens} or {ours.block_tokens} "
                 "tokens: use one --block-size and one attention backend"
             )
+
+
+def _check_known(ours: OurSide, peer: Statement) -> None:
+    """What the table of kinds lacks is read from peers like us alone (behind a host buffer)."""
+    is_like = (
+        peer.tp_size == ours.tp_size
+        and peer.block_tokens in (None, ours.block_tokens)
+        and peer.kernel_blocks_per_block in (None, ours.kernel_blocks_per_block)
+        and peer.layout in (None, ours.layout)
+    )
+    for name, layer in ours.layers.items():
+        if not layer.kind.is_known and not is_like:
+            raise CutBlocks(unknown_says(name, layer.kind))
+
+
+def unknown_says(layer: str, kind: Kind) -> str:
+    """Why a peer of another geometry is refused, and what helps."""
+    return (
+        f"blocks of layer {layer} hold {kind.contents}, which is read from engines alike alone: "
+        "use one --block-size, --tensor-parallel-size and VLLM_KV_CACHE_LAYOUT on both sides"
+    )
+
+
+def split_by_nobody(ours: OurSide, peer: Statement) -> bool:
+    """Whether blocks of one side hold those of several ranks of the other, their heads mixed."""
+    _, own = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
+    _, others = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    kinds = [layer.kind for layer in ours.layers.values()]
+    return own != others and any(kind.mixes_heads or not kind.is_known for kind in kinds)
 
 
 def check_planes(ours: OurSide, theirs: Sequence[Plane]) -> None:
@@ -51,6 +91,37 @@ def check_planes(ours: OurSide, theirs: Sequence[Plane]) -> None:
         for plane in layer.planes:
             for remote in found[name, plane.content]:
                 _check(name, layer, remote, plane)
+
+
+def refuse_cut_unread(worker: Any, metadata: Any, remote_tp_size: int) -> None:
+    """Refuses a peer unlike us where the release alone reads, and would cut what moves whole.
+
+    Raises:
+        PeerRefused: with the layer, and what its blocks hold.
+    """
+    same_blocks = getattr(metadata, "block_size", worker.block_size) == worker.block_size
+    is_like = (
+        same_blocks
+        and remote_tp_size == worker.world_size
+        and getattr(metadata, "kv_cache_layout", None) in (None, _layout_of(worker))
+    )
+    for layer in () if is_like else getattr(worker, "device_kv_caches", ()):
+        kind = kind_of(worker, layer)
+        says = None
+        if not kind.is_known:
+            says = unknown_says(layer, kind)
+        elif kind.holds is Holds.WHOLE and not same_blocks:
+            says = (
+                f"blocks of layer {layer} hold {kind.contents}, and move whole: use one block size"
+            )
+        if says is not None:
+            raise PeerRefused(f"engine {metadata.engine_id!r:.200} cannot be read: {says}")
+
+
+def _layout_of(worker: Any) -> Any:
+    if getattr(worker, "use_host_buffer", False):
+        return getattr(worker, "host_buffer_kv_cache_layout", None)
+    return getattr(worker, "kv_cache_layout", None)
 
 
 def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:

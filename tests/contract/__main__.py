@@ -1,6 +1,6 @@
 """``python -m tests.contract RELEASE``: what moved in a release, before it is listed.
 
-``python -m tests.contract --write``: record fingerprints and write PATCHES.md.
+``python -m tests.contract --write``: record fingerprints and write PATCHES.md and docs/kinds.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpatch._versions import GENERATIONS, RELEASES, Generation, generation_name
 from kvpatch.patches import load
 from tests.releases.fetch import FetchFailed, fetch
 
-from . import contract, documents
+from . import contract, documents, kinds_page
 from .relied_on import bodies
 from .source import method
 
@@ -53,6 +53,7 @@ def _write() -> int:
     fetch(RELEASES)
     contract.record({r: contract.fingerprints(r, generation_of(r)) for r in RELEASES})
     documents.PATCHES_MD.write_text(documents.patches_md())
+    kinds_page.PAGE.write_text(kinds_page.page())
     print(f"wrote {contract.FINGERPRINTS.name} and {documents.PATCHES_MD.name}")
     return 0
 

@@ -21,7 +21,13 @@ import torch
 from . import kvcached_planned
 from .case import STATE_SHAPES, EngineSpec
 from .compare import UNSIGNED, Array
-from .kinds import INDEXER_BYTES, indexer_planes
+from .kinds import (
+    INDEXER_BYTES,
+    halves_of_block,
+    indexer_planes,
+    shuffled_planes,
+    slot_planes,
+)
 from .kvcached_standin import Allocation, Reservation, allocate
 from .odd_strides import ODD, odd_strides
 
@@ -136,7 +142,8 @@ def probe_dims(backend: type[Any], family: str) -> tuple[str, ...]:
     """What each dimension of a layer's cache means in this release."""
     if not hasattr(backend, "get_kv_cache_shape"):
         # From 0.29 on every attention cache is [B, H, N, content].
-        return ("block", "head", "token", "channel" if family == "mla" else "packed")
+        last = "channel" if family in ("mla", "b12x", "aiter") else "packed"
+        return ("block", "head", "token", last)
     heads = 1 if family == "mla" else _PROBE["head"]
     shape = backend.get_kv_cache_shape(_PROBE["block"], _PROBE["token"], heads, _PROBE["channel"])
     meaning = {size: dim for dim, size in _PROBE.items()}
@@ -189,7 +196,7 @@ def build(
         if has_plan:
             return _planned_by_kvcached(spec, dims, layout, plan)
         return _by_kvcached(spec, dims, layout, slots, state_spec)
-    if has_plan and (spec.has_state or spec.packs_pages or spec.has_indexer):
+    if has_plan and spec.is_placed:
         return _by_release(spec, dims, layout, plan)
     if spec.has_indexer:
         return _beside_indexers(spec, dims)
@@ -494,8 +501,11 @@ def _planes(
 ) -> tuple[Array, ...]:
     if spec.is_indexer(layer):
         return indexer_planes(tensor)
-    channels = spec.shape_of(layer)[1]
+    heads, channels = spec.shape_of(layer)
     raw = tensor.view(_RAW[spec.item_bytes]).numpy().view(UNSIGNED[spec.item_bytes])
+    if spec.has_slots:
+        keys, values = halves_of_block(raw, dims)
+        return (shuffled_planes if spec.shuffles else slot_planes)(keys, values, heads, channels)
     if spec.family == "cpu":
         return _column_major_planes(raw, dims, spec)
     if "packed" in dims:

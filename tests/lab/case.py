@@ -9,7 +9,7 @@ from typing import Literal
 
 from .odd_strides import ODD
 
-Family = Literal["flash", "flashinfer", "cpu", "mla", "triton", "pallas"]
+Family = Literal["flash", "flashinfer", "cpu", "mla", "triton", "pallas", "b12x", "aiter"]
 Allocation = Literal[
     "plain",
     "shared_tensors",
@@ -97,6 +97,8 @@ class EngineSpec:
     state_mode: StateMode = "none"
     #: Whether the first layer is such a one, and not the second.
     state_first: bool = False
+    #: Whether AITER's FlashAttention shuffles keys and values, by the release's own variable.
+    shuffles: bool = False
     #: Whether every other layer is an indexer's cache (DeepSeek-V3.2), whose blocks hold all
     #: values and then all scales, beside latents of MLA.
     has_indexer: bool = False
@@ -173,6 +175,16 @@ class EngineSpec:
     def is_indexer(self, layer: int) -> bool:
         """Whether a layer is an indexer's cache."""
         return self.has_indexer and layer % 2 == 1
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the release itself lays out its plan, from 0.29 on, in shapes of its own."""
+        return self.has_state or self.packs_pages or self.has_indexer or self.has_slots
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether a block has a slot for keys and one for values, from 0.29 on."""
+        return self.family == "b12x" or self.shuffles
 
     @property
     def attention_layer(self) -> int:

@@ -48,6 +48,8 @@ _BACKENDS = {
     ),
     "triton": (("vllm.v1.attention.backends.triton_attn", "TritonAttentionBackend"),),
     "mla": (("vllm.v1.attention.backends.mla.triton_mla", "TritonMLABackend"),),
+    "b12x": (("vllm.v1.attention.backends.b12x", "B12xPagedAttentionBackend"),),
+    "aiter": (("vllm.v1.attention.backends.rocm_aiter_fa", "AiterFlashAttentionBackend"),),
     "sparse": (("vllm.v1.attention.backends.mla.flashmla_sparse", "FlashMLASparseBackend"),),
     "indexer": (("vllm.v1.attention.backends.mla.indexer", "DeepseekV32IndexerBackend"),),
     "pallas": (("vllm.v1.attention.backends.pallas", "PallasAttentionBackend"),),
@@ -142,6 +144,16 @@ def use_layout(layout: str) -> None:
     clear = getattr(utils.get_kv_cache_layout, "cache_clear", None)
     if clear is not None:
         clear()
+
+
+def shuffle(is_on: bool) -> None:
+    """Sets the variable by which AITER's FlashAttention shuffles keys (0.15 on), as on ROCm."""
+    os.environ["VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"] = str(int(is_on))
+    ops = (
+        importlib.import_module("vllm._aiter_ops") if is_on else sys.modules.get("vllm._aiter_ops")
+    )
+    if ops is not None:
+        ops.rocm_aiter_ops.is_shuffle_kv_cache_enabled = classmethod(lambda cls: is_on)
 
 
 @cache
@@ -312,7 +324,9 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
         wanted |= {"head_size": INDEXER_BYTES, "dtype": torch.uint8}
         if hasattr(interface, "SparseCacheRole"):
             wanted["cache_role"] = interface.SparseCacheRole.INDEXER
-    return kind(**accepted(kind, wanted))
+    found = kind(**accepted(kind, wanted))
+    customize = getattr(backend(spec.family), "customize_spec", None)
+    return customize(found) if customize and spec.has_slots else found
 
 
 def state_spec(spec: EngineSpec) -> Any:
@@ -338,7 +352,8 @@ def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
     if not spec.is_hybrid:
         has_named = not hasattr(backend(spec.family), "get_kv_cache_shape")
         by_kvcached = spec.allocation in ("kvcached_rows", "kvcached_apart")
-        return _placed(spec, config) if has_named and by_kvcached else _one_group(spec)
+        is_placed = has_named and (by_kvcached or spec.has_slots)
+        return _placed(spec, config) if is_placed else _one_group(spec)
     plan = _planned(spec, config)
     sizes = block_tokens_of_groups(plan)
     planned = {n: sizes[i] for i, g in enumerate(plan.kv_cache_groups) for n in g.layer_names}

@@ -11,7 +11,7 @@ from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec
 from .host import Lab
-from .releases import states_block_size
+from .releases import has_named_layouts, states_block_size
 from .test_host_buffer import ALWAYS
 from .test_like_pairs import tokens_to_move
 from .unlike import told
@@ -94,5 +94,104 @@ def test_indexers_behind_a_host_buffer(lab: Lab, side: str) -> None:
     p, d = ({} if side == "D" else {**on, "own_scheduler": True}, {} if side == "P" else on)
 
     report = lab.run(told(_indexed(p, d), lab.release))
+
+    assert report.outcome == "identical", report
+
+
+# -- slots that each hold all heads: B12X (0.30 on) --------------------------------------------
+
+
+def _slotted(prefill: dict[str, object], decode: dict[str, object], **more: object) -> Case:
+    side = EngineSpec("b12x", block_tokens=64, planned_blocks=24, head_dim=64)
+    sides = (replace(side, **changes) for changes in (prefill, decode))  # type: ignore[arg-type]
+    name = f"B12X, P {prefill}, D {decode}"
+    return Case(name, *sides, **{"prompt_tokens": 150, **more})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def _has_slots(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.30"):
+        pytest.skip("this release has no B12X")
+
+
+_MIXED = {
+    "ranks and blocks": ({"block_tokens": 128, "tp_size": 2}, {"tp_size": 4}),
+    "ranks": ({"tp_size": 2}, {"tp_size": 4}),
+    "blocks": ({}, {"block_tokens": 128}),
+}
+
+
+@pytest.mark.usefixtures("_has_slots")
+@pytest.mark.parametrize("name", _MIXED)
+def test_slots_of_all_heads_are_never_cut(lab: Lab, name: str) -> None:
+    """Stock reads half of a block, all heads' keys, for half of the heads."""
+    report = lab.run(_slotted(*_MIXED[name]).patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "refused", report
+    assert "two slots" in report.detail, report
+
+
+# -- AITER's FlashAttention with shuffled keys (0.15 on), which calls itself FLASH_ATTN ---------
+
+
+@pytest.fixture
+def shuffled(lab: Lab) -> EngineSpec:
+    """Tiles of 16 tokens; slots of all heads from 0.29 on."""
+    version = Version(lab.release)
+    if version < Version("0.15") or Version("0.26") <= version < Version("0.29"):
+        pytest.skip("this release does not shuffle keys, or in packed blocks")
+    layout = "HND" if has_named_layouts(lab.release) else "NHD"
+    common = {"planned_blocks": 48, "head_dim": 32, "dtype": "fp8", "shuffles": True}
+    return EngineSpec("aiter", layout, **common)  # type: ignore[arg-type]
+
+
+def test_shuffled_keys_are_never_rows(lab: Lab, shuffled: EngineSpec) -> None:
+    """P's blocks have other tokens, or other heads where slots hold all of them."""
+    if has_named_layouts(lab.release):
+        prefill, decode = replace(shuffled, tp_size=2), shuffled
+    else:
+        prefill, decode = replace(shuffled, block_tokens=32, shuffles=False), shuffled
+    case = told(Case("shuffled keys", prefill, decode, prompt_tokens=150), lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "refused", report
+    assert "move whole" in report.detail, report
+
+
+def test_shuffled_keys_behind_a_host_buffer(lab: Lab, shuffled: EngineSpec) -> None:
+    """The last block of a prompt is not full: none of it is left out, nor zeroed."""
+    on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
+    case = told(
+        Case("shuffled keys, host buffer", shuffled, replace(shuffled, **on), prompt_tokens=150),
+        lab.release,
+    )
+
+    report = lab.run(case)
+
+    assert report.outcome == "identical", report
+
+
+def test_shuffled_keys_of_unlike_logical_blocks(lab: Lab, shuffled: EngineSpec) -> None:
+    if not has_named_layouts(lab.release):
+        pytest.skip("this release takes blocks of any multiple of 16 whole")
+    prefill = replace(shuffled, block_tokens=48, parts=3)
+    case = Case("shuffled keys, P 48, D 16", prefill, shuffled, prompt_tokens=150)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize(("family", "layout"), [("aiter", "HND"), ("flash", "NHD")])
+def test_one_head_does_not_tell_the_layout(lab: Lab, family: str, layout: str) -> None:
+    """To 0.25 AITER's blocks are NHD, and called HND, as a connector asks."""
+    if not Version("0.14") <= Version(lab.release) < Version("0.26"):
+        pytest.skip("this release tells layouts, or has no such backend")
+    prefill = EngineSpec(family, layout, block_tokens=32)  # type: ignore[arg-type]
+    decode = replace(prefill, block_tokens=16, tp_size=4)
+    case = told(Case(f"{family}, called {layout}", prefill, decode, prompt_tokens=150), lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report

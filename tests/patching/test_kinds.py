@@ -1,0 +1,141 @@
+"""Which kind of cache a layer has, and what becomes of kinds that the table lacks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
+from kvpatch.vllm.kinds_of_layers import kind_of, kind_of_backend
+from kvpatch.vllm.likeness import is_alike
+from kvpatch.vllm.peers import peer_regions
+from kvpatch.vllm.whole_blocks import refuse_cut_unread
+from kvpatch.vllm.wire import PeerRefused, read_statement
+
+from .test_peers import _metadata, ours_of
+
+pytestmark = pytest.mark.patching
+
+
+def backend(name: str, *bases: type, module: str = "vllm.v1.attention.backends.x") -> type:
+    return type(name, bases, {"__module__": module})
+
+
+FLASH = backend("FlashAttentionBackend")
+INDEXER = backend("DeepseekV32IndexerBackend")
+STRANGE = backend("StrangeBackend", module="strange.attention")
+
+
+def worker(kind: type, spec: object = None, dtype: str = "auto") -> SimpleNamespace:
+    layer = SimpleNamespace(get_attn_backend=lambda: kind)
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+    )
+    return SimpleNamespace(
+        vllm_config=config,
+        _layer_specs={} if spec is None else {"a": spec},
+        device_kv_caches={"a": None},
+        block_size=16,
+        world_size=1,
+        kv_cache_layout="LBHNC",
+    )
+
+
+@pytest.mark.parametrize(
+    "prefix", ["ChunkedLocalAttention_64_16_", "FastPrefill", "CrossAttention_StaticSink_"]
+)
+def test_what_vllm_derives_holds_the_same(prefix: str) -> None:
+    derived = backend(f"{prefix}FlashAttentionBackend", FLASH)
+
+    assert kind_of_backend(derived) == ROWS
+
+
+def test_what_vllm_derives_may_hold_something_else() -> None:
+    ((prefix, kind),) = DERIVED.items()
+
+    assert kind_of_backend(backend(f"{prefix}FlashAttentionBackend", FLASH)) == kind
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        STRANGE,
+        backend("FlashAttentionBackend", module="strange.attention"),  # another's, of that name
+        backend("NewFlashAttentionBackend", FLASH),  # a subclass may hold anything
+    ],
+)
+def test_what_is_not_in_the_table_is_unknown(found: type) -> None:
+    kind = kind_of_backend(found)
+
+    assert not kind.is_known and kind.holds is Holds.WHOLE
+    assert found.__name__ in kind.contents
+
+
+def test_an_unknown_spec_is_unknown_whatever_the_backend() -> None:
+    spec = type("StrangeSpec", (), {"__module__": "strange.specs"})()
+
+    assert not kind_of(worker(FLASH, spec), "a").is_known
+
+
+def test_packed_dtypes_have_scales_of_their_own() -> None:
+    assert kind_of(worker(FLASH, dtype="nvfp4"), "a").holds is Holds.WHOLE
+    assert kind_of(worker(FLASH, dtype="fp8"), "a") == ROWS
+    assert kind_of(worker(backend("TritonMLABackend")), "a") == LATENT
+
+
+def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    aiter = backend("AiterFlashAttentionBackend")
+    monkeypatch.setattr("kvpatch.vllm.kinds_of_layers._is_set", lambda variable: True)
+    assert kind_of_backend(aiter).holds is Holds.WHOLE
+    monkeypatch.setattr("kvpatch.vllm.kinds_of_layers._is_set", lambda variable: False)
+    assert kind_of_backend(aiter) == BACKENDS["AiterFlashAttentionBackend"] == ROWS
+
+
+def _unknown():
+    _, ours = ours_of()
+    kind = kind_of_backend(STRANGE)
+    layers = {
+        name: replace(
+            cache, kind=kind, planes=tuple(replace(p, is_whole=True) for p in cache.planes)
+        )
+        for name, cache in ours.layers.items()
+    }
+    return replace(ours, layers=layers)
+
+
+def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
+    peer = read_statement(_metadata(block_tokens=16), 0, 1)
+
+    assert is_alike(_unknown(), peer)
+    assert peer_regions(_unknown(), peer)  # as behind a host buffer
+
+
+@pytest.mark.parametrize(
+    ("stated", "tp_size"),
+    [
+        ({"block_tokens": 64}, 1),
+        ({"block_tokens": 16, "physical_blocks_per_logical_kv_block": 2}, 1),
+        ({"block_tokens": 16}, 2),
+        ({"block_tokens": 16, "kv_cache_layout": "LBNHC"}, 1),
+    ],
+)
+def test_an_unknown_kind_is_refused_to_unlike_peers(stated: dict, tp_size: int) -> None:
+    peer = read_statement(_metadata(**stated), 0, tp_size)
+
+    assert not is_alike(_unknown(), peer)
+    with pytest.raises(PeerRefused, match=r"strange\.attention\.StrangeBackend"):
+        peer_regions(_unknown(), peer)
+
+
+def test_what_the_release_alone_reads_is_not_cut_either() -> None:
+    like, unlike = _metadata(block_tokens=16), _metadata(block_tokens=64)
+
+    refuse_cut_unread(worker(STRANGE), like, 1)
+    refuse_cut_unread(worker(FLASH), unlike, 1)
+    refuse_cut_unread(worker(INDEXER), like, 2)  # each rank has all of it
+    for found, metadata, ranks in ((STRANGE, unlike, 1), (STRANGE, like, 2), (INDEXER, unlike, 1)):
+        with pytest.raises(PeerRefused, match="StrangeBackend|an indexer"):
+            refuse_cut_unread(worker(found), metadata, ranks)
