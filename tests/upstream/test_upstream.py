@@ -57,7 +57,7 @@ def source(upstream: ModuleType) -> Path:
 def _run(source: Path, folder: Path, tests: list[str], *options: str) -> Any:
     """What the experiment's plugin wrote down of these tests."""
     written = folder / "results.json"
-    unit = source / "tests" / "v1" / "kv_connector" / "unit"
+    unit = Path("tests", "v1", "kv_connector", "unit")  # of `source`, as tests are named by it
     command = [sys.executable, "-m", "pytest", "-q", "-c", "pyproject.toml", "--rootdir", "."]
     # The conftest of all of vLLM's tests, which these do without, imports more than vLLM needs.
     command += ["--confcutdir", str(unit), "-p", "no:cacheprovider"]
