@@ -83,6 +83,7 @@ from kvpatch.vllm.introducing import (
     say_what_is_open,
 )
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
+from kvpatch.vllm.leases import leases_of
 from kvpatch.vllm.likeness import (
     is_alike,
     refuse_drafted_windows,
@@ -170,6 +171,7 @@ def _register_kv_caches(
                 misreads_blocks=is_misread,
                 states=states,
             )
+            reader.leases = leases_of(instance)
             attach(instance, reader)
             instance.nixl_wrapper = ReadingAgent(
                 agent,

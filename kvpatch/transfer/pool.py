@@ -129,7 +129,7 @@ class StagingPool:
         Raises:
             PoolExhausted: it would wait for ever.
         """
-        self._recover()
+        self.recover()
         turn = self._turns.get(id(reader))
         if turn is None or not turn.is_of(reader):
             turn = self._line_up(reader, peer)
@@ -198,7 +198,7 @@ class StagingPool:
             return  # others will give back
         for _ in range(len(self._lost)):
             before = len(self._lost)
-            self._recover()
+            self.recover()
             if len(self._lost) < before:
                 return
         lost = self.lost_bytes
@@ -251,7 +251,7 @@ class StagingPool:
             raise ValueError("no space has been taken yet")
         return self._buffer[space.start : space.end]
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """Looks at what was lost for the longest time, and goes on where that is over."""
         for _ in range(len(self._lost)):
             space, is_over = self._lost.popleft()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch._errors import KvpatchError
 from kvpatch.geometry import Placement, Plan, Round
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.pool import StagingPool, Turn
 from kvpatch.transfer.room import Space
@@ -122,10 +123,16 @@ class StagedRead:
         )
         #: Of whoever reads; nothing here looks at it.
         self.owner: object = None
+        #: Of what is read; nothing is asked for after it.
+        self.lifetime: Lifetime | None = None
+        self._looked = time.monotonic()
 
     def start(self) -> str:
         """Posts what there is room for."""
-        came = time.monotonic()
+        came = self._looked = time.monotonic()
+        if self._is_late(0.0):
+            self._expire()
+            return "PROC"
         try:
             if len(self._direct):
                 plan = self._direct
@@ -143,10 +150,17 @@ class StagedRead:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
         turn = self._turn
         if turn is not None and not turn.is_first and not self._flights and not self._placing:
-            return "PROC"  # of thousands, in every step
+            now = time.monotonic()
+            gap, self._looked = now - self._looked, now
+            if self.lifetime is None or gap <= self.lifetime.longest_gap:
+                return "PROC"  # of thousands, in every step
+            self._expire()
         if self._is_done:
             return "DONE"
         came = time.monotonic()
+        if self._next is not None and self._is_late(came - self._looked):
+            self._expire()  # all that is on the wire already is as good as a release's own read
+        self._looked = came
         has_landed = False
         while self._land():
             if not has_landed and self._next is not None:
@@ -241,6 +255,20 @@ class StagedRead:
         _LOG.warning("a read from %s failed", self._ends.agent, exc_info=True)
         self._has_failed = True
         self._stop()
+
+    def _is_late(self, gap: float) -> bool:
+        return self.lifetime is not None and self.lifetime.is_over(gap)
+
+    def _expire(self) -> None:
+        """Fails, if it has not: the peer may have given its blocks to another request."""
+        if not (self._has_failed or self._is_void):
+            _LOG.warning(
+                "a read from %s took so long that the peer may have let go of its blocks by now: "
+                "nothing more of it is read. More KVPATCH_STAGING_BYTES keep reads from waiting",
+                self._ends.agent,
+            )
+            self._has_failed = True
+            self._stop()
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""

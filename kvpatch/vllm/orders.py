@@ -61,6 +61,7 @@ class Order:
     hit_tokens: int | None = None
     computed: Computed | None = None
     want: Want = field(default_factory=Want, compare=False)
+    arrived: float | None = None
     is_guarded: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,6 +115,7 @@ def attach_orders(
             and is_guarded(
                 scheduler, engine_of(entry), held, remote, full_blocks_only=full_blocks_only
             ),
+            arrived=request.arrival_time,
         )
         setattr(entry, _ORDER, order)
 

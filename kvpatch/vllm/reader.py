@@ -43,6 +43,7 @@ from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.leases import Leases
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import states_of_peer, with_states
 from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
@@ -155,6 +156,7 @@ class Reader:
         self._tails_left = False
         self._states = states or {}
         self.given_up = GivenUp()
+        self.leases = Leases()
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -346,6 +348,7 @@ class Reader:
         rounds = plan_rounds(staged, lambda: self.pool.round_bytes)
         read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, rounds)
         read.owner = reading.order
+        read.lifetime = self.leases.lifetime(reading.order)
         return read
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:

@@ -6,7 +6,10 @@ import gc
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+from kvpatch.transfer import staged
 
 from . import release
 from .core import CoreScheduler
@@ -16,6 +19,7 @@ from .scheduler import Computation, Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
 _TIMED_POLL_SECONDS = 0.0001
+_QUARANTINE_SECONDS = 0.5
 #: Of a load whose client is gone.
 _OVER_SECONDS = 6.0
 
@@ -29,6 +33,7 @@ class Player(Engine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        staged._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}
@@ -80,6 +85,12 @@ class Player(Engine):
         assert tracked is not None
         tracked.tokens = prompt.tokens
         return tracked
+
+    def hand_on(self, name: str) -> None:
+        """Has another request's tokens in a prompt's blocks, as after P has let go of them."""
+        (tracked,) = (t for t in self.tracked if t.request.request_id == name)
+        for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
+            array[block, offset] = value ^ 1
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Takes prompts that the release's own scheduler computes when it can."""
@@ -352,6 +363,19 @@ class Player(Engine):
             logged=tuple(self.log.errors),
         )
 
+    def pause(self, seconds: float, longest: float) -> None:
+        """Takes no step for so long; a lease allows for no more than `longest` of that."""
+        from kvpatch.vllm.reader import reader_of
+
+        for worker in self.workers:
+            reader = reader_of(release.nixl_of(worker).connector_worker)
+            assert reader is not None
+            assert reader.leases.gap_seconds == 15.0, "half of the release's lease"
+            for reads in release.nixl_of(worker).connector_worker._recving_transfers.values():
+                for read in reads:
+                    read.lifetime = replace(read.lifetime, longest_gap=longest)
+        time.sleep(seconds)
+
     def _parts(self, name: str) -> set[str]:
         """What the release may say is broken: a request, or some of its blocks."""
         return {f"request {name}"} | {f"block {b}" for b in self._by_name[name].tables[0]}
@@ -498,7 +522,11 @@ class Player(Engine):
     # -- what is left behind -------------------------------------------------
 
     def left(self) -> Left:
-        """What the worker still holds of transfers; nothing of it once all are over."""
+        """What the worker still holds of transfers; nothing of it once all are over.
+
+        What failed keeps its space for a time, which is a short one here.
+        """
+        self._end_quarantines()
         transfers, metadata, handles, staging, reading = set(), set(), 0, 0, False
         for connector in self.workers:
             worker = release.nixl_of(connector).connector_worker
@@ -510,6 +538,15 @@ class Player(Engine):
                 staging += reader.pool.taken_bytes
                 reading |= reader.is_reading() is not None
         return Left(frozenset(transfers), frozenset(metadata), handles, staging, reading)
+
+    def _end_quarantines(self) -> None:
+        readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
+        pools = [reader.pool for reader in readers if reader is not None]
+        end = time.monotonic() + 4 * _QUARANTINE_SECONDS
+        while any(pool.lost_bytes for pool in pools) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+            for pool in pools:
+                pool.recover()
 
     def unlike_peers(self) -> set[str]:
         """The engines that kvpatch reads from in place of the release."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from kvpatch.patches import SLUGS
 from .case import Case, EngineSpec
 from .engine_api import Ask
 from .host import Lab
-from .releases import moves_full_blocks_only, states_layout
+from .releases import moves_full_blocks_only, states_block_size, states_layout
 from .stage import Actor, Stage
 from .test_like_pairs import tokens_to_move
+from .test_several_peers import introduce
 from .unlike import Dimensions, cases, told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -23,6 +25,7 @@ SEED = 3
 # Two of the largest blocks among the cases (128 tokens of 2 heads, K and V, 16 channels
 # of float32) fit: a request of several blocks goes in many rounds, requests queue.
 POOL_BYTES = 2 * 128 * 2 * 2 * 16 * 4
+_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 WAYS = {
     "direct": (("KVPATCH_TRANSFER", "direct"),),
     "staged": (("KVPATCH_TRANSFER", "staged"),),
@@ -75,11 +78,16 @@ def given_up_reads(lab: Lab, stage: Stage) -> tuple[Actor, Actor]:
     """A P, and a D that reads from it through its staging pool."""
     if not states_layout(lab.release) or Version(lab.release) >= Version("0.16"):
         pytest.skip("no unlike pair here, or blocks are kept until the read is over")
+    return staged_pair(stage, ("KVPATCH_STAGING_BYTES", str(1 << 20)))
+
+
+def staged_pair(stage: Stage, *settings: tuple[str, str]) -> tuple[Actor, Actor]:
+    """A P, and a D that reads from it through a pool, of few blocks if not told otherwise."""
     prefill, decode = (
         EngineSpec("flash", "HND", tokens, 64, dtype="float32") for tokens in (32, 64)
     )
-    settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 20)))
-    return stage.prefill(prefill), stage.decode(replace(decode, settings=settings))
+    always = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(POOL_BYTES)))
+    return stage.prefill(prefill), stage.decode(replace(decode, settings=(*always, *settings)))
 
 
 def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: Lab) -> None:
@@ -87,8 +95,7 @@ def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: La
     with Stage(lab) as stage:
         prefill, decode = given_up_reads(lab, stage)
         first, given_up, other = stage.prompts(3, 300)
-        decode.ask(*prefill.compute(first))
-        assert not decode.watch(first).waiting
+        introduce(decode, [first], prefill)
         asks = prefill.compute(given_up, other)
         retry = replace(other, name=given_up.name)
         prefill.hold()
@@ -106,8 +113,7 @@ def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
     with Stage(lab) as stage:
         prefill, decode = given_up_reads(lab, stage)
         first, given_up, kept = stage.prompts(3, 300)
-        decode.ask(*prefill.compute(first))
-        assert not decode.watch(first).waiting
+        introduce(decode, [first], prefill)
         asks = prefill.compute(given_up, kept)
         prefill.hold()
         decode.ask(*asks)
@@ -118,3 +124,30 @@ def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
         assert decode.wrong(first, kept)[0] == 0
         wrong, total = decode.wrong(given_up)
         assert wrong > 0.9 * total, "nothing of it was placed"
+
+
+def test_a_read_that_waited_until_the_peer_let_go_of_its_blocks_fails(lab: Lab) -> None:
+    """P keeps blocks for a fixed time (<= 0.21), or for as long as D goes on asking it to."""
+    if not states_layout(lab.release):
+        pytest.skip("no unlike pair here")
+    is_leased = Version(lab.release) >= Version("0.22")
+    with Stage(lab) as stage:
+        prefill, decode = staged_pair(stage, *(() if is_leased else ((_TIMEOUT, "2"),)))
+        first, waits = stage.prompts(2, 300)
+        introduce(decode, [first], prefill)
+        (early,) = prefill.compute(first_of_two := stage.prompt(300))
+        (late,) = prefill.compute(waits)
+        prefill.hold()
+        decode.ask(early, late)
+        if is_leased:
+            decode.call("pause", 0.5, 0.2)
+        else:
+            time.sleep(2.0)
+        prefill.go_on()
+        prefill.call("hand_on", waits.name)
+        seen = decode.watch(first_of_two, waits, seconds=5.0)
+
+        assert waits.name not in seen.received, decode.wrong(waits)
+        # To 0.11.0 no single load can fail.
+        assert waits.name in (seen.failed if states_block_size(lab.release) else seen.waiting)
+        assert decode.strays() == 0

@@ -27,6 +27,7 @@ from kvpatch.geometry import (
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staged as staged_module
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import PoolExhausted, StagingPool
 from kvpatch.transfer.staged import StagedRead
@@ -235,6 +236,41 @@ def test_what_a_failed_transfer_writes_late_reaches_no_other_read(world, caplog)
     assert finish(other) == ["DONE"]
     assert world.is_identical()
     assert pool.taken_bytes == pool.lost_bytes
+
+
+@pytest.mark.parametrize("over", ["before it starts", "while it waits", "while nobody looks"])
+def test_a_read_that_would_begin_too_late_fails(world, over, caplog):
+    """The peer may have given its blocks to another request."""
+    pool = world.pool(4096)
+    held = pool.take(World, "other", 4096)
+    pool.leave(World)
+    before = world.target.clone()
+    first, read = world.read(pool), world.read(pool)
+    read.lifetime = Lifetime(ends=time.time() + 0.3)
+    if over == "before it starts":
+        read.lifetime = Lifetime(ends=time.time())
+    if over == "while nobody looks":
+        read.lifetime = Lifetime(longest_gap=0.2)
+    for one in (first, read):
+        one.start()
+        assert one.state() == ("ERR" if one is read and "before" in over else "PROC")
+    time.sleep(0.4)
+    pool.give(held)
+    assert finish(first) == ["DONE"], "negative control: it knows of no end"
+    world.target.copy_(before)
+    assert finish(read) == ["ERR"]
+    assert torch.equal(world.target, before)
+    assert "may have let go of its blocks" in caplog.text
+    assert pool.taken_bytes == 0
+
+
+def test_what_is_on_the_wire_before_the_end_is_read(world):
+    read = world.read(world.pool(1 << 20))
+    read.lifetime = Lifetime(time.time() + 0.2, longest_gap=0.2)
+    read.start()
+    time.sleep(0.3)
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
 
 
 def test_a_failed_rounds_space_comes_back_after_a_time(world, monkeypatch):

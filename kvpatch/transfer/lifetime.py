@@ -1,0 +1,29 @@
+"""How long what is to be read stays where it is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import inf
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """Of a peer's blocks, as far as the side that reads them can tell.
+
+    Attributes:
+        ends: when the peer may give them to another request; as ``time.time`` counts.
+        longest_gap: seconds between two looks at the read after which the peer may have given
+            them away, since its lease is renewed as often as is looked.
+    """
+
+    ends: float = inf
+    longest_gap: float = inf
+
+    def is_over(self, gap: float) -> bool:
+        """Whether they may hold another request's tokens by now.
+
+        Args:
+            gap: seconds since the last look.
+        """
+        return gap > self.longest_gap or time.time() > self.ends
