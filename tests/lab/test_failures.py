@@ -360,7 +360,7 @@ def unreadable(release: str) -> EngineSpec:
 
 
 def test_an_unreadable_peer(stage: Stage, lab: Lab) -> None:
-    if not states_layout(lab.release):
+    if not states_block_size(lab.release):
         pytest.skip("D computes all that it does not know the blocks of")
     refusing = stage.prefill(unreadable(lab.release))
     readable, decode = stage.prefill(unlike(lab.release)[0]), stage.decode(STAGED)
