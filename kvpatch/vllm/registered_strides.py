@@ -18,17 +18,12 @@ from kvpatch._errors import RegistrationRefused
 from kvpatch.geometry import Plane
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.our_side import registered_addresses
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
-
-#: Layouts whose regions' blocks are not a layer's.
-_IN_PIECES = frozenset(NAMED_LAYOUTS) - {"LBHNC", "LBNHC"}
 
 
 @dataclass(frozen=True)
 class _Region:
     address: int
     block_bytes: int
-    stride_bytes: int
 
 
 @contextmanager
@@ -76,6 +71,8 @@ class _CheckedFirst(wrapt.ObjectProxy[Any]):
 def _refuse_other_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
     if getattr(worker, "use_host_buffer", False):  # what is registered is the release's own
         return
+    if hasattr(worker, "block_stride_per_layer"):  # from 0.29 the release asks for strides
+        return
     regions = tuple(_regions(worker))
     for name, cache in layers.items():
         for plane in cache.planes:
@@ -88,26 +85,22 @@ def _regions(worker: Any) -> Iterator[_Region]:
     lengths = getattr(worker, "block_len_per_layer", None)  # from 0.11
     if lengths is None:
         lengths = [worker.block_len] * len(addresses)
-    strides = getattr(worker, "block_stride_per_layer", None) or lengths  # from 0.29
-    for address, length, stride in zip(addresses, lengths, strides, strict=True):
-        yield _Region(address, length, stride)
+    for address, length in zip(addresses, lengths, strict=True):
+        yield _Region(address, length)
 
 
 def _is_read(worker: Any, plane: Plane, region: _Region) -> bool:
     """Whether blocks of a region, as the release counts them, hold this content's."""
     # Of several groups' layers some may have blocks that are not cut, or of more tokens.
     parts = max(1, plane.counts.block_tokens // int(worker.block_size))
-    # Where heads or layers are outside a region's blocks, a block of a layer's is many pieces.
-    is_whole = getattr(worker, "kv_cache_layout", None) not in _IN_PIECES
-    return any(_lies_in(plane, region, number, is_whole) for number in {1, parts})
+    return any(_lies_in(plane, region, number) for number in {1, parts})
 
 
-def _lies_in(plane: Plane, region: _Region, parts: int, is_whole: bool) -> bool:
-    if plane.counts.blocks > 1 and plane.strides_bytes.block != region.stride_bytes * parts:
+def _lies_in(plane: Plane, region: _Region, parts: int) -> bool:
+    if plane.counts.blocks > 1 and plane.strides_bytes.block != region.block_bytes * parts:
         return False
     offset = plane.address - region.address
-    size_bytes = _extent(plane) if is_whole else 1
-    return offset >= 0 and offset + size_bytes <= region.block_bytes * parts
+    return offset >= 0 and offset + _extent(plane) <= region.block_bytes * parts
 
 
 def _extent(plane: Plane) -> int:
@@ -117,7 +110,7 @@ def _extent(plane: Plane) -> int:
 
 
 def _refusal(name: str, plane: Plane, regions: tuple[_Region, ...]) -> str:
-    found = sorted({region.stride_bytes for region in regions})
+    found = sorted({region.block_bytes for region in regions})
     return (
         f"blocks of {name} lie {plane.strides_bytes.block} bytes apart, and this vLLM takes them "
         f"to lie {', '.join(map(str, found))} apart: it would move other bytes. Expected a tensor "
