@@ -13,6 +13,7 @@ import pytest
 
 pytestmark = [
     pytest.mark.serving,
+    pytest.mark.engines,
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed here"),
     pytest.mark.skipif(
         importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
