@@ -208,7 +208,13 @@ class Ledger:
         site: Site | None = None,
     ) -> None:
         change = _Change(slug, owner, name, vars(owner).get(name, _MISSING), site)
-        change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=change.is_active)
+        if kind_of(target) == "staticmethod":
+            # Else what an instance looks up holds that instance: the thread that a worker
+            # starts on its static listener would keep the worker for ever.
+            function = wrapt.FunctionWrapper(target.__func__, wrapper, enabled=change.is_active)
+            change.ours = staticmethod(function)
+        else:
+            change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=change.is_active)
         setattr(owner, name, change.ours)
         self._changes.append(change)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import types
+import weakref
 
 import pytest
 import wrapt
@@ -173,3 +175,15 @@ def test_a_guard_is_undone_even_where_construction_was_inherited():
 def test_resolve_finds_the_defining_class():
     assert resolve(METHOD) == (Target, vars(Target)["method"])
     assert resolve(_site("inherited", owner="Base"))[0] is Base
+
+
+def test_what_an_instance_looks_up_of_a_static_method_does_not_hold_it():
+    """<= 0.11.0 a worker starts a thread on its static listener, and must not live as long."""
+    ledger = Ledger()
+    ledger.apply("p", {STATICMETHOD: _plus_one})
+    instance = Target()
+    gone, found = weakref.ref(instance), instance.plain
+    del instance
+    gc.collect()
+    assert gone() is None
+    assert found(1) == 2
