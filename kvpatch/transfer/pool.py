@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 from kvpatch._errors import KvpatchError
@@ -31,6 +32,22 @@ _DEVICE_ROUND_BYTES = 16 * 1024**2
 
 class PoolExhausted(KvpatchError):
     """Space is held by transfers of peers that are gone, and too little is left."""
+
+
+class _Lost(NamedTuple):
+    """A space that a transfer may still write to."""
+
+    space: Space
+    is_over: Callable[[], bool]
+    has_failed: bool
+
+
+@dataclass
+class _Retired:
+    """A buffer that nobody uses until no transfer may write to it any more."""
+
+    buffer: torch.Tensor | None
+    lost: deque[_Lost]
 
 
 class Turn:
@@ -67,6 +84,10 @@ class StagingPool:
     first goes first, unless it waits for its own peer. Nobody waits while holding what
     another one waits for: a round needs one space, and gives it back when it is done.
 
+    Where transfers that have failed leave too little, a second buffer of the same size takes the
+    place of the first, until nothing may write to that one any more: a peer that died does not
+    keep others waiting. There are never more than two.
+
     Args:
         size_bytes: of the whole pool.
         make: allocates and registers so many bytes.
@@ -97,7 +118,9 @@ class StagingPool:
         self._idle: list[tuple[int, Turn]] = []
         self._held: dict[str, int] = {}
         self._owner: dict[Space, str] = {}
-        self._lost: deque[tuple[Space, Callable[[], bool]]] = deque()
+        self._lost: deque[_Lost] = deque()
+        self._retired: _Retired | None = None
+        self._spare: torch.Tensor | None = None
 
     def aside(self, size_bytes: int) -> StagingPool:
         """Another one of the same kind of memory, for what must not wait in this one."""
@@ -116,7 +139,8 @@ class StagingPool:
     @property
     def lost_bytes(self) -> int:
         """Bytes that nobody uses because a transfer may still write to them."""
-        return sum(space.end - space.start for space, _ in self._lost)
+        retired = self._retired.lost if self._retired is not None else ()
+        return _bytes_of(self._lost) + _bytes_of(retired)
 
     @property
     def round_bytes(self) -> int:
@@ -135,12 +159,8 @@ class StagingPool:
             turn = self._line_up(reader, peer)
         if not self._is_next(turn) or not self._is_within_share(peer, size_bytes):
             return None
-        if self._buffer is None:
-            self._buffer = self._make(self.size_bytes)
-            _LOG.info("staging pool of %d bytes made and registered", self.size_bytes)
-        space = self._room.take(size_bytes)
+        space = self._space(size_bytes)
         if space is None:
-            self._check_losses(size_bytes)
             return None
         self._held[peer] = self._held.get(peer, 0) + size_bytes
         self._owner[space] = peer
@@ -193,22 +213,67 @@ class StagingPool:
         left = self.size_bytes - self.taken_bytes - size_bytes
         return not held or left >= held + size_bytes
 
-    def _check_losses(self, size_bytes: int) -> None:
-        if not self._lost or self.taken_bytes > self.lost_bytes:
-            return  # others will give back
+    def _space(self, size_bytes: int) -> Space | None:
+        if self._buffer is None:
+            self._buffer = self._made()
+        space = self._room.take(size_bytes)
+        if space is None and self._is_replaced(size_bytes):
+            self._buffer = self._made()
+            space = self._room.take(size_bytes)
+        return space
+
+    def _made(self) -> torch.Tensor:
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            return spare
+        buffer = self._make(self.size_bytes)
+        _LOG.info("staging pool of %d bytes made and registered", self.size_bytes)
+        return buffer
+
+    def _is_replaced(self, size_bytes: int) -> bool:
+        """Whether another buffer has taken the place of one that too little is left of.
+
+        Raises:
+            PoolExhausted: there is none, and nobody will give back.
+        """
+        lost = _bytes_of(self._lost)
+        if not lost or self.taken_bytes > lost:
+            return False  # others will give back
         for _ in range(len(self._lost)):
             before = len(self._lost)
             self.recover()
             if len(self._lost) < before:
-                return
-        lost = self.lost_bytes
-        if lost:
-            raise PoolExhausted(
-                f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
-                f"{self.size_bytes} bytes, and a round needs {size_bytes}: wait until the failed "
-                "ones are surely over (two minutes), restart this engine, or give it a larger "
-                "KVPATCH_STAGING_BYTES"
-            )
+                return False
+        lost = _bytes_of(self._lost)
+        if not lost:
+            return False
+        if size_bytes <= self.size_bytes and self._retire():
+            return True
+        raise PoolExhausted(
+            f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
+            f"{self.size_bytes} bytes, and a round needs {size_bytes}: wait until the failed "
+            "ones are surely over (two minutes), restart this engine, or give it a larger "
+            "KVPATCH_STAGING_BYTES"
+        )
+
+    def _retire(self) -> bool:
+        """Puts the buffer aside where a transfer that has failed holds some of it.
+
+        All that is taken of it is lost then, so that nobody is about to place what lies there.
+        """
+        if self._retired is not None or not any(lost.has_failed for lost in self._lost):
+            return False
+        for lost in self._lost:
+            self._disown(lost.space)
+        self._retired = _Retired(self._buffer, self._lost)
+        self._buffer, self._lost = None, deque()
+        self._room = Room(self.size_bytes)
+        _LOG.warning(
+            "a second staging pool of %d bytes takes the place of one that transfers which failed "
+            "may still write to",
+            self.size_bytes,
+        )
+        return True
 
     def leave(self, reader: object) -> None:
         """Takes a reader out of the queue: it needs no more space."""
@@ -238,12 +303,12 @@ class StagingPool:
 
     def lose(self, space: Space, is_over: Callable[[], bool]) -> None:
         """Leaves a space taken until the transfer that may still write to it is over."""
-        self._lost.append((space, is_over))
+        self._lost.append(_Lost(space, is_over, has_failed=False))
 
     def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
         """As :meth:`lose`, of a transfer that has failed: its peer need not wait for that."""
         self._disown(space)
-        self.lose(space, is_over)
+        self._lost.append(_Lost(space, is_over, has_failed=True))
 
     def memory(self, space: Space) -> torch.Tensor:
         """The bytes of a space that was taken."""
@@ -253,9 +318,24 @@ class StagingPool:
 
     def recover(self) -> None:
         """Looks at what was lost for the longest time, and goes on where that is over."""
-        for _ in range(len(self._lost)):
-            space, is_over = self._lost.popleft()
-            if not is_over():
-                self._lost.append((space, is_over))
-                break
-            self.give(space)
+        for lost in _over(self._lost):
+            self.give(lost.space)
+        if self._retired is not None:
+            for _ in _over(self._retired.lost):
+                pass
+            if not self._retired.lost:
+                self._spare, self._retired = self._retired.buffer, None
+
+
+def _bytes_of(lost: Iterable[_Lost]) -> int:
+    return sum(one.space.end - one.space.start for one in lost)
+
+
+def _over(lost: deque[_Lost]) -> Iterator[_Lost]:
+    """Those in turn of which nothing is on the wire; the first that is not goes behind."""
+    for _ in range(len(lost)):
+        first = lost.popleft()
+        if not first.is_over():
+            lost.append(first)
+            return
+        yield first

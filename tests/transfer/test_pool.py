@@ -54,6 +54,18 @@ def made():
 
 
 @pytest.fixture
+def pooled():
+    """A pool of 100 bytes, and the buffers that it has made."""
+    buffers = []
+
+    def make(size):
+        buffers.append(torch.zeros(size, dtype=torch.uint8))
+        return buffers[-1]
+
+    return StagingPool(100, make), buffers
+
+
+@pytest.fixture
 def pool(made):
     def make(size):
         made.append(size)
@@ -137,6 +149,41 @@ def test_lost_space_comes_back_when_its_transfer_is_over(pool):
     over.append(True)
     assert pool.take(reader, "p", 50) is not None
     assert pool.taken_bytes == 50
+
+
+def test_a_second_buffer_takes_the_place_of_one_that_failed_transfers_hold(pooled):
+    """One peer's death must not keep the others waiting until its transfers are surely over."""
+    pool, buffers = pooled
+    over = []
+    reader = Reader()
+    pool.quarantine(pool.take(reader, "gone", 60), lambda: bool(over))
+    pool.leave(reader)
+
+    space = pool.take(reader, "p", 50)
+
+    assert space is not None and len(buffers) == 2
+    assert pool.memory(space).data_ptr() == buffers[1].data_ptr() + space.start
+    assert (pool.taken_bytes, pool.lost_bytes) == (50, 60)
+    pool.give(space)
+    pool.quarantine(pool.take(reader, "gone too", 80), lambda: False)
+    with pytest.raises(PoolExhausted, match="KVPATCH_STAGING_BYTES"):
+        pool.take(reader, "p", 50)  # there are two at most
+    over.append(True)
+    assert pool.take(reader, "p", 50) is not None
+    assert len(buffers) == 2, "the first one is used again"
+    assert pool.lost_bytes == 80
+
+
+def test_a_buffer_is_not_replaced_while_somebody_is_about_to_place_what_lies_there(pooled):
+    pool, buffers = pooled
+    first, second = Reader(), Reader()
+    pool.quarantine(pool.take(first, "gone", 40), lambda: False)
+    pool.leave(first)
+    held = pool.take(second, "p", 40)
+    pool.leave(second)
+    assert pool.take(Reader(), "q", 50) is None
+    assert len(buffers) == 1
+    assert pool.memory(held).data_ptr() == buffers[0].data_ptr() + held.start
 
 
 def test_a_reader_waits_where_others_will_give_back(pool):
