@@ -38,6 +38,8 @@ class KernelSizes:
 
     def parts(self, kernel_tokens: int) -> tuple[int, ...]:
         """Into how many kernel blocks of a size a block may have been cut."""
+        if not self.cuts_some:
+            return (1,)  # also of a size that this release does not allow
         most = max(_MOST_TOKENS // kernel_tokens, 1)
         every = tuple(range(1, most + 1))
         found = tuple(n for n in every if self._kernel_of(kernel_tokens * n) == kernel_tokens)
