@@ -73,13 +73,21 @@ def _staged_pair(stage: Stage) -> Pair:
     settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", str(1 << 20)))
     prefill = stage.prefill(replace(SPEC, block_tokens=32))
     decode = stage.decode(replace(OWN, settings=settings))
-    introduce(decode, stage.prompts(1, 300), prefill)
-    return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
+    return _introduced(stage, prefill, decode, 300)
 
 
 def _pair(stage: Stage, *, patched: bool = True) -> Pair:
     prefill, decode = stage.prefill(SPEC), stage.decode(OWN, patched=patched)
-    introduce(decode, stage.prompts(1, TOKENS), prefill)
+    return _introduced(stage, prefill, decode, TOKENS)
+
+
+def _introduced(stage: Stage, prefill: Actor, decode: Actor, tokens: int) -> Pair:
+    """The pair behind a prompt that D has loaded or computed, and given back."""
+    prompts = stage.prompts(1, tokens)
+    introduce(decode, prompts, prefill)
+    if decode.call("status", prompts[0].name) == "WAITING_FOR_REMOTE_KVS":
+        decode.call("loaded", [prompts[0].name])
+        decode.call("tick")
     return Pair(stage, prefill, decode, int(decode.call("free_blocks")))
 
 
