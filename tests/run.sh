@@ -36,7 +36,7 @@ fi
 processes="$(nproc)"
 processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
 play() { "$python" -m pytest -q "$@"; }
-play_without_engines() { play -m "not serving" --numprocesses "$processes" --dist loadgroup; }
+play_without_engines() { play -m "not serving" --numprocesses "$processes" --dist loadscope; }
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB.
 play_engines() { play -m "$1" --numprocesses 2 --dist load; }
 

@@ -48,9 +48,8 @@ def _is_played(item: pytest.Item, release: str, part: Share | None) -> bool:
     return part.has(name_without(release, item.nodeid), releases, release)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the mark
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under pytest-xdist one process takes all of a release's cases.
+    """Leaves out what a run does not play.
 
     Of all releases those alone that end a generation play what is marked
     ``one_per_generation``: seconds a test, and the same code in between. What is a product of
@@ -63,7 +62,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         release = getattr(item, "callspec", None) and item.callspec.params.get("lab")
         if not release:
             continue
-        item.add_marker(pytest.mark.xdist_group(release))
         if not _is_played(item, release, part):
             left_out.append(item)
     if left_out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpatch._versions import RELEASES
+from tests.conftest import release_of
 
 from .selection import Share, name_without, on_every_release, share
 
@@ -82,3 +83,12 @@ def test_the_newest_release_and_what_is_marked_are_in_every_share(
         result.stdout.fnmatch_lines([f"*KVPATCH_TEST_SHARE={part}/3*"])
     assert sorted(played) == sorted(set(played))
     assert len(played) == 12
+
+
+def test_a_release_is_read_from_a_tests_name() -> None:
+    """What sends all tests of one release to one process."""
+    for release in RELEASES:
+        for shape in (f"[{release}]", f"[HND 16-{release}-a]", f"[{release}-1-2.5]"):
+            assert release_of(f"tests/lab/test_x.py::test_y{shape}") == release
+    assert release_of("tests/lab/test_x.py::test_y[HND 16]") is None
+    assert release_of("tests/contract/test_x.py::test_y[0.10.0]") is None
