@@ -100,7 +100,8 @@ def book_proof(scheduler: Any, engine_id: str, block_tokens: int) -> None:
 def say_what_is_open(worker: Any, *, may_leave_open: bool) -> None:
     """Has the worker's scheduler know whether peers' handshakes may leave something open.
 
-    Without a word of it the scheduler takes it that they do.
+    A worker without kvpatch says nothing, and could prove nothing: what it would read wrongly it
+    cannot unpickle (:mod:`kvpatch.vllm.elsewhere`), and the rest is not kept from it.
     """
     metadata = getattr(worker, "xfer_handshake_metadata", None)  # from 0.11.1
     if metadata is not None:
@@ -109,6 +110,6 @@ def say_what_is_open(worker: Any, *, may_leave_open: bool) -> None:
 
 def hear_what_is_open(scheduler: Any, metadata: Iterable[Any]) -> None:
     """Books what :func:`say_what_is_open` has said, of all workers."""
-    said = [vars(one).pop(_MAY_LEAVE_OPEN, True) for one in metadata]
+    said = [vars(one).pop(_MAY_LEAVE_OPEN, False) for one in metadata]
     if said and not any(said):
         _INTRODUCTIONS[scheduler] = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.patches import SLUGS
 
@@ -21,14 +22,21 @@ def _case(p_tokens: int, prompt_tokens: int) -> Case:
     return case.patched(*SLUGS, prefill=False)
 
 
+@pytest.fixture(autouse=True)
+def _workers_are_heard_at_the_handshake(lab: Lab) -> None:
+    if not states_block_size(lab.release):
+        pytest.skip("no worker without kvpatch announces a peer here: D computes all prompts")
+
+
 def _with_stock_workers(case: Case) -> Case:
     return replace(case, decode=replace(case.decode, stock_workers=True))
 
 
 def test_what_a_stock_worker_would_read_wrongly_does_not_reach_it(lab: Lab) -> None:
     case = _case(16, 40)
-    if states_block_size(lab.release):
-        assert lab.run(case.stock()).outcome == "corrupt", "what such a worker makes of it"
+    is_refused = Version("0.23") <= Version(lab.release) < Version("0.26")  # 16 are no 32 there
+    stock = lab.run(case.stock()).outcome
+    assert stock == ("refused" if is_refused else "corrupt"), "what such a worker makes of it"
 
     report = lab.run(_with_stock_workers(case))
 

@@ -194,7 +194,7 @@ def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
 
 
 @pytest.mark.parametrize(
-    ("said", "holds"), [((False, False), False), ((False, True), True), ((None, None), True)]
+    ("said", "holds"), [((False, False), False), ((False, True), True), ((None, None), False)]
 )
 def test_a_scheduler_holds_back_where_a_worker_may_have_to_prove(said, holds):
     scheduler, stated = _Scheduler(), []
