@@ -83,13 +83,15 @@ def tells_blocks(release: str) -> bool:
 def must_prove(decode: EngineSpec, release: str) -> bool:
     """Whether D computes a P's first prompt, to find out what its handshake does not say.
 
-    From 0.11.1 on where a backend cuts blocks: FlashInfer; and in 0.11.1 and 0.11.2 some more,
+    From 0.11.1 on where a backend cuts blocks: FlashInfer, AITER, an indexer's; and in 0.11.1 and
+    0.11.2 some more,
     and the CPU backend's block size is misread there.
     """
     is_on = decode.patched and (not decode.patches or "unlike_engines" in decode.patches)
     if not is_on or tells_blocks(release) or decode.is_told:
         return False
-    if not states_block_size(release) or decode.family == "flashinfer":
+    cuts = decode.family in ("flashinfer", "aiter") or decode.has_indexer
+    if not states_block_size(release) or cuts:
         return True
     return cuts_flash_attention(release) and decode.family in ("flash", "cpu")
 
