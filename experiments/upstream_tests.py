@@ -143,7 +143,13 @@ def fetch_tests(release: str, folder: Path, console: Console) -> Path:
     if source.is_dir():
         return source
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch:
+    # Two processes of a test run may ask at once: the second waits, and finds what it needs.
+    with (
+        FileLock(folder / "fetch.lock"),
+        tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as scratch,
+    ):
+        if source.is_dir():
+            return source
         archive = _download(release, Path(scratch), console)
         unpacked = Path(scratch) / "source"
         with tarfile.open(archive) as tar:

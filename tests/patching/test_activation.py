@@ -20,6 +20,11 @@ import kvpatch
 SITES = {sites!r}
 def raw():
     return [vars(getattr(importlib.import_module(m), o))[n] for m, o, n in SITES]
+def kind_of(r):
+    # A static method stays one: what is wrapped is the function in it.
+    return type(r.__func__ if isinstance(r, staticmethod) else r).__name__
+def kinds():
+    return [kind_of(r) for r in raw()]
 """
 
 
@@ -49,7 +54,7 @@ def test_applied_in_either_import_order(generation, tree, order):
         + order
         + """
 outcomes = lambda s: s and {p.slug: p.outcome for p in s.patches}
-wrapped = [type(r).__name__ for r in raw()]
+wrapped = kinds()
 print(json.dumps([outcomes(waiting), outcomes(kvpatch.status()), wrapped]))
 """,
     )
@@ -90,7 +95,7 @@ before = set(sys.modules)
 import kvpatch.plugin
 kvpatch.plugin.load()
 new = sorted(m for m in set(sys.modules) - before if not m.startswith("kvpatch"))
-originals = [type(r).__name__ for r in raw()]
+originals = kinds()
 print(json.dumps([new, originals, "wrapt" in sys.modules, "torch" in sys.modules]))
 """
     for value in ({}, {"ENABLE_KVPATCH": "false"}, {"ENABLE_KVPATCH": "0"}):
@@ -136,7 +141,7 @@ except Exception as error:
     built = f"{{type(error).__name__}}: {{error}}"
 status = kvpatch.status()
 rows = {{p.slug: p.outcome for p in status.patches}}
-wrapped = [type(vars(getattr(importlib.import_module(m), o)).get(n)).__name__ for m, o, n in SITES]
+wrapped = [kind_of(vars(getattr(importlib.import_module(m), o)).get(n)) for m, o, n in SITES]
 print(json.dumps([built, status.refused, rows, wrapped]))
 """
 
