@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.verify.kvcached import CPU_ROWS, ROWS
 from kvpatch.verify.matrix import Row, by_single, choose, row_setups, single_setup
 from kvpatch.verify.setups import Options, Setup, require_release

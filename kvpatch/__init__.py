@@ -6,11 +6,11 @@ what it needs when it is called.
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+from kvpatch.core.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kvpatch._status import Status
+    from kvpatch.core.status import Status
 
 __all__ = ["__version__", "disable", "enable", "status"]
 
@@ -25,7 +25,7 @@ def enable() -> None:
     Raises:
         SettingsError: a ``KVPATCH_*`` variable holds a value that cannot be taken.
     """
-    from kvpatch._session import SESSION
+    from kvpatch.session import SESSION
 
     SESSION.enable()
 
@@ -36,13 +36,13 @@ def disable() -> None:
     A method that something else has wrapped since then is left alone, with a
     warning: taking our wrapper out from under it would take theirs out too.
     """
-    from kvpatch._session import SESSION
+    from kvpatch.session import SESSION
 
     SESSION.disable()
 
 
 def status() -> Status:
     """What this process has: vLLM's release and generation, and a row per patch."""
-    from kvpatch._session import SESSION
+    from kvpatch.session import SESSION
 
     return SESSION.status()

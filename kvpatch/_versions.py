@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from kvpatch._errors import ReleaseNotKnown
+from kvpatch.core.errors import ReleaseNotKnown
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 

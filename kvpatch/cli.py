@@ -32,7 +32,7 @@ def doctor(
     """
     from rich.console import Console
 
-    from kvpatch._errors import SettingsError
+    from kvpatch.core.errors import SettingsError
     from kvpatch.doctor import diagnose
 
     try:
@@ -108,7 +108,7 @@ def verify(
     """
     from rich.console import Console
 
-    from kvpatch._errors import KvpatchError
+    from kvpatch.core.errors import KvpatchError
     from kvpatch.verify.report import errors as request_errors
     from kvpatch.verify.report import json_lines, summary, table, write_json_lines
     from kvpatch.verify.run import Interrupted, until_signal
@@ -185,7 +185,7 @@ def verify_matrix(
     """
     from rich.console import Console
 
-    from kvpatch._errors import KvpatchError
+    from kvpatch.core.errors import KvpatchError
     from kvpatch.verify.matrix import choose
     from kvpatch.verify.matrix_shown import show_matrix
     from kvpatch.verify.run import Interrupted

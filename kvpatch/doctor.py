@@ -9,9 +9,10 @@ from importlib import metadata
 from typing import Any
 
 import kvpatch
-from kvpatch import _env, _versions
-from kvpatch._errors import ReleaseNotKnown
-from kvpatch._status import Status
+from kvpatch import _versions
+from kvpatch.core import settings
+from kvpatch.core.errors import ReleaseNotKnown
+from kvpatch.core.status import Status
 
 #: Distributions that provide NIXL's Python module, the plain name first.
 _NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
@@ -49,18 +50,22 @@ def diagnose() -> Diagnosis:
     """Enables kvpatch in this process, imports the connector and reports what came of it."""
     kvpatch.enable()
     connector = _import_connector()
-    return Diagnosis(_installed(), _env.is_enabled(), settings(), kvpatch.status(), connector)
+    return Diagnosis(
+        _installed(), settings.is_enabled(), settings_in_use(), kvpatch.status(), connector
+    )
 
 
-def settings() -> dict[str, str]:
+def settings_in_use() -> dict[str, str]:
     """The variables that decide how caches travel.
 
     Raises:
         SettingsError: one of them holds a value that kvpatch cannot take.
     """
     return {
-        _env.HOST_BUFFER: _env.host_buffer(),
-        _env.HOST_BUFFER_BYTES: f"{_env.host_buffer_bytes()} a worker at most, or its KV cache",
+        settings.HOST_BUFFER: settings.host_buffer(),
+        settings.HOST_BUFFER_BYTES: (
+            f"{settings.host_buffer_bytes()} a worker at most, or its KV cache"
+        ),
     }
 
 

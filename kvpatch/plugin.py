@@ -19,7 +19,7 @@ def load() -> None:
     if not os.environ.get("ENABLE_KVPATCH"):
         return
     import kvpatch
-    from kvpatch import _env
+    from kvpatch.core import settings
 
-    if _env.is_enabled():
+    if settings.is_enabled():
         kvpatch.enable()

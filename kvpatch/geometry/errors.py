@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 
 
 class UnreadableGeometry(KvpatchError):

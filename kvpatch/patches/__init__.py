@@ -10,7 +10,7 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kvpatch._patching import Patch
+    from kvpatch.core.ledger import Patch
 
 SLUGS = (
     "kvcached_layout",

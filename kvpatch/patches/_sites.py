@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpatch._patching import Site
 from kvpatch._versions import Generation
+from kvpatch.core.ledger import Site
 
 
 def register_kv_caches(generation: Generation) -> Site:

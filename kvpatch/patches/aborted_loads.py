@@ -25,8 +25,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
+from kvpatch.core.ledger import Patch
 from kvpatch.patches import _sites
 from kvpatch.vllm.aborts import aborts_beside, aborts_of
 

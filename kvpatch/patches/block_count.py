@@ -25,10 +25,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpatch import _env
-from kvpatch._errors import RegistrationRefused
-from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.ledger import Patch
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer_worker import is_on
@@ -49,7 +49,7 @@ def _register_kv_caches(
         kernel_blocks = registration.kernel_blocks_per_block(instance) or 1
         planned = registration.planned_blocks(instance)
         if layers and not is_as_planned(layers, planned, kernel_blocks):
-            if _env.is_kvcached_enabled() and not is_on(instance):
+            if settings.is_kvcached_enabled() and not is_on(instance):
                 # Says more than the counts below can; a host buffer's tensors are not kvcached's.
                 check_pools(kv_caches, layers, kvcacheds_settings())
             registration.set_blocks(instance, common_blocks(layers, kernel_blocks))

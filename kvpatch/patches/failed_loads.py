@@ -37,9 +37,9 @@ from functools import partial
 from queue import Queue
 from typing import Any
 
-from kvpatch._errors import KvpatchError
-from kvpatch._patching import Patch, Site, Wrapper
 from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.core.errors import KvpatchError
+from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.patches import _sites
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.vllm.aborts import loads_of

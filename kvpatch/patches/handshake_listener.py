@@ -22,9 +22,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch._patching import Patch
-from kvpatch._text import shown
 from kvpatch._versions import GENERATIONS
+from kvpatch.core.ledger import Patch
+from kvpatch.core.text import shown
 from kvpatch.patches import _sites
 
 _LOG = logging.getLogger("kvpatch.handshake_listener")

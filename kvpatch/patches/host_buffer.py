@@ -32,9 +32,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpatch import _env
-from kvpatch._patching import Patch, Site, Wrapper
 from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.core import settings
+from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.patches import _sites
 from kvpatch.vllm import host_buffer_links as links
 from kvpatch.vllm import host_buffer_saves as saves
@@ -95,7 +95,7 @@ def _register_kv_caches(
                 "in push mode P writes to D's memory, past a host buffer: use NixlConnector, which "
                 "pulls, or KVPATCH_HOST_BUFFER=never"
             )
-        if "unlike_engines" in _env.disabled_slugs():
+        if "unlike_engines" in settings.disabled_slugs():
             raise HostBufferRefused(
                 "what D reads goes through the host buffer by unlike_engines, which "
                 "KVPATCH_DISABLE turns off: leave it on, or use KVPATCH_HOST_BUFFER=never"

@@ -24,16 +24,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch import _env
-from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
+from kvpatch.core import settings
+from kvpatch.core.ledger import Patch
 from kvpatch.patches import _sites
 
 
 def _get_required_kvcache_layout(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if _env.is_kvcached_enabled():
+    if settings.is_kvcached_enabled():
         return None
     return wrapped(*args, **kwargs)
 

@@ -39,10 +39,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from kvpatch import _env
-from kvpatch._errors import RegistrationRefused
-from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.ledger import Patch
 from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.backend_layouts import state_own_order
@@ -74,7 +74,7 @@ def _register_kv_caches(
     def register(kv_caches: Mapping[str, Any]) -> Any:
         layers = read_layers(registration, instance, kv_caches)
         forget_rows(instance)
-        if _env.is_kvcached_enabled():
+        if settings.is_kvcached_enabled():
             if not is_on(instance):  # what a host buffer copies was looked at as that was made
                 refuse_cards(instance, kv_caches)
                 note_transport(kv_caches)
@@ -172,7 +172,7 @@ def refuse_without_reader(worker: Any) -> None:
     Raises:
         RegistrationRefused: with the setting that helps.
     """
-    if "unlike_engines" in _env.disabled_slugs():
+    if "unlike_engines" in settings.disabled_slugs():
         raise RegistrationRefused(
             "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
             "off: leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false"

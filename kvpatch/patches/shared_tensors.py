@@ -20,9 +20,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpatch._errors import RegistrationRefused
-from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.ledger import Patch
 from kvpatch.patches import _sites
 
 if TYPE_CHECKING:

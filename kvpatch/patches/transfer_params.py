@@ -37,9 +37,9 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from kvpatch._patching import Patch
-from kvpatch._text import shown
 from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.core.ledger import Patch
+from kvpatch.core.text import shown
 from kvpatch.patches import _sites
 from kvpatch.vllm.allowed_peers import allowed_peers
 from kvpatch.vllm.host_buffer_links import connectors_of

@@ -56,10 +56,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvpatch import _env
-from kvpatch._errors import KvpatchError, RegistrationRefused
-from kvpatch._patching import Patch, Site
 from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.core import settings
+from kvpatch.core.errors import KvpatchError, RegistrationRefused
+from kvpatch.core.ledger import Patch, Site
 from kvpatch.patches import _sites
 from kvpatch.vllm import orders
 from kvpatch.vllm.admission import (
@@ -190,7 +190,7 @@ def _register_kv_caches(
 
 def _may_leave_open(reader: Reader | None) -> bool:
     """Whether a peer's handshake may leave something open that this worker would prove."""
-    if reader is None or _env.peer_block_size() is not None:
+    if reader is None or settings.peer_block_size() is not None:
         return False
     sizes = reader.ours.kernel_sizes
     return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)

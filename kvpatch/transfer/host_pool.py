@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.device_copies import DeviceCopies
 from kvpatch.transfer.host_copies import HostCopies
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes

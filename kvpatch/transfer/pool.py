@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.pace import Pace
 from kvpatch.transfer.room import Room, Space
 

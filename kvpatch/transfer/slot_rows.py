@@ -15,7 +15,7 @@ from itertools import product
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.tensor import axes_nest, extent_bytes
 
 if TYPE_CHECKING:

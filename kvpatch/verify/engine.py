@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 
 if TYPE_CHECKING:
     import httpx

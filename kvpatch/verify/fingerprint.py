@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 
 HeadDigests = Mapping[str, str]
 """``"<content>/<global head>"`` -> hexadecimal SHA-256, of one layer."""

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 
 if TYPE_CHECKING:
     import httpx

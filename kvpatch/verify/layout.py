@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> int:
     """``URL [--json]``; without a URL a tiny engine is started for the purpose."""
     from rich.console import Console
 
-    from kvpatch._errors import KvpatchError
+    from kvpatch.core.errors import KvpatchError
     from kvpatch.verify.run import layout_of_tiny_engine
 
     as_json = "--json" in arguments

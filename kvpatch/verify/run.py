@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.verify.compare import Comparison, Observation, compare
 from kvpatch.verify.engine import require_environment
 from kvpatch.verify.model import make_tiny_llama

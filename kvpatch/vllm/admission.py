@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from kvpatch._errors import KvpatchError
-from kvpatch._text import one_line, shown
+from kvpatch.core.errors import KvpatchError
+from kvpatch.core.text import one_line, shown
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
 from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike

@@ -9,7 +9,7 @@ from typing import Any
 
 import wrapt
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.joined import JoinedRead
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.staged import StagedRead

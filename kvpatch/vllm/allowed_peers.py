@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
-from kvpatch import _env
-from kvpatch._errors import SettingsError
+from kvpatch.core import settings
+from kvpatch.core.errors import SettingsError
 
 Network = IPv4Network | IPv6Network
 Address = IPv4Address | IPv6Address
@@ -73,7 +73,7 @@ def allowed_peers() -> AllowedPeers:
     Raises:
         SettingsError: an entry is no network and no name.
     """
-    return parse(_env.allowed_peers())
+    return parse(settings.allowed_peers())
 
 
 def parse(entries: Iterable[str]) -> AllowedPeers:
@@ -101,7 +101,7 @@ def _entry(text: str) -> Entry:
     first, last = _ports(found)
     if (network is None and not is_name) or not 1 <= first <= last <= 65535:
         raise SettingsError(
-            f"{_env.ALLOWED_PEERS} has {text!r}, which is no network (10.0.0.0/8, fd00::/8), "
+            f"{settings.ALLOWED_PEERS} has {text!r}, which is no network (10.0.0.0/8, fd00::/8), "
             "address or host name, with or without a port or ports (10.0.0.0/8:5600-5700, "
             "[fd00::/8]:5600, prefill-0:5600, *.prefill:5600, *:5600)"
         )

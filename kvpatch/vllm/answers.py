@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch._errors import FromOutside
+from kvpatch.core.errors import FromOutside
 
 #: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
 ANSWER_SECONDS = 5.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvpatch import _env
+from kvpatch.core import settings
 from kvpatch.vllm.halves import halves_of_peer
 from kvpatch.vllm.likeness import has_two_layouts, is_alike
 from kvpatch.vllm.peers import OurSide, refusal, tokens_in_bytes
@@ -59,10 +59,10 @@ def _layouts(ours: OurSide, peer: Statement) -> tuple[str | None, ...]:
     """0.10.0 states no layout."""
     if not has_two_layouts(ours, peer):
         return (peer.layout,)
-    declared = _env.peer_layout()
+    declared = settings.peer_layout()
     if declared is not None:
         return (declared,)
-    if _env.unstated_layout() == "prove":
+    if settings.unstated_layout() == "prove":
         return ("HND", "NHD")
     return (peer.layout if is_alike(ours, peer) else ours.inner_layout,)
 
@@ -73,7 +73,7 @@ def _by_cut(ours: OurSide, peer: Statement, sizes: KernelSizes) -> Candidates:
     every = sizes.parts(kernel_tokens)
     # It counts kernel blocks, so many to a block.
     parts = tuple(n for n in every if peer.blocks % n == 0) or every
-    declared = _env.peer_block_size()
+    declared = settings.peer_block_size()
     if declared is not None:
         parts = tuple(n for n in parts if n * kernel_tokens == declared)
     if not parts:
@@ -88,7 +88,7 @@ def _check_block_size(ours: OurSide, peer: Statement) -> int | None:
     Raises:
         PeerRefused: it is not.
     """
-    declared = _env.peer_block_size()
+    declared = settings.peer_block_size()
     tokens = peer.block_tokens
     parts = peer.kernel_blocks_per_block
     if declared is None or tokens is None:
@@ -99,13 +99,13 @@ def _check_block_size(ours: OurSide, peer: Statement) -> int | None:
 
 
 def _check_layout(ours: OurSide, peer: Statement) -> None:
-    declared, stated = _env.peer_layout(), peer.inner_layout
+    declared, stated = settings.peer_layout(), peer.inner_layout
     if declared is not None and stated not in (None, declared):
         raise refusal(
             ours,
             peer,
-            f"{_env.PEER_LAYOUT} declares {declared} and its handshake says {peer.layout}: set it "
-            "to what P has, or unset it",
+            f"{settings.PEER_LAYOUT} declares {declared} and its handshake says {peer.layout}: "
+            "set it to what P has, or unset it",
         )
 
 
@@ -113,6 +113,6 @@ def _not_as_declared(ours: OurSide, peer: Statement, found: str) -> PeerRefused:
     return refusal(
         ours,
         peer,
-        f"{_env.PEER_BLOCK_SIZE} declares blocks of {_env.peer_block_size()} tokens, and its "
-        f"handshake comes to {found}: set it to the --block-size of P, or unset it",
+        f"{settings.PEER_BLOCK_SIZE} declares blocks of {settings.peer_block_size()} tokens, and "
+        f"its handshake comes to {found}: set it to the --block-size of P, or unset it",
     )

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.vllm.groups import counted_group
 
 #: Engine ids are a peer's to choose; one that is forgotten is guarded again.
@@ -29,7 +29,7 @@ def require(slug: str) -> None:
     Raises:
         NotPatchedHere: this process has not applied that patch.
     """
-    session = sys.modules.get("kvpatch._session")
+    session = sys.modules.get("kvpatch.session")
     if session is None or not session.SESSION.has_applied(slug):
         raise NotPatchedHere(
             f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this worker, "

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvpatch import _env
-from kvpatch._errors import KvpatchError
+from kvpatch.core import settings
+from kvpatch.core.errors import KvpatchError
 
 #: Row 0 is for vLLM's null block, whose number is 0 in every table of blocks.
 NULL_ROWS = 1
@@ -67,7 +67,7 @@ def is_wanted_here(vllm_config: Any, supported: Mapping[str, Any] | None) -> boo
     from vllm.platforms import current_platform
 
     wanted = is_wanted(
-        _env.host_buffer(),
+        settings.host_buffer(),
         str(current_platform.device_type),
         # No choice in 0.10.0, which registers everything as CUDA's memory.
         getattr(vllm_config.kv_transfer_config, "kv_buffer_device", "cuda") or "cuda",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
-from kvpatch import _env
+from kvpatch.core import settings
 from kvpatch.vllm.elsewhere import require
 from kvpatch.vllm.host_buffer import NULL_ROWS, HostBufferRefused, block_bytes_of, rows_in
 from kvpatch.vllm.host_buffer_groups import GroupBlocks
@@ -96,7 +96,7 @@ class Saves:
         """Learns the blocks and their sizes from vLLM's scheduler."""
         plan = core.kv_cache_config
         self._block_bytes = block_bytes_of(plan)
-        self._rows = rows_in(_env.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks))
+        self._rows = rows_in(settings.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks))
         self._table = SlotTable(self._rows - NULL_ROWS)
         found = getattr(plan, "transfer_groups", plan.kv_cache_groups)
         windows = getattr(connector_scheduler, "blocks_per_sw", None) or [0] * len(found)

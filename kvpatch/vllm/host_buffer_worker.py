@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import wrapt
 
-from kvpatch import _env
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.transfer.own_copies import Operation
 from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
@@ -149,8 +149,8 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
     blocks = blocks_of(layers, registration.planned_blocks(worker), parts)
     size = block_bytes(kv_caches, dimensions, blocks)
-    rows = rows_in(_env.host_buffer_bytes(), size, blocks)
-    by_kvcached = _env.is_kvcached_enabled()
+    rows = rows_in(settings.host_buffer_bytes(), size, blocks)
+    by_kvcached = settings.is_kvcached_enabled()
     if by_kvcached:
         check_pools(kv_caches, layers, kvcacheds_settings())
         note_pages(worker, kv_caches, layers)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvpatch import _env
+from kvpatch.core import settings
 from kvpatch.vllm.likeness import reserves_slots
 from kvpatch.vllm.recent import Recent
 
@@ -86,8 +86,8 @@ def introductions_of(scheduler: Any, *, full_blocks_only: bool) -> Introductions
 
 def _declared(*, states_layout: bool) -> int | None:
     """The tokens of every peer's blocks, where nothing is left open beside."""
-    has_layout = states_layout or _env.peer_layout() or _env.unstated_layout() == "same"
-    return _env.peer_block_size() if has_layout else None
+    has_layout = states_layout or settings.peer_layout() or settings.unstated_layout() == "same"
+    return settings.peer_block_size() if has_layout else None
 
 
 def book_proof(scheduler: Any, engine_id: str, block_tokens: int) -> None:

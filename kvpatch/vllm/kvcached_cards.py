@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvpatch import _env
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.network_cards import active_ports, beside_ucx, ports_in_play
 
 _OTHERWISE = (
@@ -30,7 +30,7 @@ def refuse_cards(worker: Any, kv_caches: Mapping[str, Any]) -> None:
         RegistrationRefused: with the cards that were found, and what to set.
     """
     on_device = {device for device in _device_types(kv_caches) if device != "cpu"}
-    if not on_device or _env.kvcached_cards() == "trust":
+    if not on_device or settings.kvcached_cards() == "trust":
         return
     # From 0.11 on; before that UCX is all there is.
     others = beside_ucx(getattr(worker, "nixl_backends", ()))
@@ -42,15 +42,15 @@ def refuse_cards(worker: Any, kv_caches: Mapping[str, Any]) -> None:
             'backend that may keep the pages of the registration. Set "backends": ["UCX"] in '
             f"kv_connector_extra_config, or {_OTHERWISE}"
         )
-    ports = ports_in_play(active_ports(), _env.ucx_transports(), _env.ucx_net_devices())
+    ports = ports_in_play(active_ports(), settings.ucx_transports(), settings.ucx_net_devices())
     if ports:
         raise RegistrationRefused(
             f"kvcached's memory on {', '.join(sorted(on_device))} is to be registered where UCX "
             f"may use {', '.join(map(str, ports))}: a network card keeps the pages that are there "
             "at registration, all of them kvcached's page of zeros, and kvcached maps others "
             "later. Expected no card in UCX's choice, found UCX_TLS="
-            f"{_env.ucx_transports() or 'all'} and UCX_NET_DEVICES="
-            f"{_env.ucx_net_devices() or 'all'}. Set UCX_TLS=^ib, or UCX_NET_DEVICES to "
+            f"{settings.ucx_transports() or 'all'} and UCX_NET_DEVICES="
+            f"{settings.ucx_net_devices() or 'all'}. Set UCX_TLS=^ib, or UCX_NET_DEVICES to "
             f"Ethernet interfaces alone, or {_OTHERWISE}"
         )
 

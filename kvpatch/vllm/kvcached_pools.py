@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpatch import _env
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import Plane
 from kvpatch.vllm.caches import LayerCache
 
@@ -40,7 +40,7 @@ class Settings:
 
 def kvcacheds_settings() -> Settings:
     """As this process has them."""
-    return Settings(_env.kvcached_contiguous(), _env.kvcached_page_bytes())
+    return Settings(settings.kvcached_contiguous(), settings.kvcached_page_bytes())
 
 
 @dataclass(frozen=True)

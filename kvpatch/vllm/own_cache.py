@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
-from kvpatch import _env
+from kvpatch.core import settings
 from kvpatch.geometry import KeyOrder, places_of
 from kvpatch.vllm.announcements import announcements_of
 from kvpatch.vllm.backend_layouts import backend_layouts, planned_layout
@@ -77,7 +77,7 @@ def reader_for(
     heard = announcements_of(worker)
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
-        mode = _env.transfer_mode()
+        mode = settings.transfer_mode()
         if rows is not None:
             return Reader(
                 ours,

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch._errors import KvpatchError
-from kvpatch._text import one_line, shown
+from kvpatch.core.errors import KvpatchError
+from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import Plan
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool

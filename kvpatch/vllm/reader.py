@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,

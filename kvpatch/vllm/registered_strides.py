@@ -14,7 +14,7 @@ from typing import Any
 
 import wrapt
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import Plane
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.our_side import registered_addresses

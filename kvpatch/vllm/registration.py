@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import DimensionOrder, KeyOrder
 from kvpatch.vllm.groups import Group, one_group, planned_groups
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from kvpatch._errors import FromOutside
+from kvpatch.core.errors import FromOutside
 from kvpatch.geometry import PART_AXES, PartAxes
 
 _WORD = "kvpatch_rows"

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary, ref
 
 import wrapt
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import (
     DimensionOrder,
     Row,

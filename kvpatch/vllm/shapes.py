@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry import Content, Plane, part_bytes
 from kvpatch.vllm.caches import LayerCache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvpatch._errors import FromOutside
+from kvpatch.core.errors import FromOutside
 from kvpatch.geometry import (
     BlockList,
     Crossing,

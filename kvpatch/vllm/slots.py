@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 
 
 class NeverFits(KvpatchError):

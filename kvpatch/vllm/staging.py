@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpatch import _env
+from kvpatch.core import settings
 from kvpatch.geometry import Memory
 from kvpatch.transfer.pool import StagingPool
 
@@ -36,4 +36,4 @@ def staging_pool(
         return buffer
 
     on_device = device.type != "cpu" or (copied_to is not None and copied_to.type != "cpu")
-    return StagingPool(_env.staging_bytes(), make, on_device)
+    return StagingPool(settings.staging_bytes(), make, on_device)

@@ -15,7 +15,7 @@ from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import Row
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch._errors import FromOutside
-from kvpatch._text import shown
+from kvpatch.core.errors import FromOutside
+from kvpatch.core.text import shown
 
 FIELD = "kv_transfer_params"
 _BLOCKS = "remote_block_ids"

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any
 
-from kvpatch import _env
+from kvpatch.core import settings
 
 _LOG = logging.getLogger("kvpatch.registration")
 
@@ -26,7 +26,7 @@ def note_transport(kv_caches: Mapping[str, Any]) -> None:
     Not where UCX_TLS leaves out what is slow with them: that was chosen.
     """
     devices = {getattr(getattr(cache, "device", None), "type", "") for cache in kv_caches.values()}
-    if "cuda" in devices and has_cuda_ipc(_env.ucx_transports()):  # ROCm's name too
+    if "cuda" in devices and has_cuda_ipc(settings.ucx_transports()):  # ROCm's name too
         _warn(kvcached_version())
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpatch._errors import KvpatchError
+from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry import Plane, UnplannableCopy, check_whole
 from kvpatch.vllm.cache_kinds import Holds, Kind
 from kvpatch.vllm.caches import LayerCache

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvpatch._errors import FromOutside
-from kvpatch._text import shown
+from kvpatch.core.errors import FromOutside
+from kvpatch.core.text import shown
 from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, without_form
 
 #: What a layer's block looks like inside, where it is in one piece: a head's tokens are

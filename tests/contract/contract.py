@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvpatch._patching import Patch, Site
 from kvpatch._versions import Generation
+from kvpatch.core.ledger import Patch, Site
 
 from .relied_on import bodies
 from .source import Method, method

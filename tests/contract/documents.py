@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvpatch._patching import Patch
 from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.core.ledger import Patch
 from kvpatch.patches import load
 
 from .contract import Cell, cell

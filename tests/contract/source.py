@@ -16,7 +16,7 @@ class Method:
     """One function as its source has it.
 
     Attributes:
-        kind: as in :class:`kvpatch._patching.Site`.
+        kind: as in :class:`kvpatch.core.ledger.Site`.
         parameters: names in order, ``*`` and ``**`` written out.
         fingerprint: of the body alone. Comments, layout and the docstring do not
             count: they cannot change what the body does.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch import _ray
 from kvpatch._versions import RELEASES, generation_of
+from kvpatch.core import ray_variables
 from kvpatch.patches import load
 from tests.releases.fetch import fetch
 
@@ -36,7 +36,7 @@ def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_rays_workers_get_what_one_function_names(release):
-    found = source.method(release, _ray.MODULE, _ray.FUNCTION)
+    found = source.method(release, ray_variables.MODULE, ray_variables.FUNCTION)
     assert isinstance(found, source.Method), found
 
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvpatch._patching import Site
 from kvpatch._versions import Generation
+from kvpatch.core.ledger import Site
 from kvpatch.patches import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch._errors import KvpatchError
-from kvpatch._text import one_line
+from kvpatch.core.errors import KvpatchError
+from kvpatch.core.text import one_line
 from kvpatch.geometry import cross, plan_rounds, plan_runs
 from kvpatch.geometry.errors import UnpairableBlocks
 from kvpatch.vllm.candidates import candidates_of

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch._errors import RegistrationRefused, SettingsError
+from kvpatch.core.errors import RegistrationRefused, SettingsError
 from kvpatch.transfer.network_cards import (
     Port,
     active_ports,

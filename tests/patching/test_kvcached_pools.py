@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.backing import Driver, driver, filler_of
 from kvpatch.vllm import kvcached_pages
 from kvpatch.vllm.caches import read_layers

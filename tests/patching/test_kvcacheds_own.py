@@ -11,9 +11,9 @@ import types
 
 import pytest
 
-from kvpatch import _kvcached
-from kvpatch._errors import SiteDrifted
-from kvpatch._patching import Ledger, Site
+from kvpatch.core import kvcacheds_patch
+from kvpatch.core.errors import SiteDrifted
+from kvpatch.core.ledger import Ledger, Site
 
 pytestmark = pytest.mark.patching
 
@@ -64,7 +64,7 @@ class World:
         module = types.ModuleType(MODULE)
         module.Base, module.Worker = Base, Worker
         sys.modules[MODULE] = module
-        theirs = types.ModuleType(_kvcached.MODULE)
+        theirs = types.ModuleType(kvcacheds_patch.MODULE)
         exec(_STANDIN, vars(theirs))
         self.patch = theirs.NixlConnectorPatch()
 

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import wrapt
 
-from kvpatch._errors import SiteDrifted
-from kvpatch._patching import Ledger, Site, resolve
+from kvpatch.core.errors import SiteDrifted
+from kvpatch.core.ledger import Ledger, Site, resolve
 
 pytestmark = pytest.mark.patching
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import UnreadableGeometry, places_of
 from kvpatch.patches.block_count import common_blocks, is_as_planned
 from kvpatch.patches.kvcached_regions import arrangement, is_in_rows, is_split_inside

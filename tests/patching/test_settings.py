@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch import _env, doctor
-from kvpatch._errors import SettingsError
+from kvpatch import doctor
+from kvpatch.core import settings
+from kvpatch.core.errors import SettingsError
 
 pytestmark = pytest.mark.patching
 
-SIZES = {"KVPATCH_HOST_BUFFER_BYTES": _env.host_buffer_bytes}
-SIZES["KVPATCH_STAGING_BYTES"] = _env.staging_bytes
-CHOICES = {"KVPATCH_HOST_BUFFER": _env.host_buffer, "KVPATCH_TRANSFER": _env.transfer_mode}
+SIZES = {"KVPATCH_HOST_BUFFER_BYTES": settings.host_buffer_bytes}
+SIZES["KVPATCH_STAGING_BYTES"] = settings.staging_bytes
+CHOICES = {"KVPATCH_HOST_BUFFER": settings.host_buffer, "KVPATCH_TRANSFER": settings.transfer_mode}
 
 
 @pytest.fixture(autouse=True)
@@ -44,28 +45,28 @@ def test_a_choice_is_one_of_those_there_are(monkeypatch, name):
 
 
 def test_the_host_buffer_is_on_where_it_is_needed_and_has_4_gib(monkeypatch):
-    assert _env.host_buffer_bytes() == 4 * 2**30
+    assert settings.host_buffer_bytes() == 4 * 2**30
     for value in ("always", "never", "auto"):
         monkeypatch.setenv("KVPATCH_HOST_BUFFER", value)
-        assert _env.host_buffer() == value
+        assert settings.host_buffer() == value
 
 
 def test_a_variable_that_nobody_reads_is_named_with_the_nearest_real_one(monkeypatch):
-    assert _env.complaints(()) == []
+    assert settings.complaints(()) == []
     for name in (*SIZES, *CHOICES):
         monkeypatch.setenv(name, "auto")
-    assert _env.complaints(()) == []
+    assert settings.complaints(()) == []
     monkeypatch.setenv("KVPATCH_HOST_BUFER_BYTES", "1")
-    (complaint,) = _env.complaints(())
+    (complaint,) = settings.complaints(())
     assert complaint.endswith("did you mean KVPATCH_HOST_BUFFER_BYTES?")
 
 
 def test_doctor_shows_the_host_buffers_settings(monkeypatch):
     monkeypatch.setenv("KVPATCH_HOST_BUFFER", "always")
     monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "1048576")
-    shown = doctor.settings()
+    shown = doctor.settings_in_use()
     assert shown["KVPATCH_HOST_BUFFER"] == "always"
     assert shown["KVPATCH_HOST_BUFFER_BYTES"].startswith("1048576 ")
     monkeypatch.setenv("KVPATCH_HOST_BUFFER_BYTES", "many")
     with pytest.raises(SettingsError, match="KVPATCH_HOST_BUFFER_BYTES='many'"):
-        doctor.settings()
+        doctor.settings_in_use()

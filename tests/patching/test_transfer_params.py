@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvpatch._errors import SettingsError
-from kvpatch._text import shown
 from kvpatch._versions import GENERATIONS
+from kvpatch.core.errors import SettingsError
+from kvpatch.core.text import shown
 from kvpatch.patches import FRONT_ENDS, load
 from kvpatch.patches.transfer_params import (
     FORMS,

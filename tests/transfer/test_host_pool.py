@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch._errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer import device_copies, host_copies, host_memory, host_pool
 from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
 from tests.storageless import StoragelessStandIn

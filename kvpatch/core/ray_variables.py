@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from kvpatch import _env
+from kvpatch.core import settings
 
 #: The same on every release: the names of the variables that actors are given.
 MODULE = "vllm.ray.ray_env"
@@ -30,4 +30,4 @@ def with_ours(
 ) -> set[str]:
     """The release's names and ours, but for those that the user leaves behind."""
     left_behind = vars(sys.modules[MODULE]).get(LEFT_BEHIND, set())
-    return set(wrapped(*args, **kwargs)) | (set(_env.to_copy()) - set(left_behind))
+    return set(wrapped(*args, **kwargs)) | (set(settings.to_copy()) - set(left_behind))

@@ -12,7 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvpatch._errors import SettingsError
+    from kvpatch.core.errors import SettingsError
 
 ALLOWED_PEERS = "KVPATCH_ALLOWED_PEERS"
 ENABLE = "ENABLE_KVPATCH"
@@ -215,7 +215,7 @@ def _choice(name: str, choices: tuple[str, ...]) -> str:
 
 
 def _settings_error(message: str) -> SettingsError:
-    from kvpatch._errors import SettingsError
+    from kvpatch.core.errors import SettingsError
 
     return SettingsError(message)
 

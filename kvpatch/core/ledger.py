@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import wrapt
 
-from kvpatch import _kvcached
-from kvpatch._errors import SiteDrifted
+from kvpatch.core import kvcacheds_patch
+from kvpatch.core.errors import SiteDrifted
 
 #: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -161,10 +161,10 @@ class Ledger:
         }
         found = []
         for (owner, name), change in places.items():
-            if _kvcached.is_theirs(name, vars(owner).get(name)):
+            if kvcacheds_patch.is_theirs(name, vars(owner).get(name)):
                 self._replace(slug, owner, name, change.ours)
                 found.append(f"{owner.__qualname__}.{name}")
-            for kind in tuple(_kvcached.shadows(owner, name)):
+            for kind in tuple(kvcacheds_patch.shadows(owner, name)):
                 self._replace(slug, kind, name, _MISSING)
                 found.append(f"{kind.__qualname__}.{name}")
         return found
@@ -244,7 +244,7 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
         found = "no such method" if holder is None else f"one inherited from {holder.__qualname__}"
         raise SiteDrifted(str(site), f"a method that {site.owner} itself defines", found)
     if supersede:
-        attribute = _kvcached.original_of(owner, site.name) or attribute
+        attribute = kvcacheds_patch.original_of(owner, site.name) or attribute
     kind = kind_of(attribute)
     if kind != site.kind:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")

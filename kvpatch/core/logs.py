@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from kvpatch import _env
+from kvpatch.core import settings
 
 
 def set_up(logger: logging.Logger) -> None:
@@ -14,7 +14,7 @@ def set_up(logger: logging.Logger) -> None:
     vLLM configures its own logger only, so that the line which says what was
     patched would be dropped with the root logger's default level.
     """
-    level = _env.log_level()
+    level = settings.log_level()
     if level is not None:
         logger.setLevel(level)
     elif logger.level == logging.NOTSET:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch._text import one_line
+from kvpatch.core.text import one_line
 
 
 class KvpatchError(Exception):

@@ -18,11 +18,12 @@ from typing import Any
 
 import wrapt
 
-import kvpatch
-from kvpatch import _env, _kvcached, _logging, _ray, _versions
-from kvpatch._errors import PatchRefused, ReleaseNotKnown, SiteDrifted
-from kvpatch._patching import Ledger, Patch
-from kvpatch._status import PatchStatus, Status
+from kvpatch import _versions
+from kvpatch.core import kvcacheds_patch, logs, ray_variables, settings
+from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
+from kvpatch.core.ledger import Ledger, Patch
+from kvpatch.core.status import PatchStatus, Status
+from kvpatch.core.version import __version__
 from kvpatch.patches import FRONT_ENDS, SLUGS, load, load_one
 from kvpatch.vllm.allowed_peers import allowed_peers
 
@@ -52,9 +53,9 @@ class Session:
         """See :func:`kvpatch.enable`."""
         if self._enabled:
             return
-        _logging.set_up(_LOG)
+        logs.set_up(_LOG)
         allowed_peers()  # a list that cannot be read is an error now, and not with a request
-        for complaint in _env.complaints(SLUGS):
+        for complaint in settings.complaints(SLUGS):
             _LOG.warning("kvpatch: %s", complaint)
         self._enabled = True
         self._find_release()
@@ -71,8 +72,8 @@ class Session:
         for slug, names in FRONT_ENDS.items():
             for module in names:
                 self._hook_front_end(slug, module)
-        self._watch(_kvcached.MODULE, self._on_kvcached)
-        self._watch(_ray.MODULE, self._on_ray)
+        self._watch(kvcacheds_patch.MODULE, self._on_kvcached)
+        self._watch(ray_variables.MODULE, self._on_ray)
 
     def disable(self) -> None:
         """See :func:`kvpatch.disable`."""
@@ -90,7 +91,7 @@ class Session:
         """See :func:`kvpatch.status`."""
         vllm = self._vllm
         return Status(
-            kvpatch=kvpatch.__version__,
+            kvpatch=__version__,
             enabled=self._enabled,
             vllm=f"{vllm.distribution} {vllm.version}" if vllm else None,
             generation=self._generation.slug if self._generation else None,
@@ -102,7 +103,7 @@ class Session:
         self._vllm, self._generation, self._problem = None, None, ""
         try:
             self._vllm = _versions.installed_vllm()
-            override = _env.generation_override()
+            override = settings.generation_override()
             self._generation = (
                 _versions.generation_named(override)
                 if override
@@ -114,8 +115,8 @@ class Session:
     def _before_import(self, slug: str) -> PatchStatus:
         if self._generation is None:
             return PatchStatus(slug, "refused", "vLLM's generation is not known")
-        if slug in _env.disabled_slugs():
-            return PatchStatus(slug, "off", _env.DISABLE)
+        if slug in settings.disabled_slugs():
+            return PatchStatus(slug, "off", settings.DISABLE)
         return PatchStatus(slug, "waiting", "the connector has not been imported")
 
     def _hook(self, module: str) -> None:
@@ -165,14 +166,14 @@ class Session:
             wrapt.register_post_import_hook(act, module)
 
     def _on_ray(self, module: ModuleType) -> None:
-        for holder in _ray.holders(module) if self._enabled else ():
-            self._ledger.wrap(_RAY, holder, _ray.FUNCTION, _ray.with_ours)
+        for holder in ray_variables.holders(module) if self._enabled else ():
+            self._ledger.wrap(_RAY, holder, ray_variables.FUNCTION, ray_variables.with_ours)
 
     def _on_kvcached(self, module: ModuleType) -> None:
         """kvcached's own patch may come after ours, and more than once."""
-        patch = vars(module).get(_kvcached.PATCH_CLASS)
-        if self._enabled and isinstance(patch, type) and _kvcached.APPLY in vars(patch):
-            self._ledger.wrap(_SUPERSEDING, patch, _kvcached.APPLY, self._after_kvcached)
+        patch = vars(module).get(kvcacheds_patch.PATCH_CLASS)
+        if self._enabled and isinstance(patch, type) and kvcacheds_patch.APPLY in vars(patch):
+            self._ledger.wrap(_SUPERSEDING, patch, kvcacheds_patch.APPLY, self._after_kvcached)
 
     def _after_kvcached(
         self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,7 +183,7 @@ class Session:
         return result
 
     def _does_kvcacheds_part(self) -> bool:
-        return not set(_DO_KVCACHEDS_PART) & set(_env.disabled_slugs())
+        return not set(_DO_KVCACHEDS_PART) & set(settings.disabled_slugs())
 
     def _supersede(self) -> None:
         if not self._does_kvcacheds_part():
@@ -256,8 +257,8 @@ class Session:
         slugs = ",".join(p.slug for p in refused)
         raise PatchRefused(
             f"kvpatch cannot patch {type(instance).__name__} of {status.vllm}: {reasons}. "
-            f"Use a release that kvpatch supports, or set {_env.DISABLE}={slugs} to serve "
-            f"without these patches, or unset {_env.ENABLE}"
+            f"Use a release that kvpatch supports, or set {settings.DISABLE}={slugs} to serve "
+            f"without these patches, or unset {settings.ENABLE}"
         )
 
 
