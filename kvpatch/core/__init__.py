@@ -1,4 +1,4 @@
-"""What every other part stands on: settings, errors, status, and the ledger of what was wrapped.
+"""What every other part stands on: facts of releases, settings, errors, status, the ledger.
 
 Imports nothing else of kvpatch, and neither vllm nor torch.
 """

@@ -49,6 +49,13 @@ def method(release: str, module: str, qualified_name: str) -> Method | str:
     return _method(functions[-1])
 
 
+def classes(release: str, module: str) -> list[ast.ClassDef]:
+    """The classes of a module, nested ones too; none where there is no such module."""
+    path = _path(release, module)
+    found = () if path is None else ast.walk(_parse(path))
+    return [node for node in found if isinstance(node, ast.ClassDef)]
+
+
 def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
     decorators = {ast.unparse(d) for d in function.decorator_list}
     kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "function")

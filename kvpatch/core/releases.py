@@ -1,0 +1,450 @@
+"""One record of facts per vLLM release: the only version data in kvpatch.
+
+A record says what its release changed against the one before. The contract tests hold every
+fact of every release against that release's source. Releases are looked up one by one: a range
+would take in a release that nobody has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from kvpatch.core.errors import ReleaseNotKnown
+
+
+@dataclass(frozen=True)
+class Place:
+    """A class and the module that defines it."""
+
+    module: str
+    owner: str
+
+
+#: Where a worker finds out the shape of its caches: from flags of its own, from its topology's
+#: backend, from its one backend, from all its backends, or from the name of the layout.
+ShapeSource = Literal["flags", "topology", "backend", "backends", "layout name"]
+#: How FlashAttention's tensors begin; packed ones have keys and values in one row.
+CacheShape = Literal["keys first", "blocks first", "packed"]
+#: What a worker makes of a load that failed: it knows no such thing, or it reports the request
+#: as one received, or so with the first of its reads that fails, or as what it is.
+FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
+
+
+@dataclass(frozen=True)
+class ReleaseFacts:
+    """What kvpatch has to know of one release.
+
+    Attributes:
+        release: its public version.
+        generation: of the run of releases that are tested alike, for ``KVPATCH_GENERATION``.
+        connector: the class that defines ``NixlConnector``'s methods; importing its module
+            defines or imports every class below.
+        worker: the class that registers KV caches.
+        reader: the class that reads blocks from a peer.
+        scheduler: the class that plans transfers.
+        completions_module: where the API server takes requests to ``/v1/completions``.
+        server_request: the parameters of the engine client's ``add_request``.
+        agent_metadata: the fields of what a worker states at the handshake.
+        request_metadata: the fields of a request to receive, in the connector's metadata.
+        core_output: the scheduler's name of what its workers report to it.
+        cache_shape: how FlashAttention's tensors begin.
+        shape_source: where a worker finds out the shape of its caches.
+        failed_loads: what a worker makes of a load that failed.
+        forgets_failed_reads: the metadata of a read that failed is gone.
+        loads_whole_blocks_only: D computes the last, partial block of a prompt.
+        asks_for_layout: the connector asks vLLM for a cache layout.
+        has_host_buffer: a worker can mirror its cache in host memory.
+        checks_device_again: a worker looks at its device's name once more as it registers.
+        can_answer_later: a connector can say that it does not know yet what it will load.
+        registers_shared_tensors_once: layers that share a tensor are registered once.
+        listens_in_scheduler: the scheduler answers handshakes, and not each worker.
+        listens_by_host: the listener is handed its host.
+        meets_one_rank: a worker shakes hands with one rank of its peer.
+        compares_block_sizes_first: larger blocks fail a handshake before anything is read of it.
+        topology_has_block_size: the worker's topology keeps a block size of its own.
+        keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
+        expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
+        has_cache_groups: the connector is handed the plan, which has groups of layers.
+        counts_tokens_of_failed: the scheduler looks at a step's tokens where loads failed.
+        counts_one_head: a P of as many ranks as heads is taken for one that shares them.
+        reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks.
+        reads_back: P may load an earlier turn from D.
+        reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
+        lists_drafted_blocks: P's lists may go on behind the prompt where P drafts tokens.
+        throttles_prefills: a step of the scheduler can leave new prompts out.
+        names_layouts: a layout is a name, and the regions of a peer have strides.
+        pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
+    """
+
+    release: str
+    generation: str
+    connector: Place
+    worker: Place
+    reader: Place
+    scheduler: Place
+    completions_module: str
+    server_request: tuple[str, ...]
+    agent_metadata: frozenset[str]
+    request_metadata: frozenset[str]
+    core_output: str
+    cache_shape: CacheShape
+    shape_source: ShapeSource
+    failed_loads: FailedLoads
+    forgets_failed_reads: bool = False
+    loads_whole_blocks_only: bool = False
+    asks_for_layout: bool = True
+    has_host_buffer: bool = True
+    checks_device_again: bool = False
+    can_answer_later: bool = True
+    registers_shared_tensors_once: bool = True
+    listens_in_scheduler: bool = True
+    listens_by_host: bool = False
+    meets_one_rank: bool = False
+    compares_block_sizes_first: bool = False
+    topology_has_block_size: bool = False
+    keeps_aborted_blocks: bool = True
+    expands_remote_blocks: bool = False
+    has_cache_groups: bool = False
+    counts_tokens_of_failed: bool = False
+    counts_one_head: bool = False
+    reads_its_share: bool = False
+    reads_back: bool = False
+    reserves_drafted_blocks: bool = False
+    lists_drafted_blocks: bool = False
+    throttles_prefills: bool = False
+    names_layouts: bool = False
+    pairs_heads_by_layout: bool = False
+
+    @property
+    def states_layout(self) -> bool:
+        """Whether a handshake names the layout of the caches."""
+        return "kv_cache_layout" in self.agent_metadata
+
+    @property
+    def states_block_size(self) -> bool:
+        """Whether a handshake has the tokens of a block, and not its bytes alone."""
+        return "block_size" in self.agent_metadata
+
+    @property
+    def states_kernel_blocks(self) -> bool:
+        """Whether a handshake says into how many kernel blocks a block is cut."""
+        return "physical_blocks_per_logical_kv_block" in self.agent_metadata
+
+    @property
+    def states_context_parallelism(self) -> bool:
+        """Whether a handshake says how many ranks share out the tokens of a block."""
+        return "dcp_size" in self.agent_metadata
+
+    @property
+    def names_remote_request(self) -> bool:
+        """Whether P has a name of its own for a request, in what it hands on of it."""
+        return "remote" in self.request_metadata
+
+    @property
+    def loses_failed_groups(self) -> bool:
+        """Whether a failed load is reported as received where there are several cache groups."""
+        return self.has_cache_groups and self.failed_loads != "as failed"
+
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+_COMPLETIONS = "vllm.entrypoints.openai"
+_ONE_MODULE = f"{_CONNECTORS}.nixl_connector"
+_PACKAGE = f"{_CONNECTORS}.nixl"
+_REQUEST = (
+    *("self", "request_id", "prompt", "params", "arrival_time", "lora_request"),
+    *("tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank"),
+)
+_ADDRESS = frozenset(("remote_block_ids", "remote_host", "remote_port", "remote_engine_id"))
+
+_0_10_0 = ReleaseFacts(
+    release="0.10.0",
+    generation="g0100",
+    connector=Place(_ONE_MODULE, "NixlConnector"),
+    worker=Place(_ONE_MODULE, "NixlConnectorWorker"),
+    reader=Place(_ONE_MODULE, "NixlConnectorWorker"),
+    scheduler=Place(_ONE_MODULE, "NixlConnectorScheduler"),
+    completions_module=f"{_COMPLETIONS}.serving_completion",
+    server_request=_REQUEST,
+    agent_metadata=frozenset(
+        ("engine_id", "agent_metadata", "kv_caches_base_addr", "num_blocks", "block_len")
+    )
+    | {"attn_backend_name"},
+    request_metadata=_ADDRESS | {"local_block_ids", "tp_size"},
+    core_output="model_runner_output",
+    cache_shape="keys first",
+    shape_source="flags",
+    failed_loads="unknown",
+    loads_whole_blocks_only=True,
+    asks_for_layout=False,
+    has_host_buffer=False,
+    can_answer_later=False,
+    registers_shared_tensors_once=False,
+    listens_in_scheduler=False,
+    meets_one_rank=True,
+    keeps_aborted_blocks=False,
+    counts_one_head=True,
+    reserves_drafted_blocks=True,
+    lists_drafted_blocks=True,
+)
+_0_10_1 = replace(
+    _0_10_0,
+    release="0.10.1",
+    generation="g0101",
+    agent_metadata=_0_10_0.agent_metadata | {"kv_cache_layout"},
+    core_output="kv_connector_output",
+    loads_whole_blocks_only=False,
+    asks_for_layout=True,
+    has_host_buffer=True,
+    checks_device_again=True,
+    reserves_drafted_blocks=False,
+)
+_0_10_1_1 = replace(_0_10_1, release="0.10.1.1")
+_0_10_2 = replace(
+    _0_10_1_1,
+    release="0.10.2",
+    generation="g0102",
+    checks_device_again=False,
+    can_answer_later=True,
+    registers_shared_tensors_once=True,
+)
+_0_11_0 = replace(
+    _0_10_2,
+    release="0.11.0",
+    generation="g0110",
+    agent_metadata=_0_10_2.agent_metadata - {"block_len"} | {"block_lens"},
+)
+_0_11_1 = replace(
+    _0_11_0,
+    release="0.11.1",
+    generation="g0111",
+    server_request=(*_REQUEST, "prompt_text"),
+    agent_metadata=_0_11_0.agent_metadata | {"device_id", "block_size"},
+    request_metadata=_0_11_0.request_metadata | {"local_physical_block_ids"},
+    shape_source="topology",
+    failed_loads="as received",
+    forgets_failed_reads=True,
+    listens_in_scheduler=True,
+    compares_block_sizes_first=True,
+    topology_has_block_size=True,
+    expands_remote_blocks=True,
+)
+_0_11_2 = replace(_0_11_1, release="0.11.2")
+_0_12_0 = replace(_0_11_2, release="0.12.0", generation="g0120", topology_has_block_size=False)
+_0_13_0 = replace(
+    _0_12_0,
+    release="0.13.0",
+    generation="g0130",
+    agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
+    request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
+)
+_0_14_0 = replace(
+    _0_13_0,
+    release="0.14.0",
+    generation="g0140",
+    forgets_failed_reads=False,
+    meets_one_rank=False,
+    compares_block_sizes_first=False,
+)
+_0_14_1 = replace(_0_14_0, release="0.14.1")
+_0_15_0 = replace(
+    _0_14_1, release="0.15.0", completions_module=f"{_COMPLETIONS}.completion.serving"
+)
+_0_15_1 = replace(_0_15_0, release="0.15.1")
+_0_16_0 = replace(
+    _0_15_1,
+    release="0.16.0",
+    generation="g0160",
+    shape_source="backend",
+    keeps_aborted_blocks=True,
+)
+_0_17_0 = replace(
+    _0_16_0,
+    release="0.17.0",
+    generation="g0170",
+    server_request=(*_0_16_0.server_request, "reasoning_ended"),
+)
+_0_17_1 = replace(_0_17_0, release="0.17.1")
+_0_18_0 = replace(
+    _0_17_1,
+    release="0.18.0",
+    generation="g0180",
+    agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
+    shape_source="backends",
+    has_cache_groups=True,
+)
+_0_18_1 = replace(_0_18_0, release="0.18.1")
+_0_19_0 = replace(_0_18_1, release="0.19.0", counts_tokens_of_failed=True)
+_0_19_1 = replace(_0_19_0, release="0.19.1")
+_0_20_0 = replace(
+    _0_19_1,
+    release="0.20.0",
+    generation="g0200",
+    connector=Place(f"{_PACKAGE}.connector", "NixlConnector"),
+    worker=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
+    reader=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
+    scheduler=Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
+    agent_metadata=_0_19_1.agent_metadata | {"attn_backend_name"},
+    expands_remote_blocks=False,
+    counts_one_head=False,
+)
+_0_20_1 = replace(
+    _0_20_0,
+    release="0.20.1",
+    server_request=(*_0_20_0.server_request, "reasoning_parser_kwargs"),
+)
+_0_20_2 = replace(_0_20_1, release="0.20.2")
+_0_21_0 = replace(
+    _0_20_2,
+    release="0.21.0",
+    generation="g0210",
+    agent_metadata=_0_20_2.agent_metadata | {"physical_blocks_per_logical_kv_block"},
+    reads_back=True,
+)
+_0_22_0 = replace(
+    _0_21_0,
+    release="0.22.0",
+    generation="g0220",
+    failed_loads="by the first",
+    listens_by_host=True,
+)
+_0_22_1 = replace(_0_22_0, release="0.22.1")
+_0_23_0 = replace(
+    _0_22_1,
+    release="0.23.0",
+    generation="g0230",
+    cache_shape="blocks first",
+    reserves_drafted_blocks=True,
+)
+_0_24_0 = replace(
+    _0_23_0,
+    release="0.24.0",
+    generation="g0240",
+    connector=Place(f"{_PACKAGE}.connector", "NixlBaseConnector"),
+    worker=Place(f"{_PACKAGE}.base_worker", "NixlBaseConnectorWorker"),
+    reader=Place(f"{_PACKAGE}.pull_worker", "NixlPullConnectorWorker"),
+    scheduler=Place(f"{_PACKAGE}.base_scheduler", "NixlBaseConnectorScheduler"),
+    request_metadata=_0_23_0.request_metadata | {"remote_block_size"},
+    reads_its_share=True,
+    throttles_prefills=True,
+)
+_0_25_0 = replace(
+    _0_24_0,
+    release="0.25.0",
+    generation="g0250",
+    reserves_drafted_blocks=False,
+    lists_drafted_blocks=False,
+)
+_0_25_1 = replace(_0_25_0, release="0.25.1")
+_0_26_0 = replace(
+    _0_25_1,
+    release="0.26.0",
+    generation="g0260",
+    request_metadata=_0_25_1.request_metadata | {"pp_size"},
+    cache_shape="packed",
+)
+_0_27_0 = replace(_0_26_0, release="0.27.0")
+_0_27_1 = replace(_0_27_0, release="0.27.1")
+_0_28_0 = replace(
+    _0_27_1,
+    release="0.28.0",
+    server_request=(*_REQUEST, "session_id", *_0_27_1.server_request[len(_REQUEST) :]),
+)
+_0_29_0 = replace(
+    _0_28_0,
+    release="0.29.0",
+    generation="g0290",
+    agent_metadata=_0_28_0.agent_metadata | {"block_strides", "dcp_size", "pcp_size"},
+    request_metadata=_0_28_0.request_metadata | {"dcp_size", "local_num_computed_blocks"},
+    shape_source="layout name",
+    names_layouts=True,
+)
+_0_30_0 = replace(
+    _0_29_0,
+    release="0.30.0",
+    generation="g0300",
+    agent_metadata=_0_29_0.agent_metadata
+    | {"region_num_blocks", "region_group_ids", "region_names", "region_mem_types"},
+    request_metadata=_0_29_0.request_metadata | {"awaiting_kvs", "region_blocks_to_zero"},
+    failed_loads="as failed",
+)
+_0_31_0 = replace(
+    _0_30_0,
+    release="0.31.0",
+    server_request=(*_0_30_0.server_request, "kv_hints"),
+    agent_metadata=_0_30_0.agent_metadata | {"region_members", "packed_member_layouts"},
+)
+_0_32_0 = replace(
+    _0_31_0,
+    release="0.32.0",
+    agent_metadata=_0_31_0.agent_metadata | {"ple_block_len"},
+    pairs_heads_by_layout=True,
+)
+_0_33_0 = replace(_0_32_0, release="0.33.0")
+
+#: The facts of every supported release, oldest first.
+FACTS: Mapping[str, ReleaseFacts] = MappingProxyType(
+    {
+        facts.release: facts
+        for facts in (
+            *(_0_10_0, _0_10_1, _0_10_1_1, _0_10_2, _0_11_0, _0_11_1, _0_11_2, _0_12_0, _0_13_0),
+            *(_0_14_0, _0_14_1, _0_15_0, _0_15_1, _0_16_0, _0_17_0, _0_17_1, _0_18_0, _0_18_1),
+            *(_0_19_0, _0_19_1, _0_20_0, _0_20_1, _0_20_2, _0_21_0, _0_22_0, _0_22_1, _0_23_0),
+            *(_0_24_0, _0_25_0, _0_25_1, _0_26_0, _0_27_0, _0_27_1, _0_28_0, _0_29_0, _0_30_0),
+            *(_0_31_0, _0_32_0, _0_33_0),
+        )
+    }
+)
+
+#: Every supported release, oldest first.
+RELEASES: tuple[str, ...] = tuple(FACTS)
+
+#: The releases of every generation, oldest first.
+GENERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        slug: tuple(r for r, facts in FACTS.items() if facts.generation == slug)
+        for slug in dict.fromkeys(facts.generation for facts in FACTS.values())
+    }
+)
+
+#: Where the connector has been, for a release that is not known.
+CONNECTORS: tuple[Place, ...] = tuple(dict.fromkeys(facts.connector for facts in FACTS.values()))
+
+
+def facts_of(version: str) -> ReleaseFacts:
+    """The facts of a release; local labels (``+cpu``, ``+cu129``) do not matter.
+
+    Raises:
+        ReleaseNotKnown: the release is not in the table, a pre-release included.
+    """
+    try:
+        public = Version(version).public
+    except InvalidVersion:
+        public = version
+    if public in FACTS:
+        return FACTS[public]
+    raise ReleaseNotKnown(
+        f"vLLM {version} is not a release that kvpatch knows (those from {RELEASES[0]} to "
+        f"{RELEASES[-1]}). Install one of them, or, if you know which it is like, set "
+        f"KVPATCH_GENERATION to that release, or to one of {', '.join(GENERATIONS)}"
+    )
+
+
+def facts_named(name: str) -> ReleaseFacts:
+    """The facts that ``KVPATCH_GENERATION`` names: a release's, or a generation's newest ones.
+
+    Raises:
+        ReleaseNotKnown: there is none of that name.
+    """
+    if name in FACTS:
+        return FACTS[name]
+    if name in GENERATIONS:
+        return FACTS[GENERATIONS[name][-1]]
+    raise ReleaseNotKnown(
+        f"KVPATCH_GENERATION={name!r} names no generation and no release; there are "
+        f"{', '.join(f'{slug} ({of[0]} to {of[-1]})' for slug, of in GENERATIONS.items())}"
+    )

@@ -1,0 +1,260 @@
+"""Reads every fact of a release from its source, to hold the record against it.
+
+Each fact has one probe, and each probe looks at what the code of kvpatch leans on: a parameter, a
+field, a statement of the body in which the fact shows.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from kvpatch.core.releases import CacheShape, FailedLoads, Place, ReleaseFacts, ShapeSource
+
+from .source import Method, classes, method
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+_UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
+_FLASH = "vllm.v1.attention.backends.flash_attn"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One release's source."""
+
+    release: str
+
+    def method(self, place: Place | str, name: str) -> Method | None:
+        """A method of a class, or by a dotted name of a module; None where there is none."""
+        module, owner = (place, "") if isinstance(place, str) else (place.module, place.owner)
+        found = method(self.release, module, f"{owner}.{name}" if owner else name)
+        return None if isinstance(found, str) else found
+
+    def body(self, place: Place | str, name: str) -> str:
+        """A method's statements, empty where there is no such method."""
+        found = self.method(place, name)
+        return "" if found is None else "\n".join(found.lines)
+
+    def parameters(self, place: Place | str, name: str) -> tuple[str, ...]:
+        """A method's parameters, none where there is no such method."""
+        found = self.method(place, name)
+        return () if found is None else found.parameters
+
+    def fields(self, name: str) -> frozenset[str]:
+        """The annotated fields of a class of the connector's, wherever it is nested."""
+        modules = (
+            self.worker.module,
+            f"{_CONNECTORS}.nixl.metadata",
+            self.scheduler.module,
+            _UTILS,
+        )
+        for module in modules:
+            for found in classes(self.release, module):
+                if found.name == name:
+                    targets = (s.target for s in found.body if isinstance(s, ast.AnnAssign))
+                    return frozenset(t.id for t in targets if isinstance(t, ast.Name))
+        return frozenset()
+
+    def _place(self, *candidates: tuple[str, str], defines: str) -> Place:
+        for module, owner in candidates:
+            place = Place(f"{_CONNECTORS}.{module}", owner)
+            if self.method(place, defines) is not None:
+                return place
+        raise AssertionError(f"{self.release}: none of {candidates} defines {defines}")
+
+    @cached_property
+    def connector(self) -> Place:
+        """The class that defines the connector's methods."""
+        return self._place(
+            ("nixl.connector", "NixlBaseConnector"),
+            ("nixl.connector", "NixlConnector"),
+            ("nixl_connector", "NixlConnector"),
+            defines="get_num_new_matched_tokens",
+        )
+
+    @cached_property
+    def worker(self) -> Place:
+        """The class that registers KV caches."""
+        return self._place(
+            ("nixl.base_worker", "NixlBaseConnectorWorker"),
+            ("nixl.worker", "NixlConnectorWorker"),
+            ("nixl_connector", "NixlConnectorWorker"),
+            defines="register_kv_caches",
+        )
+
+    @cached_property
+    def reader(self) -> Place:
+        """The class that reads blocks from a peer."""
+        return self._place(
+            ("nixl.pull_worker", "NixlPullConnectorWorker"),
+            ("nixl.worker", "NixlConnectorWorker"),
+            ("nixl_connector", "NixlConnectorWorker"),
+            defines="_read_blocks_for_req",
+        )
+
+    @cached_property
+    def scheduler(self) -> Place:
+        """The class that plans transfers."""
+        return self._place(
+            ("nixl.base_scheduler", "NixlBaseConnectorScheduler"),
+            ("nixl.scheduler", "NixlConnectorScheduler"),
+            ("nixl_connector", "NixlConnectorScheduler"),
+            defines="build_connector_meta",
+        )
+
+    def core(self, name: str) -> str:
+        """A body of vLLM's own scheduler."""
+        return self.body(_SCHEDULER, f"Scheduler.{name}")
+
+
+def _completions_module(source: Source) -> str:
+    names = (f"vllm.entrypoints.openai.{n}" for n in ("serving_completion", "completion.serving"))
+    (found,) = (
+        name for name in names if source.method(name, "OpenAIServingCompletion.create_completion")
+    )
+    return found
+
+
+def _cache_shape(source: Source) -> CacheShape:
+    body = source.body(_FLASH, "FlashAttentionBackend.get_kv_cache_shape")
+    if "(2, num_blocks," in body:
+        return "keys first"
+    # From 0.29 no backend has a shape of its own; that of all is packed.
+    return "blocks first" if "(num_blocks, 2," in body else "packed"
+
+
+def _shape_source(source: Source) -> ShapeSource:
+    init, register = (source.body(source.worker, n) for n in ("__init__", "register_kv_caches"))
+    if source.method(_FLASH, "FlashAttentionBackend.get_kv_cache_shape") is None:
+        return "layout name"
+    if "self.attn_backends = " in init:
+        return "backends"
+    if "self.attn_backend = " in init and "TpKVTopology(" in register:
+        return "backend"
+    return "topology" if "TpKVTopology(" in init else "flags"
+
+
+def _failed_loads(source: Source) -> FailedLoads:
+    body = source.body(source.worker, "get_finished")
+    if source.method(source.worker, "get_transfer_results") is not None:
+        return "as failed"
+    if "done_recving.update(self._failed_recv_reqs)" in body:
+        return "as received"
+    return "by the first" if "self._failed_recv_reqs.get_nowait()" in body else "unknown"
+
+
+def _forgets_failed_reads(source: Source) -> bool:
+    bodies = (source.body(source.worker, n) for n in ("_pop_done_transfers", _HANDLE_FAILED))
+    return any("self._recving_metadata.pop(" in body for body in bodies)
+
+
+def _counts_one_head(source: Source) -> bool:
+    """From 0.20 on more ranks than heads share them, and not as many."""
+    body = source.body(_UTILS, "TransferTopology.is_kv_replicated")
+    return "remote_tp_size > self.total_num_kv_heads" not in body
+
+
+def _reserves_drafted_blocks(source: Source) -> bool:
+    """Before 0.10.1 for every load; and where a drafter is no EAGLE, in 0.23 and 0.24."""
+    body = source.core("schedule")
+    return "effective_lookahead_tokens" not in body or "load_kv_async and self.use_eagle" in body
+
+
+def _expands_remote_blocks(source: Source) -> bool:
+    body = source.body(source.worker, "start_load_kv")
+    names = ("meta.remote.block_ids", "meta.remote_block_ids")
+    return any(f"{name} = self._logical_to_kernel_block_ids({name})" in body for name in names)
+
+
+def _has_cache_groups(source: Source) -> bool:
+    inits = [source.parameters(p, "__init__") for p in (source.worker, source.scheduler)]
+    return all("kv_cache_config" in parameters for parameters in inits)
+
+
+_HANDLE_FAILED = "_handle_failed_transfer"
+
+#: What the source of a release says of each fact.
+PROBES: Mapping[str, Callable[[Source], Any]] = {
+    "connector": lambda s: s.connector,
+    "worker": lambda s: s.worker,
+    "reader": lambda s: s.reader,
+    "scheduler": lambda s: s.scheduler,
+    "completions_module": _completions_module,
+    "server_request": lambda s: s.parameters("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
+    "agent_metadata": lambda s: s.fields("NixlAgentMetadata"),
+    "request_metadata": lambda s: s.fields("ReqMeta"),
+    "core_output": lambda s: s.parameters(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished")[1],
+    "cache_shape": _cache_shape,
+    "shape_source": _shape_source,
+    "failed_loads": _failed_loads,
+    "forgets_failed_reads": _forgets_failed_reads,
+    "loads_whole_blocks_only": lambda s: (
+        "round_down(" in s.body(s.scheduler, "get_num_new_matched_tokens")
+    ),
+    "asks_for_layout": lambda s: s.method(s.connector, "get_required_kvcache_layout") is not None,
+    "has_host_buffer": lambda s: "self.use_host_buffer = " in s.body(s.worker, "__init__"),
+    "checks_device_again": lambda s: (
+        "if self.device_type == 'tpu'" in s.body(s.worker, "register_kv_caches")
+    ),
+    "can_answer_later": lambda s: any(
+        f"if {name} is None" in s.core("schedule")
+        for name in ("num_external_computed_tokens", "ext_tokens")
+    ),
+    "registers_shared_tensors_once": lambda s: (
+        "seen_base_addresses" in s.body(s.worker, "register_kv_caches")
+    ),
+    "listens_in_scheduler": lambda s: s.method(s.scheduler, "_nixl_handshake_listener") is not None,
+    "listens_by_host": lambda s: "host" in s.parameters(s.scheduler, "_nixl_handshake_listener"),
+    "meets_one_rank": lambda s: "return {p_remote_rank: " in s.body(s.worker, "_nixl_handshake"),
+    "compares_block_sizes_first": lambda s: (
+        "metadata.block_size <= self.block_size" in s.body(s.worker, "_nixl_handshake")
+    ),
+    "topology_has_block_size": lambda s: "block_size" in s.fields("TpKVTopology"),
+    "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
+    "expands_remote_blocks": _expands_remote_blocks,
+    "has_cache_groups": _has_cache_groups,
+    "counts_tokens_of_failed": lambda s: (
+        "num_scheduled_tokens"
+        in s.parameters(_SCHEDULER, "Scheduler._update_requests_with_invalid_blocks")
+    ),
+    "counts_one_head": _counts_one_head,
+    "reads_its_share": lambda s: (
+        "local_physical_heads" in s.body(s.worker, "_validate_remote_agent_handshake")
+    ),
+    "reads_back": lambda s: (
+        "self.is_bidirectional_kv_xfer_enabled" in s.body(s.scheduler, "__init__")
+    ),
+    "reserves_drafted_blocks": _reserves_drafted_blocks,
+    "lists_drafted_blocks": lambda s: (
+        "get_block_ids_for_computed_tokens" not in s.core("_connector_finished")
+    ),
+    "throttles_prefills": lambda s: (
+        "throttle_prefills" in s.parameters(_SCHEDULER, "Scheduler.schedule")
+    ),
+    "names_layouts": lambda s: (
+        "KVCacheLayout[" in s.body(s.worker, "post_process_device_kv_on_receive")
+        or "block_stride_per_layer" in s.body(s.worker, "register_kv_caches")
+    ),
+    "pairs_heads_by_layout": lambda s: (
+        "is_block_contiguous" in s.body(s.worker, "post_process_device_kv_on_receive")
+    ),
+}
+
+#: What a record says that no source does.
+NAMES = ("release", "generation")
+
+
+def read(release: str) -> dict[str, Any]:
+    """Every fact, as the release's source has it."""
+    source = Source(release)
+    return {name: probe(source) for name, probe in PROBES.items()}
+
+
+def differences(facts: ReleaseFacts, found: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What a record says otherwise than the source: by fact, the record's and the source's."""
+    stated = {f.name: getattr(facts, f.name) for f in fields(facts) if f.name not in NAMES}
+    return {n: (stated[n], found[n]) for n in stated if stated[n] != found[n]}

@@ -1,0 +1,57 @@
+"""Every fact of every release, against that release's source."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, Place, ReleaseFacts
+from tests.releases.fetch import fetch
+
+from . import facts
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees():
+    fetch(RELEASES)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_releases_facts_are_those_of_its_source(release):
+    assert facts.differences(FACTS[release], facts.read(release)) == {}
+
+
+def test_every_fact_has_a_probe():
+    stated = {field.name for field in fields(ReleaseFacts)} - set(facts.NAMES)
+    assert stated == facts.PROBES.keys()
+
+
+def test_a_generation_is_named_by_the_first_of_its_releases_which_follow_each_other():
+    assert [release for of in GENERATIONS.values() for release in of] == list(RELEASES)
+    for slug, releases in GENERATIONS.items():
+        minor, micro = releases[0].split(".")[1:3]
+        assert slug == f"g{int(minor):03d}{micro}"
+
+
+def _another(value: Any) -> Any:
+    """A value of the same kind that is not this one."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, Place):
+        return replace(value, owner=f"{value.owner}Of")
+    if isinstance(value, frozenset):
+        return value ^ {"block_size"}
+    return value[:-1]
+
+
+@pytest.mark.parametrize("release", ["0.10.0", "0.13.0", "0.20.1", RELEASES[-1]])
+def test_negative_control_a_wrong_fact_is_noticed(release):
+    found = facts.read(release)
+    for name in facts.PROBES:
+        right = getattr(FACTS[release], name)
+        wrong = replace(FACTS[release], **{name: _another(right)})
+        assert facts.differences(wrong, found) == {name: (_another(right), right)}
