@@ -28,7 +28,7 @@ from typing import Any
 from kvpatch._versions import GENERATIONS
 from kvpatch.core.ledger import Patch
 from kvpatch.patches import _sites
-from kvpatch.vllm.aborts import aborts_beside, aborts_of
+from kvpatch.vllm.state import connectors_of, engine_state, scheduler_state
 
 
 def _finish_requests(
@@ -36,7 +36,7 @@ def _finish_requests(
 ) -> Any:
     def finish(request_ids: str | Iterable[str], finished_status: Any) -> Any:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with aborts_of(instance).ending(instance, ids):
+        with engine_state(instance).aborts.ending(instance, ids):
             return wrapped(ids, finished_status)
 
     return finish(*args, **kwargs)
@@ -48,16 +48,25 @@ def _connector_finished(
     def finished(request: Any) -> Any:
         answer = wrapped(request)
         if not answer[0]:  # else another connector keeps them
-            aborts_of(instance).keep(instance, request)
+            _keep(instance, request)
         return answer
 
     return finished(*args, **kwargs)
 
 
+def _keep(core: Any, request: Any) -> None:
+    aborts = engine_state(core).aborts
+    if aborts.keep(core, request):
+        for connector in connectors_of(core):
+            scheduler = getattr(connector, "connector_scheduler", None)
+            if scheduler is not None:
+                scheduler_state(scheduler).aborts = aborts
+
+
 def _build_connector_meta(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    aborts = aborts_beside(instance)
+    aborts = scheduler_state(instance).aborts
     if aborts is not None:
         aborts.withhold(instance)
     return wrapped(*args, **kwargs)
@@ -68,7 +77,7 @@ def _update_from_kv_xfer_finished(
 ) -> Any:
     def update(output: Any) -> Any:
         result = wrapped(output)
-        aborts_of(instance).end(instance, output.finished_recving or ())
+        engine_state(instance).aborts.end(instance, output.finished_recving or ())
         return result
 
     return update(*args, *kwargs.values())

@@ -31,9 +31,9 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.ledger import Patch
 from kvpatch.patches import _sites
 from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.host_buffer_worker import is_on
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.state import worker_state
 
 
 def _register_kv_caches(
@@ -49,7 +49,7 @@ def _register_kv_caches(
         kernel_blocks = registration.kernel_blocks_per_block(instance) or 1
         planned = registration.planned_blocks(instance)
         if layers and not is_as_planned(layers, planned, kernel_blocks):
-            if settings.is_kvcached_enabled() and not is_on(instance):
+            if settings.is_kvcached_enabled() and not worker_state(instance).is_host_buffered:
                 # Says more than the counts below can; a host buffer's tensors are not kvcached's.
                 check_pools(kv_caches, layers, kvcacheds_settings())
             registration.set_blocks(instance, common_blocks(layers, kernel_blocks))

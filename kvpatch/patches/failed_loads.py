@@ -42,28 +42,29 @@ from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.patches import _sites
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.vllm.aborts import loads_of
 from kvpatch.vllm.answers import require_answer
 from kvpatch.vllm.failures import (
     LastToFirst,
     Unreported,
-    failures_of,
     leave_waiting,
     pop_one_by_one,
     report_failed,
     whole_requests,
 )
 from kvpatch.vllm.orders import engine_of
+from kvpatch.vllm.state import worker_state
 
 
 def _read_or_leave_waiting(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    loads = worker_state(instance).loads
+
     def read(req_id: str, meta: Any) -> Any:
         engine_id = engine_of(meta)
         if engine_id not in instance._remote_agents:
             # The release goes on after a handshake whether it failed or not.
-            leave_waiting(instance, req_id, f"the handshake with engine {engine_id} failed")
+            leave_waiting(loads, req_id, f"the handshake with engine {engine_id} failed")
             return None
         errors: tuple[type[Exception], ...] = (
             KvpatchError,
@@ -73,7 +74,7 @@ def _read_or_leave_waiting(
         try:
             return wrapped(req_id, meta)
         except errors as error:
-            leave_waiting(instance, req_id, error)
+            leave_waiting(loads, req_id, error)
             return None
 
     return read(*args, **kwargs)
@@ -85,7 +86,8 @@ def _start_load_kv(
     def start(metadata: Any) -> Any:
         entries = metadata.reqs_to_recv.items()
         # One without blocks only tells P, and nobody waits for it.
-        loads_of(instance).begin(req_id for req_id, entry in entries if entry.local_block_ids)
+        loading = (req_id for req_id, entry in entries if entry.local_block_ids)
+        worker_state(instance).loads.begin(loading)
         return wrapped(metadata)
 
     return start(*args, **kwargs)
@@ -96,7 +98,7 @@ def _get_finished_and_given_up(
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         sent, received = wrapped(finished_req_ids)
-        loads = loads_of(instance.connector_worker)
+        loads = worker_state(instance.connector_worker).loads
         return sent, loads.report(received or (), finished_req_ids)
 
     return get_finished(*args, **kwargs)
@@ -128,7 +130,7 @@ def _pop_done_or_leave_waiting(
 ) -> Any:
     def pop_done(transfers: dict[str, Any]) -> set[str]:
         def failed(req_id: str) -> None:
-            leave_waiting(instance, req_id, "its read broke off")
+            leave_waiting(worker_state(instance).loads, req_id, "its read broke off")
 
         # The release makes a RuntimeError of the state ERR.
         return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
@@ -163,7 +165,7 @@ def _register_kv_caches(
     if isinstance(own, Queue):  # from 0.22
         instance._failed_recv_reqs = LastToFirst(instance, own)
     elif not isinstance(own, (Unreported, LastToFirst)):
-        failures = failures_of(instance) if _has_several_groups(instance) else None
+        failures = worker_state(instance).failures if _has_several_groups(instance) else None
         instance._failed_recv_reqs = Unreported(own, failures)
     return wrapped(*args, **kwargs)
 
@@ -183,7 +185,7 @@ def _handle_failed_transfer(
 ) -> Any:
     def handle_failed(req_id: str, handle: Any) -> Any:
         if _has_several_groups(instance):
-            failures_of(instance).add(req_id)
+            worker_state(instance).failures.add(req_id)
         return wrapped(req_id, handle)
 
     return handle_failed(*args, **kwargs)
@@ -199,7 +201,7 @@ def _get_finished(
         name: metadata.local_block_ids for name, metadata in worker._recving_metadata.copy().items()
     }
     sent, received = wrapped(*args, **kwargs)
-    return sent, failures_of(worker).report(set(received or ()), loading)
+    return sent, worker_state(worker).failures.report(set(received or ()), loading)
 
 
 def _get_block_ids_with_load_errors(
@@ -209,7 +211,7 @@ def _get_block_ids_with_load_errors(
     worker = instance.connector_worker
     if worker is None or not _has_several_groups(worker):
         return found
-    return set(found) | failures_of(worker).take_invalid()
+    return set(found) | worker_state(worker).failures.take_invalid()
 
 
 def _update_requests_with_invalid_blocks(

@@ -41,6 +41,7 @@ from kvpatch.vllm import host_buffer_saves as saves
 from kvpatch.vllm import host_buffer_worker as workers
 from kvpatch.vllm.host_buffer import HostBufferRefused, is_wanted_here
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.state import scheduler_state, worker_state
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
@@ -74,7 +75,7 @@ def _worker_init(
         with workers.taken_for_host_memory(vllm_config, supported):
             wrapped(vllm_config, *more, **named)
         workers.become_plain(instance, only_known_devices=only_known_devices)
-        workers.want(instance)
+        worker_state(instance).is_host_buffered = True
 
     init(*args, **kwargs)
 
@@ -88,7 +89,8 @@ def _register_kv_caches(
     registration: Registration,
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
-        if not workers.is_on(instance):
+        state = worker_state(instance)
+        if not state.is_host_buffered:
             return wrapped(kv_caches)
         if not hasattr(instance, "_read_blocks_for_req"):
             raise HostBufferRefused(
@@ -100,7 +102,9 @@ def _register_kv_caches(
                 "what D reads goes through the host buffer by unlike_engines, which "
                 "KVPATCH_DISABLE turns off: leave it on, or use KVPATCH_HOST_BUFFER=never"
             )
-        return wrapped(workers.make(registration, instance, kv_caches).pool.tensors)
+        buffer = workers.make(registration, instance, kv_caches)
+        state.host_buffer, state.pages = buffer, buffer.pages
+        return wrapped(buffer.pool.tensors)
 
     return register(*args, **kwargs)
 
@@ -109,7 +113,7 @@ def _wait_for_save(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     result = wrapped(*args, **kwargs)
-    buffer = workers.buffer_of(instance.connector_worker)
+    buffer = _buffer_of(instance)
     copies = saves.copies_of(instance._connector_metadata)
     if buffer is not None and copies is not None:
         buffer.save(copies)
@@ -120,15 +124,22 @@ def _set_host_xfer_buffer_ops(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def set_operation(copy_operation: Any) -> Any:
-        if not workers.is_on(instance.connector_worker):
+        worker = instance.connector_worker
+        if worker is None or not worker_state(worker).is_host_buffered:
             return wrapped(copy_operation)
         # For the mirror of the release, which this worker does not have.
-        buffer = workers.buffer_of(instance.connector_worker)
+        buffer = _buffer_of(instance)
         if buffer is not None:
             buffer.offer(copy_operation)
         return None
 
     return set_operation(*args, **kwargs)
+
+
+def _buffer_of(connector: Any) -> workers.HostBuffer | None:
+    """Of a connector's worker half, where it has one."""
+    worker = connector.connector_worker
+    return None if worker is None else worker_state(worker).host_buffer
 
 
 # --- the connector's scheduler half ----------------------------------------------
@@ -147,7 +158,7 @@ def _scheduler_init(
         wrapped(vllm_config, *more, **named)
         if is_wanted_here(vllm_config, supported_devices(module)):
             instance.use_host_buffer = False
-            links.attach(instance, saves.Saves(full_blocks_only=full_blocks_only))
+            scheduler_state(instance).saves = saves.Saves(full_blocks_only=full_blocks_only)
 
     init(*args, **kwargs)
 

@@ -47,15 +47,15 @@ from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.backend_layouts import state_own_order
 from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.host_buffer_worker import is_on
 from kvpatch.vllm.kvcached_cards import refuse_cards
-from kvpatch.vllm.kvcached_pages import note_pages
+from kvpatch.vllm.kvcached_pages import pages_behind
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.misread_states import misread_states
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registered_strides import strides_checked
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
-from kvpatch.vllm.rows import forget_rows, register_rows
+from kvpatch.vllm.rows import register_rows
+from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.transport_notes import note_transport
 
 #: How the blocks of one layer lie: keys and values inside a block, in a region
@@ -73,31 +73,40 @@ def _register_kv_caches(
 ) -> Any:
     def register(kv_caches: Mapping[str, Any]) -> Any:
         layers = read_layers(registration, instance, kv_caches)
-        forget_rows(instance)
+        state = worker_state(instance)
+        state.rows = state.planned_layout = None  # of an earlier registration
         if settings.is_kvcached_enabled():
-            if not is_on(instance):  # what a host buffer copies was looked at as that was made
+            if (
+                not state.is_host_buffered
+            ):  # what a host buffer copies was looked at as that was made
                 refuse_cards(instance, kv_caches)
                 note_transport(kv_caches)
                 check_pools(kv_caches, layers, kvcacheds_settings())
-                note_pages(instance, kv_caches, layers)
+                state.pages = pages_behind(kv_caches, layers)
             expected = {layer: registration.orders(instance, layer)[0] for layer in layers}
             if is_in_rows(layers, expected, has_state=len(layers) < len(kv_caches)):
                 refuse_without_reader(instance)
-                return register_rows(wrapped, registration, instance, kv_caches, layers)
+                result, state.rows = register_rows(
+                    wrapped, registration, instance, kv_caches, layers
+                )
+                return result
             # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
             call_layout_by_its_strides(instance, layers)
         elif misread_states(instance, kv_caches, layers):
             try:
                 refuse_without_reader(instance)
-                return register_rows(wrapped, registration, instance, kv_caches, layers)
+                result, state.rows = register_rows(
+                    wrapped, registration, instance, kv_caches, layers
+                )
             except RegistrationRefused as error:
                 raise RegistrationRefused(
                     "recurrent state in blocks of all layers, which this vLLM reads from other "
                     "places than it lies in: set VLLM_KV_CACHE_LAYOUT=LBHNC. It cannot be read as "
                     f"kvcached's contiguous layout is either: {error}"
                 ) from error
-        elif not is_on(instance) and not getattr(instance, "use_host_buffer", False):
-            state_own_order(instance, layers)
+            return result
+        elif not state.is_host_buffered and not getattr(instance, "use_host_buffer", False):
+            state.planned_layout = state_own_order(instance, layers)
         apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
         if apart and apart != kv_caches.keys():
             raise RegistrationRefused(

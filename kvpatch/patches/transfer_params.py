@@ -42,7 +42,7 @@ from kvpatch.core.ledger import Patch
 from kvpatch.core.text import shown
 from kvpatch.patches import _sites
 from kvpatch.vllm.allowed_peers import allowed_peers
-from kvpatch.vllm.host_buffer_links import connectors_of
+from kvpatch.vllm.state import connectors_of
 from kvpatch.vllm.transfer_params import (
     FIELD,
     Asked,

@@ -70,12 +70,10 @@ from kvpatch.vllm.admission import (
     refuse_doubtful_layout,
 )
 from kvpatch.vllm.agent import ReadingAgent
-from kvpatch.vllm.announcements import announced, announcements_of
+from kvpatch.vllm.announcements import announced
 from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
 from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.host_buffer_links import connectors_of
-from kvpatch.vllm.host_buffer_worker import buffer_of, is_on
 from kvpatch.vllm.introducing import (
     book_proof,
     hear_what_is_open,
@@ -102,12 +100,12 @@ from kvpatch.vllm.own_cache import (
     reader_for,
 )
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
-from kvpatch.vllm.reader import Peer, Reader, attach, reader_of
+from kvpatch.vllm.reader import Peer, Reader
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
-from kvpatch.vllm.rows import rows_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
 from kvpatch.vllm.split_handles import watch_split_handles
+from kvpatch.vllm.state import connectors_of, scheduler_state, worker_state
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.whole_blocks import refuse_cut_unread
 from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
@@ -126,10 +124,12 @@ def _register_kv_caches(
     shares_read: SharesRead,
     misreads_blocks: bool,
 ) -> Any:
+    state = worker_state(instance)
+
     def register(kv_caches: Mapping[str, Any]) -> Any:
         # Read first: what registering makes of split tensors is not what they are.
         cache = read_cache(registration, instance, kv_caches, leave_state=True)
-        buffer = buffer_of(instance)
+        buffer = state.host_buffer
         states: Mapping[str, StatePages] = {}
         if cache is not None and len(cache[0]) < len(kv_caches):
             states = read_states(instance, kv_caches, cache)
@@ -144,7 +144,7 @@ def _register_kv_caches(
             is_misread = takes_heads_for_tokens(instance, cache[0])
         if is_misread:
             take_planned_blocks(instance)
-        rows = rows_of(instance)
+        rows = state.rows
         can_read = (
             cache is not None
             and is_plain(instance)
@@ -172,7 +172,7 @@ def _register_kv_caches(
                 states=states,
             )
             reader.leases = leases_of(instance)
-            attach(instance, reader)
+            state.reader = reader
             instance.nixl_wrapper = ReadingAgent(
                 agent,
                 reader,
@@ -182,7 +182,7 @@ def _register_kv_caches(
             )
             watch_split_handles(instance)
             registration.admit_peers(instance)
-        say_what_is_open(instance, may_leave_open=_may_leave_open(reader_of(instance)))
+        say_what_is_open(instance, may_leave_open=_may_leave_open(state.reader))
         return result
 
     return register(*args, **kwargs)
@@ -216,6 +216,8 @@ def _add_remote_agent(
         admit_smaller, registration=registration, takes_heads_for_hnd=takes_heads_for_hnd
     )
 
+    state = worker_state(instance)
+
     def as_release(metadata: Any, *more: Any) -> Any:
         refuse_endless(instance, metadata)
         return wrapped(metadata, *more)
@@ -227,14 +229,14 @@ def _add_remote_agent(
         def left_to_the_release(*handed: Any) -> Any:
             agent = as_release(*handed)
             if leaves_open:  # nobody here would ever prove anything
-                announcements_of(instance).settle(nixl_agent_meta.engine_id)
+                state.announcements.settle(nixl_agent_meta.engine_id)
             return agent
 
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
             return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        reader = reader_of(instance)
+        reader = state.reader
         if reader is None:
-            if is_on(instance):
+            if state.is_host_buffered:
                 raise PeerRefused(
                     f"engine {nixl_agent_meta.engine_id} cannot be read: this engine's cache is "
                     "not one that kvpatch reads into (keys in tiles, context parallelism), and its "
@@ -291,7 +293,7 @@ def _nixl_handshake(
         asked = host, port, remote_tp_size, expected_engine_id
         worker = instance
         is_asking = isinstance(worker, AskingOneRank)
-        if is_asking or reader_of(worker) is None or remote_tp_size <= worker.world_size:
+        if is_asking or worker_state(worker).reader is None or remote_tp_size <= worker.world_size:
             return wrapped(*asked)  # type: ignore[no-any-return]
         ranks = ranks_to_read(worker.tp_rank, worker.world_size, remote_tp_size)
         if ranks is None:
@@ -321,8 +323,10 @@ def _read_blocks_for_req(
     expanded: bool,
     registration: Registration,
 ) -> Any:
+    state = worker_state(instance)
+
     def read(req_id: str, meta: Any) -> Any:
-        reader = reader_of(instance)
+        reader = state.reader
         orders.stop_pretending(meta)
         engine_id = orders.engine_of(meta)
         smaller = smaller_blocks(instance, engine_id)
@@ -355,11 +359,11 @@ def _read_blocks_for_req(
             return wrapped(req_id, meta)
 
     def read_checked(req_id: str, meta: Any) -> Any:
-        reader, order = reader_of(instance), orders.order_of(meta)
+        reader, order = state.reader, orders.order_of(meta)
         if reader is None or order is None:
             return read(req_id, meta)
         parts = reader.ours.kernel_blocks_per_block
-        with reader.filling(partial(refuse_unmapped, instance, reader.groups, order, parts)):
+        with reader.filling(partial(refuse_unmapped, state.pages, reader.groups, order, parts)):
             return read(req_id, meta)
 
     return read_checked(*args, **kwargs)
@@ -381,7 +385,12 @@ def _check_order(
             )
         return
     is_known = engine_id in worker._remote_agents
-    if is_known and is_on(worker) and order is not None and any(order.local_blocks):
+    if (
+        is_known
+        and worker_state(worker).is_host_buffered
+        and order is not None
+        and any(order.local_blocks)
+    ):
         raise ReadRefused(
             f"request {req_id} reads from engine {engine_id}, which has not shaken hands "
             "with the host buffer's reader"
@@ -439,6 +448,7 @@ def _build_connector_meta(
         instance,
         waiting,
         metadata,
+        like_peers=scheduler_state(instance).like_peers,
         full_blocks_only=full_blocks_only,
         drafted_blocks=drafted_blocks,
         step=_step(*args, **kwargs) if leaves_open else None,
@@ -461,7 +471,8 @@ def _get_finished(
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
-        reader = reader_of(worker) if worker is not None else None
+        state = None if worker is None else worker_state(worker)
+        reader = None if state is None else state.reader
         if reader is not None:
             if gives_up:
                 reader.given_up.end(worker, finished_req_ids)
@@ -469,8 +480,8 @@ def _get_finished(
         sent, received = wrapped(finished_req_ids)
         if reader is not None and gives_up:
             received = reader.given_up.report(worker, received or ())
-        if worker is not None:
-            received = announcements_of(worker).received(received, finished_req_ids)
+        if state is not None:
+            received = state.announcements.received(received, finished_req_ids)
         return sent, received
 
     return get_finished(*args, **kwargs)
@@ -485,11 +496,11 @@ def _start_load_kv(
     gives_up: bool,
 ) -> Any:
     def start(metadata: Any) -> Any:
-        reader = reader_of(instance)
+        state = worker_state(instance)
+        reader, announcements = state.reader, state.announcements
         found = orders.orders_of(metadata)
         if reader is not None and gives_up:
             reader.given_up.begin({name: order for name, order in found if any(order.local_blocks)})
-        announcements = announcements_of(instance)
         for request_id, order in found:
             announcements.listen()
             if not any(order.local_blocks):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.verify.caches import (
     LayerCache,
@@ -21,6 +21,9 @@ from kvpatch.verify.caches import (
 )
 from kvpatch.verify.compare import NULL_BLOCK
 from kvpatch.verify.fingerprint import digest_heads
+
+if TYPE_CHECKING:
+    from kvpatch.vllm.state import WorkerState
 
 PREFILLED = "prefilled"
 """Fingerprint a request when the whole prompt has been computed: prefill and single engines."""
@@ -174,15 +177,12 @@ class CacheProbe:
 
         Slots of host buffers are the scheduler's, which says so in its log.
         """
-        from kvpatch.vllm.reader import readers
-
-        return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers())}
+        readers = [state.reader for state in _states()]
+        return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers if reader)}
 
     def kvpatch_saved(self) -> dict[str, float]:
         """What saving to this process's host buffers has taken so far."""
-        from kvpatch.vllm.host_buffer_worker import buffers
-
-        found = buffers()
+        found = [state.host_buffer for state in _states() if state.host_buffer is not None]
         return {
             "blocks": sum(buffer.spent.blocks for buffer in found),
             "seconds": sum(buffer.spent.seconds for buffer in found),
@@ -194,6 +194,18 @@ class CacheProbe:
         import kvpatch
 
         return kvpatch.status().as_dict()
+
+
+def _states() -> list[WorkerState]:
+    """Of this process's connectors."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    from kvpatch.vllm.state import worker_state
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    connectors = getattr(group, "_connectors", None) or (group,)
+    workers = [getattr(connector, "connector_worker", None) for connector in connectors]
+    return [worker_state(worker) for worker in workers if worker is not None]
 
 
 _WATCH = "_kvpatch_watch"

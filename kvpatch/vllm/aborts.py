@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from kvpatch.vllm.host_buffer_links import connectors_of
 from kvpatch.vllm.orders import groups
 
 _LOADING = "WAITING_FOR_REMOTE_KVS"
@@ -56,18 +54,15 @@ class Aborts:
         finally:
             self._ending.clear()
 
-    def keep(self, core: Any, request: Any) -> None:
+    def keep(self, core: Any, request: Any) -> bool:
         """Keeps the blocks of a request that ends, where they are still being written to."""
         request_id = request.request_id
         if self._ending.get(request_id) is not request:
-            return
+            return False
         tables = core.kv_cache_manager.coordinator.single_type_managers
         taken = [(table, table.req_to_blocks.pop(request_id, [])) for table in tables]
         self._kept.setdefault(request_id, []).extend(taken)
-        for connector in connectors_of(core):
-            scheduler = getattr(connector, "connector_scheduler", None)
-            if scheduler is not None:
-                _BY_CONNECTOR[scheduler] = self
+        return True
 
     def withhold(self, scheduler: Any) -> None:
         """Takes back loads of a name whose last load is not over, before workers are told."""
@@ -94,23 +89,6 @@ def is_loading(request: Any) -> bool:
     """Whether workers read the request's blocks from the engine that its parameters name."""
     parameters = request.kv_transfer_params or {}
     return request.status.name == _LOADING and parameters.get("remote_engine_id") is not None
-
-
-_ABORTS: WeakKeyDictionary[Any, Aborts] = WeakKeyDictionary()
-
-
-def aborts_of(core: Any) -> Aborts:
-    """The account of one of vLLM's schedulers."""
-    return _ABORTS.setdefault(core, Aborts())
-
-
-#: By the connector's scheduler, once there was something to account for.
-_BY_CONNECTOR: WeakKeyDictionary[Any, Aborts] = WeakKeyDictionary()
-
-
-def aborts_beside(scheduler: Any) -> Aborts | None:
-    """The account of the scheduler that a connector's scheduler belongs to, if it has one."""
-    return _BY_CONNECTOR.get(scheduler)
 
 
 class Loads:
@@ -148,11 +126,3 @@ class Loads:
         self._loading -= told
         self._over -= told
         return told
-
-
-_LOADS: WeakKeyDictionary[Any, Loads] = WeakKeyDictionary()
-
-
-def loads_of(worker: Any) -> Loads:
-    """The worker's own account."""
-    return _LOADS.setdefault(worker, Loads())

@@ -10,13 +10,13 @@ from typing import Any
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.text import one_line, shown
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
-from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
 from kvpatch.vllm.our_side import own_regions
 from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.proofs import Name
 from kvpatch.vllm.reader import Rank, Reader
 from kvpatch.vllm.split_handles import blocks_undivided
+from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, of_blocks
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
@@ -31,7 +31,7 @@ def refuse_doubtful_layout(worker: Any, reader: Reader, peer: Statement) -> None
     Raises:
         PeerRefused: it states another layout than ours.
     """
-    buffer = buffer_of(worker)
+    buffer = worker_state(worker).host_buffer
     is_sure = (
         buffer is None
         or buffer.caches is None

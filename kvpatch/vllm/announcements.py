@@ -1,4 +1,4 @@
-"""How workers tell their scheduler which engines can be read.
+"""How workers tell their scheduler which engines can be read, and what it makes of that.
 
 A scheduler hears of nothing but received requests. So each worker reports a name that
 no request has, once for each engine, and it is heard when all have.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvpatch.vllm.recent import Recent
 
@@ -85,9 +83,46 @@ class Announcements:
             yield self._waiting.popleft()
 
 
-_ANNOUNCEMENTS: WeakKeyDictionary[Any, Announcements] = WeakKeyDictionary()
+class Introductions:
+    """The engines that all workers can read.
 
+    Args:
+        block_tokens: of our own blocks.
+        full_blocks_only: whether no partial block is moved (0.10.0).
+        allows_none: whether nothing is to be loaded from anybody.
+        declared: the tokens of every peer's blocks, where the operator says all that handshakes
+            leave open.
+    """
 
-def announcements_of(worker: Any) -> Announcements:
-    """A worker's."""
-    return _ANNOUNCEMENTS.setdefault(worker, Announcements())
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        full_blocks_only: bool = False,
+        allows_none: bool = False,
+        declared: int | None = None,
+    ) -> None:
+        self._declared = declared
+        self._block_tokens = block_tokens
+        self._full_blocks_only = full_blocks_only
+        self._allows_none = allows_none
+        self._known = Recent[int]()
+
+    def prove(self, engine_id: str, block_tokens: int) -> None:
+        """Books that all workers can read an engine.
+
+        Args:
+            block_tokens: of its blocks; 0 for as many as ours.
+        """
+        self._known[engine_id] = block_tokens or self._block_tokens
+
+    def allow(self, engine_id: str, blocks: int, needed_tokens: int) -> bool:
+        """Whether a prompt may be loaded of which an engine names some blocks.
+
+        Args:
+            needed_tokens: up to where it would be loaded.
+        """
+        tokens = self._known.get(engine_id, self._declared)
+        if tokens is None or self._allows_none or not blocks:
+            return False
+        return not self._full_blocks_only or blocks * tokens >= needed_tokens

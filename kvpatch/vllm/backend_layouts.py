@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvpatch.geometry import DimensionOrder, UnreadableGeometry
 from kvpatch.vllm.caches import LayerCache
@@ -65,25 +64,16 @@ def _order_of(backend: Any) -> str | None:
     return "NHD" if names.index("token") < names.index("head") else "HND"
 
 
-_PLANNED: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-
-def state_own_order(worker: Any, layers: Mapping[str, LayerCache]) -> None:
+def state_own_order(worker: Any, layers: Mapping[str, LayerCache]) -> str | None:
     """Has a worker state the order that its tensors have, where an allocator chose another.
 
-    What it would have stated may be said by a peer with the same allocator and without
-    kvpatch, and by one that has that layout: :func:`planned_layout`.
+    Returns:
+        What it would have stated, if that is another: it may be said by a peer with the same
+        allocator and without kvpatch, and by one that has that layout.
     """
-    _PLANNED.pop(worker, None)
     known, shown = backend_layouts(worker), layout_shown_by(layers)
     if not known or shown is None or shown in known:
-        return
+        return None
     stated = worker.kv_cache_layout
     call_layout_by_its_strides(worker, layers)
-    if worker.kv_cache_layout != stated:
-        _PLANNED[worker] = stated
-
-
-def planned_layout(worker: Any) -> str | None:
-    """What a worker would state of a layout that an allocator has changed; else None."""
-    return _PLANNED.get(worker)
+    return None if worker.kv_cache_layout == stated else str(stated)

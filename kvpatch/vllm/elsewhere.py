@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.vllm.groups import counted_group
@@ -67,11 +66,9 @@ class LikePeers:
         return engine_id in self._ids
 
 
-_LIKE_PEERS: WeakKeyDictionary[Any, LikePeers] = WeakKeyDictionary()
-
-
 def is_guarded(
     scheduler: Any,
+    like_peers: LikePeers,
     engine_id: str,
     remote_tokens: int,
     remote_blocks: tuple[tuple[int, ...], ...],
@@ -86,5 +83,4 @@ def is_guarded(
     spec = None if plan is None else plan.kv_cache_groups[number].kv_cache_spec
     tokens = int(getattr(spec, "block_size", scheduler.block_size))
     own = remote_tokens // tokens if full_blocks_only else -(-remote_tokens // tokens)
-    peers = _LIKE_PEERS.setdefault(scheduler, LikePeers())
-    return not peers.learn(engine_id, len(remote_blocks[number]), own)
+    return not like_peers.learn(engine_id, len(remote_blocks[number]), own)

@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from queue import Empty, Queue
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.vllm.aborts import loads_of
+from kvpatch.vllm.aborts import Loads
 from kvpatch.vllm.orders import groups
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
@@ -52,14 +52,6 @@ class Failures:
         """The blocks of what was reported since this was asked last."""
         taken, self._invalid = self._invalid, set()
         return taken
-
-
-_FAILURES: WeakKeyDictionary[Any, Failures] = WeakKeyDictionary()
-
-
-def failures_of(worker: Any) -> Failures:
-    """The worker's own account."""
-    return _FAILURES.setdefault(worker, Failures())
 
 
 class Unreported(set[str]):
@@ -202,9 +194,9 @@ def _let_go(worker: Any, handles: Iterable[Any]) -> None:
             _LOG.warning("a transfer that broke off could not be released: %s", error)
 
 
-def leave_waiting(worker: Any, request_id: str, reason: object) -> None:
+def leave_waiting(loads: Loads, request_id: str, reason: object) -> None:
     """Books a failed load where the release can neither fail nor repeat it."""
-    loads_of(worker).fail(request_id)
+    loads.fail(request_id)
     _LOG.error(
         "the KV cache of request %s could not be loaded: %s. This vLLM cannot fail one request: "
         "it waits until its client gives it up. vLLM 0.11.1 or later fails it at once",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvpatch.vllm.reader import reader_of
 from kvpatch.vllm.shares import ReadRefused
+from kvpatch.vllm.state import worker_state
 
 
 def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
@@ -23,7 +23,7 @@ def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
 
 def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     """All that are told what one rank is told: of more ranks than ours the release knows one."""
-    reader = reader_of(worker)
+    reader = worker_state(worker).reader
     if reader is not None and reader.ours.meets_one_rank:
         # Handshakes add to it.
         unproven = (reader.known(engine_id) for engine_id in reader.proofs.open_engines)
@@ -36,7 +36,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
 
 def unlike_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
-    reader = reader_of(worker)
+    reader = worker_state(worker).reader
     # Handshakes add to both.
     for engine_id in (*tuple(reader.peers), *reader.proofs.open_engines) if reader else ():
         if any(found == handle for _, found in handles_of(worker, engine_id)):
@@ -52,6 +52,6 @@ def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
     if isinstance(handles, Mapping):  # from 0.14
         return [(int(rank), handle) for rank, handle in list(handles.items())]
     # One for the only rank that the release knows of; we may know of more.
-    reader = reader_of(worker)
+    reader = worker_state(worker).reader
     peer = reader.known(engine_id) if reader else None
     return [(rank, handles) for rank in list(peer.ranks)] if peer else []

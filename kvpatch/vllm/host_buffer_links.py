@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvpatch.vllm.host_buffer_saves import Saves, is_to_be_read
-
-_SAVES: WeakKeyDictionary[Any, Saves] = WeakKeyDictionary()
-_BY_MANAGER: WeakKeyDictionary[Any, list[Saves]] = WeakKeyDictionary()
-
-
-def attach(connector_scheduler: Any, saves: Saves) -> None:
-    """Gives a connector's scheduler half its account of the host buffer."""
-    _SAVES[connector_scheduler] = saves
+from kvpatch.vllm.state import connectors_of, engine_state, scheduler_state, share_with_manager
 
 
 def saves_of(connector: Any) -> Saves | None:
     """The account of a connector; None in workers, and without a host buffer."""
     scheduler = getattr(connector, "connector_scheduler", None)
-    return None if scheduler is None else _SAVES.get(scheduler)
+    return None if scheduler is None else scheduler_state(scheduler).saves
 
 
 def link(core: Any) -> None:
@@ -29,19 +21,13 @@ def link(core: Any) -> None:
         saves = saves_of(connector)
         if saves is not None and not saves.is_linked:
             saves.link(core, connector.connector_scheduler)
-            _BY_MANAGER.setdefault(core.kv_cache_manager, []).append(saves)
-
-
-def connectors_of(core: Any) -> Iterator[Any]:
-    """The scheduler's connector, or those that a MultiConnector stands for."""
-    connector = getattr(core, "connector", None)
-    if connector is not None:
-        yield from getattr(connector, "_connectors", None) or (connector,)
+            engine_state(core).saves.append(saves)
+            share_with_manager(core)
 
 
 def freed(manager: Any, request_id: str) -> None:
     """The block manager has let go of a request's blocks."""
-    for saves in _BY_MANAGER.get(manager, ()):
+    for saves in engine_state(manager).saves:
         saves.release(request_id)
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import wrapt
 
@@ -20,7 +19,7 @@ from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.host_buffer import HostBufferRefused, rows_in
 from kvpatch.vllm.host_buffer_saves import Copies
-from kvpatch.vllm.kvcached_pages import note_pages
+from kvpatch.vllm.kvcached_pages import Pages, pages_behind
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registration import Registration
@@ -47,6 +46,7 @@ class HostBuffer:
         pool: whose tensors are registered.
         tensors: the device's, by layer, or what geometry is shown where those have no storage.
         rows: blocks that the pool holds.
+        pages: of kvcached's, behind the device's tensors; None where they cannot be told.
         caches: what places reads on a device whose tensors have no storage; None elsewhere.
         spent: on saves; on a device with streams, on asking for them.
     """
@@ -54,6 +54,7 @@ class HostBuffer:
     pool: HostPool
     tensors: Mapping[str, torch.Tensor]
     rows: int
+    pages: Pages | None = None
     caches: StoragelessCaches | None = None
     spent: Spent = field(default_factory=Spent)
 
@@ -106,30 +107,6 @@ def is_own(operation: Operation) -> bool:
     return copies is not None and not copies.__module__.startswith("vllm.")
 
 
-_WANTED: WeakSet[Any] = WeakSet()
-_BUFFERS: WeakKeyDictionary[Any, HostBuffer] = WeakKeyDictionary()
-
-
-def want(worker: Any) -> None:
-    """This worker registers a host buffer."""
-    _WANTED.add(worker)
-
-
-def is_on(worker: Any) -> bool:
-    """Whether this worker's KV goes through a host buffer."""
-    return worker in _WANTED
-
-
-def buffer_of(worker: Any) -> HostBuffer | None:
-    """The worker's buffer; None without one, and before it registers."""
-    return None if worker is None else _BUFFERS.get(worker)
-
-
-def buffers() -> tuple[HostBuffer, ...]:
-    """All of this process."""
-    return tuple(_BUFFERS.values())
-
-
 def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) -> HostBuffer:
     """The buffer for a worker's caches; registering again makes a new one.
 
@@ -151,9 +128,10 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     size = block_bytes(kv_caches, dimensions, blocks)
     rows = rows_in(settings.host_buffer_bytes(), size, blocks)
     by_kvcached = settings.is_kvcached_enabled()
+    pages = None
     if by_kvcached:
         check_pools(kv_caches, layers, kvcacheds_settings())
-        note_pages(worker, kv_caches, layers)
+        pages = pages_behind(kv_caches, layers)
     pool = HostPool(kv_caches, dimensions, blocks, rows, is_there_late=by_kvcached)
     _LOG.info(
         "host buffer of %d bytes for %d blocks of %d bytes; vLLM's own would take %d bytes",
@@ -169,8 +147,7 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
         _refuse_wrong_copies(caches)
         # The pool has the layout of its shapes, whatever the device was asked for.
         call_layout_by_its_strides(worker, read_layers(registration, worker, pool.tensors))
-    found = _BUFFERS[worker] = HostBuffer(pool, tensors, rows, caches)
-    return found
+    return HostBuffer(pool, tensors, rows, pages, caches)
 
 
 def _refuse(layers: Iterable[str]) -> None:

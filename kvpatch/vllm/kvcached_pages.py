@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -42,34 +41,32 @@ class Pages:
     layers: Mapping[str, LayerCache]
 
 
-_PAGES: WeakKeyDictionary[Any, Pages] = WeakKeyDictionary()
-
-
-def note_pages(
-    worker: Any, kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]
-) -> None:
-    """Finds out how to tell pages that are not mapped; at registration most are not."""
-    _PAGES.pop(worker, None)
+def pages_behind(
+    kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]
+) -> Pages | None:
+    """How to tell pages that are not mapped, as at registration most are; None if nobody can."""
     driver = backing.driver()
     if driver is None or not layers:
-        return
+        return None
     storage = kv_caches[next(iter(layers))].untyped_storage()
     filler = backing.filler_of(driver, storage.data_ptr(), storage.nbytes())
     if filler is None:
         _LOG.info("kvcached's page of zeros is mapped nowhere: unmapped pages are not looked for")
-        return
-    _PAGES[worker] = Pages(driver, filler, layers)
+        return None
+    return Pages(driver, filler, layers)
 
 
 def refuse_unmapped(
-    worker: Any, groups: Sequence[Group], order: Order, kernel_blocks_per_block: int
+    pages: Pages | None, groups: Sequence[Group], order: Order, kernel_blocks_per_block: int
 ) -> None:
     """Refuses a request whose blocks have no page of their own here.
+
+    Args:
+        pages: of this worker; None where nobody can tell.
 
     Raises:
         ReadRefused: the first such block, and what to set.
     """
-    pages = _PAGES.get(worker)
     if pages is None:
         return
     for group, named in zip(groups, order.local_blocks, strict=False):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvpatch.vllm.elsewhere import is_guarded, require
+from kvpatch.vllm.elsewhere import LikePeers, is_guarded, require
 
 _ORDER = "kvpatch_order"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
@@ -79,6 +79,7 @@ def attach_orders(
     waiting: Mapping[str, Any],
     metadata: Any,
     *,
+    like_peers: LikePeers,
     full_blocks_only: bool,
     drafted_blocks: bool,
     step: Any = None,
@@ -86,6 +87,7 @@ def attach_orders(
     """Writes each request's order onto its entry in the connector's metadata.
 
     Args:
+        like_peers: the scheduler's.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
         full_blocks_only: whether the release moves whole blocks of D only (0.10.0).
@@ -113,7 +115,12 @@ def attach_orders(
             None if has_load else computed.get(request_id),
             is_guarded=has_load
             and is_guarded(
-                scheduler, engine_of(entry), held, remote, full_blocks_only=full_blocks_only
+                scheduler,
+                like_peers,
+                engine_of(entry),
+                held,
+                remote,
+                full_blocks_only=full_blocks_only,
             ),
             arrived=request.arrival_time,
         )

@@ -9,22 +9,21 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.geometry import KeyOrder, places_of
-from kvpatch.vllm.announcements import announcements_of
-from kvpatch.vllm.backend_layouts import backend_layouts, planned_layout
+from kvpatch.vllm.backend_layouts import backend_layouts
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.host_buffer_worker import buffer_of
 from kvpatch.vllm.our_side import our_side, registered_addresses
 from kvpatch.vllm.peer_states import places_of_states
 from kvpatch.vllm.peers import OurSide
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.row_form import places_digest
-from kvpatch.vllm.rows import RegisteredRows, rows_of
+from kvpatch.vllm.rows import RegisteredRows
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.staging import staging_pool
+from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.states import LAYER_BY_LAYER, StatePages, pages_of, states_digest
 
 #: All layers, the groups that they are in, and how keys lie in a block.
@@ -55,8 +54,8 @@ def reader_for(
         states: the pages of the layers with recurrent state.
     """
     layers, groups, key_order = cache
-    buffer = buffer_of(worker)
-    rows = rows_of(worker)
+    state = worker_state(worker)
+    buffer, rows = state.host_buffer, state.rows
     ours = our_side(worker, layers if rows is None else rows.shown, key_order)
     if blocks_hold_both:
         ours = replace(ours, halves=halves_of(ours))
@@ -66,7 +65,7 @@ def reader_for(
         meets_one_rank=meets_one_rank,
         shares_read=shares_read,
         misreads_blocks=misreads_blocks,
-        planned_layout=planned_layout(worker),
+        planned_layout=state.planned_layout,
         backend_layout=next(iter(known)) if len(known) == 1 else None,
     )
     if len(groups) > 1:
@@ -74,7 +73,7 @@ def reader_for(
     if states:
         ours = _with_states(worker, ours, states, rows)
     device = kv_caches[next(iter(layers))].device
-    heard = announcements_of(worker)
+    heard = state.announcements
     if buffer is None:
         pool = staging_pool(agent, ours.memory, device)
         mode = settings.transfer_mode()

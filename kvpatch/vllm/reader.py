@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -107,7 +106,7 @@ class _Reading:
 
 
 class Reader:
-    """State of one worker; :func:`reader_of` finds it.
+    """What one worker reads from its peers.
 
     Args:
         tensors: where reads are placed.
@@ -473,21 +472,3 @@ def _heads(planes: Sequence[Plane]) -> Iterator[tuple[str, Content, int]]:
     for plane in planes:
         for head in range(plane.first_head, plane.first_head + plane.counts.heads):
             yield plane.layer, plane.content, head
-
-
-_READERS: WeakKeyDictionary[Any, Reader] = WeakKeyDictionary()
-
-
-def reader_of(worker: Any) -> Reader | None:
-    """The worker's reader; None before it has registered its caches."""
-    return _READERS.get(worker)
-
-
-def readers() -> tuple[Reader, ...]:
-    """All of this process."""
-    return tuple(_READERS.values())
-
-
-def attach(worker: Any, reader: Reader) -> None:
-    """Gives a worker its reader; registering again gives it a new one."""
-    _READERS[worker] = reader

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import wrapt
 
@@ -72,27 +72,17 @@ class RegisteredRows:
         return max(self.ends[name] for name in layers)
 
 
-_ROWS: WeakKeyDictionary[Any, RegisteredRows] = WeakKeyDictionary()
-
-
-def forget_rows(worker: Any) -> None:
-    """A worker that registers anew may have other tensors."""
-    _ROWS.pop(worker, None)
-
-
-def rows_of(worker: Any) -> RegisteredRows | None:
-    """The worker's rows; None before it registers, and where it has none."""
-    return _ROWS.get(worker)
-
-
 def register_rows(
     wrapped: Callable[..., Any],
     registration: Registration,
     worker: Any,
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
-) -> Any:
+) -> tuple[Any, RegisteredRows]:
     """Registers tensors whose blocks are rows of all layers.
+
+    Returns:
+        What the release returns, and what it has registered.
 
     Raises:
         RegistrationRefused: they are not such rows throughout, or this worker cannot read
@@ -137,14 +127,13 @@ def register_rows(
     form = _form_of(worker, row, layers, told, states)
     _restate_payload(worker, row, form)
     read = read_layers(registration, worker, shown, first_head=first.first_head)
-    _ROWS[worker] = RegisteredRows(row, form, read, states, _ends(row, layers))
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
         row.rows,
         len(layers),
         row.row_bytes,
     )
-    return result
+    return result, RegisteredRows(row, form, read, states, _ends(row, layers))
 
 
 def whole_row(

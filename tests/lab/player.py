@@ -152,18 +152,20 @@ class Player(Engine):
 
     def slots(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
-        from kvpatch.vllm.host_buffer_links import saves_of
+        from kvpatch.vllm.state import scheduler_state
 
-        saves = saves_of(release.nixl_of(self.scheduler.connector))
+        connector = release.nixl_of(self.scheduler.connector)
+        saves = scheduler_state(connector.connector_scheduler).saves
         assert saves is not None
         table = saves.table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
 
     def booked(self) -> set[str]:
         """Requests that kvpatch's account of P's host buffer still knows."""
-        from kvpatch.vllm.host_buffer_links import saves_of
+        from kvpatch.vllm.state import scheduler_state
 
-        saves = saves_of(release.nixl_of(self.scheduler.connector))
+        connector = release.nixl_of(self.scheduler.connector)
+        saves = scheduler_state(connector.connector_scheduler).saves
         assert saves is not None
         table = saves.table
         holders = set().union(*table._holders)
@@ -232,10 +234,10 @@ class Player(Engine):
             pool.save = spoilt(pool.save)
 
     def _pools(self) -> list[Any]:
-        from kvpatch.vllm.host_buffer_worker import buffer_of
+        from kvpatch.vllm.state import worker_state
 
-        found = [buffer_of(release.nixl_of(w).connector_worker) for w in self.workers]
-        return [buffer.pool for buffer in found if buffer is not None]
+        states = [worker_state(release.nixl_of(w).connector_worker) for w in self.workers]
+        return [state.host_buffer.pool for state in states if state.host_buffer is not None]
 
     def heard(self, seconds: float, names: Sequence[str]) -> set[str]:
         """Those of `names` that P has heard were read, within some steps."""
@@ -365,10 +367,8 @@ class Player(Engine):
 
     def pause(self, seconds: float, longest: float) -> None:
         """Takes no step for so long; a lease allows for no more than `longest` of that."""
-        from kvpatch.vllm.reader import reader_of
-
         for worker in self.workers:
-            reader = reader_of(release.nixl_of(worker).connector_worker)
+            reader = _reader_of(release.nixl_of(worker).connector_worker)
             assert reader is not None
             assert reader.leases.gap_seconds == 15.0, "half of the release's lease"
             for reads in release.nixl_of(worker).connector_worker._recving_transfers.values():
@@ -592,7 +592,7 @@ def _handles(agent: Any) -> int:
 def _reader_of(worker: Any) -> Any:
     """kvpatch's state of a worker; None where it is off."""
     try:
-        from kvpatch.vllm.reader import reader_of
+        from kvpatch.vllm.state import worker_state
     except ImportError:
         return None
-    return reader_of(worker)
+    return worker_state(worker).reader

@@ -186,26 +186,24 @@ class TestPages:
             return 1000 + page if page in mapped else _FILLER
 
         monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: Driver(allocation_at, 64))
-        worker = _Worker()
-        kvcached_pages.note_pages(worker, tensors, _read(tensors, KEYS_FIRST))
-        return worker
+        return kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
 
-    def _refuse(self, worker, blocks, group=_ATTENTION):
+    def _refuse(self, pages, blocks, group=_ATTENTION):
         order = Order(TOKENS * len(blocks), TOKENS * len(blocks), (tuple(blocks),), ((1,),))
-        kvcached_pages.refuse_unmapped(worker, (group,), order, 1)
+        kvcached_pages.refuse_unmapped(pages, (group,), order, 1)
 
     def test_blocks_with_pages_are_let_through(self, monkeypatch):
         # Keys of blocks 2 and 3, and their values 8 blocks behind.
-        worker = self._pages(monkeypatch, {2, 3, 10, 11})
+        pages = self._pages(monkeypatch, {2, 3, 10, 11})
 
-        self._refuse(worker, [2, 3])
+        self._refuse(pages, [2, 3])
 
     @pytest.mark.parametrize("unmapped", [2, 3, 10, 11])
     def test_one_without_is_named(self, monkeypatch, unmapped):
-        worker = self._pages(monkeypatch, {2, 3, 10, 11} - {unmapped})
+        pages = self._pages(monkeypatch, {2, 3, 10, 11} - {unmapped})
 
         with pytest.raises(ReadRefused, match=rf"block {unmapped % 8} of layers\.0 is to be fill"):
-            self._refuse(worker, [2, 3])
+            self._refuse(pages, [2, 3])
 
     def test_a_block_of_recurrent_state_is_attentions_memory(self, monkeypatch):
         states = Group(frozenset({"state.0"}), 0, has_state=True)
@@ -218,11 +216,11 @@ class TestPages:
 
     def test_without_a_driver_nothing_is_looked_for(self, monkeypatch):
         monkeypatch.setattr(kvcached_pages.backing, "driver", lambda: None)
-        worker, tensors = _Worker(), _halves(layers=1)
+        tensors = _halves(layers=1)
 
-        kvcached_pages.note_pages(worker, tensors, _read(tensors, KEYS_FIRST))
+        pages = kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
 
-        self._refuse(worker, [2, 3])
+        self._refuse(pages, [2, 3])
 
 
 class TestDriver:

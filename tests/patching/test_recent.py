@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.vllm.announcements import Announcements
-from kvpatch.vllm.introducing import Introductions
+from kvpatch.vllm.announcements import Announcements, Introductions
 from kvpatch.vllm.proofs import Proofs
 from kvpatch.vllm.reader import Peer, Reader
 from kvpatch.vllm.recent import MOST_ENGINES, Recent

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.vllm.announcements import Announcements, announced, announcement
+from kvpatch.vllm.announcements import Announcements, Introductions, announced, announcement
 from kvpatch.vllm.cuts import chunks_to_look_at, still_possible
 from kvpatch.vllm.introducing import (
-    Introductions,
     book_proof,
     hear_what_is_open,
     introductions_of,

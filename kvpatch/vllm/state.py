@@ -1,0 +1,119 @@
+"""All that kvpatch knows of one worker, and of one scheduler; it lives and ends with them.
+
+It stands on the object that it belongs to, under one name, so that two engines of one process
+have nothing in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvpatch.vllm.aborts import Aborts, Loads
+from kvpatch.vllm.announcements import Announcements, Introductions
+from kvpatch.vllm.elsewhere import LikePeers
+from kvpatch.vllm.failures import Failures
+from kvpatch.vllm.host_buffer_saves import Saves
+from kvpatch.vllm.host_buffer_worker import HostBuffer
+from kvpatch.vllm.kvcached_pages import Pages
+from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.rows import RegisteredRows
+
+_NAME = "_kvpatch_state"
+_State = TypeVar("_State")
+
+
+@dataclass(eq=False)
+class WorkerState:
+    """Of a connector's worker half.
+
+    Attributes:
+        is_host_buffered: whether its KV goes through a host buffer.
+        host_buffer: the buffer; None before it registers.
+        pages: of kvcached's, behind its tensors; None where they cannot be told.
+        rows: registered in place of its tensors; None where it has none.
+        planned_layout: what it would state of a layout that an allocator has changed.
+        reader: of peers; None before it registers, and where nothing can be read into.
+        announcements: what it has to tell its scheduler of peers.
+        failures: its loads that failed, where the model has several cache groups.
+        loads: its loads, where the release knows none that failed (<= 0.11.0).
+    """
+
+    is_host_buffered: bool = False
+    host_buffer: HostBuffer | None = None
+    pages: Pages | None = None
+    rows: RegisteredRows | None = None
+    planned_layout: str | None = None
+    reader: Reader | None = None
+    announcements: Announcements = field(default_factory=Announcements)
+    failures: Failures = field(default_factory=Failures)
+    loads: Loads = field(default_factory=Loads)
+
+
+@dataclass(eq=False)
+class SchedulerState:
+    """Of a connector's scheduler half.
+
+    Attributes:
+        saves: to the host buffer; None without one.
+        like_peers: whose blocks are as large as its own.
+        has_nothing_open: whether handshakes leave nothing open that its workers would prove.
+        introductions: the engines that its workers can read; None before it was asked.
+        aborts: of the engine's scheduler, once there was something to account for.
+    """
+
+    saves: Saves | None = None
+    like_peers: LikePeers = field(default_factory=LikePeers)
+    has_nothing_open: bool = False
+    introductions: Introductions | None = None
+    aborts: Aborts | None = None
+
+
+@dataclass(eq=False)
+class EngineState:
+    """Of vLLM's own scheduler, which has one connector or several; its block manager's too.
+
+    Attributes:
+        aborts: requests that are over while their loads are not.
+        saves: of its connectors, to their host buffers.
+    """
+
+    aborts: Aborts = field(default_factory=Aborts)
+    saves: list[Saves] = field(default_factory=list)
+
+
+def worker_state(worker: Any) -> WorkerState:
+    """Of a connector's worker half; made when it is first asked for."""
+    return _state(worker, WorkerState)
+
+
+def scheduler_state(scheduler: Any) -> SchedulerState:
+    """Of a connector's scheduler half; made when it is first asked for."""
+    return _state(scheduler, SchedulerState)
+
+
+def engine_state(core: Any) -> EngineState:
+    """Of vLLM's own scheduler, or of its block manager once they were brought together."""
+    return _state(core, EngineState)
+
+
+def share_with_manager(core: Any) -> None:
+    """Has the block manager of vLLM's scheduler find the scheduler's state."""
+    vars(core.kv_cache_manager)[_NAME] = engine_state(core)
+
+
+def connectors_of(core: Any) -> Iterator[Any]:
+    """The scheduler's connector, or those that a MultiConnector stands for."""
+    connector = getattr(core, "connector", None)
+    if connector is not None:
+        yield from getattr(connector, "_connectors", None) or (connector,)
+
+
+def _state(owner: Any, kind: type[_State]) -> _State:
+    held = vars(owner)
+    found = held.get(_NAME)
+    if found is None:  # handshakes have threads of their own: one of two that ask wins
+        found = held.setdefault(_NAME, kind())
+    state: _State = found
+    return state

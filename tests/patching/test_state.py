@@ -1,0 +1,68 @@
+"""Each worker and each scheduler has a state of its own, which ends with it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from kvpatch.vllm.ranks import AskingOneRank
+from kvpatch.vllm.state import (
+    connectors_of,
+    engine_state,
+    scheduler_state,
+    share_with_manager,
+    worker_state,
+)
+
+pytestmark = pytest.mark.patching
+
+
+@pytest.mark.parametrize("state_of", [worker_state, scheduler_state, engine_state])
+def test_two_of_one_process_have_nothing_in_common(state_of) -> None:
+    one, other = SimpleNamespace(), SimpleNamespace()
+
+    assert state_of(one) is state_of(one)
+    assert state_of(one) is not state_of(other)
+    mine, theirs = (vars(state_of(owner)).values() for owner in (one, other))
+    shared = {id(value) for value in mine} & {id(value) for value in theirs}
+    assert shared <= {id(None), id(False)}
+
+
+@pytest.mark.parametrize("state_of", [worker_state, scheduler_state, engine_state])
+def test_it_ends_with_its_owner(state_of) -> None:
+    owner = SimpleNamespace()
+    state = state_of(owner)
+    state.back = owner  # as readers and agents lead back to their worker
+    ended = weakref.ref(state)
+
+    del owner, state
+    gc.collect()
+
+    assert ended() is None
+
+
+def test_a_worker_that_asks_for_one_rank_is_that_worker() -> None:
+    worker = SimpleNamespace()
+
+    assert worker_state(AskingOneRank(worker, 1, 2)) is worker_state(worker)
+
+
+def test_a_block_manager_has_its_schedulers_state() -> None:
+    core = SimpleNamespace(kv_cache_manager=SimpleNamespace())
+
+    share_with_manager(core)
+
+    assert engine_state(core.kv_cache_manager) is engine_state(core)
+
+
+def test_a_multi_connector_stands_for_several() -> None:
+    one, two = SimpleNamespace(), SimpleNamespace()
+
+    assert list(connectors_of(SimpleNamespace())) == []
+    assert list(connectors_of(SimpleNamespace(connector=None))) == []
+    assert list(connectors_of(SimpleNamespace(connector=one))) == [one]
+    several = SimpleNamespace(_connectors=[one, two])
+    assert list(connectors_of(SimpleNamespace(connector=several))) == [one, two]
