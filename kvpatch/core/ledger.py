@@ -13,6 +13,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,6 +24,19 @@ from kvpatch.core.errors import SiteDrifted
 
 #: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A patch's part in a wrapper that several patches share, and which is set once.
+
+    Attributes:
+        pipeline: the shared one: as a :data:`Wrapper`, and ``steps``, the slugs of the patches
+            whose parts are on.
+    """
+
+    pipeline: Callable[..., Any]
+
 
 Kind = Literal["function", "classmethod", "staticmethod"]
 
@@ -78,13 +92,19 @@ class Patch:
 
     slug: str
     wire_affecting: bool
-    sites: Mapping[str, Mapping[Site, Wrapper]]
+    sites: Mapping[str, Mapping[Site, Wrapper | Step]]
     not_needed: Mapping[str, str]
     document: str
 
 
 @dataclass(eq=False)
 class _Change:
+    """One thing that was set.
+
+    Attributes:
+        steps: of a shared wrapper, the patches whose parts are on; None of any other.
+    """
+
     slug: str
     owner: type | ModuleType
     name: str
@@ -92,6 +112,7 @@ class _Change:
     site: Site | None
     ours: Any = None
     active: bool = True
+    steps: set[str] | None = None
 
     def is_active(self) -> bool:
         """Asked at every call: a wrapper that could not be taken out does nothing."""
@@ -105,9 +126,11 @@ class Ledger:
     _changes: list[_Change] = field(default_factory=list)
 
     def apply(
-        self, slug: str, sites: Mapping[Site, Wrapper], *, supersede: bool = False
+        self, slug: str, sites: Mapping[Site, Wrapper | Step], *, supersede: bool = False
     ) -> list[str]:
         """Wraps all of `sites`, or none; what it has wrapped before is not wrapped again.
+
+        Where a site takes a :class:`Step`, the patches that have one there share a wrapper.
 
         Args:
             supersede: whether what kvcached's own patch has replaced is wrapped in place of
@@ -120,7 +143,7 @@ class Ledger:
         """
         # One that undo() had to leave in place is checked no more: what stands
         # there now is somebody else's wrapper, with ours below it.
-        left = {change.site for change in self._of(slug)}
+        left = {change.site for change in (*self._of(slug), *self._shared_by(sites))}
         new = [
             (*resolve(s, supersede=supersede), s, wrapper)
             for s, wrapper in sites.items()
@@ -131,6 +154,9 @@ class Ledger:
         behind = [str(s) for owner, target, s, _ in new if vars(owner)[s.name] is not target]
         for owner, target, site, wrapper in new:
             self._wrap(slug, owner, site.name, target, wrapper, site)
+        for change, steps in self._shared_by(sites).items():
+            change.active = True
+            steps.add(slug)
         return behind
 
     def guard(self, slug: str, owner: type, wrapper: Wrapper) -> None:
@@ -186,6 +212,8 @@ class Ledger:
         left: list[_Change] = []
         for change in reversed(self._changes):
             change.active = False
+            if change.steps is not None:
+                change.steps.clear()
             if vars(change.owner).get(change.name, _MISSING) is not change.ours:
                 left.append(change)
             elif change.before is _MISSING:
@@ -194,6 +222,11 @@ class Ledger:
                 setattr(change.owner, change.name, change.before)
         self._changes = left[::-1]
         return [f"{_named(c.owner)}.{c.name}" for c in left]
+
+    def _shared_by(self, sites: Mapping[Site, Wrapper | Step]) -> dict[_Change, set[str]]:
+        """The shared wrappers that stand where these sites take a step, and whose steps are on."""
+        at = {site for site, wrapper in sites.items() if isinstance(wrapper, Step)}
+        return {c: c.steps for c in self._changes if c.steps is not None and c.site in at}
 
     def _of(self, slug: str) -> list[_Change]:
         return [change for change in self._changes if change.slug == slug]
@@ -204,10 +237,13 @@ class Ledger:
         owner: type | ModuleType,
         name: str,
         target: Any,
-        wrapper: Wrapper,
+        wrapper: Wrapper | Step,
         site: Site | None = None,
     ) -> None:
         change = _Change(slug, owner, name, vars(owner).get(name, _MISSING), site)
+        if isinstance(wrapper, Step):
+            change.steps = set()
+            wrapper = partial(wrapper.pipeline, steps=change.steps)
         if kind_of(target) == "staticmethod":
             # Else what an instance looks up holds that instance: the thread that a worker
             # starts on its static listener would keep the worker for ever.

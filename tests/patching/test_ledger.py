@@ -11,7 +11,7 @@ import pytest
 import wrapt
 
 from kvpatch.core.errors import SiteDrifted
-from kvpatch.core.ledger import Ledger, Site, resolve
+from kvpatch.core.ledger import Ledger, Site, Step, resolve
 
 pytestmark = pytest.mark.patching
 
@@ -187,3 +187,56 @@ def test_what_an_instance_looks_up_of_a_static_method_does_not_hold_it():
     gc.collect()
     assert gone() is None
     assert found(1) == 2
+
+
+def _steps(wrapped, instance, args, kwargs, *, steps):
+    return sorted(steps), wrapped(*args, **kwargs)
+
+
+_STEP = {METHOD: Step(_steps)}
+
+
+def test_steps_of_several_patches_share_a_wrapper():
+    original = vars(Target)["method"]
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    ledger.apply("q", {**_STEP, CLASSMETHOD: _plus_one})
+    ledger.apply("p", _STEP)
+    assert Target().method(1) == (["p", "q"], 1)
+    assert vars(Target)["method"].__wrapped__ is original
+
+    assert ledger.undo() == []
+    assert vars(Target)["method"] is original
+    ledger.apply("q", _STEP)
+    assert Target().method(1) == (["q"], 1)
+
+
+def test_a_wrapper_of_its_own_goes_over_a_shared_one():
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    ledger.apply("q", {METHOD: lambda wrapped, instance, args, kwargs: ("over", wrapped(*args))})
+
+    assert Target().method(1) == ("over", (["p"], 1))
+
+
+def test_a_patch_that_drifted_elsewhere_has_no_step():
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    with pytest.raises(SiteDrifted):
+        ledger.apply("q", {**_STEP, _site("gone"): _plus_one})
+
+    assert Target().method(1) == (["p"], 1)
+
+
+def test_undo_switches_all_steps_off_below_a_foreign_wrapper():
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    ledger.apply("q", _STEP)
+    Target.method = wrapt.FunctionWrapper(
+        vars(Target)["method"], lambda wrapped, instance, args, kwargs: ["theirs", wrapped(*args)]
+    )
+
+    assert ledger.undo() == [f"{__name__}.Target.method"]
+    assert Target().method(1) == ["theirs", 1]
+    ledger.apply("q", _STEP)
+    assert Target().method(1) == ["theirs", (["q"], 1)]
