@@ -160,7 +160,7 @@ def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
 
 def main(given: Sequence[str]) -> int:
     """The exit status."""
-    from kvpatch.verify.run import Interrupted
+    from kvpatch.core.errors import Interrupted
 
     asked = arguments(given)
     try:

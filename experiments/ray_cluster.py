@@ -62,8 +62,9 @@ async def refused_loudly(work: Path, environment: dict[str, str]) -> bool:
     """Whether a worker without kvpatch ends the decode engine at the first order, and says why."""
     import httpx
 
+    from kvpatch.core.errors import RequestFailed
     from kvpatch.verify.engine import Engine, stop_all
-    from kvpatch.verify.handoff import RequestFailed, prefill_then_decode
+    from kvpatch.verify.handoff import prefill_then_decode
     from kvpatch.verify.model import make_tiny_llama
     from kvpatch.verify.setups import small_engine
 

@@ -37,8 +37,9 @@ from typing import Any, NamedTuple
 import httpx
 from rich.console import Console
 
+from kvpatch.core.errors import RequestFailed
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
-from kvpatch.verify.handoff import Completion, RequestFailed, prefill_then_decode
+from kvpatch.verify.handoff import Completion, prefill_then_decode
 from kvpatch.verify.model import make_tiny_llama
 from kvpatch.verify.run import until_signal
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary

@@ -108,10 +108,10 @@ def verify(
     """
     from rich.console import Console
 
-    from kvpatch.core.errors import KvpatchError
+    from kvpatch.core.errors import Interrupted, KvpatchError
     from kvpatch.verify.report import errors as request_errors
     from kvpatch.verify.report import json_lines, summary, table, write_json_lines
-    from kvpatch.verify.run import Interrupted, until_signal
+    from kvpatch.verify.run import until_signal
     from kvpatch.verify.run import verify as run
     from kvpatch.verify.setups import (
         Options,
@@ -185,10 +185,9 @@ def verify_matrix(
     """
     from rich.console import Console
 
-    from kvpatch.core.errors import KvpatchError
+    from kvpatch.core.errors import Interrupted, KvpatchError
     from kvpatch.verify.matrix import choose
     from kvpatch.verify.matrix_shown import show_matrix
-    from kvpatch.verify.run import Interrupted
     from kvpatch.verify.setups import Options, require_release
 
     # A pipe has no width of its own, and the table should not be cut there.

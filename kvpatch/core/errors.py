@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from kvpatch.core.text import one_line
 
 
@@ -43,3 +45,86 @@ class PatchRefused(KvpatchError):
 
 class RegistrationRefused(KvpatchError):
     """KV caches that cannot be registered without risking wrong bytes."""
+
+
+class UnreadableGeometry(KvpatchError):
+    """A tensor, a plane or a dimension order that cannot be read without guessing."""
+
+
+class UnpairableBlocks(KvpatchError):
+    """Block lists that do not hold the tokens that are asked for."""
+
+
+class UnplannableCopy(KvpatchError):
+    """Planes between which no exact copy exists, or segments that leave them."""
+
+
+class PoolExhausted(KvpatchError):
+    """Space is held by transfers of peers that are gone, and too little is left."""
+
+
+class NothingToRead(KvpatchError):
+    """A read of no bytes, which NIXL has no transfer for."""
+
+
+class HostBufferRefused(KvpatchError):
+    """A host buffer that cannot be, or a device that cannot do without one."""
+
+
+class NeverFits(KvpatchError):
+    """A request with more blocks than the pool has slots."""
+
+    def __init__(self, request_id: str, blocks: int, slots: int) -> None:
+        super().__init__(
+            f"request {request_id} needs {blocks} slots of the host buffer, which has {slots}"
+        )
+        self.blocks = blocks
+        self.slots = slots
+
+
+class NotSaved(KvpatchError):
+    """Blocks that no slot holds for the request that wants to publish them."""
+
+
+class NotReserved(KvpatchError):
+    """More blocks saved for a request than slots were reserved for it."""
+
+
+class NotProven(KvpatchError):
+    """A request to be read from an engine of which something is not proven."""
+
+
+class CutBlocks(KvpatchError):
+    """Whole blocks that would have to be cut; the message says what helps."""
+
+
+class UnlikeShapes(KvpatchError):
+    """Layers of unlike shapes that a peer cannot be read into; the message says what helps."""
+
+
+class NotPatchedHere(KvpatchError):
+    """A process without kvpatch was handed what only kvpatch can act on."""
+
+
+class BadOptions(KvpatchError):
+    """Options that no run can be made of."""
+
+
+class IncompleteCache(KvpatchError):
+    """The ranks' reports do not add up to one whole cache."""
+
+
+class EngineFailed(KvpatchError):
+    """A server that did not start, died, or refused what the harness needs of it."""
+
+
+class RequestFailed(KvpatchError):
+    """An engine answered with an error, or without what was asked for."""
+
+
+class Interrupted(KvpatchError):
+    """A signal ended the run; ``number`` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.number = number

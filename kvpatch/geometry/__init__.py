@@ -6,9 +6,9 @@ of content of one layer of it; a plan is a list of byte runs between two sets of
 
 from __future__ import annotations
 
+from kvpatch.core.errors import UnpairableBlocks, UnplannableCopy, UnreadableGeometry
 from kvpatch.geometry.costs import DEVICE_MEMORY, HOST_MEMORY, Costs, is_direct
 from kvpatch.geometry.crossings import Crossing, cross
-from kvpatch.geometry.errors import UnpairableBlocks, UnplannableCopy, UnreadableGeometry
 from kvpatch.geometry.layouts import (
     LAYOUTS,
     CacheSizes,

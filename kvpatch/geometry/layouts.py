@@ -12,7 +12,7 @@ from math import prod
 from types import MappingProxyType
 from typing import Literal
 
-from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvpatch.geometry.errors import UnplannableCopy
+from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Content, Plane
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
 
 _KINDS = {
     frozenset({"kv", "block", "token", "head", "channel"}): "keys and values side by side",

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpatch.geometry.errors import UnplannableCopy
+from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.meetings import (
     Axis,
     Copy,

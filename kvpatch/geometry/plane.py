@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.tensor import axes_nest, extent_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvpatch.geometry.errors import UnplannableCopy
+from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.meetings import Copy
 from kvpatch.geometry.segments import Segments
 

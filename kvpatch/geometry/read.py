@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
-from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.order import DimensionOrder, KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.tensor import TensorFacts, axes_nest, extent_bytes

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.crossings import Crossing, Slots
-from kvpatch.geometry.errors import UnplannableCopy
 from kvpatch.geometry.meetings import CopyStrides
 from kvpatch.geometry.reach import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments

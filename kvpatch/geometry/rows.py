@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from kvpatch.geometry.errors import UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import Int64Array, Segments
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry.errors import UnpairableBlocks
+from kvpatch.core.errors import UnpairableBlocks
 
 Int64Array = npt.NDArray[np.int64]
 

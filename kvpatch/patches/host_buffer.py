@@ -34,12 +34,13 @@ from typing import Any
 
 from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.core import settings
+from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.patches import _sites
 from kvpatch.vllm import host_buffer_links as links
 from kvpatch.vllm import host_buffer_saves as saves
 from kvpatch.vllm import host_buffer_worker as workers
-from kvpatch.vllm.host_buffer import HostBufferRefused, is_wanted_here
+from kvpatch.vllm.host_buffer import is_wanted_here
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.state import scheduler_state, worker_state
 

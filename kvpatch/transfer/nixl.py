@@ -8,14 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import NothingToRead
 from kvpatch.geometry import Memory
 
 Int64Array = npt.NDArray[np.int64]
-
-
-class NothingToRead(KvpatchError):
-    """A read of no bytes, which NIXL has no transfer for."""
 
 
 class Ends(NamedTuple):

@@ -11,7 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import PoolExhausted
 from kvpatch.transfer.pace import Pace
 from kvpatch.transfer.room import Room, Space
 
@@ -28,10 +28,6 @@ _LEAST_ROUND_BYTES = 8 * 1024**2
 _HOST_ROUNDS_ON_WIRE = 2
 #: On a device each copy is a launch or two.
 _DEVICE_ROUND_BYTES = 16 * 1024**2
-
-
-class PoolExhausted(KvpatchError):
-    """Space is held by transfers of peers that are gone, and too little is left."""
 
 
 class _Lost(NamedTuple):

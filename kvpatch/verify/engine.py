@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import EngineFailed
 
 if TYPE_CHECKING:
     import httpx
@@ -63,10 +63,6 @@ _SMALL_CPU_ENGINE = {
 _OWN_GROUP: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": os.setpgrp}
 )
-
-
-class EngineFailed(KvpatchError):
-    """A server that did not start, died, or refused what the harness needs of it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import IncompleteCache
 
 HeadDigests = Mapping[str, str]
 """``"<content>/<global head>"`` -> hexadecimal SHA-256, of one layer."""
@@ -24,10 +24,6 @@ LayerFingerprints = dict[str, str]
 """Layer name -> hexadecimal SHA-256."""
 
 _CONTENT_ORDER = ("key", "value", "latent", "state")
-
-
-class IncompleteCache(KvpatchError):
-    """The ranks' reports do not add up to one whole cache."""
 
 
 def head_key(content: str, head: int) -> str:

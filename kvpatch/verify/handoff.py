@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import RequestFailed
 
 if TYPE_CHECKING:
     import httpx
@@ -23,10 +23,6 @@ _ASK_PREFILL: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-
-
-class RequestFailed(KvpatchError):
-    """An engine answered with an error, or without what was asked for."""
 
 
 @dataclass(frozen=True)

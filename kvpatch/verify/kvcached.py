@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.verify.engine import Engine, EngineFailed
+from kvpatch.core.errors import EngineFailed
+from kvpatch.verify.engine import Engine
 from kvpatch.verify.matrix import Kvcached, Row, Side, Single
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from kvpatch.core.errors import BadOptions
 from kvpatch.verify.engine import TRANSFER_CONFIG, EngineSpec
-from kvpatch.verify.setups import BadOptions, Setup, small_engine
+from kvpatch.verify.setups import Setup, small_engine
 
 DTYPE = "float32"
 """vLLM's CPU backend keeps keys by column in it on every x86 machine; in bfloat16 it may not."""

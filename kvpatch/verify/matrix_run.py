@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvpatch.core.errors import EngineFailed
 from kvpatch.verify.compare import Comparison, Observation, compare
-from kvpatch.verify.engine import Engine, EngineFailed, require_environment, stop_all
+from kvpatch.verify.engine import Engine, require_environment, stop_all
 from kvpatch.verify.kvcached import require_layouts
 from kvpatch.verify.matrix import Row, Side, Single, by_single, row_setups, single_setup
 from kvpatch.verify.model import MAKERS

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.core.errors import RequestFailed
 from kvpatch.verify.compare import Observation, Snapshot
 from kvpatch.verify.engine import Engine
 from kvpatch.verify.fingerprint import join_ranks
-from kvpatch.verify.handoff import RequestFailed, complete, prefill_then_decode
+from kvpatch.verify.handoff import complete, prefill_then_decode
 from kvpatch.verify.probe import LOADED, PREFILLED
 from kvpatch.verify.prompts import Case, steps
 from kvpatch.verify.running import progress_bar

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import Interrupted
 from kvpatch.verify.compare import Comparison, Observation, compare
 from kvpatch.verify.engine import require_environment
 from kvpatch.verify.model import make_tiny_llama
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(KvpatchError):
-    """A signal ended the run; ``number`` is the signal's."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.number = number
 
 
 @dataclass(frozen=True)

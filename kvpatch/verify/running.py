@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from kvpatch.verify.engine import Engine, EngineFailed, EngineSpec, stop_all
+from kvpatch.core.errors import EngineFailed
+from kvpatch.verify.engine import Engine, EngineSpec, stop_all
 from kvpatch.verify.model import words
 from kvpatch.verify.setups import Options
 

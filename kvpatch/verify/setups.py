@@ -10,7 +10,7 @@ from typing import Literal
 from packaging.version import Version
 
 from kvpatch._versions import installed_vllm
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import BadOptions
 from kvpatch.verify.engine import EngineSpec
 
 SETUPS = ("single", "stock", "kvpatch")
@@ -18,10 +18,6 @@ SETUPS = ("single", "stock", "kvpatch")
 
 Side = Literal["both", "prefill", "decode"]
 SIDES: tuple[Side, ...] = ("both", "prefill", "decode")
-
-
-class BadOptions(KvpatchError):
-    """Options that no run can be made of."""
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,11 @@ import sys
 from collections import OrderedDict
 from typing import Any
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import NotPatchedHere
 from kvpatch.vllm.groups import counted_group
 
 #: Engine ids are a peer's to choose; one that is forgotten is guarded again.
 _MOST_PEERS = 1024
-
-
-class NotPatchedHere(KvpatchError):
-    """A process without kvpatch was handed what only kvpatch can act on."""
 
 
 def require(slug: str) -> None:

@@ -10,14 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import HostBufferRefused
 
 #: Row 0 is for vLLM's null block, whose number is 0 in every table of blocks.
 NULL_ROWS = 1
-
-
-class HostBufferRefused(KvpatchError):
-    """A host buffer that cannot be, or a device that cannot do without one."""
 
 
 def is_wanted(

@@ -9,12 +9,13 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from kvpatch.core import settings
+from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
 from kvpatch.vllm.elsewhere import require
-from kvpatch.vllm.host_buffer import NULL_ROWS, HostBufferRefused, block_bytes_of, rows_in
+from kvpatch.vllm.host_buffer import NULL_ROWS, block_bytes_of, rows_in
 from kvpatch.vllm.host_buffer_groups import GroupBlocks
 from kvpatch.vllm.host_buffer_usage import UsageLog
 from kvpatch.vllm.orders import groups
-from kvpatch.vllm.slots import NeverFits, NotReserved, NotSaved, SlotTable
+from kvpatch.vllm.slots import SlotTable
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 _ATTRIBUTE = "kvpatch_saves"

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from kvpatch.core import settings
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.transfer.own_copies import Operation
 from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.host_buffer import HostBufferRefused, rows_in
+from kvpatch.vllm.host_buffer import rows_in
 from kvpatch.vllm.host_buffer_saves import Copies
 from kvpatch.vllm.kvcached_pages import Pages, pages_behind
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
+from kvpatch.core.errors import CutBlocks, UnlikeShapes
 from kvpatch.geometry import (
     Content,
     Counts,
@@ -33,7 +34,6 @@ from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, LayerSizes, Piece, Regions
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
     Shape,
-    UnlikeShapes,
     are_unlike,
     check_tokens,
     have_unlike_pages,
@@ -44,7 +44,7 @@ from kvpatch.vllm.shapes import (
 )
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes
-from kvpatch.vllm.whole_blocks import CutBlocks, check_blocks, check_planes
+from kvpatch.vllm.whole_blocks import check_blocks, check_planes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
 #: From 0.24 on.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import Plan
 from kvpatch.transfer.nixl import Ends, errors_of
@@ -51,10 +51,6 @@ _MOST_SAMPLES = 8
 SAMPLE_BYTES = 16 * 1024**2
 
 _NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-
-class NotProven(KvpatchError):
-    """A request to be read from an engine of which something is not proven."""
 
 
 #: Of a candidate: the kernel blocks of a block; to 0.11.0 its layout, or "stated".

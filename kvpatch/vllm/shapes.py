@@ -12,17 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import UnlikeShapes
 from kvpatch.geometry import Content, Plane, part_bytes
 from kvpatch.vllm.caches import LayerCache
 
 if TYPE_CHECKING:
     from kvpatch.vllm.peers import OurSide
     from kvpatch.vllm.wire import Statement
-
-
-class UnlikeShapes(KvpatchError):
-    """Layers of unlike shapes that a peer cannot be read into; the message says what helps."""
 
 
 class Shape(NamedTuple):

@@ -9,26 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvpatch.core.errors import KvpatchError
-
-
-class NeverFits(KvpatchError):
-    """A request with more blocks than the pool has slots."""
-
-    def __init__(self, request_id: str, blocks: int, slots: int) -> None:
-        super().__init__(
-            f"request {request_id} needs {blocks} slots of the host buffer, which has {slots}"
-        )
-        self.blocks = blocks
-        self.slots = slots
-
-
-class NotSaved(KvpatchError):
-    """Blocks that no slot holds for the request that wants to publish them."""
-
-
-class NotReserved(KvpatchError):
-    """More blocks saved for a request than slots were reserved for it."""
+from kvpatch.core.errors import NeverFits, NotReserved, NotSaved
 
 
 @dataclass

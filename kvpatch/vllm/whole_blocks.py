@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import CutBlocks
 from kvpatch.geometry import Plane, UnplannableCopy, check_whole
 from kvpatch.vllm.cache_kinds import Holds, Kind
 from kvpatch.vllm.caches import LayerCache
@@ -17,10 +17,6 @@ from kvpatch.vllm.wire import PeerRefused
 if TYPE_CHECKING:
     from kvpatch.vllm.peers import OurSide
     from kvpatch.vllm.wire import Statement
-
-
-class CutBlocks(KvpatchError):
-    """Whole blocks that would have to be cut; the message says what helps."""
 
 
 def check_blocks(ours: OurSide, peer: Statement) -> None:

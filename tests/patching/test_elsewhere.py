@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpatch._versions import GENERATIONS
-from kvpatch.vllm.elsewhere import LikePeers, NotPatchedHere
+from kvpatch.core.errors import NotPatchedHere
+from kvpatch.vllm.elsewhere import LikePeers
 from kvpatch.vllm.host_buffer_saves import Copies
 from kvpatch.vllm.orders import Order
 

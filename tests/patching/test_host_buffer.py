@@ -11,13 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.vllm.host_buffer import (
-    HostBufferRefused,
-    block_bytes_of,
-    is_wanted,
-    refuse_shares,
-    rows_in,
-)
+from kvpatch.core.errors import HostBufferRefused
+from kvpatch.vllm.host_buffer import block_bytes_of, is_wanted, refuse_shares, rows_in
 from kvpatch.vllm.host_buffer_groups import GroupBlocks
 from kvpatch.vllm.host_buffer_links import put_back
 from kvpatch.vllm.host_buffer_saves import Saves

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import KvpatchError, UnpairableBlocks
 from kvpatch.core.text import one_line
 from kvpatch.geometry import cross, plan_rounds, plan_runs
-from kvpatch.geometry.errors import UnpairableBlocks
 from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import is_alike

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.verify import engine
-from kvpatch.verify.engine import Engine, EngineFailed, EngineSpec, stop_all
+from kvpatch.verify.engine import Engine, EngineSpec, stop_all
 from kvpatch.verify.setups import (
-    BadOptions,
     Options,
     build_setups,
     parse_arguments,
@@ -135,7 +135,8 @@ def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) 
     script.write_text(
         textwrap.dedent("""
             import asyncio
-            from kvpatch.verify.run import Interrupted, until_signal
+            from kvpatch.core.errors import Interrupted
+            from kvpatch.verify.run import until_signal
 
             async def work():
                 try:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvpatch.core.errors import IncompleteCache
 from kvpatch.geometry import LAYOUTS, CacheSizes, Content, Memory
 from kvpatch.verify import caches
-from kvpatch.verify.fingerprint import (
-    IncompleteCache,
-    differing_layers,
-    digest_heads,
-    head_key,
-    join_ranks,
-)
+from kvpatch.verify.fingerprint import differing_layers, digest_heads, head_key, join_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

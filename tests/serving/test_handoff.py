@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.verify.handoff import Completion, RequestFailed, complete, prefill_then_decode
+from kvpatch.core.errors import RequestFailed
+from kvpatch.verify.handoff import Completion, complete, prefill_then_decode
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvpatch.verify.engine import EngineFailed, command, environment
+from kvpatch.core.errors import BadOptions, EngineFailed
+from kvpatch.verify.engine import command, environment
 from kvpatch.verify.kvcached import CPU_ROWS, ROWS, complain_of, layout_found
 from kvpatch.verify.layout import describe
 from kvpatch.verify.matrix import Side, choose, row_setups, single_setup
-from kvpatch.verify.setups import BadOptions
 
 pytestmark = pytest.mark.serving
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.verify import matrix_run
 from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
-from kvpatch.verify.engine import EngineFailed
 from kvpatch.verify.handoff import Completion
 from kvpatch.verify.matrix import ROWS, Row, Single, by_single, choose, row_setups, single_setup
 from kvpatch.verify.matrix_report import (
@@ -27,7 +27,7 @@ from kvpatch.verify.matrix_report import (
 from kvpatch.verify.matrix_run import RowResult, run_matrix
 from kvpatch.verify.model import MAKERS
 from kvpatch.verify.prompts import Case
-from kvpatch.verify.setups import BadOptions, Options
+from kvpatch.verify.setups import Options
 
 pytestmark = pytest.mark.serving
 

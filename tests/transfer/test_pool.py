@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.transfer.pool import PoolExhausted, StagingPool
+from kvpatch.core.errors import PoolExhausted
+from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.room import Room
 
 pytestmark = pytest.mark.patching

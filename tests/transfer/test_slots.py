@@ -21,7 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpatch.vllm.slots import NeverFits, NotReserved, NotSaved, SlotTable
+from kvpatch.core.errors import NeverFits, NotReserved, NotSaved
+from kvpatch.vllm.slots import SlotTable
 
 pytestmark = pytest.mark.patching
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import wrapt
 
+from kvpatch.core.errors import PoolExhausted
 from kvpatch.geometry import (
     BlockList,
     CacheSizes,
@@ -29,7 +30,7 @@ from kvpatch.transfer import staged as staged_module
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of
-from kvpatch.transfer.pool import PoolExhausted, StagingPool
+from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 
 pytestmark = pytest.mark.lab
