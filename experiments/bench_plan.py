@@ -21,18 +21,17 @@ from rich.table import Table
 
 from kvpatch.geometry import (
     BlockList,
-    CacheSizes,
     Crossing,
     Memory,
     Plane,
     Segments,
     Share,
     cross,
-    named_layout,
     pair_blocks,
     plan_rounds,
     plan_runs,
 )
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS = 32
 HEADS = 8

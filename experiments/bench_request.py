@@ -23,18 +23,9 @@ from bench_transfer import DRAM, make_agent
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import (
-    BlockList,
-    CacheSizes,
-    Plane,
-    Share,
-    cross,
-    named_layout,
-    pair_blocks,
-    plan_rounds,
-    plan_runs,
-)
+from kvpatch.geometry import BlockList, Plane, Share, cross, pair_blocks, plan_rounds, plan_runs
 from kvpatch.transfer.nixl import Ends, prepare_read
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS, BLOCKS, TOKENS, CHANNELS, ITEM_BYTES = 80, 1000, 16, 16, 2
 ROUND_BYTES = 8 * 1024**2

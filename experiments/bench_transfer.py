@@ -31,7 +31,6 @@ from rich.table import Table
 from kvpatch.geometry import (
     HOST_MEMORY,
     BlockList,
-    CacheSizes,
     Memory,
     Plane,
     Round,
@@ -39,7 +38,6 @@ from kvpatch.geometry import (
     Share,
     cross,
     is_direct,
-    named_layout,
     pair_blocks,
     plan_rounds,
     plan_runs,
@@ -48,6 +46,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
 POOL_BYTES = 256 * 1024**2

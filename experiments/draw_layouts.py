@@ -15,7 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from kvpatch.geometry import CacheSizes, Content, Memory, Plane, named_layout
+from kvpatch.geometry import Content, Memory, Plane
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 BLOCKS = 6
 KEY, VALUE, STOCK, GAP = "#4477aa", "#ee9933", "#bb3344", "#e6e6e6"

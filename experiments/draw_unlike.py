@@ -20,17 +20,16 @@ from matplotlib.axes import Axes
 
 from kvpatch.geometry import (
     BlockList,
-    CacheSizes,
     Content,
     Memory,
     Round,
     Share,
     cross,
-    named_layout,
     pair_blocks,
     plan_rounds,
 )
 from kvpatch.transfer.place import place_in_host_memory
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
 TOKENS = 14

@@ -47,6 +47,7 @@ from kvpatch.geometry import DimensionOrder, Plane
 from kvpatch.patches import _sites
 from kvpatch.vllm.backend_layouts import state_own_order
 from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.cross_layer_blocks import register_rows
 from kvpatch.vllm.kvcached_cards import refuse_cards
 from kvpatch.vllm.kvcached_pages import pages_behind
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
@@ -54,7 +55,6 @@ from kvpatch.vllm.misread_states import misread_states
 from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registered_strides import strides_checked
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
-from kvpatch.vllm.rows import register_rows
 from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.transport_notes import note_transport
 

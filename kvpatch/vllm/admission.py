@@ -9,15 +9,16 @@ from typing import Any
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.text import one_line, shown
+from kvpatch.geometry import layer_by_layer
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
 from kvpatch.vllm.our_side import own_regions
-from kvpatch.vllm.peers import OurSide, refusal
 from kvpatch.vllm.proofs import Name
 from kvpatch.vllm.reader import Rank, Reader
+from kvpatch.vllm.remote_geometry import OurSide, refusal
 from kvpatch.vllm.split_handles import blocks_undivided
 from kvpatch.vllm.state import worker_state
-from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, hnd_like, of_blocks
+from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, of_blocks
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -164,7 +165,7 @@ def _add_as_alike(
             its books: it makes descriptors of all that it is shown.
     """
     ours = reader.ours
-    layout = hnd_like(ours.layout)
+    layout = layer_by_layer("HND", like=ours.layout)
     alike = as_alike(
         metadata,
         statement,

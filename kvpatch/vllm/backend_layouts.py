@@ -10,22 +10,27 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvpatch.geometry import DimensionOrder, UnreadableGeometry
+from kvpatch.geometry import (
+    LAYER_BY_LAYER,
+    NAMED_LAYOUTS,
+    DimensionOrder,
+    UnreadableGeometry,
+    inner_layout,
+    inner_layout_of_axes,
+)
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.our_side import call_layout_by_its_strides, layout_shown_by
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import attention_backends
 
 #: To 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
 _AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1", "FLASH_ATTN", "FLASHINFER")
-_INNER = {"HND": "HND", "NHD": "NHD", "LBHNC": "HND", "LBNHC": "NHD"}
 
 
 def backend_layouts(worker: Any) -> frozenset[str]:
     """The orders of heads and tokens that this worker's backends have; empty if unknown."""
     stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
-    inner = _INNER.get(stated or "")
-    if inner is None:
+    inner = inner_layout(stated)
+    if inner is None or stated not in LAYER_BY_LAYER:
         return frozenset()
     every = _backends(worker)
     is_named = not every and getattr(worker, "backend_name", None) in _AS_STATED
@@ -61,7 +66,7 @@ def _order_of(backend: Any) -> str | None:
         return None
     with suppress(AttributeError, NotImplementedError):
         names = tuple(names[axis] for axis in backend.get_kv_cache_stride_order())
-    return "NHD" if names.index("token") < names.index("head") else "HND"
+    return inner_layout_of_axes(names)
 
 
 def state_own_order(worker: Any, layers: Mapping[str, LayerCache]) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvpatch.core import settings
 from kvpatch.vllm.halves import halves_of_peer
 from kvpatch.vllm.likeness import has_two_layouts, is_alike
-from kvpatch.vllm.peers import OurSide, refusal, tokens_in_bytes
+from kvpatch.vllm.remote_geometry import OurSide, refusal, tokens_in_bytes
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import PeerRefused, Statement
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from kvpatch.geometry import Plane
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.peers import OurSide
+    from kvpatch.vllm.remote_geometry import OurSide
     from kvpatch.vllm.wire import Statement
 
 Halves = Literal["together", "apart"]

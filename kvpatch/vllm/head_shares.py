@@ -14,7 +14,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.peers import OurSide
+    from kvpatch.vllm.remote_geometry import OurSide
     from kvpatch.vllm.wire import Statement
 
 

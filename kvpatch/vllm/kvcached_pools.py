@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import Plane
+from kvpatch.geometry import Plane, are_split, block_bytes, extent_bytes
 from kvpatch.vllm.caches import LayerCache
 
 if TYPE_CHECKING:
@@ -113,10 +113,9 @@ def _check_marks(tensors: Mapping[str, Any], layers: Mapping[str, LayerCache]) -
 
 def _reach(view: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor and the one past its last."""
-    axes = zip(view.shape, view.stride(), strict=True)
-    items = 1 + sum((size - 1) * stride for size, stride in axes)
-    start = view.data_ptr()
-    return start, start + items * view.element_size()
+    item = view.element_size()
+    axes = [(size, stride * item) for size, stride in zip(view.shape, view.stride(), strict=True)]
+    return view.data_ptr(), view.data_ptr() + extent_bytes(axes, item)
 
 
 def _span(planes: tuple[Plane, ...]) -> tuple[int, int]:
@@ -142,7 +141,7 @@ def _check_sizes(pools: tuple[_Pool, ...], layers: Mapping[str, LayerCache]) -> 
         sizes.setdefault(_content_bytes(cache.planes), []).append(layer)
     if len(sizes) > 1:
         found = "; ".join(
-            f"{_block_bytes(layers[names[0]].planes)} bytes a block in {layers[names[0]].blocks} "
+            f"{block_bytes(layers[names[0]].planes)} bytes a block in {layers[names[0]].blocks} "
             f"blocks: {', '.join(names)}"
             for names in sizes.values()
         )
@@ -152,16 +151,9 @@ def _check_sizes(pools: tuple[_Pool, ...], layers: Mapping[str, LayerCache]) -> 
         )
 
 
-def _block_bytes(planes: tuple[Plane, ...]) -> int:
-    """Of a block in all its contents."""
-    return sum(
-        p.counts.heads * p.counts.block_tokens * p.counts.channels * p.item_bytes for p in planes
-    )
-
-
 def _content_bytes(planes: tuple[Plane, ...]) -> int:
     """Of all blocks: kernel blocks of several sizes may cut one size of block."""
-    return planes[0].counts.blocks * _block_bytes(planes)
+    return planes[0].counts.blocks * block_bytes(planes)
 
 
 def _listed(pools: tuple[_Pool, ...]) -> str:
@@ -181,7 +173,7 @@ def _check_layout(
             f"KVCACHED_CONTIGUOUS_LAYOUT=true and the layers lie in {len(pools)} allocations: "
             f"{_listed(pools)}. Expected one pool of all layers: {_SAME_EVERYWHERE}"
         )
-    if contiguous and any(_is_apart(cache.planes) for cache in layers.values()):
+    if contiguous and any(are_split(cache.planes) for cache in layers.values()):
         raise RegistrationRefused(
             "KVCACHED_CONTIGUOUS_LAYOUT=true and the tensors keep the keys of all blocks before "
             f"the values of all: expected a block's bytes side by side. {_SAME_EVERYWHERE}"
@@ -201,13 +193,6 @@ _SAME_EVERYWHERE = (
     "pages are mapped at the wrong places; set KVCACHED_CONTIGUOUS_LAYOUT to one value before the "
     "engine and its workers start"
 )
-
-
-def _is_apart(planes: tuple[Plane, ...]) -> bool:
-    first = planes[0]
-    return len(planes) == 2 and (
-        abs(planes[1].address - first.address) >= first.strides_bytes.block * first.counts.blocks
-    )
 
 
 def _check_pages(pools: tuple[_Pool, ...], page_bytes: int | None) -> None:

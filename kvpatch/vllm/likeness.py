@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvpatch.geometry import KeyOrder
+from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, inner_layout
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of_peer, may_be_kvcacheds
 from kvpatch.vllm.head_shares import shares_heads
-from kvpatch.vllm.peers import OurSide, refusal
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.remote_geometry import OurSide, refusal
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.whole_blocks import split_by_nobody
 from kvpatch.vllm.wire import PeerRefused, Statement
@@ -130,7 +129,7 @@ def _has_many_heads(ours: OurSide, peer: Statement) -> bool:
 
 def _has_heads_in_pieces(ours: OurSide) -> bool:
     if ours.layout in NAMED_LAYOUTS:
-        return ours.layout in ("LBHNC", "BLHNC")
+        return inner_layout(ours.layout) == "HND"
     return ours.inner_layout == "HND"
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvpatch.geometry import in_order
-from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS
+from kvpatch.geometry import LAYERS_INSIDE_BLOCKS, in_order
 
 
 def misread_states(worker: Any, kv_caches: Mapping[str, Any], attention: Collection[str]) -> bool:

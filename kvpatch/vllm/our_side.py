@@ -8,11 +8,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from kvpatch.geometry import KeyOrder, Memory
+from kvpatch.geometry import (
+    LAYER_BY_LAYER,
+    LAYERS_INSIDE_BLOCKS,
+    NAMED_LAYOUTS,
+    InnerLayout,
+    KeyOrder,
+    Memory,
+    layer_by_layer,
+)
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import packed_groups
-from kvpatch.vllm.peers import OurSide
-from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
+from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.unstated import kernel_sizes
 
 _LOG = logging.getLogger("kvpatch.registration")
@@ -110,7 +117,7 @@ def inner_layout_of(layers: Mapping[str, LayerCache]) -> str:
     return layout_shown_by(layers) or "HND"
 
 
-def layout_shown_by(layers: Mapping[str, LayerCache]) -> str | None:
+def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
     """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
 
     None with one head, or blocks of one token: the two are the same bytes then.
@@ -121,10 +128,6 @@ def layout_shown_by(layers: Mapping[str, LayerCache]) -> str | None:
             strides = plane.strides_bytes
             return "NHD" if strides.token > strides.head else "HND"
     return None
-
-
-#: What releases from 0.29 on call the two where each layer has a tensor of its own.
-_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 
 def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
@@ -140,7 +143,7 @@ def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) ->
     shown = layout_shown_by(layers)
     if stated is None or shown is None:
         return
-    found = _NAMES[shown] if stated in NAMED_LAYOUTS else shown
-    if stated in (*_NAMES, *_NAMES.values()) and stated != found:
+    found = layer_by_layer(shown, like=stated)
+    if stated in LAYER_BY_LAYER and stated != found:
         _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
         worker.kv_cache_layout = found

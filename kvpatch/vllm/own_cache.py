@@ -8,23 +8,23 @@ from math import lcm
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.geometry import KeyOrder, places_of
+from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder, places_of
 from kvpatch.vllm.backend_layouts import backend_layouts
 from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.our_side import our_side, registered_addresses
 from kvpatch.vllm.peer_states import places_of_states
-from kvpatch.vllm.peers import OurSide
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
+from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.row_form import places_digest
-from kvpatch.vllm.rows import RegisteredRows
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.state import worker_state
-from kvpatch.vllm.states import LAYER_BY_LAYER, StatePages, pages_of, states_digest
+from kvpatch.vllm.states import StatePages, pages_of, states_digest
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
@@ -111,7 +111,7 @@ def _with_states(
     shown = {}
     for name, state in rows.states.items():
         blocks = states[name].blocks
-        page_bytes = rows.row.row_bytes * rows.row.rows // (len(rows.row.layers) * blocks)
+        page_bytes = rows.row.block_bytes * rows.row.blocks // (len(rows.row.layers) * blocks)
         address = rows.row.address + state.place * page_bytes * blocks
         shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
     return replace(ours, states=shown, row_places=rows.form.places)

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from kvpatch.geometry import Plan, places_of
+from kvpatch.geometry import LAYER_BY_LAYER, Plan, places_of
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peers import OurSide, names_by_attention, refusal
+from kvpatch.vllm.remote_geometry import OurSide, names_by_attention, refusal
 from kvpatch.vllm.shares import ReadRefused, state_pairs
-from kvpatch.vllm.states import LAYER_BY_LAYER, StatePages
+from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.wire import Statement
 
 

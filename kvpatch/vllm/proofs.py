@@ -40,8 +40,8 @@ from kvpatch.vllm.samples import NOTHING, Landing, Sample, Sampled, bytes_of_blo
 
 if TYPE_CHECKING:
     from kvpatch.vllm.orders import Order
-    from kvpatch.vllm.peers import OurSide
     from kvpatch.vllm.reader import Rank
+    from kvpatch.vllm.remote_geometry import OurSide
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

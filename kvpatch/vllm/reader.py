@@ -29,7 +29,7 @@ from kvpatch.geometry import (
     is_direct,
     kernel_blocks,
     missing_heads,
-    pair_rows,
+    pair_whole_blocks,
     plan_rounds,
     plan_runs,
 )
@@ -40,14 +40,14 @@ from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.leases import Leases
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import states_of_peer, with_states
-from kvpatch.vllm.peers import OurSide, peer_memory, peer_regions, refusal
 from kvpatch.vllm.proofs import SAMPLE_BYTES, Name, Proofs
-from kvpatch.vllm.rows import RegisteredRows
+from kvpatch.vllm.remote_geometry import OurSide, peer_memory, peer_regions, refusal
 from kvpatch.vllm.samples import sampled_of
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.states import StatePages
@@ -393,7 +393,7 @@ class Reader:
         return (
             rows is not None
             and statement.rows == rows.form
-            and statement.block_bytes[0] == rows.row.row_bytes
+            and statement.block_bytes[0] == rows.row.block_bytes
             and statement.tp_size == self.ours.tp_size
         )
 
@@ -408,7 +408,7 @@ class Reader:
             return None
         # A block is one group's: the row is that group's layers, whichever it is.
         full = [share for share in shares if len(share.segments)]
-        pairs = [pair_rows(share.segments) for share in full]
+        pairs = [pair_whole_blocks(share.segments) for share in full]
         whole = [pair for pair in pairs if pair is not None]
         ends = [rows.end_of(crossing.layer for crossing in share.crossings) for share in full]
         parts = self.ours.kernel_blocks_per_block
@@ -422,13 +422,13 @@ class Reader:
                 (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))
             )
             pairs.append(whole[-1])
-            ends.append(rows.row.row_bytes)
+            ends.append(rows.row.block_bytes)
         if not whole or len(whole) < len(pairs):
             return None
         remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))
         return (
             statement.addresses[0] + remote * statement.stride_bytes[0],
-            rows.row.address + local * rows.row.row_bytes,
+            rows.row.address + local * rows.row.block_bytes,
             np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import wrapt
 
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import Plane
+from kvpatch.geometry import Plane, extent_bytes
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.our_side import registered_addresses
 
@@ -100,13 +100,8 @@ def _lies_in(plane: Plane, region: _Region, parts: int) -> bool:
     if plane.counts.blocks > 1 and plane.strides_bytes.block != region.block_bytes * parts:
         return False
     offset = plane.address - region.address
-    return offset >= 0 and offset + _extent(plane) <= region.block_bytes * parts
-
-
-def _extent(plane: Plane) -> int:
-    """From the first byte of a block of a content to past its last."""
-    axes = zip(plane.counts[1:], plane.strides_bytes[1:], strict=True)
-    return plane.item_bytes + sum((count - 1) * stride for count, stride in axes)
+    extent = extent_bytes(plane.axes[1:], plane.item_bytes)
+    return offset >= 0 and offset + extent <= region.block_bytes * parts
 
 
 def _refusal(name: str, plane: Plane, regions: tuple[_Region, ...]) -> str:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from kvpatch.core.errors import FromOutside
-from kvpatch.geometry import PART_AXES, PartAxes
+from kvpatch.geometry import LAYER_AXES, Axes, InnerLayout, inner_layout_of_axes
 
 _WORD = "kvpatch_rows"
 _LETTERS = {"kv": "K", "token": "N", "head": "H", "channel": "C"}
-_BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in PART_AXES}
+_BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in LAYER_AXES}
 _FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-9a-f]{{16}}))?")
 
 
@@ -40,7 +40,7 @@ class RowForm:
 
     block_tokens: int
     kernel_blocks_per_block: int
-    axes: PartAxes
+    axes: Axes
     places: str = ""
 
     def __str__(self) -> str:
@@ -49,11 +49,9 @@ class RowForm:
         return f"{_WORD}:{self.kernel_blocks_per_block}x{self.block_tokens}:{letters}{places}"
 
     @property
-    def inner_layout(self) -> str:
+    def inner_layout(self) -> InnerLayout:
         """HND or NHD; HND where there are no heads."""
-        if "head" not in self.axes:
-            return "HND"
-        return "NHD" if self.axes.index("token") < self.axes.index("head") else "HND"
+        return inner_layout_of_axes(self.axes)
 
 
 def places_digest(places: Sequence[Sequence[str]]) -> str:

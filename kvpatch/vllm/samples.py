@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from kvpatch.vllm.caches import LayerCache
     from kvpatch.vllm.groups import Group
     from kvpatch.vllm.orders import Computed, Order
-    from kvpatch.vllm.peers import OurSide
     from kvpatch.vllm.reader import Rank
+    from kvpatch.vllm.remote_geometry import OurSide
 
 Bytes = npt.NDArray[np.uint8]
 

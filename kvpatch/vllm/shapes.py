@@ -13,11 +13,11 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.core.errors import UnlikeShapes
-from kvpatch.geometry import Content, Plane, part_bytes
+from kvpatch.geometry import Content, Plane, block_bytes, row_bytes
 from kvpatch.vllm.caches import LayerCache
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.peers import OurSide
+    from kvpatch.vllm.remote_geometry import OurSide
     from kvpatch.vllm.wire import Statement
 
 
@@ -49,8 +49,7 @@ def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
 
 def page_bytes_of(layer: LayerCache) -> int:
     """Bytes of one of a layer's kernel blocks."""
-    first = layer.planes[0]
-    return part_bytes(first.counts, len(layer.planes), first.item_bytes)
+    return block_bytes(layer.planes)
 
 
 def have_unlike_pages(layers: Mapping[str, LayerCache]) -> bool:
@@ -64,7 +63,7 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 
 
 def shape_at_peer(
-    ours: OurSide, peer: Statement, members: Sequence[Plane], block_bytes: int
+    ours: OurSide, peer: Statement, members: Sequence[Plane], size_bytes: int
 ) -> Shape:
     """What a peer's block of so many bytes holds of a layer.
 
@@ -91,11 +90,11 @@ def shape_at_peer(
             "one --tensor-parallel-size on both sides"
         )
     heads = first.counts.heads
-    token_bytes = heads * sum(plane.counts.channels * plane.item_bytes for plane in members)
-    tokens, rest = divmod(block_bytes, token_bytes)
+    token_bytes = heads * row_bytes(members)
+    tokens, rest = divmod(size_bytes, token_bytes)
     if rest or not tokens:
         raise UnlikeShapes(
-            f"{block_bytes} bytes are no whole number of tokens of layer {first.layer}, which "
+            f"{size_bytes} bytes are no whole number of tokens of layer {first.layer}, which "
             f"take {token_bytes}: use one model, --dtype and --kv-cache-dtype"
         )
     return Shape(first.first_head, heads, tokens)

@@ -16,7 +16,7 @@ from kvpatch.geometry import (
 )
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peers import OurSide
+from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.shapes import tokens_of
 from kvpatch.vllm.wire import Statement
 

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from kvpatch.vllm.aborts import Aborts, Loads
 from kvpatch.vllm.announcements import Announcements, Introductions
+from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.elsewhere import LikePeers
 from kvpatch.vllm.failures import Failures
 from kvpatch.vllm.host_buffer_saves import Saves
 from kvpatch.vllm.host_buffer_worker import HostBuffer
 from kvpatch.vllm.kvcached_pages import Pages
 from kvpatch.vllm.reader import Reader
-from kvpatch.vllm.rows import RegisteredRows
 
 _NAME = "_kvpatch_state"
 _State = TypeVar("_State")

@@ -16,14 +16,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import Row
+from kvpatch.geometry import CrossLayerBlocks, extent_bytes
 
 if TYPE_CHECKING:
     import torch
-
-
-#: Layouts in which each layer's blocks are one behind the other, a state's pages too.
-LAYER_BY_LAYER = ("HND", "NHD", "LBHNC", "LBNHC")
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class State:
 
 
 def states_in(
-    kv_caches: Mapping[str, Any], attention: Mapping[str, Any], row: Row, parts: int
+    kv_caches: Mapping[str, Any], attention: Mapping[str, Any], row: CrossLayerBlocks, parts: int
 ) -> dict[str, State]:
     """The layers that are no attention, as states in the rows of the others.
 
@@ -74,7 +70,7 @@ def states_in(
     Raises:
         RegistrationRefused: one lies elsewhere, or otherwise.
     """
-    page_bytes = row.part_bytes[0] * parts
+    page_bytes = row.layer_bytes[0] * parts
     found = {}
     for name in kv_caches.keys() - attention.keys():
         cache = kv_caches[name]
@@ -85,10 +81,10 @@ def states_in(
         fits = (
             start % page_bytes == 0
             and place < len(row.layers)
-            and set(row.part_bytes) == {row.part_bytes[0]}
+            and set(row.layer_bytes) == {row.layer_bytes[0]}
             and all(
-                tensor.shape[0] * parts == row.rows
-                and tensor.stride(0) * tensor.element_size() == row.row_bytes * parts
+                tensor.shape[0] * parts == row.blocks
+                and tensor.stride(0) * tensor.element_size() == row.block_bytes * parts
                 and offset + _reach(tensor) <= page_bytes
                 for tensor, offset in zip(tensors, offsets, strict=True)
             )
@@ -97,7 +93,7 @@ def states_in(
             raise RegistrationRefused(
                 f"{name} is no attention cache, and no state in a page of {page_bytes} bytes of "
                 f"kvcached's contiguous layout: expected one of the {len(row.layers)} places of "
-                f"{row.rows // parts} rows of {row.row_bytes * parts} bytes, found "
+                f"{row.blocks // parts} rows of {row.block_bytes * parts} bytes, found "
                 f"{[(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors]} at byte "
                 f"{start}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
             )
@@ -108,8 +104,8 @@ def states_in(
 def _reach(tensor: torch.Tensor) -> int:
     """Bytes of one block's, from the first to past the last."""
     axes = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
-    items = 1 + sum((size - 1) * stride for size, stride in axes)
-    return int(items * tensor.element_size())
+    # In elements, of which one has one.
+    return int(extent_bytes(axes, 1) * tensor.element_size())
 
 
 def pages_of(cache: Any, spec: Any) -> StatePages | None:

@@ -15,7 +15,7 @@ from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.wire import PeerRefused
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.peers import OurSide
+    from kvpatch.vllm.remote_geometry import OurSide
     from kvpatch.vllm.wire import Statement
 
 

@@ -9,20 +9,8 @@ from typing import Any, Literal
 
 from kvpatch.core.errors import FromOutside
 from kvpatch.core.text import shown
+from kvpatch.geometry import inner_layout
 from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, without_form
-
-#: What a layer's block looks like inside, where it is in one piece: a head's tokens are
-#: neighbours in HND, a token's heads in NHD.
-_INNER = {
-    "HND": "HND",
-    "LBHNC": "HND",
-    "BLHNC": "HND",
-    "NHD": "NHD",
-    "LBNHC": "NHD",
-}
-#: The name that a release gives to HND, by the name of any layout of its.
-_HND_OF = {"HND": "HND", "NHD": "HND"}
-
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
 MOST_TOKENS = 1 << 20
@@ -78,7 +66,7 @@ class Statement:
         """HND or NHD; None where a layer's block is not in one piece of its own."""
         if self.rows is not None:
             return self.rows.inner_layout
-        return None if self.layout is None else _INNER.get(self.layout)
+        return inner_layout(self.layout)
 
     def __str__(self) -> str:
         return (
@@ -86,11 +74,6 @@ class Statement:
             f"{self.tp_size}, {self.blocks} blocks in {len(self.addresses)} regions of "
             f"{sorted(set(self.block_bytes))} bytes a block"
         )
-
-
-def hnd_like(layout: str) -> str:
-    """HND as the release calls it that calls another layout `layout`."""
-    return _HND_OF.get(layout, "LBHNC")
 
 
 def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:

@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.geometry import (
-    LAYOUTS,
     BlockList,
-    CacheSizes,
     Content,
     Counts,
     Memory,
@@ -23,13 +21,13 @@ from kvpatch.geometry import (
     Strides,
     UnplannableCopy,
     missing_heads,
-    named_layout,
     pair_blocks,
     plan_copy,
     uncovered_tail,
 )
 
 from .reference import execute, slow_copy, slow_zero
+from .whole_caches import LAYOUTS, CacheSizes, named_layout
 
 pytestmark = pytest.mark.geometry
 

@@ -16,12 +16,12 @@ import pytest
 from kvpatch.core.errors import KvpatchError, UnpairableBlocks
 from kvpatch.core.text import one_line
 from kvpatch.geometry import cross, plan_rounds, plan_runs
+from kvpatch.geometry.layout import NAMED_LAYOUTS
 from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.likeness import is_alike
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peers import peer_regions, refusal
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
+from kvpatch.vllm.remote_geometry import peer_regions, refusal
 from kvpatch.vllm.shares import shares_of
 from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
 
@@ -94,7 +94,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     planes = [plane for layer in ours.layers.values() for plane in layer.planes]
     refused = read = alike = 0
     for _ in range(MUTATIONS):
-        metadata = _real_metadata(rng.choice(NAMED_LAYOUTS))
+        metadata = _real_metadata(rng.choice(tuple(NAMED_LAYOUTS)))
         _mutate(rng, metadata)
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:

@@ -10,7 +10,7 @@ import pytest
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
 from kvpatch.vllm.kinds_of_layers import kind_of, kind_of_backend
 from kvpatch.vllm.likeness import is_alike
-from kvpatch.vllm.peers import peer_regions
+from kvpatch.vllm.remote_geometry import peer_regions
 from kvpatch.vllm.whole_blocks import refuse_cut_unread
 from kvpatch.vllm.wire import PeerRefused, read_statement
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.geometry import UnreadableGeometry, read_packed_row, read_planes
+from kvpatch.geometry import UnreadableGeometry, read_packed_groups, read_planes
 from kvpatch.vllm.misread_states import misread_states
 from kvpatch.vllm.registration import PACKED
 from kvpatch.vllm.row_form import packed_digest, places_digest
@@ -45,9 +45,9 @@ def _groups(second_start: int = 128, **changes: int):
 def test_the_widest_group_fills_a_row_and_others_begin_where_it_does() -> None:
     pool, groups = _groups()
 
-    row = read_packed_row(groups)
+    row = read_packed_groups(groups)
 
-    assert (row.address, row.row_bytes, row.rows) == (pool.data_ptr(), 2 * _ROW, _BLOCKS)
+    assert (row.address, row.block_bytes, row.blocks) == (pool.data_ptr(), 2 * _ROW, _BLOCKS)
     assert row.layers == ("a", "c") and row.axes == ("token", "head", "kv", "channel")
 
 
@@ -63,14 +63,14 @@ def test_layers_elsewhere_are_refused(changes: dict[str, int]) -> None:
     _, groups = _groups(**changes)
 
     with pytest.raises(UnreadableGeometry, match="expected"):
-        read_packed_row(groups)
+        read_packed_groups(groups)
 
 
 def test_another_order_is_refused() -> None:
     _, (narrow, wide) = _groups()
 
     with pytest.raises(UnreadableGeometry, match="order"):
-        read_packed_row([narrow, dict(reversed(wide.items()))])
+        read_packed_groups([narrow, dict(reversed(wide.items()))])
 
 
 def test_what_is_told_of_packed_groups_tells_them_from_all_others() -> None:

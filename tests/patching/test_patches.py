@@ -18,8 +18,8 @@ from kvpatch.patches.block_count import common_blocks, is_as_planned
 from kvpatch.patches.kvcached_regions import arrangement, is_in_rows, is_split_inside
 from kvpatch.patches.shared_tensors import first_layers
 from kvpatch.vllm.caches import read_layers
+from kvpatch.vllm.cross_layer_blocks import whole_row
 from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, REGISTRATIONS
-from kvpatch.vllm.rows import whole_row
 from kvpatch.vllm.states import states_digest, states_in
 
 pytestmark = pytest.mark.patching
@@ -116,7 +116,7 @@ class TestRows:
 
         row = self._row({f"layers.{n}": pool[:, n] for n in range(LAYERS)})
 
-        assert (row.address, row.rows, row.row_bytes) == (
+        assert (row.address, row.blocks, row.block_bytes) == (
             pool.data_ptr(),
             BLOCKS,
             LAYERS * 2 * BLOCK * 4,
@@ -158,7 +158,7 @@ class TestRows:
         row = self._row(tensors, names[::2], names[1::2])
 
         assert row.layers == ("layers.0", "layers.2")
-        assert row.row_bytes == 2 * 2 * BLOCK * 4
+        assert row.block_bytes == 2 * 2 * BLOCK * 4
 
     def test_layers_of_two_groups_elsewhere_are_refused(self):
         pool = self._pool(2)
@@ -177,7 +177,7 @@ class TestRows:
         )
 
         assert row.layers == ("layers.0",)
-        assert row.row_bytes == pool[0].nbytes
+        assert row.block_bytes == pool[0].nbytes
 
     def test_layers_of_two_groups_in_unlike_bytes_are_refused(self):
         pool = self._pool(1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.geometry import Content, KeyOrder, Memory, cross, plan_runs
-from kvpatch.geometry.layouts import CacheSizes, named_layout
+from kvpatch.geometry.layout import NAMED_LAYOUTS
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.groups import Group
@@ -24,13 +24,13 @@ from kvpatch.vllm.likeness import (
 )
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.our_side import row_groups_of, units_of
-from kvpatch.vllm.peers import OurSide, peer_regions
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, REGISTRATIONS
+from kvpatch.vllm.remote_geometry import OurSide, peer_regions
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import PeerRefused, as_alike, of_blocks, read_statement
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 pytestmark = pytest.mark.patching
 

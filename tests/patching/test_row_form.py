@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.geometry import PART_AXES
+from kvpatch.geometry import LAYER_AXES
 from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, places_digest, without_form
 
 pytestmark = pytest.mark.patching
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.patching
 _PLACES = (("layers.0", "layers.1"), ("layers.2", "layers.3"))
 
 
-@pytest.mark.parametrize("axes", PART_AXES)
+@pytest.mark.parametrize("axes", LAYER_AXES)
 @pytest.mark.parametrize("places", ["", places_digest(_PLACES)])
 def test_is_read_as_it_was_written(axes, places):
     form = RowForm(16, 2, axes, places)
@@ -23,7 +23,7 @@ def test_is_read_as_it_was_written(axes, places):
 
 def test_layers_that_are_alone_are_not_told():
     assert places_digest((("layers.0",), ("layers.1",))) == ""
-    assert str(RowForm(16, 1, PART_AXES[0])).count(":") == 2
+    assert str(RowForm(16, 1, LAYER_AXES[0])).count(":") == 2
 
 
 def test_other_layers_side_by_side_are_told_apart():

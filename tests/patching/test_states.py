@@ -13,8 +13,8 @@ from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import places_of_states, states_of_peer, with_states
-from kvpatch.vllm.peers import OurSide
 from kvpatch.vllm.registration import BLOCKS_FIRST
+from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.row_form import RowForm
 from kvpatch.vllm.shares import ReadRefused, state_pairs
 from kvpatch.vllm.states import StatePages, pages_of

@@ -6,9 +6,15 @@ import numpy as np
 import pytest
 
 from kvpatch.core.errors import IncompleteCache
-from kvpatch.geometry import LAYOUTS, CacheSizes, Content, Memory
+from kvpatch.geometry import Content, Memory
 from kvpatch.verify import caches
-from kvpatch.verify.fingerprint import differing_layers, digest_heads, head_key, join_ranks
+from kvpatch.verify.fingerprint import (
+    differing_layers,
+    digest_heads,
+    head_key,
+    join_ranks,
+)
+from tests.geometry.whole_caches import LAYOUTS, CacheSizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvpatch.geometry import LAYOUTS, CacheSizes, Memory
+from kvpatch.geometry import Memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from kvpatch.verify.caches import LayerCache  # noqa: E402
 from kvpatch.verify.probe import LOADED, PREFILLED, CacheProbe, Watch  # noqa: E402
+from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
 
 pytestmark = pytest.mark.serving
 

@@ -10,18 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.geometry import (
-    BlockList,
-    CacheSizes,
-    Memory,
-    Share,
-    cross,
-    named_layout,
-    pair_blocks,
-    plan_rounds,
-)
+from kvpatch.geometry import BlockList, Memory, Share, cross, pair_blocks, plan_rounds
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.caches import Caches
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 pytestmark = pytest.mark.patching
 

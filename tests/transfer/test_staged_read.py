@@ -14,17 +14,7 @@ import torch
 import wrapt
 
 from kvpatch.core.errors import PoolExhausted
-from kvpatch.geometry import (
-    BlockList,
-    CacheSizes,
-    Memory,
-    Share,
-    cross,
-    named_layout,
-    pair_blocks,
-    plan_rounds,
-    plan_runs,
-)
+from kvpatch.geometry import BlockList, Memory, Share, cross, pair_blocks, plan_rounds, plan_runs
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staged as staged_module
 from kvpatch.transfer.caches import Caches
@@ -32,6 +22,7 @@ from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
+from tests.geometry.whole_caches import CacheSizes, named_layout
 
 pytestmark = pytest.mark.lab
 

@@ -16,21 +16,29 @@ from math import prod
 
 from kvpatch.core.errors import CutBlocks, UnlikeShapes
 from kvpatch.geometry import (
+    BY_COLUMN,
+    HND,
+    LAYERS_INSIDE_BLOCKS,
+    NHD,
+    PACKED_HND,
+    PACKED_NHD,
+    Axes,
     Content,
-    Counts,
+    DenseBlocks,
     KeyOrder,
     Memory,
     Plane,
-    Strides,
     UnreadableGeometry,
-    part_bytes,
-    part_planes,
+    block_axes,
+    block_bytes,
+    inner_layout_of_axes,
     places_of,
+    row_bytes,
 )
+from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice, UnknownRegions
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.halves import Halves, by_peers_regions, halves_of_peer
 from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.pieces import LAYERS_INSIDE_BLOCKS, LayerSizes, Piece, Regions, UnknownRegions
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
     Shape,
@@ -194,7 +202,7 @@ def tokens_in_bytes(ours: OurSide, peer: Statement) -> int:
     found = {
         divmod(
             peer.block_bytes[region],
-            sum(_widths(members)) * (heads if _has_heads(layer) else 1),
+            row_bytes(members) * (heads if _has_heads(layer) else 1),
         )
         for name, layer in ours.layers.items()
         for region, members in _regions(name, layer, ours, peer).items()
@@ -272,7 +280,7 @@ def _page_of(ours: OurSide, peer: Statement, layer: LayerCache, tokens: int) -> 
     # One number of ranks is asked for; and a slot holds all heads of a rank.
     if ours.unlike_shapes or layer.planes[0].content is Content.SLOT:
         heads = layer.planes[0].counts.heads
-    return sum(_widths(layer.planes)) * (heads if _has_heads(layer) else 1) * tokens
+    return row_bytes(layer.planes) * (heads if _has_heads(layer) else 1) * tokens
 
 
 def _part_of_row(
@@ -281,14 +289,20 @@ def _part_of_row(
     """A layer's planes `offset` bytes into a peer's rows, and how many bytes it has there."""
     planes = ours.layers[name].planes
     has_heads = _has_heads(ours.layers[name])
-    if has_heads != ("head" in form.axes) or len(set(_widths(planes))) > 1:
+    if has_heads != ("head" in form.axes) or len({plane.counts.channels for plane in planes}) > 1:
         raise refusal(ours, peer, f"its rows {form} have no place for layer {name}: use one model")
     shape = shape_at_peer(ours, peer, planes, part_size)
-    counts = Counts(peer.blocks, shape.heads, shape.tokens, planes[0].counts.channels)
-    like = replace(planes[0], first_head=shape.first_head, memory=peer_memory(ours, peer))
-    address, stride_bytes = peer.addresses[0] + offset, peer.stride_bytes[0]
-    found = part_planes(like, address, form.axes, counts, len(planes), stride_bytes)
-    return found, part_bytes(counts, len(planes), like.item_bytes)
+    found = DenseBlocks(
+        peer.addresses[0] + offset,
+        peer.stride_bytes[0],
+        form.axes,
+        peer.blocks,
+        shape.heads,
+        shape.tokens,
+        shape.first_head,
+        peer_memory(ours, peer),
+    ).planes(planes)
+    return found, block_bytes(found)
 
 
 def _check_row(ours: OurSide, peer: Statement, form: RowForm, size_bytes: int) -> None:
@@ -328,7 +342,7 @@ def _by_layout(
         for name, layer in ours.layers.items()
     }
     sizes = {
-        name: LayerSizes(shapes[name].heads, sum(_widths(layer.planes)), shapes[name].tokens)
+        name: LayerSizes(shapes[name].heads, row_bytes(layer.planes), shapes[name].tokens)
         for name, layer in ours.layers.items()
     }
     is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
@@ -338,16 +352,16 @@ def _by_layout(
         # rows that all lie in say where each is.
         regions = Regions(str(peer.layout), peer.stride_bytes[:1], None)
     try:
-        pieces = regions.pieces(units, ours.row_groups, sizes)
+        slices = regions.slices(units, ours.row_groups, sizes)
     except UnknownRegions as error:
         raise refusal(ours, peer, str(error)) from error
     if is_packed:
-        _check_starts(pieces, ours, peer)
-    _check_packed(pieces, sizes, ours, peer)
+        _check_starts(slices, ours, peer)
+    _check_packed(slices, sizes, ours, peer)
     return tuple(
-        _piece_planes(layer, piece, shapes[name], ours, peer)
+        _slice_planes(layer, piece, shapes[name], ours, peer)
         for name, layer in ours.layers.items()
-        for piece in pieces[name]
+        for piece in slices[name]
     )
 
 
@@ -373,9 +387,11 @@ def _check_plan(ours: OurSide, peer: Statement) -> None:
         )
 
 
-def _check_starts(pieces: Mapping[str, tuple[Piece, ...]], ours: OurSide, peer: Statement) -> None:
+def _check_starts(
+    slices: Mapping[str, tuple[RegionSlice, ...]], ours: OurSide, peer: Statement
+) -> None:
     """Whether a peer's regions begin where layers do in the rows that its first one begins."""
-    starts = {piece.offset_bytes for of_layer in pieces.values() for piece in of_layer}
+    starts = {piece.offset_bytes for of_layer in slices.values() for piece in of_layer}
     found = {address - peer.addresses[0] for address in peer.addresses}
     if not found <= starts or len(set(peer.stride_bytes)) > 1:
         raise refusal(
@@ -401,7 +417,7 @@ def names_by_attention(ours: OurSide, peer: Statement) -> tuple[str, ...] | None
 
 
 def _check_packed(
-    pieces: Mapping[str, tuple[Piece, ...]],
+    slices: Mapping[str, tuple[RegionSlice, ...]],
     sizes: Mapping[str, LayerSizes],
     ours: OurSide,
     peer: Statement,
@@ -409,10 +425,7 @@ def _check_packed(
     """Where a peer says how layers follow one another in its rows, it must say the same."""
     if not peer.packed_layers:
         return
-    found = {
-        (name, pieces[name][0].offset_bytes, size.heads * size.tokens * size.row_bytes)
-        for name, size in sizes.items()
-    }
+    found = {(name, slices[name][0].offset_bytes, size.block_bytes) for name, size in sizes.items()}
     if found != set(peer.packed_layers):
         raise refusal(
             ours,
@@ -422,54 +435,31 @@ def _check_packed(
         )
 
 
-def _piece_planes(
-    layer: LayerCache, piece: Piece, shape: Shape, ours: OurSide, peer: Statement
+def _slice_planes(
+    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: OurSide, peer: Statement
 ) -> tuple[Plane, ...]:
-    first_head, tokens = shape.first_head, shape.tokens
-    planes = []
-    offset = 0
-    for plane, width in zip(layer.planes, _widths(layer.planes), strict=True):
-        token_bytes, channel_bytes = piece.token_bytes, plane.item_bytes
-        start = offset
-        if ours.key_order is KeyOrder.COLUMN_MAJOR:
-            # Each head's piece: keys [channel, token], then values [token, channel].
-            if piece.token_bytes != sum(_widths(layer.planes)):
-                raise refusal(
-                    ours, peer, "keys by column need a head's tokens in one piece: use LBHNC on P"
-                )
-            start = offset * tokens
-            is_key = plane.content is Content.KEY
-            token_bytes, channel_bytes = (
-                (plane.item_bytes, tokens * plane.item_bytes)
-                if is_key
-                else (width, plane.item_bytes)
+    axes = block_axes(str(peer.layout))
+    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+        if inner_layout_of_axes(axes) == "NHD" and piece.heads > 1:
+            raise refusal(
+                ours, peer, "keys by column need a head's tokens in one piece: use LBHNC on P"
             )
-        planes.append(
-            Plane(
-                layer=plane.layer,
-                content=plane.content,
-                address=peer.addresses[piece.region] + piece.offset_bytes + start,
-                strides_bytes=Strides(
-                    peer.stride_bytes[piece.region], piece.head_bytes, token_bytes, channel_bytes
-                ),
-                counts=Counts(peer.blocks, piece.heads, tokens, plane.counts.channels),
-                item_bytes=plane.item_bytes,
-                first_head=first_head + piece.first_head,
-                memory=peer_memory(ours, peer),
-                is_whole=plane.is_whole,
-            )
-        )
-        offset += width
-    return tuple(planes)
+        axes = BY_COLUMN
+    return DenseBlocks(
+        peer.addresses[piece.region] + piece.offset_bytes,
+        peer.stride_bytes[piece.region],
+        axes,
+        peer.blocks,
+        piece.heads,
+        shape.tokens,
+        shape.first_head + piece.first_head,
+        peer_memory(ours, peer),
+        ours.key_order,
+    ).planes(layer.planes)
 
 
 def _has_heads(layer: LayerCache) -> bool:
     return layer.planes[0].content is not Content.LATENT
-
-
-def _widths(planes: Sequence[Plane]) -> list[int]:
-    """Bytes of one token of one head, of each content."""
-    return [plane.counts.channels * plane.item_bytes for plane in planes]
 
 
 def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
@@ -506,7 +496,7 @@ def _planes(
         packed = len(members) == 2 and (by_turns or "packed" in layer.order.dimensions)
         # Heads by turns are a token's keys and values side by side, head by head.
         at_peer = replace(peer, layout="NHD") if by_turns and packed else peer
-        found.append(tuple(_region_planes(members, region, packed, ours, at_peer)))
+        found.append(_region_planes(members, region, packed, ours, at_peer))
     return found
 
 
@@ -529,57 +519,34 @@ def _regions(
 
 def _region_planes(
     members: list[Plane], region: int, packed: bool, ours: OurSide, peer: Statement
-) -> list[Plane]:
-    widths = _widths(members)
+) -> tuple[Plane, ...]:
     first_head, heads, tokens = shape_at_peer(ours, peer, members, peer.block_bytes[region])
-    if prod((heads, tokens, sum(widths))) != peer.block_bytes[region]:
+    found = prod((heads, tokens, row_bytes(members)))
+    if found != peer.block_bytes[region]:
         raise refusal(
             ours,
             peer,
-            f"{tokens} tokens of {heads} heads come to {heads * tokens * sum(widths)} bytes and "
+            f"{tokens} tokens of {heads} heads come to {found} bytes and "
             f"not to {peer.block_bytes[region]}: both sides need one model, one "
             "--kv-cache-dtype and one attention backend",
         )
-    strides = _strides(members, widths, packed, heads, tokens, ours, peer)
-    planes = []
-    for plane, (offset, head, token, channel) in zip(members, strides, strict=True):
-        planes.append(
-            Plane(
-                layer=plane.layer,
-                content=plane.content,
-                address=peer.addresses[region] + offset,
-                strides_bytes=Strides(peer.stride_bytes[region], head, token, channel),
-                counts=Counts(peer.blocks, heads, tokens, plane.counts.channels),
-                item_bytes=plane.item_bytes,
-                first_head=first_head,
-                memory=peer_memory(ours, peer),
-                is_whole=plane.is_whole,
-            )
-        )
-    return planes
+    return DenseBlocks(
+        peer.addresses[region],
+        peer.stride_bytes[region],
+        _region_axes(packed, ours, peer),
+        peer.blocks,
+        heads,
+        tokens,
+        first_head,
+        peer_memory(ours, peer),
+        ours.key_order,
+    ).planes(members)
 
 
-def _strides(
-    members: list[Plane],
-    widths: list[int],
-    packed: bool,
-    heads: int,
-    tokens: int,
-    ours: OurSide,
-    peer: Statement,
-) -> list[tuple[int, int, int, int]]:
-    """(offset, head, token, channel) in bytes for each content inside the peer's block."""
-    item = members[0].item_bytes
-    row = sum(widths)
+def _region_axes(packed: bool, ours: OurSide, peer: Statement) -> Axes:
+    """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
-        # Each head's piece: keys [channel, token], then values [token, channel].
-        found, offset = [], 0
-        for plane, width in zip(members, widths, strict=True):
-            is_key = plane.content is Content.KEY
-            token, channel = (item, tokens * item) if is_key else (width, item)
-            found.append((offset, tokens * row, token, channel))
-            offset += tokens * width
-        return found
+        return BY_COLUMN
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
     # to 0.28 need not be what the name says, and which blocks of one head do not show.
     layout = peer.inner_layout
@@ -590,7 +557,6 @@ def _strides(
         raise refusal(
             ours, peer, f"blocks of layout {peer.layout} are not in one piece: use HND or NHD on P"
         )
-    width = row if packed else widths[0]
-    head, token = (tokens * width, width) if layout == "HND" else (width, heads * width)
-    step = widths[0] if packed else heads * tokens * widths[0]
-    return [(number * step, head, token, item) for number in range(len(members))]
+    if layout == "HND":
+        return PACKED_HND if packed else HND
+    return PACKED_NHD if packed else NHD

@@ -23,18 +23,19 @@ import wrapt
 
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import (
+    CrossLayerBlocks,
     DimensionOrder,
-    Row,
+    InnerLayout,
     UnreadableGeometry,
-    part_axes,
+    layer_axes,
+    layer_by_layer,
     places_of,
-    read_packed_row,
-    read_row,
+    read_cross_layer_blocks,
+    read_packed_groups,
     shares_place,
 )
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.groups import packed_groups
-from kvpatch.vllm.pieces import NAMED_LAYOUTS
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import are_unlike, have_unlike_pages, page_bytes_of, tokens_of
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.registration")
-
-#: What releases from 0.29 on call the two where each layer has a tensor of its own.
-_NAMED = {"HND": "LBHNC", "NHD": "LBNHC"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class RegisteredRows:
         ends: of each attention layer's part, in bytes from a row's beginning.
     """
 
-    row: Row
+    row: CrossLayerBlocks
     form: RowForm
     shown: Mapping[str, LayerCache]
     states: Mapping[str, State]
@@ -129,9 +127,9 @@ def register_rows(
     read = read_layers(registration, worker, shown, first_head=first.first_head)
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
-        row.rows,
+        row.blocks,
         len(layers),
-        row.row_bytes,
+        row.block_bytes,
     )
     return result, RegisteredRows(row, form, read, states, _ends(row, layers))
 
@@ -141,7 +139,7 @@ def whole_row(
     layers: Mapping[str, LayerCache],
     places: Sequence[Sequence[str]],
     packed: Sequence[Sequence[str]] | None = None,
-) -> Row:
+) -> CrossLayerBlocks:
     """The rows that all of a worker's attention tensors are.
 
     Args:
@@ -161,9 +159,9 @@ def whole_row(
         )
     try:
         if packed is not None and all(layers.keys() >= set(group) for group in packed):
-            return read_packed_row([{n: layers[n].planes for n in group} for group in packed])
+            return read_packed_groups([{n: layers[n].planes for n in group} for group in packed])
         for first, *others in places:
-            axes = part_axes(layers[first].planes)
+            axes = layer_axes(layers[first].planes)
             for other in others:
                 if not shares_place(layers[first].planes, layers[other].planes, axes):
                     raise RegistrationRefused(
@@ -172,21 +170,21 @@ def whole_row(
                         f"inside, and have {layers[first].planes[0]} and "
                         f"{layers[other].planes[0]}: set KVCACHED_CONTIGUOUS_LAYOUT=false"
                     )
-        row = read_row({first: layers[first].planes for first, *_ in places})
+        row = read_cross_layer_blocks({first: layers[first].planes for first, *_ in places})
     except UnreadableGeometry as error:
         raise RegistrationRefused(
             f"kvcached's contiguous layout cannot be read here: {error}; set "
             "KVCACHED_CONTIGUOUS_LAYOUT=false"
         ) from error
-    if are_unlike(layers) and len(set(row.part_bytes)) > 1:
+    if are_unlike(layers) and len(set(row.layer_bytes)) > 1:
         raise RegistrationRefused(
             "layers of several shapes have unlike bytes in a block of kvcached's contiguous "
-            f"layout: {sorted(set(row.part_bytes))}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            f"layout: {sorted(set(row.layer_bytes))}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
         )
     return row
 
 
-def _ends(row: Row, layers: Mapping[str, LayerCache]) -> dict[str, int]:
+def _ends(row: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str, int]:
     return {
         name: layer.planes[0].address - row.address + page_bytes_of(layer)
         for name, layer in layers.items()
@@ -201,7 +199,7 @@ def shown_tensors(
     worker: Any,
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
-    row: Row,
+    row: CrossLayerBlocks,
     inner_layout: str,
     *,
     blocks_outermost: bool = False,
@@ -216,7 +214,7 @@ def shown_tensors(
             as releases have them beside recurrent state.
     """
     starts = {
-        name: row.address + (layer.planes[0].address - row.address) * row.rows
+        name: row.address + (layer.planes[0].address - row.address) * row.blocks
         for name, layer in layers.items()
     }
     return {
@@ -232,9 +230,9 @@ def shown_tensors(
     }
 
 
-def _shown_state(state: State, row: Row, parts: int) -> list[torch.Tensor]:
+def _shown_state(state: State, row: CrossLayerBlocks, parts: int) -> list[torch.Tensor]:
     """A layer's state over the memory of its place, as :func:`shown_tensors` shows it."""
-    page_bytes, blocks = row.part_bytes[0] * parts, row.rows // parts
+    page_bytes, blocks = row.layer_bytes[0] * parts, row.blocks // parts
     start = row.address + state.place * page_bytes * blocks
     found = []
     for tensor, offset in zip(state.tensors, state.offsets, strict=True):
@@ -308,17 +306,17 @@ class _DeviceBytes:
         }
 
 
-def _state_layout(worker: Any, inner_layout: str) -> None:
+def _state_layout(worker: Any, inner_layout: InnerLayout) -> None:
     """The worker believes in the layout of what it is shown."""
     stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
     if stated is not None:
-        worker.kv_cache_layout = _NAMED[inner_layout] if stated in NAMED_LAYOUTS else inner_layout
+        worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
 
 
 class _OneRegion(wrapt.ObjectProxy[Any]):
     """A NIXL agent that registers the rows whatever regions the release names."""
 
-    def __init__(self, agent: Any, row: Row) -> None:
+    def __init__(self, agent: Any, row: CrossLayerBlocks) -> None:
         super().__init__(agent)
         self._self_row = row
         self._self_is_named = False
@@ -343,7 +341,7 @@ class _OneRegion(wrapt.ObjectProxy[Any]):
 # --- what peers are told ---------------------------------------------------------
 
 
-def restated(metadata: Any, row: Row, form: RowForm) -> Any:
+def restated(metadata: Any, row: CrossLayerBlocks, form: RowForm) -> Any:
     """A copy of a worker's agent metadata that describes its rows.
 
     No release takes it for its own layout: those to 0.12 compare the backend's name, those
@@ -352,13 +350,13 @@ def restated(metadata: Any, row: Row, form: RowForm) -> Any:
     found = copy.copy(metadata)
     stated: dict[str, Any] = {
         "kv_caches_base_addr": [row.address],
-        "num_blocks": row.rows,
-        "block_len": row.row_bytes,  # to 0.10.2
-        "block_lens": [row.row_bytes],
-        "block_strides": [row.row_bytes],  # from 0.29
+        "num_blocks": row.blocks,
+        "block_len": row.block_bytes,  # to 0.10.2
+        "block_lens": [row.block_bytes],
+        "block_strides": [row.block_bytes],  # from 0.29
         "kv_cache_layout": str(form),
         "attn_backend_name": f"{getattr(metadata, 'attn_backend_name', '')} {form}",
-        "region_num_blocks": [row.rows],  # this and all below from 0.30
+        "region_num_blocks": [row.blocks],  # this and all below from 0.30
         "region_group_ids": (getattr(metadata, "region_group_ids", None) or [])[:1],
         "region_names": [row.layers[0]],
         "region_mem_types": (getattr(metadata, "region_mem_types", None) or [])[:1],
@@ -373,7 +371,7 @@ def restated(metadata: Any, row: Row, form: RowForm) -> Any:
 
 def _form_of(
     worker: Any,
-    row: Row,
+    row: CrossLayerBlocks,
     layers: Mapping[str, LayerCache],
     places: str,
     states: Mapping[str, State],
@@ -404,7 +402,7 @@ def _listener_told(worker: Any, restate: Callable[[Any], Any]) -> Iterator[None]
         del worker._nixl_handshake_listener
 
 
-def _restate_payload(worker: Any, row: Row, form: RowForm) -> None:
+def _restate_payload(worker: Any, row: CrossLayerBlocks, form: RowForm) -> None:
     """From 0.11.1 a worker's metadata waits to be fetched."""
     payload = getattr(worker, "xfer_handshake_metadata", None)
     if payload is None:

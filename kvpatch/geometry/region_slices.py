@@ -1,9 +1,8 @@
-"""Where layers lie in the regions that a peer states, by its layout's name (from 0.29).
+"""Which slices of a peer's regions hold which layers, by the name of its layout (from 0.29).
 
-L, B, H, N and C are layers, blocks, heads, tokens and the content of a row, from the
-outermost to the innermost. What a region is, the connector decides by what is in one
-piece: a layer; a head of a layer, where heads are outside blocks; or the row of a block,
-all layers together, where a layer's part of it is not in one piece.
+What a region is, the connector decides by what is in one piece: a layer; a head of a layer,
+where heads are outside blocks; or the row of a block, all layers together, where a layer's
+part of it is not in one piece.
 """
 
 from __future__ import annotations
@@ -12,13 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpatch.core.errors import FromOutside
-
-#: Every layout that vLLM names.
-NAMED_LAYOUTS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-
-#: Those in which a block of all layers is a row.
-LAYERS_INSIDE_BLOCKS = ("BLHNC", "BLNHC", "BHLNC")
-_TOKENS_OUTSIDE_HEADS = ("LBNHC", "BLNHC")
+from kvpatch.geometry.layout import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
 
 
 class UnknownRegions(FromOutside):
@@ -38,24 +31,25 @@ class LayerSizes:
     row_bytes: int
     tokens: int
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of this layer."""
+        return self.tokens * self.heads * self.row_bytes
+
 
 @dataclass(frozen=True)
-class Piece:
-    """Some heads of a layer, in one region.
+class RegionSlice:
+    """Some heads of a layer, in one dense piece of each block of a region.
 
     Attributes:
-        offset_bytes: from the region's start to their place in block 0.
+        offset_bytes: from the region's start to the piece in block 0.
         first_head: among the layer's.
-        head_bytes: from one head to the next.
-        token_bytes: from one token to the next.
     """
 
     region: int
     offset_bytes: int
     first_head: int
     heads: int
-    head_bytes: int
-    token_bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,17 +65,17 @@ class Regions:
     block_bytes: tuple[int, ...]
     names: tuple[str, ...] | None
 
-    def pieces(
+    def slices(
         self,
         units: Sequence[tuple[str, ...]],
-        row_groups: Sequence[Sequence[str]] | None,
+        groups: Sequence[Sequence[str]] | None,
         sizes: Mapping[str, LayerSizes],
-    ) -> dict[str, tuple[Piece, ...]]:
-        """Every layer's pieces.
+    ) -> dict[str, tuple[RegionSlice, ...]]:
+        """Every layer's slices.
 
         Args:
             units: the layers of each tensor, in the order in which tensors are registered.
-            row_groups: each group's layers as they follow one another in a block's row; None
+            groups: each group's layers as they follow one another in a cross-layer block; None
                 where nobody knows.
 
         Raises:
@@ -96,14 +90,14 @@ class Regions:
             raise UnknownRegions(
                 f"{len(self.names)} names for {len(self.block_bytes)} regions cannot be true"
             )
-        is_row = self.layout in LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
-        if is_row and len(units) > 1:
-            return self._in_a_row(row_groups, sizes)
+        is_one = self.layout in LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
+        if is_one and len(units) > 1:
+            return self._in_cross_layer_blocks(groups, sizes)
         return self._in_own_regions(units, sizes)
 
     def _in_own_regions(
         self, units: Sequence[tuple[str, ...]], sizes: Mapping[str, LayerSizes]
-    ) -> dict[str, tuple[Piece, ...]]:
+    ) -> dict[str, tuple[RegionSlice, ...]]:
         by_head = self.layout == "LHBNC"
         counts = [sizes[unit[0]].heads if by_head else 1 for unit in units]
         if len(self.block_bytes) != sum(counts):
@@ -138,71 +132,59 @@ class Regions:
             f"its regions are named {', '.join(sorted(names))}: use one model on both sides"
         )
 
-    def _layer_at(self, start: int, count: int, layer: LayerSizes) -> tuple[Piece, ...]:
+    def _layer_at(self, start: int, count: int, layer: LayerSizes) -> tuple[RegionSlice, ...]:
         # A region a head, or one of them all.
         parts = [LayerSizes(1, layer.row_bytes, layer.tokens)] * count if count > 1 else [layer]
-        found = []
         for number, part in enumerate(parts):
-            region = start + number
-            self._check_bytes(region, _page_bytes(part), part)
-            found.append(Piece(region, 0, number, part.heads, *self._strides(part)))
-        return tuple(found)
+            self._check_bytes(start + number, part.block_bytes, part)
+        return tuple(
+            RegionSlice(start + number, 0, number, part.heads) for number, part in enumerate(parts)
+        )
 
-    def _in_a_row(
-        self, row_groups: Sequence[Sequence[str]] | None, sizes: Mapping[str, LayerSizes]
-    ) -> dict[str, tuple[Piece, ...]]:
-        if row_groups is None:
+    def _in_cross_layer_blocks(
+        self, groups: Sequence[Sequence[str]] | None, sizes: Mapping[str, LayerSizes]
+    ) -> dict[str, tuple[RegionSlice, ...]]:
+        if groups is None:
             raise UnknownRegions(
                 f"blocks of layout {self.layout} are rows of all layers, whose order is not known "
                 "to us: use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side"
             )
         if self.names is not None and self.names[0] not in sizes:
             raise UnknownRegions(f"its region is named {self.names[0]}: use one model")
-        # A block is one group's, and the group with the most bytes fills its row.
-        row_bytes = max(sum(_page_bytes(sizes[layer]) for layer in group) for group in row_groups)
-        self._check_bytes(0, row_bytes, max(sizes.values()))
-        found: dict[str, tuple[Piece, ...]] = {}
-        for group in row_groups:
+        # A block is one group's, and the group with the most bytes fills it.
+        whole_bytes = max(sum(sizes[layer].block_bytes for layer in group) for group in groups)
+        self._check_bytes(0, whole_bytes, max(sizes.values()))
+        found: dict[str, tuple[RegionSlice, ...]] = {}
+        for group in groups:
             if self.layout == "BHLNC":
                 found.update(self._heads_of_all_layers(group, sizes))
                 continue
             offset = 0
             for layer in group:
-                sized = sizes[layer]
-                found[layer] = (Piece(0, offset, 0, sized.heads, *self._strides(sized)),)
-                offset += _page_bytes(sized)
+                found[layer] = (RegionSlice(0, offset, 0, sizes[layer].heads),)
+                offset += sizes[layer].block_bytes
         return found
 
     def _heads_of_all_layers(
-        self,
-        row_layers: Sequence[str],
-        sizes: Mapping[str, LayerSizes],
-    ) -> dict[str, tuple[Piece, ...]]:
+        self, group: Sequence[str], sizes: Mapping[str, LayerSizes]
+    ) -> dict[str, tuple[RegionSlice, ...]]:
         """Each head's piece of every layer, then the next head's.
 
-        A piece of its own for each head: one of them all would be nearly the whole row.
+        A slice of its own for each head: one of them all would be nearly the whole block.
         """
-        if len({sizes[layer] for layer in row_layers}) > 1:
+        if len({sizes[layer] for layer in group}) > 1:
             raise UnknownRegions(
                 "layout BHLNC has no place for layers of unlike widths: use BLHNC on P"
             )
-        head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in row_layers]
+        head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in group]
         step = sum(head_bytes)
         found, offset = {}, 0
-        for layer, size in zip(row_layers, head_bytes, strict=True):
-            token_bytes = sizes[layer].row_bytes
+        for layer, size in zip(group, head_bytes, strict=True):
             found[layer] = tuple(
-                Piece(0, head * step + offset, head, 1, size, token_bytes)
-                for head in range(sizes[layer].heads)
+                RegionSlice(0, head * step + offset, head, 1) for head in range(sizes[layer].heads)
             )
             offset += size
         return found
-
-    def _strides(self, part: LayerSizes) -> tuple[int, int]:
-        """(from head to head, from token to token) where a layer is in one piece."""
-        if self.layout in _TOKENS_OUTSIDE_HEADS:
-            return part.row_bytes, part.heads * part.row_bytes
-        return part.tokens * part.row_bytes, part.row_bytes
 
     def _check_bytes(self, region: int, expected: int, layer: LayerSizes) -> None:
         found = self.block_bytes[region]
@@ -212,7 +194,3 @@ class Regions:
                 f"of layout {self.layout} and not to {found}: both sides need one model, one "
                 "--kv-cache-dtype and one attention backend, and pages without padding"
             )
-
-
-def _page_bytes(layer: LayerSizes) -> int:
-    return layer.tokens * layer.heads * layer.row_bytes

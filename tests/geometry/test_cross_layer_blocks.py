@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpatch.geometry import BlockList, pair_blocks, pair_rows, places_of
+from kvpatch.geometry import BlockList, pair_blocks, pair_whole_blocks, places_of
 
 pytestmark = pytest.mark.geometry
 
@@ -35,7 +35,7 @@ def test_the_nth_layers_of_all_groups_have_one_place(
 def _pairs(first_token: int, remote_first: int, local_first: int) -> list[tuple[int, int]] | None:
     remote = BlockList(np.arange(10, 20), 16, remote_first)
     local = BlockList(np.arange(50, 60), 16, local_first)
-    found = pair_rows(pair_blocks(remote, local, first_token, 100))
+    found = pair_whole_blocks(pair_blocks(remote, local, first_token, 100))
     return None if found is None else list(zip(*(c.tolist() for c in found), strict=True))
 
 

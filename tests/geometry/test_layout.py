@@ -1,0 +1,260 @@
+"""The layout algebra: strides written out, tensors that they stand for, and every byte once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.geometry import (
+    BY_COLUMN,
+    HND,
+    LAYERS_INSIDE_BLOCKS,
+    NHD,
+    PACKED_HND,
+    PACKED_NHD,
+    Axes,
+    Content,
+    Counts,
+    DenseBlocks,
+    DimensionOrder,
+    KeyOrder,
+    Memory,
+    Plane,
+    Strides,
+    TensorFacts,
+    UnreadableGeometry,
+    are_split,
+    block_axes,
+    block_bytes,
+    dense_strides,
+    inner_layout,
+    layer_by_layer,
+    read_planes,
+)
+
+from .reference import positions
+from .whole_caches import LAYOUTS, CacheSizes, named_layout
+
+pytestmark = pytest.mark.geometry
+
+MEMORY = Memory("VRAM", 1)
+# 2 layers, 5 blocks, 3 heads, 4 tokens, 8 channels of 2 bytes.
+SIZES = CacheSizes(2, 5, 3, 4, 8, 2)
+
+# name: strides of values, then bytes from keys to values and from layer to layer
+STRIDES = {
+    "NHD": (Strides(192, 16, 48, 2), 960, 1920),
+    "HND": (Strides(192, 64, 16, 2), 960, 1920),
+    "NHD_in_block": (Strides(384, 16, 48, 2), 192, 1920),
+    "HND_in_block": (Strides(384, 64, 16, 2), 192, 1920),
+    "LBHNC": (Strides(384, 128, 32, 2), 16, 1920),
+    "LBNHC": (Strides(384, 32, 96, 2), 16, 1920),
+    "LHBNC": (Strides(128, 640, 32, 2), 16, 1920),
+    "BLHNC": (Strides(768, 128, 32, 2), 16, 384),
+    "BLNHC": (Strides(768, 32, 96, 2), 16, 384),
+    "BHLNC": (Strides(768, 256, 32, 2), 16, 128),
+    "kvcached_split_half": (Strides(192, 16, 48, 2), 960, 1920),
+    "kvcached_contiguous": (Strides(768, 16, 48, 2), 192, 384),
+    "CPU_split": (Strides(192, 64, 16, 2), 960, 1920),
+    "CPU_packed": (Strides(384, 128, 16, 2), 64, 1920),
+    "TPU": (Strides(384, 32, 96, 2), 16, 1920),
+}
+
+
+def test_every_layout_is_in_the_table() -> None:
+    assert set(STRIDES) == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_strides(name: str) -> None:
+    value_strides, apart, layer = STRIDES[name]
+    planes = named_layout(name).planes(SIZES, 4096, MEMORY, first_head=6)
+    assert [(plane.layer, plane.content) for plane in planes] == [
+        ("layer.0", Content.KEY),
+        ("layer.0", Content.VALUE),
+        ("layer.1", Content.KEY),
+        ("layer.1", Content.VALUE),
+    ]
+    key_strides = value_strides
+    if LAYOUTS[name].key_order is KeyOrder.COLUMN_MAJOR:
+        key_strides = value_strides._replace(token=2, channel=8)
+    assert [plane.strides_bytes for plane in planes] == [key_strides, value_strides] * 2
+    assert [plane.address - 4096 for plane in planes] == [0, apart, layer, layer + apart]
+    assert {(plane.memory, plane.first_head) for plane in planes} == {(MEMORY, 6)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_byte_belongs_to_one_item(name: str) -> None:
+    planes = named_layout(name).planes(SIZES, 0, MEMORY)
+    places = sorted(address for plane in planes for _, address in positions(plane))
+    assert places == list(range(0, SIZES.total_bytes(), 2))
+
+
+TENSORS = {
+    "NHD": (("kv", "block", "token", "head", "channel"), (2, 5, 4, 3, 8), (480, 96, 24, 8, 1)),
+    "HND": (("kv", "block", "token", "head", "channel"), (2, 5, 4, 3, 8), (480, 96, 8, 32, 1)),
+    "NHD_in_block": (
+        ("block", "kv", "token", "head", "channel"),
+        (5, 2, 4, 3, 8),
+        (192, 96, 24, 8, 1),
+    ),
+    "LBHNC": (("block", "head", "token", "packed"), (5, 3, 4, 16), (192, 64, 16, 1)),
+    "LBNHC": (("block", "head", "token", "packed"), (5, 3, 4, 16), (192, 16, 48, 1)),
+    "CPU_split": (
+        ("kv", "block", "head", "token", "channel"), (2, 5, 3, 4, 8), (480, 96, 32, 8, 1),
+    ),
+    "CPU_packed": (("block", "head", "token", "packed"), (5, 3, 4, 16), (192, 64, 16, 1)),
+    "TPU": (("block", "token", "packed_head", "channel"), (5, 4, 6, 8), (192, 48, 8, 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_registered_tensor_reads_as_its_layout(name: str) -> None:
+    dimensions, shape, strides = TENSORS[name]
+    layout = named_layout(name)
+    facts = TensorFacts(4096, shape, strides, 2, MEMORY, 4096, 1920)
+    read = read_planes("layer.0", facts, DimensionOrder(dimensions), layout.key_order)
+    assert read == layout.planes(replace(SIZES, layers=1), 4096, MEMORY)
+
+
+def test_one_content() -> None:
+    sizes = replace(SIZES, heads=1, contents=(Content.LATENT,))
+    planes = named_layout("LBNHC").planes(sizes, 0, MEMORY, layers=("a", "b"))
+    assert [(plane.layer, plane.content, plane.address) for plane in planes] == [
+        ("a", Content.LATENT, 0),
+        ("b", Content.LATENT, 320),
+    ]
+    assert planes[0].strides_bytes._replace(head=0) == Strides(64, 0, 16, 2)
+
+
+def test_values_of_another_width_fit_only_packed_layouts() -> None:
+    sizes = replace(SIZES, value_channels=6)
+    keys, values, *_ = named_layout("LBHNC").planes(sizes, 0, MEMORY)
+    assert keys.strides_bytes == values.strides_bytes == Strides(336, 112, 28, 2)
+    assert (values.address, keys.counts.channels, values.counts.channels) == (16, 8, 6)
+    with pytest.raises(UnreadableGeometry, match=r"layer-kv-block-token-head-channel.*\(8, 6\)"):
+        named_layout("NHD").planes(sizes, 0, MEMORY)
+
+
+def test_halves_that_are_far_apart() -> None:
+    layout = named_layout("kvcached_split_half")
+    planes = layout.planes(SIZES, 0, MEMORY, value_offset_bytes=1 << 30)
+    assert [plane.address for plane in planes] == [0, 1 << 30, 2 << 30, 3 << 30]
+    assert planes[0].strides_bytes.block == 192
+
+
+@pytest.mark.parametrize(("name", "offset"), [("NHD", 959), ("LBHNC", 4096)])
+def test_an_offset_that_does_not_fit_is_refused(name: str, offset: int) -> None:
+    with pytest.raises(UnreadableGeometry, match=f"{name}.*{offset}"):
+        named_layout(name).planes(SIZES, 0, MEMORY, value_offset_bytes=offset)
+
+
+_BLOCK_AXES = (HND, NHD, PACKED_HND, PACKED_NHD, BY_COLUMN)
+
+
+@st.composite
+def _dense_blocks(draw: st.DrawFn) -> tuple[DenseBlocks, tuple[Plane, ...]]:
+    """Blocks of two contents, or of one, and planes of a layer as it lies elsewhere."""
+    axes = draw(st.sampled_from(_BLOCK_AXES))
+    small = st.integers(1, 5)
+    heads, tokens, item = draw(small), draw(small), draw(st.sampled_from((1, 2, 4)))
+    contents = draw(st.sampled_from(((Content.KEY, Content.VALUE), (Content.LATENT,))))
+    widths = [draw(small)] * len(contents)
+    if axes in (PACKED_HND, PACKED_NHD):
+        widths = [draw(small) for _ in contents]
+    size = heads * tokens * sum(widths) * item
+    like = tuple(
+        Plane(
+            "a",
+            content,
+            1 << 20,
+            Strides(1 << 12, width * item, heads * width * item, item),
+            Counts(3, heads, tokens, width),
+            item,
+            0,
+            MEMORY,
+        )
+        for content, width in zip(contents, widths, strict=True)
+    )
+    order = KeyOrder.COLUMN_MAJOR if axes == BY_COLUMN else KeyOrder.ROW_MAJOR
+    gap = draw(st.integers(0, 9))
+    return DenseBlocks(512, size + gap, axes, 3, heads, tokens, 7, MEMORY, order), like
+
+
+@given(_dense_blocks())
+def test_a_dense_block_has_every_byte_once(drawn: tuple[DenseBlocks, tuple[Plane, ...]]) -> None:
+    dense, like = drawn
+    size, item = block_bytes(like), like[0].item_bytes
+    found = sorted(place for plane in dense.planes(like) for _, place in positions(plane))
+    starts = [512 + block * dense.stride_bytes for block in range(3)]
+    assert found == [place for start in starts for place in range(start, start + size, item)]
+
+
+@given(_dense_blocks())
+def test_a_dense_block_is_an_array_of_its_axes(
+    drawn: tuple[DenseBlocks, tuple[Plane, ...]],
+) -> None:
+    """The oracle numbers a dense array's items and takes each content out of it."""
+    dense, like = drawn
+    widths = [plane.counts.channels for plane in like]
+    shape = {"kv": len(like), "head": dense.heads, "token": dense.tokens, "channel": widths[0]}
+    if dense.axes[-2:] == ("kv", "channel"):  # one row: keys, then values
+        outer = [axis for axis in dense.axes if axis not in ("kv", "channel")]
+        items = np.arange(dense.heads * dense.tokens * sum(widths))
+        rows = items.reshape([shape[axis] for axis in outer] + [sum(widths)])
+        rows = rows if outer == ["head", "token"] else rows.swapaxes(0, 1)
+        expected = np.split(rows, np.cumsum(widths)[:-1], axis=-1)
+    else:
+        items = np.arange(len(like) * dense.heads * dense.tokens * widths[0])
+        whole = items.reshape([shape[axis] for axis in dense.axes])
+        by_name = np.transpose(
+            whole, [dense.axes.index(axis) for axis in ("kv", "head", "token", "channel")]
+        )
+        expected = list(by_name)
+        if dense.key_order is KeyOrder.COLUMN_MAJOR and like[0].content is Content.KEY:
+            keys = expected[0].copy()
+            flat = keys.reshape(dense.heads, -1)
+            expected[0] = np.swapaxes(flat.reshape(dense.heads, widths[0], dense.tokens), 1, 2)
+    for plane, places in zip(dense.planes(like), expected, strict=True):
+        assert (plane.first_head, plane.layer, plane.memory) == (7, "a", MEMORY)
+        for head, token, channel in np.ndindex(*places.shape):
+            offset = plane.byte_offset(0, head, token, channel) + plane.address - dense.address
+            assert offset == places[head, token, channel] * plane.item_bytes
+
+
+def test_only_packed_rows_hold_contents_of_unlike_width() -> None:
+    with pytest.raises(UnreadableGeometry, match=r"kv-head-token-channel.*\(8, 6\)"):
+        dense_strides(HND, {"head": 2, "token": 4}, (8, 6), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "axes"),
+    [
+        ("LBHNC", "HND", PACKED_HND),
+        ("BLHNC", "HND", PACKED_HND),
+        ("LBNHC", "NHD", PACKED_NHD),
+        ("LHBNC", None, PACKED_HND),  # of one head
+        ("BLNHC", None, PACKED_NHD),
+        ("BHLNC", None, PACKED_HND),  # of one head
+    ],
+)
+def test_what_a_name_says_of_a_layers_block(name: str, inner: str | None, axes: Axes) -> None:
+    assert inner_layout(name) == inner
+    assert block_axes(name) == axes
+    assert (name in LAYERS_INSIDE_BLOCKS) == name.startswith("B")
+
+
+def test_names_of_layouts_whose_layers_are_apart() -> None:
+    assert [layer_by_layer(x, like) for x in ("HND", "NHD") for like in ("NHD", "BLNHC")] == [
+        "HND", "LBHNC", "NHD", "LBNHC",
+    ]  # fmt: skip
+    assert (inner_layout("NHD"), inner_layout(None), inner_layout("NDH")) == ("NHD", None, None)
+
+
+def test_split_keys_and_values_are_told_from_those_in_a_block() -> None:
+    for name, is_split in (("NHD", True), ("NHD_in_block", False), ("LBHNC", False)):
+        assert are_split(named_layout(name).planes(SIZES, 0, MEMORY)[:2]) is is_split

@@ -1,0 +1,162 @@
+"""Whole caches in a layout each: what an engine allocates, for tests and benchmarks.
+
+The layouts of every generation by name, as orders of axes of a cache of all layers; all of a
+layout's arithmetic is :func:`~kvpatch.geometry.dense_strides`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvpatch.geometry import (
+    NAMED_LAYOUTS,
+    Axes,
+    Content,
+    Counts,
+    KeyOrder,
+    Memory,
+    Plane,
+    Strides,
+    UnreadableGeometry,
+    dense_strides,
+)
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """How much of everything one rank's caches hold.
+
+    Attributes:
+        channels: of a key, or of the only content.
+        value_channels: of a value, where it differs; packed layouts alone allow that.
+        contents: KEY and VALUE, or one other content.
+    """
+
+    layers: int
+    blocks: int
+    heads: int
+    block_tokens: int
+    channels: int
+    item_bytes: int
+    value_channels: int | None = None
+    contents: tuple[Content, ...] = (Content.KEY, Content.VALUE)
+
+    def widths(self) -> tuple[int, ...]:
+        """Channels of each content."""
+        if len(self.contents) == 2 and self.value_channels is not None:
+            return self.channels, self.value_channels
+        return (self.channels,) * len(self.contents)
+
+    def total_bytes(self) -> int:
+        """Bytes of all layers without padding."""
+        items = self.layers * self.blocks * self.heads * self.block_tokens * sum(self.widths())
+        return items * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axes from the outermost to the innermost, densely packed.
+
+    Attributes:
+        axes: all six; keys and values are packed into one row where kv comes right
+            before channel.
+        key_order: COLUMN_MAJOR swaps token and channel for the keys.
+    """
+
+    name: str
+    axes: Axes
+    key_order: KeyOrder = KeyOrder.ROW_MAJOR
+
+    def planes(
+        self,
+        sizes: CacheSizes,
+        address: int,
+        memory: Memory,
+        layers: Sequence[str] = (),
+        first_head: int = 0,
+        value_offset_bytes: int | None = None,
+    ) -> tuple[Plane, ...]:
+        """Planes of all layers, keys before values, in the order of the layers.
+
+        Args:
+            address: of the first byte of the first layer.
+            layers: their names; by default ``layer.0``, ``layer.1``, ...
+            value_offset_bytes: where a layer's values start behind its keys, if kv is
+                right inside layer and the two regions are further apart than they are long
+                (kvcached reserves each half for its largest size). Layers then start
+                twice that far apart.
+
+        Raises:
+            UnreadableGeometry: keys and values of unlike width in a layout that cannot
+                hold them.
+        """
+        names = tuple(layers) or tuple(f"layer.{number}" for number in range(sizes.layers))
+        widths = sizes.widths()
+        strides = dense_strides(
+            self.axes,
+            {
+                "layer": sizes.layers,
+                "block": sizes.blocks,
+                "head": sizes.heads,
+                "token": sizes.block_tokens,
+            },
+            widths,
+            sizes.item_bytes,
+        )
+        if value_offset_bytes is not None:
+            if self.axes[:2] != ("layer", "kv") or value_offset_bytes < strides["kv"]:
+                raise UnreadableGeometry(f"{self.name}: {value_offset_bytes} do not fit")
+            strides.update(kv=value_offset_bytes, layer=2 * value_offset_bytes)
+        planes = []
+        for number, name in enumerate(names):
+            for position, (content, width) in enumerate(zip(sizes.contents, widths, strict=True)):
+                token, channel = strides["token"], strides["channel"]
+                if self.key_order is KeyOrder.COLUMN_MAJOR and content is Content.KEY:
+                    token, channel = channel, sizes.block_tokens * sizes.item_bytes
+                planes.append(
+                    Plane(
+                        layer=name,
+                        content=content,
+                        address=address + number * strides["layer"] + position * strides["kv"],
+                        strides_bytes=Strides(strides["block"], strides["head"], token, channel),
+                        counts=Counts(sizes.blocks, sizes.heads, sizes.block_tokens, width),
+                        item_bytes=sizes.item_bytes,
+                        first_head=first_head,
+                        memory=memory,
+                    )
+                )
+        return tuple(planes)
+
+
+_ALL = (
+    # Keys and values in regions of their own: FlashAttention to 0.22.
+    Layout("NHD", ("layer", "kv", "block", "token", "head", "channel")),
+    Layout("HND", ("layer", "kv", "block", "head", "token", "channel")),
+    # Keys and values inside a block: FlashInfer to 0.25, FlashAttention in 0.23 to 0.25.
+    Layout("NHD_in_block", ("layer", "block", "kv", "token", "head", "channel")),
+    Layout("HND_in_block", ("layer", "block", "kv", "head", "token", "channel")),
+    # Keys and values packed: vLLM's own names from 0.29 on; 0.26 to 0.28 have the first two.
+    *(Layout(name, axes) for name, axes in NAMED_LAYOUTS.items()),
+    # kvcached: halves far apart (value_offset_bytes), or one block of all layers together.
+    Layout("kvcached_split_half", ("layer", "kv", "block", "token", "head", "channel")),
+    Layout("kvcached_contiguous", ("block", "layer", "kv", "token", "head", "channel")),
+    # The CPU backend's vector kernels: split to 0.22, one piece per block and head after it.
+    Layout(
+        "CPU_split", ("layer", "kv", "block", "head", "token", "channel"), KeyOrder.COLUMN_MAJOR
+    ),
+    Layout(
+        "CPU_packed", ("layer", "block", "head", "kv", "token", "channel"), KeyOrder.COLUMN_MAJOR
+    ),
+    # TPU: heads K0 V0 K1 V1 ...
+    Layout("TPU", ("layer", "block", "token", "head", "kv", "channel")),
+)
+
+LAYOUTS = MappingProxyType({layout.name: layout for layout in _ALL})
+"""Every named layout by its name."""
+
+
+def named_layout(name: str) -> Layout:
+    """The layout of that name."""
+    return LAYOUTS[name]
