@@ -51,8 +51,8 @@ from kvpatch.vllm.cross_layer_blocks import register_rows
 from kvpatch.vllm.kvcached_cards import refuse_cards
 from kvpatch.vllm.kvcached_pages import pages_behind
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
+from kvpatch.vllm.local_geometry import call_layout_by_its_strides
 from kvpatch.vllm.misread_states import misread_states
-from kvpatch.vllm.our_side import call_layout_by_its_strides
 from kvpatch.vllm.registered_strides import strides_checked
 from kvpatch.vllm.registration import REGISTRATIONS, Registration
 from kvpatch.vllm.state import worker_state

@@ -12,10 +12,10 @@ from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import layer_by_layer
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called
 from kvpatch.vllm.likeness import alike_block_bytes, has_ranks_unmet, is_alike
-from kvpatch.vllm.our_side import own_regions
+from kvpatch.vllm.local_geometry import LocalGeometry, own_regions
 from kvpatch.vllm.proofs import Name
 from kvpatch.vllm.reader import Rank, Reader
-from kvpatch.vllm.remote_geometry import OurSide, refusal
+from kvpatch.vllm.remote_geometry import refusal
 from kvpatch.vllm.split_handles import blocks_undivided
 from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, of_blocks
@@ -53,7 +53,7 @@ def is_left_with_state(reader: Reader, peer: Statement) -> bool:
     return reader.has_state and is_plain and peer.tp_size != reader.ours.tp_size
 
 
-def have_our_parts(worker: Any, ours: OurSide, peer: Statement) -> None:
+def have_our_parts(worker: Any, ours: LocalGeometry, peer: Statement) -> None:
     """Has 0.20 cut the blocks of a hybrid model's peer as ours are.
 
     It takes a page for no larger than its states need, which a larger --block-size makes it: it

@@ -19,7 +19,7 @@ from kvpatch.geometry import (
     inner_layout_of_axes,
 )
 from kvpatch.vllm.caches import LayerCache
-from kvpatch.vllm.our_side import call_layout_by_its_strides, layout_shown_by
+from kvpatch.vllm.local_geometry import call_layout_by_its_strides, layout_shown_by
 from kvpatch.vllm.registration import attention_backends
 
 #: To 0.11.0 workers keep a backend's name alone: those that lay out what is stated.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from kvpatch.core import settings
 from kvpatch.vllm.halves import halves_of_peer
 from kvpatch.vllm.likeness import has_two_layouts, is_alike
-from kvpatch.vllm.remote_geometry import OurSide, refusal, tokens_in_bytes
+from kvpatch.vllm.local_geometry import LocalGeometry
+from kvpatch.vllm.remote_geometry import refusal, tokens_in_bytes
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -24,7 +25,7 @@ class Candidates:
     is_open: bool = False
 
 
-def candidates_of(ours: OurSide, peer: Statement) -> Candidates:
+def candidates_of(ours: LocalGeometry, peer: Statement) -> Candidates:
     """What follows from a statement beside what it says.
 
     Raises:
@@ -45,7 +46,7 @@ def candidates_of(ours: OurSide, peer: Statement) -> Candidates:
     return found
 
 
-def _by_bytes(ours: OurSide, peer: Statement) -> Candidates:
+def _by_bytes(ours: LocalGeometry, peer: Statement) -> Candidates:
     """To 0.11.0, where no block is cut, and items may be of another size than ours."""
     tokens = tokens_in_bytes(ours, peer)
     peer = replace(peer, block_tokens=tokens, kernel_blocks_per_block=1)
@@ -55,7 +56,7 @@ def _by_bytes(ours: OurSide, peer: Statement) -> Candidates:
     return Candidates(statements, is_open=declared is None or len(layouts) > 1)
 
 
-def _layouts(ours: OurSide, peer: Statement) -> tuple[str | None, ...]:
+def _layouts(ours: LocalGeometry, peer: Statement) -> tuple[str | None, ...]:
     """0.10.0 states no layout."""
     if not has_two_layouts(ours, peer):
         return (peer.layout,)
@@ -67,7 +68,7 @@ def _layouts(ours: OurSide, peer: Statement) -> tuple[str | None, ...]:
     return (peer.layout if is_alike(ours, peer) else ours.inner_layout,)
 
 
-def _by_cut(ours: OurSide, peer: Statement, sizes: KernelSizes) -> Candidates:
+def _by_cut(ours: LocalGeometry, peer: Statement, sizes: KernelSizes) -> Candidates:
     """0.11.1 to 0.20: how many kernel blocks a block has is open where a backend may cut."""
     kernel_tokens = peer.block_tokens or ours.block_tokens
     every = sizes.parts(kernel_tokens)
@@ -82,7 +83,7 @@ def _by_cut(ours: OurSide, peer: Statement, sizes: KernelSizes) -> Candidates:
     return Candidates(statements, is_open=len(statements) > 1)
 
 
-def _check_block_size(ours: OurSide, peer: Statement) -> int | None:
+def _check_block_size(ours: LocalGeometry, peer: Statement) -> int | None:
     """What the operator has declared, where that is what the handshake comes to.
 
     Raises:
@@ -98,7 +99,7 @@ def _check_block_size(ours: OurSide, peer: Statement) -> int | None:
     return declared
 
 
-def _check_layout(ours: OurSide, peer: Statement) -> None:
+def _check_layout(ours: LocalGeometry, peer: Statement) -> None:
     declared, stated = settings.peer_layout(), peer.inner_layout
     if declared is not None and stated not in (None, declared):
         raise refusal(
@@ -109,7 +110,7 @@ def _check_layout(ours: OurSide, peer: Statement) -> None:
         )
 
 
-def _not_as_declared(ours: OurSide, peer: Statement, found: str) -> PeerRefused:
+def _not_as_declared(ours: LocalGeometry, peer: Statement, found: str) -> PeerRefused:
     return refusal(
         ours,
         peer,

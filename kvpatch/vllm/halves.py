@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from kvpatch.geometry import Plane
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.remote_geometry import OurSide
+    from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.wire import Statement
 
 Halves = Literal["together", "apart"]
@@ -22,7 +22,7 @@ Halves = Literal["together", "apart"]
 PAGE_BYTES = 2 << 20
 
 
-def halves_of(ours: OurSide) -> Halves | None:
+def halves_of(ours: LocalGeometry) -> Halves | None:
     """How a worker has registered them, whose backend's own blocks hold both."""
     found = {
         sum(plane.address in ours.addresses for plane in layer.planes)
@@ -33,7 +33,7 @@ def halves_of(ours: OurSide) -> Halves | None:
     return "together" if found == {1} else None
 
 
-def halves_of_peer(ours: OurSide, peer: Statement) -> Halves | None:
+def halves_of_peer(ours: LocalGeometry, peer: Statement) -> Halves | None:
     """How a peer of our backend keeps keys and values; None where that is not in question.
 
     And where its regions are neither ours, nor twice or half as many.
@@ -49,7 +49,7 @@ def halves_of_peer(ours: OurSide, peer: Statement) -> Halves | None:
 
 
 def by_peers_regions(
-    members: Mapping[int, list[Plane]], ours: OurSide, peer: Statement
+    members: Mapping[int, list[Plane]], ours: LocalGeometry, peer: Statement
 ) -> dict[int, list[Plane]]:
     """A layer's planes, by the number of our region, as they lie in the peer's regions."""
     theirs = halves_of_peer(ours, peer)

@@ -14,7 +14,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.remote_geometry import OurSide
+    from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.wire import Statement
 
 
@@ -31,7 +31,7 @@ class SharesRead(NamedTuple):
     reads_its_share: bool
 
 
-def shares_heads(ours: OurSide, peer: Statement) -> bool:
+def shares_heads(ours: LocalGeometry, peer: Statement) -> bool:
     """Whether the release refuses a peer of unlike ranks for the heads that some share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:
         return False
@@ -43,7 +43,7 @@ def shares_heads(ours: OurSide, peer: Statement) -> bool:
     return peer.tp_size < least  # else the release takes both for holders of one head a rank
 
 
-def heads_as_if_unshared(ours: OurSide, peer: Statement) -> int | None:
+def heads_as_if_unshared(ours: LocalGeometry, peer: Statement) -> int | None:
     """A number of heads of which every rank has some of its own; None where they do already."""
     return 2 * lcm(ours.tp_size, peer.tp_size) if shares_heads(ours, peer) else None
 

@@ -21,7 +21,7 @@ from kvpatch.vllm.host_buffer import rows_in
 from kvpatch.vllm.host_buffer_saves import Copies
 from kvpatch.vllm.kvcached_pages import Pages, pages_behind
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
-from kvpatch.vllm.our_side import call_layout_by_its_strides
+from kvpatch.vllm.local_geometry import call_layout_by_its_strides
 from kvpatch.vllm.registration import Registration
 
 if TYPE_CHECKING:

@@ -9,13 +9,14 @@ from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, inner_layout
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of_peer, may_be_kvcacheds
 from kvpatch.vllm.head_shares import shares_heads
-from kvpatch.vllm.remote_geometry import OurSide, refusal
+from kvpatch.vllm.local_geometry import LocalGeometry
+from kvpatch.vllm.remote_geometry import refusal
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.whole_blocks import split_by_nobody
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 
-def is_alike(ours: OurSide, peer: Statement) -> bool:
+def is_alike(ours: LocalGeometry, peer: Statement) -> bool:
     """Whether the release reads this peer rightly: the same blocks, the same order in them.
 
     Raises:
@@ -69,7 +70,7 @@ def is_alike(ours: OurSide, peer: Statement) -> bool:
     return False
 
 
-def _has_same_bytes(ours: OurSide, peer: Statement) -> bool:
+def _has_same_bytes(ours: LocalGeometry, peer: Statement) -> bool:
     """Whether two names of layouts are the same bytes: without heads, heads and tokens have none.
 
     Releases look at neither's name there.
@@ -77,7 +78,7 @@ def _has_same_bytes(ours: OurSide, peer: Statement) -> bool:
     return not ours.has_heads and {peer.layout, ours.layout} == {"LBHNC", "LBNHC"}
 
 
-def _refuse_unproven_halves(ours: OurSide, peer: Statement) -> None:
+def _refuse_unproven_halves(ours: LocalGeometry, peer: Statement) -> None:
     """Refuses a peer whose keys and values are together by its statement, and may not be.
 
     Raises:
@@ -107,12 +108,12 @@ def _refuse_unproven_halves(ours: OurSide, peer: Statement) -> None:
         )
 
 
-def has_ranks_unmet(ours: OurSide, peer: Statement) -> bool:
+def has_ranks_unmet(ours: LocalGeometry, peer: Statement) -> bool:
     """Whether it has more ranks than we do, and the release meets one of them."""
     return ours.meets_one_rank and peer.tp_size > ours.tp_size
 
 
-def has_two_layouts(ours: OurSide, peer: Statement) -> bool:
+def has_two_layouts(ours: LocalGeometry, peer: Statement) -> bool:
     """Whether heads and tokens of a peer's blocks may lie in either order for all it says."""
     return (
         peer.layout is None  # 0.10.0
@@ -122,18 +123,18 @@ def has_two_layouts(ours: OurSide, peer: Statement) -> bool:
     )
 
 
-def _has_many_heads(ours: OurSide, peer: Statement) -> bool:
+def _has_many_heads(ours: LocalGeometry, peer: Statement) -> bool:
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     return heads > 1 and ours.has_heads
 
 
-def _has_heads_in_pieces(ours: OurSide) -> bool:
+def _has_heads_in_pieces(ours: LocalGeometry) -> bool:
     if ours.layout in NAMED_LAYOUTS:
         return inner_layout(ours.layout) == "HND"
     return ours.inner_layout == "HND"
 
 
-def alike_block_bytes(ours: OurSide, peer: Statement) -> tuple[int, ...]:
+def alike_block_bytes(ours: LocalGeometry, peer: Statement) -> tuple[int, ...]:
     """What a block would have on the peer if its blocks were ours: its heads, our tokens."""
     if not ours.has_heads or has_ranks_unmet(ours, peer):  # shown as a rank like ours
         return ours.block_bytes
@@ -155,7 +156,7 @@ def reserves_slots(vllm_config: Any) -> bool:
 
 
 def refuse_drafted_windows(
-    worker: Any, ours: OurSide, groups: Sequence[Group], peer: Statement
+    worker: Any, ours: LocalGeometry, groups: Sequence[Group], peer: Statement
 ) -> None:
     """Refuses a peer whose lists of blocks end nobody knows where.
 

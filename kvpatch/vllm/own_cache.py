@@ -15,11 +15,10 @@ from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.our_side import our_side, registered_addresses
+from kvpatch.vllm.local_geometry import LocalGeometry, local_geometry_of, registered_addresses
 from kvpatch.vllm.peer_states import places_of_states
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
-from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.row_form import places_digest
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
 from kvpatch.vllm.staging import staging_pool
@@ -56,7 +55,7 @@ def reader_for(
     layers, groups, key_order = cache
     state = worker_state(worker)
     buffer, rows = state.host_buffer, state.rows
-    ours = our_side(worker, layers if rows is None else rows.shown, key_order)
+    ours = local_geometry_of(worker, layers if rows is None else rows.shown, key_order)
     if blocks_hold_both:
         ours = replace(ours, halves=halves_of(ours))
     known = backend_layouts(worker)
@@ -99,8 +98,8 @@ def reader_for(
 
 
 def _with_states(
-    worker: Any, ours: OurSide, states: Mapping[str, StatePages], rows: RegisteredRows | None
-) -> OurSide:
+    worker: Any, ours: LocalGeometry, states: Mapping[str, StatePages], rows: RegisteredRows | None
+) -> LocalGeometry:
     """Our side with its states' pages as the release was shown them."""
     if rows is None:
         ours = replace(ours, states=states)

@@ -8,14 +8,15 @@ import numpy as np
 
 from kvpatch.geometry import LAYER_BY_LAYER, Plan, places_of
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.remote_geometry import OurSide, names_by_attention, refusal
+from kvpatch.vllm.remote_geometry import names_by_attention, refusal
 from kvpatch.vllm.shares import ReadRefused, state_pairs
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.wire import Statement
 
 
-def states_of_peer(ours: OurSide, peer: Statement) -> dict[str, StatePages]:
+def states_of_peer(ours: LocalGeometry, peer: Statement) -> dict[str, StatePages]:
     """The pages of each layer's states on one rank of a peer whose regions are known to be ours.
 
     Raises:
@@ -62,7 +63,7 @@ def states_of_peer(ours: OurSide, peer: Statement) -> dict[str, StatePages]:
     return found
 
 
-def _region_of(ours: OurSide, peer: Statement, own: StatePages) -> int:
+def _region_of(ours: LocalGeometry, peer: Statement, own: StatePages) -> int:
     """The peer's region of the layers that begin where a state of ours does.
 
     By their names, where it states them: it may have registered them in another order.
@@ -76,7 +77,7 @@ def _region_of(ours: OurSide, peer: Statement, own: StatePages) -> int:
     return ours.addresses.index(own.address)
 
 
-def _check_sizes(ours: OurSide, peer: Statement) -> None:
+def _check_sizes(ours: LocalGeometry, peer: Statement) -> None:
     """Whether its states are ours: rows state their shapes and types, all others their bytes."""
     same_dtypes = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
     sizes = {own.sizes_bytes for own in ours.states.values()}
@@ -96,14 +97,14 @@ def _check_sizes(ours: OurSide, peer: Statement) -> None:
         )
 
 
-def _places(ours: OurSide) -> dict[int, int]:
+def _places(ours: LocalGeometry) -> dict[int, int]:
     """The number of each place in a row, by the address of our layers that have it."""
     groups = ours.groups or (frozenset(ours.layers),)
     places = places_of([group & ours.layers.keys() for group in groups])
     return {ours.layers[first].planes[0].address: n for n, (first, *_) in enumerate(places)}
 
 
-def places_of_states(ours: OurSide) -> dict[str, int]:
+def places_of_states(ours: LocalGeometry) -> dict[str, int]:
     """The place that each layer's states would have in a row; -1 beside no attention layer."""
     places = _places(ours)
     return {name: places.get(own.address, -1) for name, own in ours.states.items()}

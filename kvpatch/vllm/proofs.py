@@ -39,9 +39,9 @@ from kvpatch.vllm.recent import Recent
 from kvpatch.vllm.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
 
 if TYPE_CHECKING:
+    from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.orders import Order
     from kvpatch.vllm.reader import Rank
-    from kvpatch.vllm.remote_geometry import OurSide
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -108,7 +108,7 @@ class Proofs:
 
     def __init__(
         self,
-        ours: OurSide,
+        ours: LocalGeometry,
         sampled: Sampled | None,
         pool: StagingPool,
         announcements: Announcements,

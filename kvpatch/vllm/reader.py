@@ -44,10 +44,11 @@ from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.leases import Leases
+from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import states_of_peer, with_states
 from kvpatch.vllm.proofs import SAMPLE_BYTES, Name, Proofs
-from kvpatch.vllm.remote_geometry import OurSide, peer_memory, peer_regions, refusal
+from kvpatch.vllm.remote_geometry import peer_memory, peer_regions, refusal
 from kvpatch.vllm.samples import sampled_of
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.states import StatePages
@@ -122,7 +123,7 @@ class Reader:
 
     def __init__(
         self,
-        ours: OurSide,
+        ours: LocalGeometry,
         groups: tuple[Group, ...],
         tensors: Mapping[str, torch.Tensor],
         pool: StagingPool,

@@ -17,7 +17,7 @@ import wrapt
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import Plane, extent_bytes
 from kvpatch.vllm.caches import LayerCache
-from kvpatch.vllm.our_side import registered_addresses
+from kvpatch.vllm.local_geometry import registered_addresses
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from the layout's name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from math import prod
 
 from kvpatch.core.errors import CutBlocks, UnlikeShapes
@@ -37,133 +36,22 @@ from kvpatch.geometry import (
 )
 from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice, UnknownRegions
 from kvpatch.vllm.caches import LayerCache
-from kvpatch.vllm.halves import Halves, by_peers_regions, halves_of_peer
-from kvpatch.vllm.head_shares import SharesRead
+from kvpatch.vllm.halves import by_peers_regions, halves_of_peer
+from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
     Shape,
-    are_unlike,
     check_tokens,
     have_unlike_pages,
     heads_of,
-    page_bytes_of,
     shape_at_peer,
     tokens_of,
 )
-from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.whole_blocks import check_blocks, check_planes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
-#: From 0.24 on.
-_SHARES_READ = SharesRead(counts_one_head=False, reads_its_share=True)
 
-
-@dataclass(frozen=True)
-class OurSide:
-    """What this worker registered, as far as a peer's cache is read against it.
-
-    Attributes:
-        layers: every attention layer's cache.
-        addresses: where each region starts, in the order that the peer uses too.
-        block_tokens: tokens of a kernel block.
-        kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
-        layout: its name, as it is sent to peers.
-        total_heads: KV heads of the whole model.
-        key_order: COLUMN_MAJOR on the CPU backend.
-        region_names: the layer that each region is named after; None to 0.29.
-        units: the layers of each tensor, in the order in which tensors are handed to the
-            registration; None to 0.28, and where keys and values are regions of their own.
-        row_groups: each group's layers as they follow one another in a block's row, on both
-            sides; None where that is not known.
-        kernel_sizes: how the release cuts blocks; None where that is not known.
-        groups: the layers of each block table; None where there is one.
-        halves: whether keys and values are in one region, or in two, where the backend's own
-            blocks hold both, one behind the other; None where they do not.
-        meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
-        shares_read: what the release makes of ranks that share heads.
-        misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
-        planned_layout: what the release would have stated of tensors to which an allocator has
-            given another layout, which is the one that is stated; else None.
-        row_places: what rows like ours state of their places, where they hold recurrent state.
-        states: the pages of each layer with recurrent state, as they were registered.
-        backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
-            is not known.
-    """
-
-    layers: Mapping[str, LayerCache]
-    addresses: tuple[int, ...]
-    block_bytes: tuple[int, ...]
-    block_tokens: int
-    kernel_blocks_per_block: int
-    layout: str
-    inner_layout: str
-    total_heads: int
-    tp_rank: int
-    tp_size: int
-    memory: Memory
-    backend: str
-    key_order: KeyOrder
-    region_names: tuple[str, ...] | None = None
-    units: tuple[tuple[str, ...], ...] | None = None
-    row_groups: tuple[tuple[str, ...], ...] | None = None
-    kernel_sizes: KernelSizes | None = None
-    groups: tuple[frozenset[str], ...] | None = None
-    halves: Halves | None = None
-    meets_one_rank: bool = False
-    shares_read: SharesRead = _SHARES_READ
-    misreads_blocks: bool = False
-    planned_layout: str | None = None
-    row_places: str | None = None
-    states: Mapping[str, StatePages] = field(default_factory=dict)
-    backend_layout: str | None = None
-
-    @cached_property
-    def has_heads(self) -> bool:
-        """Whether ranks hold heads; the latents of MLA are whole on each."""
-        planes = (plane for cache in self.layers.values() for plane in cache.planes)
-        return any(plane.content is not Content.LATENT for plane in planes)
-
-    @property
-    def item_bytes(self) -> int:
-        """Of one element of the first layer."""
-        return next(iter(self.layers.values())).planes[0].item_bytes
-
-    @cached_property
-    def shows_layout(self) -> bool:
-        """Whether our strides tell heads from tokens."""
-        planes = [plane for cache in self.layers.values() for plane in cache.planes]
-        return any(p.counts.heads > 1 and p.counts.block_tokens > 1 for p in planes)
-
-    @cached_property
-    def unlike_shapes(self) -> bool:
-        """Whether layers have several shapes."""
-        return are_unlike(self.layers)
-
-    @cached_property
-    def misses_pages(self) -> bool:
-        """Whether the release would read less of a layer's blocks than they hold.
-
-        From 0.30 on layers of several groups that begin in one place of a row have the region
-        of one of them, whose pages may be the smaller.
-        """
-        if self.layout not in LAYERS_INSIDE_BLOCKS:
-            return False
-        regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
-        pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
-        return not all(
-            any(low <= start and start + size <= high for low, high in regions)
-            for start, size in pages
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"blocks of {self.block_tokens} tokens, layout {self.layout}, rank {self.tp_rank} of "
-            f"{self.tp_size}, {len(self.addresses)} regions"
-        )
-
-
-def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+def peer_regions(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
     """Every plane of one rank of a peer; those whose blocks lie inside one another together.
 
     Raises:
@@ -183,7 +71,7 @@ def peer_regions(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...
         raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
 
 
-def _regions_of(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+def _regions_of(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
     if peer.rows is not None:
         return _in_rows(ours, peer, peer.rows)
     if ours.units is None:
@@ -191,7 +79,7 @@ def _regions_of(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]
     return _by_layout(ours, ours.units, peer)
 
 
-def tokens_in_bytes(ours: OurSide, peer: Statement) -> int:
+def tokens_in_bytes(ours: LocalGeometry, peer: Statement) -> int:
     """Tokens of a block of a peer that states its bytes only, if its items are like ours.
 
     Raises:
@@ -218,19 +106,19 @@ def tokens_in_bytes(ours: OurSide, peer: Statement) -> int:
     return tokens
 
 
-def peer_memory(ours: OurSide, peer: Statement) -> Memory:
+def peer_memory(ours: LocalGeometry, peer: Statement) -> Memory:
     """Where a peer's regions lie; in memory of our kind where it does not say."""
     return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
 
 
-def refusal(ours: OurSide, peer: Statement, helps: str) -> PeerRefused:
+def refusal(ours: LocalGeometry, peer: Statement, helps: str) -> PeerRefused:
     """Both geometries and the setting that would help, in one sentence."""
     return PeerRefused(
         f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}; {helps}"
     )
 
 
-def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane, ...], ...]:
+def _in_rows(ours: LocalGeometry, peer: Statement, form: RowForm) -> tuple[tuple[Plane, ...], ...]:
     """Rows of all layers, of any release: each layer's part follows the one before."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
@@ -259,7 +147,7 @@ def _in_rows(ours: OurSide, peer: Statement, form: RowForm) -> tuple[tuple[Plane
 
 
 def _in_packed_rows(
-    ours: OurSide, peer: Statement, form: RowForm, groups: Sequence[Sequence[str]]
+    ours: LocalGeometry, peer: Statement, form: RowForm, groups: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Plane, ...]]:
     """Rows that each group divides in its own way, in blocks of one number of tokens."""
     ends = []
@@ -274,7 +162,7 @@ def _in_packed_rows(
     _check_row(ours, peer, form, max(ends))
 
 
-def _page_of(ours: OurSide, peer: Statement, layer: LayerCache, tokens: int) -> int:
+def _page_of(ours: LocalGeometry, peer: Statement, layer: LayerCache, tokens: int) -> int:
     """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     # One number of ranks is asked for; and a slot holds all heads of a rank.
@@ -284,7 +172,7 @@ def _page_of(ours: OurSide, peer: Statement, layer: LayerCache, tokens: int) -> 
 
 
 def _part_of_row(
-    ours: OurSide, peer: Statement, form: RowForm, name: str, offset: int, part_size: int
+    ours: LocalGeometry, peer: Statement, form: RowForm, name: str, offset: int, part_size: int
 ) -> tuple[tuple[Plane, ...], int]:
     """A layer's planes `offset` bytes into a peer's rows, and how many bytes it has there."""
     planes = ours.layers[name].planes
@@ -305,7 +193,7 @@ def _part_of_row(
     return found, block_bytes(found)
 
 
-def _check_row(ours: OurSide, peer: Statement, form: RowForm, size_bytes: int) -> None:
+def _check_row(ours: LocalGeometry, peer: Statement, form: RowForm, size_bytes: int) -> None:
     if size_bytes != peer.block_bytes[0]:
         raise refusal(
             ours,
@@ -324,7 +212,7 @@ def _with_ends(places: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
 
 
 def _by_layout(
-    ours: OurSide, units: tuple[tuple[str, ...], ...], peer: Statement
+    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: Statement
 ) -> tuple[tuple[Plane, ...], ...]:
     """From 0.29: a region is what its layout's name makes it."""
     if ours.unlike_shapes:
@@ -365,7 +253,7 @@ def _by_layout(
     )
 
 
-def _check_plan(ours: OurSide, peer: Statement) -> None:
+def _check_plan(ours: LocalGeometry, peer: Statement) -> None:
     """Whether the release plans the same groups for layers of several shapes on both sides.
 
     Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
@@ -388,7 +276,7 @@ def _check_plan(ours: OurSide, peer: Statement) -> None:
 
 
 def _check_starts(
-    slices: Mapping[str, tuple[RegionSlice, ...]], ours: OurSide, peer: Statement
+    slices: Mapping[str, tuple[RegionSlice, ...]], ours: LocalGeometry, peer: Statement
 ) -> None:
     """Whether a peer's regions begin where layers do in the rows that its first one begins."""
     starts = {piece.offset_bytes for of_layer in slices.values() for piece in of_layer}
@@ -403,7 +291,7 @@ def _check_starts(
         )
 
 
-def names_by_attention(ours: OurSide, peer: Statement) -> tuple[str, ...] | None:
+def names_by_attention(ours: LocalGeometry, peer: Statement) -> tuple[str, ...] | None:
     """Which attention layer's each of a peer's regions is; None where it names none.
 
     A region is named after the layer that was registered first there, which in a hybrid model
@@ -419,7 +307,7 @@ def names_by_attention(ours: OurSide, peer: Statement) -> tuple[str, ...] | None
 def _check_packed(
     slices: Mapping[str, tuple[RegionSlice, ...]],
     sizes: Mapping[str, LayerSizes],
-    ours: OurSide,
+    ours: LocalGeometry,
     peer: Statement,
 ) -> None:
     """Where a peer says how layers follow one another in its rows, it must say the same."""
@@ -436,7 +324,7 @@ def _check_packed(
 
 
 def _slice_planes(
-    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: OurSide, peer: Statement
+    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: LocalGeometry, peer: Statement
 ) -> tuple[Plane, ...]:
     axes = block_axes(str(peer.layout))
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
@@ -462,7 +350,7 @@ def _has_heads(layer: LayerCache) -> bool:
     return layer.planes[0].content is not Content.LATENT
 
 
-def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+def _by_address(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
     """To 0.28: a region holds what our region of the same number holds."""
     _check_regions(ours, peer)
     return tuple(
@@ -470,7 +358,7 @@ def _by_address(ours: OurSide, peer: Statement) -> tuple[tuple[Plane, ...], ...]
     )
 
 
-def _check_regions(ours: OurSide, peer: Statement) -> None:
+def _check_regions(ours: LocalGeometry, peer: Statement) -> None:
     if len(peer.addresses) != len(ours.addresses) and halves_of_peer(ours, peer) is None:
         raise refusal(
             ours,
@@ -488,7 +376,7 @@ def _check_regions(ours: OurSide, peer: Statement) -> None:
 
 
 def _planes(
-    name: str, layer: LayerCache, ours: OurSide, peer: Statement
+    name: str, layer: LayerCache, ours: LocalGeometry, peer: Statement
 ) -> list[tuple[Plane, ...]]:
     found = []
     for region, members in _regions(name, layer, ours, peer).items():
@@ -501,7 +389,7 @@ def _planes(
 
 
 def _regions(
-    name: str, layer: LayerCache, ours: OurSide, peer: Statement
+    name: str, layer: LayerCache, ours: LocalGeometry, peer: Statement
 ) -> dict[int, list[Plane]]:
     """Our planes of one layer by the number of the peer's region that they lie in."""
     found: dict[int, list[Plane]] = {}
@@ -518,7 +406,7 @@ def _regions(
 
 
 def _region_planes(
-    members: list[Plane], region: int, packed: bool, ours: OurSide, peer: Statement
+    members: list[Plane], region: int, packed: bool, ours: LocalGeometry, peer: Statement
 ) -> tuple[Plane, ...]:
     first_head, heads, tokens = shape_at_peer(ours, peer, members, peer.block_bytes[region])
     found = prod((heads, tokens, row_bytes(members)))
@@ -543,7 +431,7 @@ def _region_planes(
     ).planes(members)
 
 
-def _region_axes(packed: bool, ours: OurSide, peer: Statement) -> Axes:
+def _region_axes(packed: bool, ours: LocalGeometry, peer: Statement) -> Axes:
     """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         return BY_COLUMN

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from kvpatch.vllm.caches import LayerCache
     from kvpatch.vllm.groups import Group
+    from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.orders import Computed, Order
     from kvpatch.vllm.reader import Rank
-    from kvpatch.vllm.remote_geometry import OurSide
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,7 +47,7 @@ NOTHING = Sample(range(0), {})
 
 
 def sampled_of(
-    ours: OurSide,
+    ours: LocalGeometry,
     groups: Sequence[Group],
     layers: Mapping[str, LayerCache],
     tensors: Mapping[str, torch.Tensor],
@@ -80,7 +80,7 @@ class Sampled:
         number: of the group.
     """
 
-    ours: OurSide
+    ours: LocalGeometry
     planes: tuple[Plane, ...]
     tensors: Mapping[str, torch.Tensor]
     group: Group

@@ -17,7 +17,7 @@ from kvpatch.geometry import Content, Plane, block_bytes, row_bytes
 from kvpatch.vllm.caches import LayerCache
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.remote_geometry import OurSide
+    from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.wire import Statement
 
 
@@ -63,7 +63,7 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 
 
 def shape_at_peer(
-    ours: OurSide, peer: Statement, members: Sequence[Plane], size_bytes: int
+    ours: LocalGeometry, peer: Statement, members: Sequence[Plane], size_bytes: int
 ) -> Shape:
     """What a peer's block of so many bytes holds of a layer.
 
@@ -100,7 +100,7 @@ def shape_at_peer(
     return Shape(first.first_head, heads, tokens)
 
 
-def check_tokens(ours: OurSide, peer: Statement, planes: Sequence[Plane]) -> None:
+def check_tokens(ours: LocalGeometry, peer: Statement, planes: Sequence[Plane]) -> None:
     """Whether tokens that were told from bytes are what the peer states.
 
     Raises:

@@ -15,8 +15,8 @@ from kvpatch.geometry import (
     uncovered_tail,
 )
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.shapes import tokens_of
 from kvpatch.vllm.wire import Statement
 
@@ -26,7 +26,7 @@ class ReadRefused(FromOutside):
 
 
 def shares_of(
-    ours: OurSide,
+    ours: LocalGeometry,
     groups: Sequence[Group],
     peer: Statement,
     crossings: Sequence[Crossing],
@@ -105,7 +105,7 @@ def state_pairs(
 
 
 def tails_of(
-    ours: OurSide, groups: Sequence[Group], order: Order
+    ours: LocalGeometry, groups: Sequence[Group], order: Order
 ) -> Iterator[tuple[frozenset[str], Segments]]:
     """(layers, what no transfer covers in their last blocks), where there is any."""
     for number, group in enumerate(groups):
@@ -180,7 +180,9 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
     )
 
 
-def _local_blocks(ours: OurSide, groups: Sequence[Group], order: Order, number: int) -> BlockList:
+def _local_blocks(
+    ours: LocalGeometry, groups: Sequence[Group], order: Order, number: int
+) -> BlockList:
     """Our blocks; a list that ends with the last token tells by its length where it starts."""
     parts = ours.kernel_blocks_per_block
     block_tokens = _own_tokens(ours, groups[number])
@@ -196,13 +198,13 @@ def _local_blocks(ours: OurSide, groups: Sequence[Group], order: Order, number: 
     return BlockList(kernel_blocks(found, parts), block_tokens, first)
 
 
-def _own_tokens(ours: OurSide, group: Group) -> int:
+def _own_tokens(ours: LocalGeometry, group: Group) -> int:
     if not ours.unlike_shapes:
         return ours.block_tokens
     return min(tokens_of(ours.layers, group.layers & ours.layers.keys()))
 
 
-def _drafted_blocks(ours: OurSide, groups: Sequence[Group], order: Order) -> int:
+def _drafted_blocks(ours: LocalGeometry, groups: Sequence[Group], order: Order) -> int:
     """Blocks behind the prompt, for tokens to be drafted: every group has as many (0.23, 0.24).
 
     Told from the length of a group with full attention, which starts behind the hit.

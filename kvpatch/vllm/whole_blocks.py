@@ -15,11 +15,11 @@ from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.wire import PeerRefused
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.remote_geometry import OurSide
+    from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.wire import Statement
 
 
-def check_blocks(ours: OurSide, peer: Statement) -> None:
+def check_blocks(ours: LocalGeometry, peer: Statement) -> None:
     """Whether a peer's kernel blocks have as many tokens as ours, and heads, where ours move whole.
 
     Raises:
@@ -43,7 +43,7 @@ def check_blocks(ours: OurSide, peer: Statement) -> None:
             )
 
 
-def _check_known(ours: OurSide, peer: Statement) -> None:
+def _check_known(ours: LocalGeometry, peer: Statement) -> None:
     """What the table of kinds lacks is read from peers like us alone (behind a host buffer)."""
     is_like = (
         peer.tp_size == ours.tp_size
@@ -64,7 +64,7 @@ def unknown_says(layer: str, kind: Kind) -> str:
     )
 
 
-def split_by_nobody(ours: OurSide, peer: Statement) -> bool:
+def split_by_nobody(ours: LocalGeometry, peer: Statement) -> bool:
     """Whether blocks of one side hold those of several ranks of the other, their heads mixed."""
     _, own = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, others = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
@@ -72,7 +72,7 @@ def split_by_nobody(ours: OurSide, peer: Statement) -> bool:
     return own != others and any(kind.mixes_heads or not kind.is_known for kind in kinds)
 
 
-def check_planes(ours: OurSide, theirs: Sequence[Plane]) -> None:
+def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
     """Whether a peer's blocks are ours byte for byte, where ours move whole.
 
     Raises:

@@ -22,10 +22,10 @@ from kvpatch.vllm.likeness import (
     refuse_drafted_windows,
     refuse_endless,
 )
+from kvpatch.vllm.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.our_side import row_groups_of, units_of
 from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, REGISTRATIONS
-from kvpatch.vllm.remote_geometry import OurSide, peer_regions
+from kvpatch.vllm.remote_geometry import peer_regions
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
 from kvpatch.vllm.unstated import KernelSizes
@@ -49,7 +49,7 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
         layers=lambda worker: len(names),
     )
     layers = read_layers(registration, None, tensors)
-    return tensors, OurSide(
+    return tensors, LocalGeometry(
         layers=layers,
         addresses=tuple(t.data_ptr() for t in tensors.values()),
         block_bytes=(block_tokens * TOKEN // tp_size,) * len(names),

@@ -11,10 +11,10 @@ import torch
 from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides, plan_runs
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
+from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import places_of_states, states_of_peer, with_states
 from kvpatch.vllm.registration import BLOCKS_FIRST
-from kvpatch.vllm.remote_geometry import OurSide
 from kvpatch.vllm.row_form import RowForm
 from kvpatch.vllm.shares import ReadRefused, state_pairs
 from kvpatch.vllm.states import StatePages, pages_of
@@ -115,10 +115,10 @@ def _plane(layer: str, address: int) -> LayerCache:
     return LayerCache(BLOCKS_FIRST, (plane, replace(plane, content=Content.VALUE)))
 
 
-def _ours() -> OurSide:
+def _ours() -> LocalGeometry:
     starts = 10_000, 20_000
     layers = {f"layers.{2 * n}": _plane(f"layers.{2 * n}", start) for n, start in enumerate(starts)}
-    return OurSide(
+    return LocalGeometry(
         layers=layers,
         addresses=starts,
         block_bytes=(PAGE_BYTES,) * 2,

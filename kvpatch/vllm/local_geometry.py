@@ -1,4 +1,4 @@
-"""What a worker registered, read back from it after the registration."""
+"""Local geometry: what a worker registered, read back from it after the registration."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvpatch.geometry import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
     NAMED_LAYOUTS,
+    Content,
     InnerLayout,
     KeyOrder,
     Memory,
@@ -19,13 +22,126 @@ from kvpatch.geometry import (
 )
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import packed_groups
-from kvpatch.vllm.remote_geometry import OurSide
-from kvpatch.vllm.unstated import kernel_sizes
+from kvpatch.vllm.halves import Halves
+from kvpatch.vllm.head_shares import SharesRead
+from kvpatch.vllm.shapes import are_unlike, page_bytes_of
+from kvpatch.vllm.states import StatePages
+from kvpatch.vllm.unstated import KernelSizes, kernel_sizes
 
 _LOG = logging.getLogger("kvpatch.registration")
 
 
-def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder) -> OurSide:
+#: From 0.24 on.
+_SHARES_READ = SharesRead(counts_one_head=False, reads_its_share=True)
+
+
+@dataclass(frozen=True)
+class LocalGeometry:
+    """What this worker registered, as far as a peer's cache is read against it.
+
+    Attributes:
+        layers: every attention layer's cache.
+        addresses: where each region starts, in the order that the peer uses too.
+        block_tokens: tokens of a kernel block.
+        kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
+        layout: its name, as it is sent to peers.
+        total_heads: KV heads of the whole model.
+        key_order: COLUMN_MAJOR on the CPU backend.
+        region_names: the layer that each region is named after; None to 0.29.
+        units: the layers of each tensor, in the order in which tensors are handed to the
+            registration; None to 0.28, and where keys and values are regions of their own.
+        row_groups: each group's layers as they follow one another in a block's row, on both
+            sides; None where that is not known.
+        kernel_sizes: how the release cuts blocks; None where that is not known.
+        groups: the layers of each block table; None where there is one.
+        halves: whether keys and values are in one region, or in two, where the backend's own
+            blocks hold both, one behind the other; None where they do not.
+        meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
+        shares_read: what the release makes of ranks that share heads.
+        misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
+        planned_layout: what the release would have stated of tensors to which an allocator has
+            given another layout, which is the one that is stated; else None.
+        row_places: what rows like ours state of their places, where they hold recurrent state.
+        states: the pages of each layer with recurrent state, as they were registered.
+        backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
+            is not known.
+    """
+
+    layers: Mapping[str, LayerCache]
+    addresses: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    block_tokens: int
+    kernel_blocks_per_block: int
+    layout: str
+    inner_layout: str
+    total_heads: int
+    tp_rank: int
+    tp_size: int
+    memory: Memory
+    backend: str
+    key_order: KeyOrder
+    region_names: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] | None = None
+    row_groups: tuple[tuple[str, ...], ...] | None = None
+    kernel_sizes: KernelSizes | None = None
+    groups: tuple[frozenset[str], ...] | None = None
+    halves: Halves | None = None
+    meets_one_rank: bool = False
+    shares_read: SharesRead = _SHARES_READ
+    misreads_blocks: bool = False
+    planned_layout: str | None = None
+    row_places: str | None = None
+    states: Mapping[str, StatePages] = field(default_factory=dict)
+    backend_layout: str | None = None
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether ranks hold heads; the latents of MLA are whole on each."""
+        planes = (plane for cache in self.layers.values() for plane in cache.planes)
+        return any(plane.content is not Content.LATENT for plane in planes)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element of the first layer."""
+        return next(iter(self.layers.values())).planes[0].item_bytes
+
+    @cached_property
+    def shows_layout(self) -> bool:
+        """Whether our strides tell heads from tokens."""
+        planes = [plane for cache in self.layers.values() for plane in cache.planes]
+        return any(p.counts.heads > 1 and p.counts.block_tokens > 1 for p in planes)
+
+    @cached_property
+    def unlike_shapes(self) -> bool:
+        """Whether layers have several shapes."""
+        return are_unlike(self.layers)
+
+    @cached_property
+    def misses_pages(self) -> bool:
+        """Whether the release would read less of a layer's blocks than they hold.
+
+        From 0.30 on layers of several groups that begin in one place of a row have the region
+        of one of them, whose pages may be the smaller.
+        """
+        if self.layout not in LAYERS_INSIDE_BLOCKS:
+            return False
+        regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
+        pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
+        return not all(
+            any(low <= start and start + size <= high for low, high in regions)
+            for start, size in pages
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.block_tokens} tokens, layout {self.layout}, rank {self.tp_rank} of "
+            f"{self.tp_size}, {len(self.addresses)} regions"
+        )
+
+
+def local_geometry_of(
+    worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder
+) -> LocalGeometry:
     """Facts that every generation has, under the names that it gives them."""
     addresses = registered_addresses(worker)
     block_bytes = getattr(worker, "block_len_per_layer", None)  # from 0.11
@@ -35,7 +151,7 @@ def our_side(worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder)
     layout = getattr(worker, "kv_cache_layout", inner_layout)  # from 0.10.1
     device_id = getattr(worker, "device_id", worker.tp_rank)  # the rank up to 0.11.0
     units = units_of(layers) if layout in NAMED_LAYOUTS else None
-    return OurSide(
+    return LocalGeometry(
         layers=layers,
         addresses=addresses,
         block_bytes=tuple(block_bytes),
