@@ -22,8 +22,8 @@ How:
 Upstream:
     vLLM #51505 and its siblings.
 Limits:
-    That a client may name the blocks of other requests is vLLM's design: docs/security.md.
-    Behind a MultiConnector the scheduler alone checks.
+    That a client may name the blocks of other requests is vLLM's design
+    (docs/explanation/security.md). Behind a MultiConnector the scheduler alone checks.
 Remove when:
     The connector checks what it is sent.
 """

@@ -4,7 +4,7 @@ The release takes these fields for what its own P made of them: a missing one, a
 number, an id of 10**20 end its engine, here or two processes on. Checked are types, ranges,
 lengths and what has to be there; fields that nobody knows pass, and so does everything where
 nothing would be loaded. What a field says is not proven by this: who may send requests may name
-any block of any peer that D can reach (docs/security.md).
+any block of any peer that D can reach (docs/explanation/security.md).
 """
 
 from __future__ import annotations

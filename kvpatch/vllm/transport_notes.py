@@ -55,6 +55,6 @@ def _warn(version: str | None) -> None:
         "kvcached %s makes memory without shareable handles: between GPUs of one machine UCX has "
         "no cuda_ipc for it and copies through the host (NIXL #1754: 0.3 GB/s where NVLink has "
         "200). Set ENABLE_KVCACHED=false on an engine that must send or receive over NVLink, or "
-        "UCX_TLS=^ib,cuda_ipc where it need not (docs/kvcached.md)",
+        "UCX_TLS=^ib,cuda_ipc where it need not (docs/explanation/kvcached.md)",
         version or "of an unknown version",
     )

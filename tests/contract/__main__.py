@@ -1,6 +1,7 @@
 """``python -m tests.contract RELEASE``: what moved in a release, before it is listed.
 
-``python -m tests.contract --write``: record fingerprints and write PATCHES.md and docs/kinds.md.
+``python -m tests.contract --write``: record fingerprints and write the generated pages;
+``--pages``: write the pages alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvpatch._versions import GENERATIONS, RELEASES, Generation, generation_name
 from kvpatch.patches import load
 from tests.releases.fetch import FetchFailed, fetch
 
-from . import contract, documents, kinds_page
+from . import contract, pages
 from .relied_on import bodies
 from .source import method
 
@@ -26,12 +27,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.contract", description=__doc__)
     parser.add_argument("release", nargs="?", help="a vLLM release, listed or not")
     parser.add_argument("--against", help="the generation to compare with (default: the newest)")
-    parser.add_argument(
-        "--write", action="store_true", help="record fingerprints, write PATCHES.md"
-    )
+    parser.add_argument("--write", action="store_true", help="record fingerprints, write the pages")
+    parser.add_argument("--pages", action="store_true", help="write the pages")
     arguments = parser.parse_args()
-    if arguments.write:
-        return _write()
+    if arguments.write or arguments.pages:
+        return _write(with_fingerprints=arguments.write)
     if not arguments.release:
         parser.error("name a release, or give --write")
     against = generation_named(arguments.against) if arguments.against else _nearest(arguments)
@@ -49,12 +49,13 @@ def _nearest(arguments: argparse.Namespace) -> Generation:
     return GENERATIONS[-1]
 
 
-def _write() -> int:
+def _write(with_fingerprints: bool) -> int:
     fetch(RELEASES)
-    contract.record({r: contract.fingerprints(r, generation_of(r)) for r in RELEASES})
-    documents.PATCHES_MD.write_text(documents.patches_md())
-    kinds_page.PAGE.write_text(kinds_page.page())
-    print(f"wrote {contract.FINGERPRINTS.name} and {documents.PATCHES_MD.name}")
+    if with_fingerprints:
+        contract.record({r: contract.fingerprints(r, generation_of(r)) for r in RELEASES})
+        print(f"wrote {contract.FINGERPRINTS.name}")
+    for path in pages.write():
+        print(f"wrote {path.name}")
     return 0
 
 

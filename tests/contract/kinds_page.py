@@ -1,4 +1,4 @@
-"""docs/kinds.md: the table of kinds, from the table itself."""
+"""docs/explanation/kinds.md: the table of kinds, from the table itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, SPECS, WITH_DTYPE, WITH_VARIABLE, Kind
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "kinds.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kinds.md"
 
 _HEAD = """\
 # Kinds of cache

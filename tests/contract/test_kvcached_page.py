@@ -1,4 +1,4 @@
-"""The tables of docs/kvcached.md are those of the outcomes that were kept."""
+"""The tables of docs/evidence/kvcached.md are those of the outcomes that were kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.contract
 
 def test_the_page_has_the_tables_of_its_data() -> None:
     known = kvcached_cells.read_cells()
-    page = kvcached_cells._DOCUMENT.read_text()
+    page = kvcached_cells.PAGE.read_text()
 
     assert kvcached_cells.with_tables(page, known) == page
     every = {" ".join(cell) for cell in kvcached_cells.cells()}
@@ -20,7 +20,7 @@ def test_the_page_has_the_tables_of_its_data() -> None:
 
 def test_a_cell_that_is_changed_shows() -> None:
     known = kvcached_cells.read_cells()
-    page = kvcached_cells._DOCUMENT.read_text()
+    page = kvcached_cells.PAGE.read_text()
     release = next(iter(known))
     cell = next(iter(known[release]))
     changed = known | {release: known[release] | {cell: ["works", "corrupts"]}}

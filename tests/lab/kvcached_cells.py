@@ -1,8 +1,8 @@
 """kvcached's layouts on each release: what its own NIXL patch and kvpatch make of them.
 
 ``python -m tests.lab.kvcached_cells --write [RELEASE ...]`` plays every cell, keeps what came of it
-in docs/kvcached_cells.json, and writes the tables of docs/kvcached.md from that file; releases that
-are not named keep their rows.
+in docs/data/kvcached.json, and writes the tables of docs/evidence/kvcached.md from that file;
+releases that are not named keep their rows.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kvpatch._versions import GENERATIONS
+from kvpatch._versions import GENERATIONS, RELEASES
 from kvpatch.patches import SLUGS
+from tests.contract import tables
 from tests.releases import kvcached
 
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .child import KVCACHEDS_OWN
 from .host import Lab
+from .played import Played, now
 
-_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "kvcached.md"
-_CELLS = _DOCUMENT.with_name("kvcached_cells.json")
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = _DOCS / "evidence" / "kvcached.md"
+_CELLS = _DOCS / "data" / "kvcached.json"
 _MARKS = ("<!-- cells -->\n", "<!-- end of cells -->")
 
 #: Release -> cell -> (kvcached's own patch's outcome, kvpatch's).
@@ -105,36 +109,49 @@ def table(known: Cells) -> str:
 
 def read_cells() -> Cells:
     """What is known, in the order of the releases."""
-    return in_order(json.loads(_CELLS.read_text()))
+    return {release: row["cells"] for release, row in _rows().items()}
 
 
-def in_order(known: Cells) -> Cells:
+def known_runs() -> dict[str, Played]:
+    """When each release was played."""
+    return {release: Played(row["date"], row["commit"]) for release, row in _rows().items()}
+
+
+def _rows() -> dict[str, Any]:
     """By release, the oldest first."""
-    return {name: known[name] for g in GENERATIONS for name in g.releases if name in known}
+    known = json.loads(_CELLS.read_text())["releases"]
+    return {name: known[name] for name in RELEASES if name in known}
+
+
+def known_page() -> str:
+    """The page with the tables of what is known."""
+    return with_tables(PAGE.read_text(), read_cells())
 
 
 def with_tables(document: str, known: Cells) -> str:
-    """The page with the tables of what is known."""
+    """The page with these tables."""
     start, end = document.index(_MARKS[0]) + len(_MARKS[0]), document.index(_MARKS[1])
-    return document[:start] + table(known) + document[end:]
+    return tables.filled(document[:start] + table(known) + document[end:])
 
 
-def write(known: Cells) -> None:
-    """Keeps what is known: one line a cell, so that a change shows as one."""
-    ordered = in_order(known)
-    lines = []
-    for release, found in ordered.items():
-        cells = ",\n".join(f"  {json.dumps(cell)}: {json.dumps(found[cell])}" for cell in found)
-        lines.append(f" {json.dumps(release)}: {{\n{cells}\n }}")
-    _CELLS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    _DOCUMENT.write_text(with_tables(_DOCUMENT.read_text(), ordered))
+def keep(known: Cells, runs: dict[str, Played]) -> None:
+    """Writes the file: one line a cell, so that a change shows as one."""
+    rows = []
+    for release in sorted(known, key=RELEASES.index):
+        found = known[release]
+        cells = ",\n".join(f"   {json.dumps(cell)}: {json.dumps(found[cell])}" for cell in found)
+        run = json.dumps(vars(runs[release])).removesuffix("}")
+        rows.append(f'  {json.dumps(release)}: {run}, "cells": {{\n{cells}\n  }}}}')
+    head = '{\n "made_by": "python -m tests.lab.kvcached_cells --write",\n "releases": {\n'
+    _CELLS.write_text(head + ",\n".join(rows) + "\n }\n}\n")
+    PAGE.write_text(known_page())
 
 
 def main(releases: list[str]) -> None:
     kvcached.fetch(kvcached.NEWEST)
     for release in releases or [generation.releases[-1] for generation in GENERATIONS]:
         found = play(release)
-        write(read_cells() | {release: found})
+        keep(read_cells() | {release: found}, known_runs() | {release: now()})
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """``python -m tests.lab.table [--release R ...] [--processes 2] [--cells FILE] [--write]``
 
 Plays the unlike pairs of the tests on stock and with kvpatch on D, every release, and
-writes docs/unlike.md: how many cells each makes identical, refuses, or corrupts silently.
-Releases that are not played keep their rows, from comments in the page itself.
+keeps what came of it in docs/data/heterogeneous.json, from which docs/evidence/heterogeneous.md is
+made: how many cells each makes identical, refuses, or corrupts silently. Releases that are not
+played keep their rows.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import multiprocessing
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import get_args
 
@@ -28,13 +28,15 @@ from tests.releases.fetch import fetch
 
 from .case import Case, EngineSpec, Outcome, Report, Sabotage
 from .host import Lab
+from .played import Played, now
 from .releases import tells_blocks
 from .unlike import Dimensions, cases, told
 
 SEED = 20
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "unlike.md"
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = _DOCS / "evidence" / "heterogeneous.md"
+DATA = _DOCS / "data" / "heterogeneous.json"
 _LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
-_STATE = re.compile(r"<!-- (\S+): ([IRFC]+) ([IRFC]+) -->")
 KINDS = ("smaller P blocks", "larger P blocks", "other layout", "CPU backend", "other ranks")
 
 
@@ -124,19 +126,21 @@ def _first_line(report: Report) -> str:
 
 
 def page(found: Sequence[Cell]) -> str:
-    """docs/unlike.md."""
+    """docs/evidence/heterogeneous.md."""
     order = [case.name for case in all_cases()]
     found = sorted(found, key=lambda c: (RELEASES.index(c.release), order.index(c.case)))
     releases = [r for r in RELEASES if any(cell.release == r for cell in found)]
     silent = sum(cell.stock == "corrupt" for cell in found)
     stock, ours = Counter(cell.stock for cell in found), Counter(cell.kvpatch for cell in found)
     lines = [
-        "# Unlike engines, release by release",
+        "# Heterogeneous pairs, release by release",
         "",
-        "Written by `python -m tests.lab.table --write`: real connectors of both roles over real",
-        "NIXL in host memory, D's cache compared with P's element by element. kvpatch is on D",
-        "alone. A run stops where caches that it spoils on purpose, in three ways on each release,",
-        "go unnoticed.",
+        "Made from docs/data/heterogeneous.json, which `python -m tests.lab.table --write` plays:",
+        "real connectors of both roles over real NIXL in host memory, D's cache compared with P's",
+        "element by element. kvpatch is on D alone. A run stops where caches that it spoils on",
+        "purpose, in three ways on each release, go unnoticed.",
+        "",
+        "![Outcomes of 41 pairs on each release](../pictures/outcomes.svg)",
         "",
         f"{len(found)} cells: {len(found) // max(1, len(releases))} pairs on {len(releases)} "
         "releases.",
@@ -154,11 +158,12 @@ def page(found: Sequence[Cell]) -> str:
         "engines go on, or one of them does not start. Not completed: an engine ends, the",
         "request waits, or P is never told that it was read.",
         "",
-        "To 0.20 handshakes do not say all of a block. A prompt of five blocks goes before there,",
-        "which a D with kvpatch computes itself where something is open for its backend: P's cache",
-        "of it shows the rest (docs/unstated.md), and later ones are loaded. On 0.10.0, where",
-        "P's whole blocks end before D's, D computes prompts, which counts as ok: what it was to",
-        "load was nothing. What kvpatch does not serve is listed below.",
+        "`<= 0.20`, handshakes do not say all of a block. A prompt of five blocks goes before",
+        "there, which a D with kvpatch computes itself where something is open for its backend:",
+        "P's cache of it shows the rest ([proof](../explanation/unstated.md)), and later ones are",
+        "loaded. Where P's whole blocks end before D's on 0.10.0, D computes prompts, which counts",
+        "as ok: what it was to load was nothing (in some 15 of its 38 cells blocks are loaded).",
+        "What kvpatch does not serve is listed below.",
         "",
         "## Every release",
         "",
@@ -177,12 +182,27 @@ def page(found: Sequence[Cell]) -> str:
     lines += _pairs((cell for cell in found if cell.kvpatch != "identical"), say_outcome=True)
     lines += [
         "",
-        "The CPU backend's pairs fail between like engines there too: to 0.11.0 the connector does",
-        "not know the device, and 0.23 to 0.25 take the first blocks of a layer for its keys and",
-        "values, so that a stock P does not start.",
+        "The CPU backend's pairs fail between like engines there too: `<= 0.11.0` the connector",
+        "does not know the device, and 0.23 to 0.25 take the first blocks of a layer for its keys",
+        "and values, so that a stock P does not start.",
     ]
-    lines += ["", f"<!-- cases: {_fingerprint()} -->", *(_state(r, found) for r in releases)]
+    lines += [
+        "",
+        "## Played",
+        "",
+        "| releases | day | commit |",
+        "|---|---|---|",
+        *_played(releases),
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _played(releases: Sequence[str]) -> Iterator[str]:
+    """When the rows were played: releases of one run share a row."""
+    runs = known_runs()
+    for first, last in _runs(releases, lambda a, b: runs.get(a) == runs.get(b)):
+        if first in runs:
+            yield f"| {_span(first, last)} | {runs[first].date} | {runs[first].commit} |"
 
 
 def _sum_row(name: str, counts: Counter[Outcome]) -> str:
@@ -243,35 +263,54 @@ def _span(first: str, last: str) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-# -- what a page was made from, in comments of its own --------------------------
+# -- what a page is made from ----------------------------------------------------
 
 
-def _fingerprint() -> str:
-    """Of the names of all cases, in order: the letters of :func:`_state` count on it."""
-    names = "\n".join(case.name for case in all_cases())
-    return hashlib.sha256(names.encode()).hexdigest()[:12]
+def known_page() -> str:
+    """The page of what is known."""
+    return page(known_cells())
 
 
-def _state(release: str, found: Sequence[Cell]) -> str:
-    by_case = {cell.case: cell for cell in found if cell.release == release}
-    cells = [by_case[case.name] for case in all_cases()]
-    letters = (
-        "".join(_LETTERS[c.stock] for c in cells),
-        "".join(_LETTERS[c.kvpatch] for c in cells),
+@cache
+def known_cells() -> tuple[Cell, ...]:
+    """Every cell of docs/data/heterogeneous.json; nothing of one that has other cases."""
+    data = json.loads(DATA.read_text())
+    by_name = {case.name: case for case in all_cases()}
+    if data["pairs"] != list(by_name):
+        return ()
+    outcomes: dict[str, Outcome] = {letter: outcome for outcome, letter in _LETTERS.items()}
+    return tuple(
+        Cell(release, kind_of(by_name[name]), name, outcomes[stock], outcomes[ours])
+        for release, row in data["releases"].items()
+        for name, stock, ours in zip(data["pairs"], row["stock"], row["kvpatch"], strict=True)
     )
-    return f"<!-- {release}: {' '.join(letters)} -->"
 
 
-def _cells_of_page(text: str) -> list[Cell]:
-    """What a page was made from; nothing of one that has other cases."""
-    if f"<!-- cases: {_fingerprint()} -->" not in text:
-        return []
-    outcomes = {letter: outcome for outcome, letter in _LETTERS.items()}
-    return [
-        Cell(release, kind_of(case), case.name, outcomes[stock], outcomes[ours])
-        for release, *letters in _STATE.findall(text)
-        for case, stock, ours in zip(all_cases(), *letters, strict=True)
-    ]
+def known_runs() -> dict[str, Played]:
+    """When each release was played."""
+    rows = json.loads(DATA.read_text())["releases"]
+    return {release: Played(row["date"], row["commit"]) for release, row in rows.items()}
+
+
+def keep(found: Sequence[Cell], runs: dict[str, Played]) -> None:
+    """Writes docs/data/heterogeneous.json, a line for each release: a change shows as one."""
+    pairs = [case.name for case in all_cases()]
+    rows = []
+    for release in sorted(runs, key=RELEASES.index):
+        by_case = {cell.case: cell for cell in found if cell.release == release}
+        cells = [by_case[name] for name in pairs]
+        row = vars(runs[release]) | {
+            "stock": "".join(_LETTERS[cell.stock] for cell in cells),
+            "kvpatch": "".join(_LETTERS[cell.kvpatch] for cell in cells),
+        }
+        rows.append(f"  {json.dumps(release)}: {json.dumps(row)}")
+    head = {
+        "made_by": "python -m tests.lab.table --write",
+        "letters": {letter: outcome for outcome, letter in _LETTERS.items()},
+        "pairs": pairs,
+    }
+    text = json.dumps(head, indent=1).removesuffix("\n}")
+    DATA.write_text(text + ',\n "releases": {\n' + ",\n".join(rows) + "\n }\n}\n")
 
 
 def _read(path: Path | None) -> list[Cell]:
@@ -293,7 +332,7 @@ def main() -> None:
     parser.add_argument(
         "--cells", type=Path, help="a file of cells: its releases are not played, others are added"
     )
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {DATA.name} and {PAGE.name}")
     arguments = parser.parse_args()
     found = _read(arguments.cells)
     releases = [r for r in arguments.release or RELEASES if r not in {c.release for c in found}]
@@ -309,8 +348,12 @@ def main() -> None:
                 _add(arguments.cells, done.result())
             progress.advance(task)
     played = {cell.release for cell in found}
-    kept = [cell for cell in _cells_of_page(PAGE.read_text()) if cell.release not in played]
-    text = page(kept + found)
+    kept = [cell for cell in known_cells() if cell.release not in played]
+    if arguments.write:
+        known = known_runs()
+        runs = {cell.release: known[cell.release] for cell in kept}
+        keep([*kept, *found], runs | dict.fromkeys(played, now()))
+    text = page([*kept, *found])
     console.print(text, markup=False)
     if arguments.write:
         PAGE.write_text(text)

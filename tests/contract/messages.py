@@ -1,0 +1,125 @@
+"""What a tree of Python says in its strings: templates, with … for what is filled in."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+GAP = "…"
+_ERROR = "KvpatchError"
+_FORMAT = re.compile(r"%(?:\.\d+)?[sdrf]")
+#: Commands that a person runs; what they say is no engine's.
+_TOOLS = ("verify", "cli.py")
+KVPATCH = Path(__file__).resolve().parents[2] / "kvpatch"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A sentence that refuses something.
+
+    Attributes:
+        error: the class that is raised with it.
+    """
+
+    error: str
+    text: str
+
+
+@cache
+def trees() -> tuple[ast.Module, ...]:
+    """kvpatch's own modules, but for the tools."""
+    paths = [p for p in sorted(KVPATCH.rglob("*.py")) if not set(_TOOLS) & set(p.parts)]
+    return tuple(ast.parse(path.read_text()) for path in paths)
+
+
+def templates(found: Iterable[ast.Module]) -> Iterator[str]:
+    """Every string that is no docstring, and each way in which a conditional one comes out."""
+    for tree in found:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+                yield from _texts(node)
+
+
+def refusals() -> list[Refusal]:
+    """Every sentence that kvpatch raises one of its errors with, each once."""
+    errors = _errors()
+    makers = _makers(errors)
+    found = [
+        Refusal(error, text)
+        for tree in trees()
+        for error, arguments in _raised(tree, makers)
+        if error in errors
+        for text in _sentences(tree, arguments)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _raised(tree: ast.Module, makers: dict[str, str]) -> Iterator[tuple[str, list[ast.expr]]]:
+    """(class, arguments) of every error that is made, raised at once or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for call in ast.walk(node):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
+                    yield node.name, list(call.args)
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func).rpartition(".")[2]
+            yield makers.get(name, name), [*node.args, *(word.value for word in node.keywords)]
+
+
+def _sentences(tree: ast.Module, arguments: Sequence[ast.expr]) -> Iterator[str]:
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for argument in arguments:
+        node = constants.get(argument.id) if isinstance(argument, ast.Name) else argument
+        for text in _texts(node):
+            if " " in text.replace(GAP, "").strip():
+                yield text
+
+
+def _errors() -> set[str]:
+    """kvpatch's errors by name: the classes below one, wherever they are."""
+    bases = {
+        node.name: {ast.unparse(base) for base in node.bases}
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {_ERROR}
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def _makers(errors: Collection[str]) -> dict[str, str]:
+    """Functions that make an error: their names, and what they return."""
+    return {
+        node.name: ast.unparse(node.returns)
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.returns is not None
+        if ast.unparse(node.returns) in errors
+    }
+
+
+def _texts(node: ast.AST | None) -> list[str]:
+    """What a string comes out as; nothing where a node is none."""
+    if isinstance(node, ast.Constant):
+        return [_FORMAT.sub(GAP, node.value)] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        parts = (v.value if isinstance(v, ast.Constant) else GAP for v in node.values)
+        return ["".join(map(str, parts))]
+    if isinstance(node, ast.IfExp):
+        return _texts(node.body) + _texts(node.orelse)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _texts(node.left) or [GAP], _texts(node.right) or [GAP]
+        return [a + b for a in left for b in right if a + b != 2 * GAP]
+    return []

@@ -1,0 +1,127 @@
+"""docs/reference/refusals.md: every sentence that refuses something, with its cure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from . import messages
+from .tables import ROOT, markdown
+
+PAGE = ROOT / "docs" / "reference" / "refusals.md"
+
+_HEAD = """\
+# Refusals
+
+Written by `python -m tests.contract --write` from the code that raises them; `…` is filled in at
+run time.
+
+kvpatch refuses what it cannot serve rightly, and says what to change. A refusal at the handshake
+begins with `engine … cannot be read: it has …; we have …;` and both geometries. Search this page
+for a few words of the line in your log; [Log lines and what to do](log_lines.md) has the others.
+"""
+
+#: An instruction, to the end of the sentence.
+_CURE = re.compile(
+    r"(?:^|(?:[:;.,]|\bor\b)\s+)(?:then |or |and )?"
+    r"((?:set|use|give|keep|install|restart|wait|send|leave|uninstall|make|disable|speculate|pass"
+    r"|run|let|unset|have|do not|both sides (?:need|must)|is the engine)\b.*)",
+    re.IGNORECASE | re.DOTALL,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When something is refused.
+
+    Attributes:
+        errors: the classes that are raised then.
+        becomes: what becomes of the engine or the request.
+        cure: what to do where a sentence does not say it.
+    """
+
+    title: str
+    errors: tuple[str, ...]
+    becomes: str
+    cure: str
+
+
+MOMENTS = (
+    Moment(
+        "When kvpatch is turned on",
+        ("SettingsError", "ReleaseNotKnown", "PatchRefused", "NotPatchedHere"),
+        "A variable that cannot be read ends the process. A release that cannot be patched still "
+        "starts, and constructing the connector raises.",
+        "install one of the supported [releases](releases.md), or set what is named to what is "
+        "expected ([Variables](variables.md))",
+    ),
+    Moment(
+        "When KV caches are registered",
+        ("RegistrationRefused", "HostBufferRefused", "UnreadableGeometry"),
+        "The engine does not start.",
+        "the tensors are not what this release's plan says: report it with this line; without "
+        "`ENABLE_KVPATCH` the engine starts as stock does",
+    ),
+    Moment(
+        "At the handshake",
+        (
+            "PeerRefused", "UnknownRegions", "UnknownForm", "UnlikeShapes", "CutBlocks",
+            "NoAnswer", "NotProven", "UnplannableCopy",
+        ),
+        "The request fails as vLLM fails any load. Both engines stay up.",
+        "what P states contradicts itself, or fits no cache of D's model: use one vLLM, one "
+        "kvpatch and one model on both sides",
+    ),
+    Moment(
+        "When a request is read",
+        ("ReadRefused", "UnpairableBlocks", "PoolExhausted", "NothingToRead"),
+        "That request fails by vLLM's load-failure policy; `<= 0.11.0` it waits until its client "
+        "gives up. The others go on.",
+        "pass on P's `kv_transfer_params` as they are, with the prompt that P was sent",
+    ),
+    Moment(
+        "When a client's parameters are checked",
+        ("ParamsRefused",),
+        "The API server answers with an error that names the field; behind it the scheduler "
+        "computes the prompt.",
+        "pass on P's `kv_transfer_params` as they are",
+    ),
+    Moment(
+        "When blocks go through a host buffer",
+        ("NeverFits", "NotSaved", "NotReserved"),
+        "P does not publish the request; D computes the prompt.",
+        "set `KVPATCH_HOST_BUFFER_BYTES` to more",
+    ),
+)  # fmt: skip
+#: Its clauses stand in the sentence of a PatchRefused.
+_CLAUSES = ("SiteDrifted",)
+_ELSEWHERE = Moment("Elsewhere", (), "", "report it with this line")
+
+
+def page() -> str:
+    """The whole document."""
+    named = {error: moment for moment in MOMENTS for error in moment.errors}
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for refusal in messages.refusals():
+        if refusal.error in _CLAUSES:
+            continue
+        moment = named.get(refusal.error, _ELSEWHERE)
+        rows.setdefault(moment.title, []).append(_row(refusal.text, moment))
+    parts = [_HEAD]
+    for moment in (*MOMENTS, _ELSEWHERE):
+        if moment.title in rows:
+            table = markdown(("the log says", "what to do"), sorted(set(rows[moment.title])))
+            parts.append(f"\n## {moment.title}\n\n{moment.becomes}\n\n{table}")
+    return "".join(parts)
+
+
+def _row(text: str, moment: Moment) -> tuple[str, str]:
+    found = _CURE.search(text)
+    if found is None:
+        return _quoted(text), moment.cure
+    return _quoted(text[: found.start()] or text), _quoted(found[1])
+
+
+def _quoted(text: str) -> str:
+    """Text of the code in a table's cell: no markup of its own."""
+    return re.sub(r"([|*_<>`\[\]])", r"\\\1", text.strip().replace("\n", " "))

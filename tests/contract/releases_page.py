@@ -1,0 +1,63 @@
+"""docs/reference/releases.md: every supported release, by the patches and by the lab's results."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvpatch._versions import GENERATIONS, RELEASES, Generation
+from kvpatch.patches import load
+from tests.lab import table
+from tests.lab.releases import states_block_size, states_kernel_blocks, states_layout
+
+from .contract import cell
+from .tables import ROOT, markdown
+
+PAGE = ROOT / "docs" / "reference" / "releases.md"
+
+_HEAD = f"""\
+# Releases
+
+Written by `python -m tests.contract --write` from the table of releases, from every release's
+source, and from the lab's results.
+
+kvpatch supports {len(RELEASES)} releases of vLLM, {RELEASES[0]} to {RELEASES[-1]}, with any local
+version (`+cpu`, `+cu129`). A release that is not listed is refused, pre-releases included;
+`KVPATCH_GENERATION` names the generation to assume for a build of your own.
+
+- **Generation**: releases whose connectors have the same modules, classes and shapes; what
+  `KVPATCH_GENERATION` takes.
+- **Handshake leaves open**: what a peer does not state, so that D proves it or is told
+  ([old releases](../how-to/old_releases.md)).
+- **Not needed**: [patches](patches.md) that this release does without; all others are applied.
+- **Pairs**: [heterogeneous pairs](../evidence/heterogeneous.md) that are identical, and silently
+  wrong, of those that the lab plays: stock vLLM, then kvpatch on D.
+
+"""
+
+
+def page() -> str:
+    """The whole document."""
+    rows = [_row(g, release) for g in GENERATIONS for release in g.releases]
+    columns = ("vLLM", "generation", "handshake leaves open", "not needed", "stock", "kvpatch on D")
+    return _HEAD + markdown(columns, rows)
+
+
+def _row(generation: Generation, release: str) -> tuple[str, ...]:
+    outcomes = [(patch.slug, cell(patch, release, generation).outcome) for patch in load()]
+    not_needed = ", ".join(f"`{slug}`" for slug, outcome in outcomes if outcome == "not needed")
+    found = [c for c in table.known_cells() if c.release == release]
+    sides = (_pairs(Counter(c.stock for c in found)), _pairs(Counter(c.kvpatch for c in found)))
+    return (release, f"`{generation.slug}`", _left_open(release), not_needed or "none", *sides)
+
+
+def _left_open(release: str) -> str:
+    if not states_layout(release):
+        return "block size, item size, layout"
+    if not states_block_size(release):
+        return "block size, item size"
+    return "nothing" if states_kernel_blocks(release) else "kernel blocks"
+
+
+def _pairs(counts: Counter[str]) -> str:
+    wrong = counts["corrupt"]
+    return f"{counts['identical']} of {counts.total()}" + (f", **{wrong} wrong**" if wrong else "")

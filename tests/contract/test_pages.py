@@ -1,0 +1,168 @@
+"""The pages that people read: what is generated is fresh, and what is quoted exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache as kept
+from pathlib import Path
+
+import pytest
+
+from kvpatch._versions import RELEASES
+from kvpatch.core import settings
+from tests.lab.table import known_cells
+from tests.releases import cache
+from tests.releases.fetch import fetch
+
+from . import messages, pages, refusals_page, tables, variables_page
+
+pytestmark = pytest.mark.contract
+
+_LOG_LINES = tables.ROOT / "docs" / "reference" / "log_lines.md"
+_CONNECTORS = "vllm/distributed/kv_transfer/kv_connector"
+_CODE = re.compile(r"`([^`]+)`")
+_PATH = re.compile(r"\b(?:kvpatch|tests|experiments|docs)/[\w./-]*\w")
+_MOST_LINES_OF_README = 150
+
+
+def _rows_of(heading: str) -> Iterator[tuple[str, list[str]]]:
+    """(a quoted line, the row's cells) below the heading that ends with this word."""
+    current = ""
+    for text in _LOG_LINES.read_text().splitlines():
+        if text.startswith("## "):
+            current = text.rpartition(" ")[2]
+        elif text.startswith("| `") and current == heading:
+            cells = [cell.strip() for cell in text.strip("|").split("|")]
+            for line in _CODE.findall(cells[0])[:1]:
+                yield line, cells
+
+
+def _quotes(line: str) -> re.Pattern[str]:
+    return re.compile(".*".join(re.escape(part) for part in line.split(messages.GAP)), re.DOTALL)
+
+
+@kept
+def _ours() -> tuple[str, ...]:
+    return tuple(messages.templates(messages.trees()))
+
+
+@kept
+def _theirs(release: str) -> tuple[str, ...]:
+    root = cache.tree(release)
+    paths = [path for path in (root / _CONNECTORS).rglob("*.py") if "nixl" in str(path)]
+    paths.append(root / "vllm/v1/core/sched/scheduler.py")
+    return tuple(messages.templates(ast.parse(path.read_text()) for path in paths))
+
+
+class TestGenerated:
+    @pytest.mark.parametrize("path", pages.GENERATED, ids=lambda path: path.name)
+    def test_a_page_is_fresh(self, path: Path) -> None:
+        fetch(RELEASES)
+        expected = pages.GENERATED[path]()
+        assert path.read_text() == expected, "run python -m tests.contract --pages"
+
+    @pytest.mark.parametrize("path", tables.pages(), ids=lambda path: path.name)
+    def test_tables_are_their_datas(self, path: Path) -> None:
+        assert path.read_text() == tables.with_tables(path), "run python -m tests.contract --pages"
+
+    def test_a_table_that_was_changed_by_hand_shows(self) -> None:
+        text = tables.README.read_text()
+        changed = text.replace("23 of 23 fail", "23 of 23 identical", 1)
+
+        assert changed != text
+        assert tables.filled(changed, has_source=False) == text
+
+    def test_all_data_is_shown(self) -> None:
+        used = {name for page in tables.pages() for name in tables.names_of(page.read_text())}
+        drawn = {"heterogeneous", "kvcached"}
+
+        assert {path.stem for path in tables.DATA.glob("*.json")} == used | drawn
+
+    def test_each_result_says_where_it_is_from(self) -> None:
+        for path in tables.DATA.glob("*.json"):
+            data = json.loads(path.read_text())
+            for row in data.get("releases", {"": data}).values():
+                assert data["made_by"] and row["commit"]
+                assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+
+
+class TestVariables:
+    def test_every_variable_has_a_meaning_and_nothing_else_has(self) -> None:
+        assert set(variables_page.names()) == set(variables_page.MEANINGS)
+
+    def test_what_nobody_reads_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(settings, "ANOTHER", "KVPATCH_ANOTHER", raising=False)
+        monkeypatch.setitem(variables_page.MEANINGS, "KVPATCH_ANOTHER", "nothing")
+
+        with pytest.raises(LookupError, match="KVPATCH_ANOTHER"):
+            variables_page.page()
+
+
+class TestRefusals:
+    def test_they_are_found_in_the_code(self) -> None:
+        """Of each way to raise one: in place, by a function, by a constant, by a class."""
+        found = {refusal.text for refusal in messages.refusals()}
+        parts = (
+            "names no generation; there are",
+            "is not a whole number of tokens",
+            "recurrent state is split over ranks",
+            "slots of the host buffer, which has",
+        )
+
+        assert all(any(part in text for text in found) for part in parts)
+
+    def test_a_sentence_is_split_into_cause_and_cure(self) -> None:
+        moment = refusals_page.MOMENTS[0]
+
+        assert refusals_page._row("a is b: use c", moment) == ("a is b", "use c")
+        assert refusals_page._row("a is b", moment) == ("a is b", moment.cure)
+
+
+class TestLogLines:
+    @pytest.mark.parametrize("line", list(dict.fromkeys(_l for _l, _ in _rows_of("kvpatch"))))
+    def test_a_line_of_kvpatch_exists(self, line: str) -> None:
+        assert any(map(_quotes(line).search, _ours())), f"no string of kvpatch has {line!r}"
+
+    @pytest.mark.parametrize(("line", "cells"), list(_rows_of("vLLM")))
+    def test_a_line_of_vllm_is_of_these_releases(self, line: str, cells: Sequence[str]) -> None:
+        fetch(RELEASES)
+        quoted = _quotes(line)
+        found = [release for release in RELEASES if any(map(quoted.search, _theirs(release)))]
+
+        assert found and cells[1] == f"{found[0]} to {found[-1]}"
+        assert found == list(RELEASES[RELEASES.index(found[0]) :][: len(found)])
+
+    def test_a_line_that_nobody_logs_is_noticed(self) -> None:
+        assert not any(map(_quotes("a sentence … that nobody says").search, _ours()))
+
+
+class TestReadme:
+    def test_it_is_short(self) -> None:
+        assert len(tables.README.read_text().splitlines()) <= _MOST_LINES_OF_README
+
+    def test_it_names_what_is_supported(self) -> None:
+        text = " ".join(tables.README.read_text().split())
+        assert f"the {len(RELEASES)} releases of vLLM from {RELEASES[0]} to {RELEASES[-1]}" in text
+
+    def test_nothing_that_kvpatch_reads_is_corrupt(self) -> None:
+        """What the first paragraph promises, of the results that the pictures are made from."""
+        assert known_cells() and not [c for c in known_cells() if c.kvpatch == "corrupt"]
+
+
+class TestPaths:
+    @pytest.mark.parametrize("page", tables.pages(), ids=lambda path: path.name)
+    def test_files_that_a_page_names_exist(self, page: Path) -> None:
+        named = set(_PATH.findall(page.read_text()))
+        missing = [path for path in named if not (tables.ROOT / path).exists()]
+        assert not missing
+
+    def test_pages_that_the_code_names_exist(self) -> None:
+        found = {
+            path
+            for text in (file.read_text() for file in messages.KVPATCH.rglob("*.py"))
+            for path in re.findall(r"docs/[\w/]+\.md", text)
+        }
+        assert [path for path in found if not (tables.ROOT / path).exists()] == []

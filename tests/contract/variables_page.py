@@ -1,0 +1,148 @@
+"""docs/reference/variables.md: what the code that reads the variables accepts, in a table."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from kvpatch.core import settings
+from kvpatch.core.errors import SettingsError
+
+from .tables import ROOT, markdown
+
+PAGE = ROOT / "docs" / "reference" / "variables.md"
+
+_HEAD = """\
+# Variables
+
+Written by `python -m tests.contract --write`: names, values and defaults are those of the code that
+reads them.
+
+All processes of one engine need the same of these, for all of the engine's life
+([Ray and several nodes](../how-to/several_nodes.md)). A value that cannot be read is an error when
+the process starts; a variable that begins with `KVPATCH_` and is none of these is named in a
+warning.
+
+"""
+_TAIL = """
+## Of others
+
+| variable | what kvpatch does with it |
+|---|---|
+| `VLLM_PLUGINS` | where it is set, it must name `kvpatch`: vLLM loads no other plugins |
+| `ENABLE_KVCACHED`, `KVCACHED_CONTIGUOUS_LAYOUT`, `KVCACHED_PAGE_SIZE_MB` | compared with what
+kvcached's tensors are; contradictions are refused ([kvcached](../how-to/kvcached.md)) | |
+`UCX_TLS`, `UCX_NET_DEVICES` | whether a network card could register kvcached's memory ([kvcached's
+memory](../explanation/kvcached.md#network-cards)) | | `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` | `<=
+0.21`: how long a staged read may wait before P may have let go of its blocks; the same on P and D |
+| `VLLM_NIXL_SIDE_CHANNEL_HOST`, `VLLM_NIXL_SIDE_CHANNEL_PORT` | vLLM's own: where P answers
+handshakes |
+
+The experiments and tests read others, which their scripts describe: `KVPATCH_PYTHON`,
+`KVPATCH_TORCH_INDEX`, `KVPATCH_TEST_RELEASES`, `KVPATCH_TEST_SHARE`, `KVPATCH_TEST_CACHE`,
+`KVPATCH_TEST_FULL`.
+"""  # noqa: E501
+
+#: What each is for. Values and defaults are not here: the code is asked for them.
+MEANINGS = {
+    "ENABLE_KVPATCH": "turns kvpatch on; unset and empty do not",
+    "KVPATCH_ALLOWED_PEERS": "where clients can make D connect: networks, addresses and host "
+    "names, each with a port or ports or with any, separated by commas; unset: anywhere, as in "
+    "stock vLLM ([what is trusted](../explanation/security.md))",
+    "KVPATCH_DISABLE": "[patches](patches.md) to leave out, by name, separated by commas",
+    "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
+    "direct-and-staged); it is made when the first read needs it, and a second one of this size "
+    "where transfers that failed hold too much of it",
+    "KVPATCH_TRANSFER": "`direct` or `staged` forces one way of reading heterogeneous caches",
+    "KVPATCH_PEER_BLOCK_SIZE": "tokens of the blocks of every P (its `--block-size`), where "
+    "handshakes do not say (`<= 0.20`): D does not have to find it out, and refuses a P whose "
+    "handshake says otherwise",
+    "KVPATCH_PEER_LAYOUT": "the layout of every P, likewise (0.10.0)",
+    "KVPATCH_UNSTATED_LAYOUT": "of a peer whose handshake states no layout (0.10.0): `prove` has D "
+    "find it out, `same` takes it for D's own, as `KVPATCH_PEER_LAYOUT` with D's layout does",
+    "KVPATCH_HOST_BUFFER": "`auto` sends KV through a [buffer in host "
+    "memory](../how-to/host_buffer.md) where NIXL cannot register the device's, `always` "
+    "everywhere, `never` nowhere",
+    "KVPATCH_HOST_BUFFER_BYTES": "size of each worker's host buffer, and no more than the device's "
+    "cache",
+    "KVPATCH_KVCACHED_CARDS": "`refuse` refuses kvcached's memory on a device that a network card "
+    "could register, `trust` registers it ([kvcached](../how-to/kvcached.md))",
+    "KVPATCH_GENERATION": "the generation to assume for a vLLM build that is not a listed "
+    "[release](releases.md)",
+    "KVPATCH_LOG_LEVEL": "for kvpatch's own loggers; unset leaves them as they are",
+}
+
+_NONSENSE = "?!"
+
+
+def names() -> list[str]:
+    """The variables that engines read, as the code has them."""
+    found = {
+        value
+        for name, value in vars(settings).items()
+        if name.isupper() and isinstance(value, str) and re.match("KVPATCH_|ENABLE_KVPATCH", value)
+    }
+    return sorted(found - set(settings.TOOLING), key=list(MEANINGS).index)
+
+
+def page() -> str:
+    """The whole document."""
+    rows = []
+    for name in names():
+        values, default = _asked(name)
+        rows.append((f"`{name}`", values, default, MEANINGS[name]))
+    return _HEAD + markdown(("variable", "values", "default", "meaning"), rows) + _TAIL
+
+
+def _asked(name: str) -> tuple[str, str]:
+    """(values, default), by what the reader of a variable makes of nonsense and of nothing."""
+    for reader in _readers():
+        with _environment({}):
+            default = reader()
+        with _environment({name: _NONSENSE}):
+            try:
+                found = reader()
+            except SettingsError as error:
+                if str(error).startswith(f"{name}="):
+                    return _values(str(error)), _shown(default)
+            else:
+                if _NONSENSE in (found if isinstance(found, tuple) else (found,)):
+                    return "text", _shown(default)
+    raise LookupError(f"nothing reads {name}")
+
+
+def _readers() -> Iterator[Callable[[], Any]]:
+    for name, function in vars(settings).items():
+        if inspect.isfunction(function) and not name.startswith("_"):  # noqa: SIM102
+            if not inspect.signature(function).parameters:
+                yield function
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("KVPATCH_", "ENABLE_KV"))}
+    with mock.patch.dict(os.environ, kept | variables, clear=True):
+        yield
+
+
+def _values(complaint: str) -> str:
+    found = re.search(r" is (?:not one of|not|neither) ([^:]+)", complaint)
+    if found is None:
+        raise LookupError(f"no values in {complaint!r}")
+    words = found[1].replace(" nor ", ", ")
+    return words if words.startswith("a ") else f"`{'`, `'.join(words.split(', '))}`"
+
+
+def _shown(default: object) -> str:
+    if default in (None, ()):
+        return "unset"
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, int):
+        return f"`{default}` ({default >> 20} MiB)"
+    return f"`{default}`"
