@@ -25,8 +25,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from experiments.engines.run import HOST_BUFFER
 from kvpatch.verify.engine import Engine, EngineSpec
-from kvpatch.verify.matrix_run import HOST_BUFFER
 from kvpatch.verify.model import make_tiny_llama
 from kvpatch.verify.run import until_signal
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary

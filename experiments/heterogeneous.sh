@@ -4,7 +4,7 @@
 #   experiments/heterogeneous.sh                        the whole table, most of an hour on 2 cores
 #   experiments/heterogeneous.sh --rows 128-32,32-128   some rows
 #   experiments/heterogeneous.sh --list                 the names of all rows
-#   experiments/heterogeneous.sh --help                 all options (of kvpatch verify-matrix)
+#   experiments/heterogeneous.sh --help                 all options
 #
 # In the rows host-* P and D send KV through host buffers, an eighth of their caches: kvpatch is on P
 # too there, and "stock" is a stock D that reads P's buffer.
@@ -20,4 +20,4 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=experiments/run_cli.sh
 source "$here/run_cli.sh"
 
-run_cli verify-matrix "$@"
+run_module experiments.heterogeneous "$@"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import shlex
 import shutil
 import subprocess
@@ -28,13 +27,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from experiments.engines.checkout import ROOT, importable_in_engines
+from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
+from experiments.engines.pairs import Row, by_single, choose, row_setups, single_setup
 from kvpatch.core.errors import KvpatchError
-from kvpatch.verify.kvcached import CPU_ROWS, ROWS
-from kvpatch.verify.matrix import Row, by_single, choose, row_setups, single_setup
 from kvpatch.verify.setups import Options, Setup, require_release
 
 _PIPE_COLUMNS = 132
-_ROOT = Path(__file__).resolve().parents[1]
 _STAND_INS_RELEASE = "0.32.0"
 _MODEL = "WORK_DIR/model-wide"
 _TELLS = ("ENABLE_KVPATCH", "ENABLE_KVCACHED", "KVCACHED_AUTOPATCH", "KVCACHED_CONTIGUOUS_LAYOUT")
@@ -135,19 +134,17 @@ def bring_stand_ins() -> None:
         BadOptions: this is not the vLLM that the stand-ins are for.
     """
     require_release(_STAND_INS_RELEASE)
-    sys.path.insert(0, str(_ROOT))
     from tests.releases import kvcached
 
     kvcached.fetch(kvcached.NEWEST)
-    paths = [str(_ROOT), str(_ROOT / "tests/serving/elastic"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    importable_in_engines(ROOT / "tests/serving/elastic")
 
 
 def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Whether every pair was identical and every spoiled cache noticed."""
     from rich.console import Console
 
-    from kvpatch.verify.matrix_shown import show_matrix
+    from experiments.engines.shown import show_pairs
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     folder = (asked.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-kvcached-"))).resolve()
@@ -155,7 +152,7 @@ def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     options = Options(
         work_dir=folder, max_tokens=asked.max_tokens, startup_timeout_s=asked.startup_timeout
     )
-    return show_matrix(rows, options, console, "kvcached", with_stock=asked.stock)
+    return show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
 
 
 def main(given: Sequence[str]) -> int:

@@ -26,9 +26,7 @@ env="$root/.cache/env-cuda-$release"
 say() { echo "kvcached equivalence: $*" >&2; }
 
 run() {
-    if ! "$1" -c "import kvpatch" 2>/dev/null; then
-        export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    fi
+    export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     exec "$1" "$here/kvcached_equivalence.py" "${@:2}"
 }
 

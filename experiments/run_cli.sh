@@ -1,7 +1,8 @@
 # shellcheck shell=bash
-# For the experiments that run a command of kvpatch's or a script of their own; sourced.
+# For the experiments that run a command of kvpatch's, or a module or script of their own; sourced.
 #
 #   run_cli COMMAND [--release RELEASE] [OPTIONS]
+#   run_module MODULE [--release RELEASE] [OPTIONS]
 #   run_script SCRIPT [OPTIONS]
 #
 # Makes the environment for that release first (experiments/env.sh), then replaces the shell.
@@ -20,9 +21,13 @@ release_of() {
 }
 
 run_cli() {
+    run_module kvpatch.cli "$@"
+}
+
+run_module() {
     local release
-    release="$(release_of "$@")"
-    _run_python "$release" -m kvpatch.cli "$@"
+    release="$(release_of "${@:2}")"
+    _run_python "$release" -m "$@"
 }
 
 run_script() {
@@ -34,8 +39,7 @@ _run_python() {
     shift
     here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
     python="$("$here/env.sh" ${release:+"$release"})"
-    if ! "$python" -c "import kvpatch" 2>/dev/null; then
-        export PYTHONPATH="$here/..${PYTHONPATH:+:$PYTHONPATH}"
-    fi
+    # The project's own lab (experiments/engines) is in the checkout only.
+    export PYTHONPATH="$(cd "$here/.." && pwd)${PYTHONPATH:+:$PYTHONPATH}"
     exec "$python" "$@"
 }

@@ -2,10 +2,9 @@
 
 The parts, in the order in which a run uses them:
 
-``model``        tiny random models, so that nothing has to be downloaded
+``model``        a tiny random model, so that nothing has to be downloaded
 ``prompts``      which prompts are sent
 ``setups``       which engines a set-up is made of
-``matrix``       which unlike pairs there are, with ``matrix_run`` and ``matrix_report``
 ``engine``       one server process, started, awaited and stopped
 ``running``      several of them
 ``handoff``      what a proxy does between a prefill and a decode engine
@@ -15,8 +14,6 @@ The parts, in the order in which a run uses them:
 ``compare``      what differs from the reference
 ``report``       table and JSON lines
 ``run``          all of the above
-
-``torch_attention`` is a reference attention backend, for NHD caches on a CPU.
 
 Nothing here patches vLLM: the probe is brought in by vLLM's own ``--worker-extension-cls``, so a
 stock engine is observed in the same way as one with kvpatch.

@@ -78,7 +78,7 @@ _OF_ROWS = (
     "Qwen4ExpQSAFlashAttentionBackend",
     "RocmAiterUnifiedAttentionBackend",
     "Step5SplitKVFlashAttentionBackend",
-    "TorchAttentionBackend",  # kvpatch's own, for a CPU (verify/torch_attention.py)
+    "TorchAttentionBackend",  # kvpatch's own, for a CPU (experiments/engines)
     "TorchSDPABackend",
     "TreeAttentionBackend",
     "TritonAttentionBackend",

@@ -31,7 +31,7 @@ def _run(work_dir: Path, rows: str, *options: str) -> dict[str, list[dict[str, A
     """Row -> its records, of a run that must succeed."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "kvpatch.cli", "verify-matrix"),
+            *(sys.executable, "-m", "experiments.heterogeneous"),
             *("--work-dir", str(work_dir), "--rows", rows, *options),
         ],
         capture_output=True,

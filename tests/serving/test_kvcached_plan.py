@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS, complain_of, layout_found
+from experiments.engines.pairs import Side, choose, row_setups, single_setup
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.verify.engine import command, environment
-from kvpatch.verify.kvcached import CPU_ROWS, ROWS, complain_of, layout_found
 from kvpatch.verify.layout import describe
-from kvpatch.verify.matrix import Side, choose, row_setups, single_setup
 
 pytestmark = pytest.mark.serving
 

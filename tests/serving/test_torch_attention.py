@@ -21,7 +21,7 @@ _QUERIES = (1, 23, 3)  # a decode step, a whole prompt, and a part of one
 def backend() -> Iterator[Any]:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from kvpatch.verify import torch_attention
+    from experiments.engines import torch_attention
 
     assert AttentionBackendEnum.CPU_ATTN.get_class() is torch_attention.TorchAttentionBackend
     yield torch_attention

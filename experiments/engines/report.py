@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from experiments.engines.run import RowResult
 from kvpatch.verify.compare import Observation, Verdict, prefix_hit_blocks
-from kvpatch.verify.matrix_run import RowResult
 from kvpatch.verify.prompts import Case, prefix_pairs, steps
 from kvpatch.verify.report import errors, json_lines
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def matrix_table(results: Sequence[RowResult]) -> Table:
+def pairs_table(results: Sequence[RowResult]) -> Table:
     """A row per pair."""
     from rich.table import Table
 
@@ -130,7 +130,7 @@ def problems(results: Sequence[RowResult]) -> list[str]:
     return lines
 
 
-def matrix_summary(results: Sequence[RowResult]) -> str:
+def pairs_summary(results: Sequence[RowResult]) -> str:
     """One line to conclude."""
     passed = sum(result.passed for result in results)
     spoiled = sum(len(result.comparison.control.get("kvpatch", {})) for result in results)
@@ -140,7 +140,7 @@ def matrix_summary(results: Sequence[RowResult]) -> str:
     )
 
 
-def matrix_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
+def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
     """One record per row and case."""
     return [
         {"row": result.row.name, "passed": result.passed, **record}

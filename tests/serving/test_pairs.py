@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.verify import matrix_run
-from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
-from kvpatch.verify.handoff import Completion
-from kvpatch.verify.matrix import ROWS, Row, Single, by_single, choose, row_setups, single_setup
-from kvpatch.verify.matrix_report import (
-    matrix_json_lines,
-    matrix_summary,
-    matrix_table,
+from experiments.engines import run
+from experiments.engines.models import MAKERS
+from experiments.engines.pairs import ROWS, Row, Single, by_single, choose, row_setups, single_setup
+from experiments.engines.report import (
+    pairs_json_lines,
+    pairs_summary,
+    pairs_table,
     prefix_hits,
     problems,
     row_line,
     tokens_cell,
 )
-from kvpatch.verify.matrix_run import RowResult, run_matrix
-from kvpatch.verify.model import MAKERS
+from experiments.engines.run import RowResult, run_pairs
+from kvpatch.core.errors import BadOptions, EngineFailed
+from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
+from kvpatch.verify.handoff import Completion
 from kvpatch.verify.prompts import Case
 from kvpatch.verify.setups import Options
 
@@ -61,7 +61,7 @@ def _drawn(result: RowResult) -> list[str]:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=200).print(matrix_table([result]))
+    Console(file=out, width=200).print(pairs_table([result]))
     (line,) = (line for line in out.getvalue().splitlines() if " 128-32 " in line)
     return [cell.strip() for cell in line.strip("│").split("│")]
 
@@ -79,7 +79,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
         "128-32: stock: AssertionError: local block size",
     ]
     assert row_line(result) == "128-32 (128 -> 32): stock failed 3/3, kvpatch identical"
-    assert "1 of 1 pairs identical with kvpatch" in matrix_summary([result])
+    assert "1 of 1 pairs identical with kvpatch" in pairs_summary([result])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
 def test_anything_else_fails_the_row(result: RowResult, says: str) -> None:
     assert not result.passed
     assert says in _drawn(result)
-    assert "0 of 1 pairs identical" in matrix_summary([result])
+    assert "0 of 1 pairs identical" in pairs_summary([result])
 
 
 def test_a_row_without_answers_or_with_a_failure_fails() -> None:
@@ -120,14 +120,14 @@ def test_a_single_engine_that_fails_fails_its_rows_only(
     async def judge(self: Any, reference: Any) -> RowResult:
         return replace(_result(_GOOD), row=self.row)
 
-    monkeypatch.setattr(matrix_run, "require_environment", lambda kvpatch: None)
-    monkeypatch.setattr(matrix_run, "MAKERS", dict.fromkeys(MAKERS, lambda folder: folder))
-    monkeypatch.setattr(matrix_run, "_observe_single", observe_single)
-    monkeypatch.setattr(matrix_run._RowRun, "judge", judge)
+    monkeypatch.setattr(run, "require_environment", lambda kvpatch: None)
+    monkeypatch.setattr(run, "MAKERS", dict.fromkeys(MAKERS, lambda folder: folder))
+    monkeypatch.setattr(run, "_observe_single", observe_single)
+    monkeypatch.setattr(run._RowRun, "judge", judge)
     told: list[RowResult] = []
     rows = choose("128-32,window-128-32,nhd-hnd")
     console = Console(file=io.StringIO())
-    work = run_matrix(rows, Options(tmp_path), console, told.append)
+    work = run_pairs(rows, Options(tmp_path), console, told.append)
     results = asyncio.run(work)
     assert results == told
     assert [result.row.name for result in results] == ["128-32", "nhd-hnd", "window-128-32"]
@@ -141,7 +141,7 @@ def test_wrong_tokens_and_failures_are_told_apart() -> None:
 
 
 def test_json_lines_name_the_row() -> None:
-    lines = matrix_json_lines([_result(_GOOD)])
+    lines = pairs_json_lines([_result(_GOOD)])
     assert [line["case"] for line in lines] == [case.name for case in _CASES]
     assert {line["row"] for line in lines} == {"128-32"}
     assert lines[0]["setups"]["kvpatch"]["verdict"]["identical"] is True

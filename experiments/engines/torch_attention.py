@@ -5,9 +5,9 @@ backends do, in whichever layout ``VLLM_KV_CACHE_LAYOUT`` names (NHD or HND), fo
 size. Slow, and the same to the last bit whatever the layout: it gathers a request's rows first and
 computes afterwards.
 
-An engine gets it with ``--worker-extension-cls kvpatch.verify.torch_attention.TorchCacheProbe``:
-importing this module registers it with vLLM in the place of the CPU's own, because the CPU
-platform has no other choice (``--attention-backend CUSTOM`` is not heeded there). For vLLM 0.32.
+An engine gets it with ``--worker-extension-cls`` and :class:`TorchCacheProbe`: importing this
+module registers it with vLLM in the place of the CPU's own, because the CPU platform has no other
+choice (``--attention-backend CUSTOM`` is not heeded there). For vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ Kvcached = Literal["contiguous", "split-half"]
 
 _TORCH_ATTENTION = (
     "--worker-extension-cls",
-    "kvpatch.verify.torch_attention.TorchCacheProbe",
+    "experiments.engines.torch_attention.TorchCacheProbe",
 )
 
 

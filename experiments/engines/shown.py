@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvpatch.verify.matrix_report import (
-    matrix_json_lines,
-    matrix_summary,
-    matrix_table,
+from experiments.engines.report import (
+    pairs_json_lines,
+    pairs_summary,
+    pairs_table,
     problems,
     row_line,
 )
-from kvpatch.verify.matrix_run import RowResult, run_matrix
+from experiments.engines.run import RowResult, run_pairs
 from kvpatch.verify.report import write_json_lines
 from kvpatch.verify.run import until_signal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvpatch.verify.matrix import Row
+    from experiments.engines.pairs import Row
     from kvpatch.verify.setups import Options
 
 
-def show_matrix(
+def show_pairs(
     rows: Sequence[Row], options: Options, console: Console, name: str, *, with_stock: bool
 ) -> bool:
     """Runs the rows; whether every pair was identical and every spoiled cache noticed.
@@ -39,14 +39,14 @@ def show_matrix(
 
     def report(result: RowResult) -> None:
         finished.append(result)
-        write_json_lines(results, matrix_json_lines(finished))
+        write_json_lines(results, pairs_json_lines(finished))
         console.print(row_line(result), markup=False, soft_wrap=True, highlight=False)
 
     console.print(f"logs and results: {options.work_dir}", soft_wrap=True, highlight=False)
-    until_signal(run_matrix(rows, options, console, report, with_stock=with_stock))
+    until_signal(run_pairs(rows, options, console, report, with_stock=with_stock))
     console.rule()
-    console.print(matrix_table(finished))
-    for line in (*problems(finished), matrix_summary(finished)):
+    console.print(pairs_table(finished))
+    for line in (*problems(finished), pairs_summary(finished)):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     console.print(f"one JSON line per pair and prompt: {results}", soft_wrap=True, highlight=False)
     return bool(finished) and all(result.passed for result in finished)

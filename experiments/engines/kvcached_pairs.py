@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.engines.pairs import Kvcached, Row, Side, Single
 from kvpatch.core.errors import EngineFailed
 from kvpatch.verify.engine import Engine
-from kvpatch.verify.matrix import Kvcached, Row, Side, Single
 
 if TYPE_CHECKING:
     import httpx

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from experiments.engines.kvcached_pairs import require_layouts
+from experiments.engines.models import MAKERS
+from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, single_setup
 from kvpatch.core.errors import EngineFailed
 from kvpatch.verify.compare import Comparison, Observation, compare
 from kvpatch.verify.engine import Engine, require_environment, stop_all
-from kvpatch.verify.kvcached import require_layouts
-from kvpatch.verify.matrix import Row, Side, Single, by_single, row_setups, single_setup
-from kvpatch.verify.model import MAKERS
 from kvpatch.verify.observe import Serving
 from kvpatch.verify.prompts import Case, build_cases
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
@@ -66,7 +66,7 @@ class RowResult:
         )
 
 
-async def run_matrix(
+async def run_pairs(
     rows: Sequence[Row],
     options: Options,
     console: Console,

@@ -1,0 +1,11 @@
+"""The project's own lab of real engines: pairs that no user has to run, held against one engine.
+
+The parts, in the order in which a run uses them; the rest is ``kvpatch.verify``'s:
+
+``pairs``            which heterogeneous pairs there are, ``kvcached_pairs`` those with kvcached
+``models``           tiny random models of more kinds than a Llama
+``torch_attention``  a reference attention backend, for NHD and HND caches on a CPU
+``run``              each single engine once, then pair after pair
+``report``           table and JSON lines
+``shown``            all of the above
+"""
