@@ -19,8 +19,9 @@ from kvpatch.vllm.cache_kinds import (
     unknown,
 )
 
-#: Whose classes the table is about; others may have the same names.
-_PACKAGES = ("vllm.", "kvpatch.")
+#: Whose classes the table is about; others may have the same names. The second is the project's own
+#: attention backend for a CPU, which no wheel has.
+_PACKAGES = ("vllm.", "experiments.engines.torch_attention")
 
 
 def kind_of(worker: Any, layer: str, *, has_slots: bool = False) -> Kind:

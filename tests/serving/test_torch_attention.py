@@ -10,6 +10,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM 0.32 is not installed")
 
+from kvpatch.vllm.cache_kinds import ROWS  # noqa: E402
+from kvpatch.vllm.kinds_of_layers import kind_of_backend  # noqa: E402
+
 pytestmark = pytest.mark.serving
 
 _HEADS, _KV_HEADS, _CHANNELS = 4, 2, 8
@@ -86,6 +89,10 @@ def _expected(window: int | None) -> Any:
             ).transpose(0, 1)
         )
     return torch.cat(outputs)
+
+
+def test_its_blocks_are_known_to_hold_rows_of_tokens(backend: Any) -> None:
+    assert kind_of_backend(backend.TorchAttentionBackend) == ROWS
 
 
 @pytest.mark.parametrize("window", [None, 7])
