@@ -9,7 +9,6 @@ from kvpatch.patches import load
 from tests.lab import table
 from tests.lab.releases import states_block_size, states_kernel_blocks, states_layout
 
-from .contract import cell
 from .tables import ROOT, markdown
 
 PAGE = ROOT / "docs" / "reference" / "releases.md"
@@ -17,8 +16,8 @@ PAGE = ROOT / "docs" / "reference" / "releases.md"
 _HEAD = f"""\
 # Releases
 
-Written by `python -m tests.contract --write` from the table of releases, from every release's
-source, and from the lab's results.
+Written by `python -m tests.contract --write` from the table of releases, from the patches and
+from the lab's results.
 
 kvpatch supports {len(RELEASES)} releases of vLLM, {RELEASES[0]} to {RELEASES[-1]}, with any local
 version (`+cpu`, `+cu129`). A release that is not listed is refused, pre-releases included;
@@ -43,8 +42,8 @@ def page() -> str:
 
 
 def _row(generation: Generation, release: str) -> tuple[str, ...]:
-    outcomes = [(patch.slug, cell(patch, release, generation).outcome) for patch in load()]
-    not_needed = ", ".join(f"`{slug}`" for slug, outcome in outcomes if outcome == "not needed")
+    without = [patch.slug for patch in load() if generation.slug in patch.not_needed]
+    not_needed = ", ".join(f"`{slug}`" for slug in without)
     found = [c for c in table.known_cells() if c.release == release]
     sides = (_pairs(Counter(c.stock for c in found)), _pairs(Counter(c.kvpatch for c in found)))
     return (release, f"`{generation.slug}`", _left_open(release), not_needed or "none", *sides)
