@@ -303,7 +303,7 @@ def _check_side(record: Record, file: str, side: str) -> None:
 def check_environment(release: str) -> None:
     """The tests must meet the release that they belong to, and a kvpatch that vLLM can load."""
     # Imported here: only this check needs it of kvpatch.
-    from kvpatch._versions import installed_vllm
+    from kvpatch.core.installed import installed_vllm
 
     installed = installed_vllm()
     if installed.version.split("+")[0] != release:

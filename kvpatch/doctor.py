@@ -9,9 +9,10 @@ from importlib import metadata
 from typing import Any
 
 import kvpatch
-from kvpatch import _versions
 from kvpatch.core import settings
 from kvpatch.core.errors import ReleaseNotKnown
+from kvpatch.core.installed import installed_vllm
+from kvpatch.core.releases import facts_named
 from kvpatch.core.status import Status
 
 #: Distributions that provide NIXL's Python module, the plain name first.
@@ -73,7 +74,7 @@ def _import_connector() -> str:
     slug = kvpatch.status().generation
     if slug is None:
         return ""  # the status says why
-    module = _versions.generation_named(slug).connector_module
+    module = facts_named(slug).connector.module
     try:
         importlib.import_module(module)
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
@@ -84,7 +85,7 @@ def _import_connector() -> str:
 
 def _installed() -> dict[str, str]:
     try:
-        vllm = _versions.installed_vllm()
+        vllm = installed_vllm()
         vllm_version = f"{vllm.version} ({vllm.distribution})"
     except ReleaseNotKnown:
         vllm_version = "not installed"

@@ -11,17 +11,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from kvpatch import _versions
-from kvpatch.core import kvcacheds_patch, logs, ray_variables, settings
+from kvpatch.core import kvcacheds_patch, logs, ray_variables, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
+from kvpatch.core.installed import InstalledVllm, installed_vllm
 from kvpatch.core.ledger import Ledger, Patch
+from kvpatch.core.releases import CONNECTORS, ReleaseFacts, facts_named, facts_of
 from kvpatch.core.status import PatchStatus, Status
 from kvpatch.core.version import __version__
 from kvpatch.patches import FRONT_ENDS, SLUGS, load, load_one
@@ -44,8 +44,8 @@ class Session:
         self._ledger = Ledger()
         self._enabled = False
         self._hooked: set[str] = set()
-        self._vllm: _versions.InstalledVllm | None = None
-        self._generation: _versions.Generation | None = None
+        self._vllm: InstalledVllm | None = None
+        self._facts: ReleaseFacts | None = None
         self._problem = ""
         self._rows: dict[str, PatchStatus] = {}
 
@@ -62,15 +62,11 @@ class Session:
         self._rows = {slug: self._before_import(slug) for slug in SLUGS}
         if self._problem:
             _LOG.error("%s", self.status().summary())
-        modules = (
-            (self._generation.connector_module,)
-            if self._generation
-            else _versions.CONNECTOR_MODULES
-        )
-        for module in modules:
+        places = CONNECTORS if self._facts is None else (self._facts.connector,)
+        for module in {place.module for place in places}:
             self._hook(module)
-        for slug, names in FRONT_ENDS.items():
-            for module in names:
+        for module in () if self._facts is None else seams.front_end_modules(self._facts):
+            for slug in FRONT_ENDS:
                 self._hook_front_end(slug, module)
         self._watch(kvcacheds_patch.MODULE, self._on_kvcached)
         self._watch(ray_variables.MODULE, self._on_ray)
@@ -94,26 +90,22 @@ class Session:
             kvpatch=__version__,
             enabled=self._enabled,
             vllm=f"{vllm.distribution} {vllm.version}" if vllm else None,
-            generation=self._generation.slug if self._generation else None,
+            generation=self._facts.generation if self._facts else None,
             problem=self._problem,
             patches=tuple(self._rows.values()),
         )
 
     def _find_release(self) -> None:
-        self._vllm, self._generation, self._problem = None, None, ""
+        self._vllm, self._facts, self._problem = None, None, ""
         try:
-            self._vllm = _versions.installed_vllm()
+            self._vllm = installed_vllm()
             override = settings.generation_override()
-            self._generation = (
-                _versions.generation_named(override)
-                if override
-                else _versions.generation_of(self._vllm.version)
-            )
+            self._facts = facts_named(override) if override else facts_of(self._vllm.version)
         except ReleaseNotKnown as error:
             self._problem = str(error)
 
     def _before_import(self, slug: str) -> PatchStatus:
-        if self._generation is None:
+        if self._facts is None:
             return PatchStatus(slug, "refused", "vLLM's generation is not known")
         if slug in settings.disabled_slugs():
             return PatchStatus(slug, "off", settings.DISABLE)
@@ -140,16 +132,15 @@ class Session:
     def _on_front_end(self, slug: str, module: ModuleType) -> None:
         """Wraps what the API server has; what goes wrong here the engine's own part catches."""
         row = self._rows.get(slug)
-        if not self._enabled or self._generation is None or row is None:
+        if not self._enabled or self._facts is None or row is None:
             return
         if row.outcome not in ("waiting", "applied"):
             return
         try:
-            sites = load_one(slug).sites.get(self._generation.slug, {})
             here = {
-                replace(site, module=module.__name__, or_module=None): wrapper
-                for site, wrapper in sites.items()
-                if site.is_front_end and module.__name__ in (site.module, site.or_module)
+                site: wrapper
+                for site, wrapper in load_one(slug).sites(self._facts).items()
+                if site.is_front_end and module.__name__ == site.module
             }
             self._ledger.apply(slug, here)
         # Nothing may leave an import hook.
@@ -209,18 +200,18 @@ class Session:
         self._trip(module, status)
 
     def _apply(self) -> None:
-        if self._generation is None:
+        if self._facts is None:
             return
         for patch in load():
             if self._rows[patch.slug].outcome == "waiting":
-                self._rows[patch.slug] = self._apply_one(patch, self._generation.slug)
+                self._rows[patch.slug] = self._apply_one(patch, self._facts)
         self._supersede()
 
-    def _apply_one(self, patch: Patch, generation: str) -> PatchStatus:
-        reason = patch.not_needed.get(generation)
-        if reason is not None:
-            return PatchStatus(patch.slug, "not needed", reason)
-        sites = {s: w for s, w in patch.sites[generation].items() if not s.is_front_end}
+    def _apply_one(self, patch: Patch, facts: ReleaseFacts) -> PatchStatus:
+        found = patch.sites(facts)
+        if not found:
+            return PatchStatus(patch.slug, "not needed", patch.not_needed)
+        sites = {s: w for s, w in found.items() if not s.is_front_end}
         try:
             behind = self._ledger.apply(patch.slug, sites, supersede=self._does_kvcacheds_part())
         except SiteDrifted as error:
@@ -235,7 +226,8 @@ class Session:
 
     def _trip(self, module: ModuleType, status: Status) -> None:
         """Makes constructing the connector raise, and says so now."""
-        classes = [vars(module).get(name) for name in _versions.CONNECTOR_CLASSES]
+        names = tuple(dict.fromkeys(place.owner for place in CONNECTORS))
+        classes = [vars(module).get(name) for name in names]
         found = [c for c in classes if isinstance(c, type)]
         _LOG.error("%s", status.summary())
         if not found:
@@ -243,7 +235,7 @@ class Session:
                 "kvpatch: %s defines none of %s, so that nothing stops the connector: "
                 "do not serve with it",
                 module.__name__,
-                ", ".join(_versions.CONNECTOR_CLASSES),
+                ", ".join(names),
             )
         for connector in found:
             self._ledger.guard(_TRIPWIRE, connector, self._refuse_construction)

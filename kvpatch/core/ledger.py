@@ -21,6 +21,7 @@ import wrapt
 
 from kvpatch.core import kvcacheds_patch
 from kvpatch.core.errors import SiteDrifted
+from kvpatch.core.releases import ReleaseFacts
 
 #: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -54,11 +55,8 @@ class Site:
         kind: what stands in the class's own dictionary.
         parameters: names in order, ``self`` or ``cls`` included. Annotations and
             defaults are not compared: they change without changing a call.
-        or_parameters: those of a generation's other releases, where a wrapper hands on
-            what it does not look at.
         is_front_end: whether it is the API server's, which need not import the connector: it
             is wrapped when its own module is imported.
-        or_module: where a generation's other releases have it, of a front end.
     """
 
     module: str
@@ -66,13 +64,7 @@ class Site:
     name: str
     kind: Kind
     parameters: tuple[str, ...]
-    or_parameters: tuple[str, ...] | None = None
     is_front_end: bool = False
-    or_module: str | None = None
-
-    def takes(self, parameters: tuple[str, ...]) -> bool:
-        """Whether a method with these is what the wrapper was written for."""
-        return parameters in (self.parameters, self.or_parameters)
 
     def __str__(self) -> str:
         return f"{self.module}.{self.owner}.{self.name}"
@@ -85,16 +77,16 @@ class Patch:
     Attributes:
         slug: its name in ``KVPATCH_DISABLE``, logs and docs.
         wire_affecting: whether a peer sees the difference at the handshake.
-        sites: per generation that needs the patch, what it wraps and with what.
-        not_needed: per other generation, why not.
+        sites: what it wraps in a release, and with what; nothing where it is not needed.
         document: the patch module's docstring, from which PATCHES.md is made.
+        not_needed: why some releases do without it.
     """
 
     slug: str
     wire_affecting: bool
-    sites: Mapping[str, Mapping[Site, Wrapper | Step]]
-    not_needed: Mapping[str, str]
+    sites: Callable[[ReleaseFacts], Mapping[Site, Wrapper | Step]]
     document: str
+    not_needed: str = ""
 
 
 @dataclass(eq=False)
@@ -285,7 +277,7 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
     if kind != site.kind:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
     parameters = parameters_of(attribute)
-    if not site.takes(parameters):
+    if parameters != site.parameters:
         raise SiteDrifted(
             str(site), f"parameters ({', '.join(site.parameters)})", f"({', '.join(parameters)})"
         )

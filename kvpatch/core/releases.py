@@ -146,6 +146,11 @@ class ReleaseFacts:
         return "remote" in self.request_metadata
 
     @property
+    def saves_by_address(self) -> bool:
+        """Whether P looks for a peer's address, which nobody has yet, where it saves a prompt."""
+        return self.has_host_buffer and not self.names_remote_request
+
+    @property
     def loses_failed_groups(self) -> bool:
         """Whether a failed load is reported as received where there are several cache groups."""
         return self.has_cache_groups and self.failed_loads != "as failed"
@@ -445,6 +450,7 @@ def facts_named(name: str) -> ReleaseFacts:
     if name in GENERATIONS:
         return FACTS[GENERATIONS[name][-1]]
     raise ReleaseNotKnown(
-        f"KVPATCH_GENERATION={name!r} names no generation and no release; there are "
-        f"{', '.join(f'{slug} ({of[0]} to {of[-1]})' for slug, of in GENERATIONS.items())}"
+        f"KVPATCH_GENERATION={name!r} names no generation; there are "
+        f"{', '.join(f'{slug} ({of[0]} to {of[-1]})' for slug, of in GENERATIONS.items())}, "
+        "and each of these releases"
     )

@@ -26,15 +26,8 @@ SLUGS = (
 )
 
 
-#: The modules of vLLM's API server that a patch wraps, in whichever release has them.
-FRONT_ENDS = {
-    "transfer_params": (
-        "vllm.v1.engine.async_llm",
-        "vllm.v1.engine.parallel_sampling",
-        "vllm.entrypoints.openai.serving_completion",
-        "vllm.entrypoints.openai.completion.serving",
-    )
-}
+#: Those that wrap the API server too, which need not import the connector.
+FRONT_ENDS = ("transfer_params",)
 
 
 def load_one(slug: str) -> Patch:

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpatch._versions import GENERATIONS
-from kvpatch.core.ledger import Patch
-from kvpatch.patches import _sites
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.state import connectors_of, engine_state, scheduler_state
 
 
@@ -83,26 +83,21 @@ def _update_from_kv_xfer_finished(
     return update(*args, *kwargs.values())
 
 
-#: The blocks of an aborted request are free at once.
-NEED_IT = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    if facts.keeps_aborted_blocks:
+        return {}
+    return {
+        seams.finish_requests(facts): _finish_requests,
+        seams.connector_finished(facts): _connector_finished,
+        seams.update_from_kv_xfer_finished(facts): _update_from_kv_xfer_finished,
+        seams.build_connector_meta(facts): _build_connector_meta,
+    }
+
 
 PATCH = Patch(
     slug="aborted_loads",
     wire_affecting=False,
-    sites={
-        g.slug: {
-            _sites.finish_requests(g): _finish_requests,
-            _sites.connector_finished(g): _connector_finished,
-            _sites.update_from_kv_xfer_finished(g): _update_from_kv_xfer_finished,
-            _sites.build_connector_meta(g): _build_connector_meta,
-        }
-        for g in GENERATIONS
-        if g.slug in NEED_IT
-    },
-    not_needed={
-        g.slug: "since 0.16 the release keeps them itself"
-        for g in GENERATIONS
-        if g.slug not in NEED_IT
-    },
+    sites=_sites,
+    not_needed="since 0.16 the release keeps them itself",
     document=__doc__,
 )

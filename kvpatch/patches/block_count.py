@@ -25,14 +25,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpatch._versions import GENERATIONS
-from kvpatch.core import settings
+from kvpatch.core import seams, settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.core.ledger import Patch
-from kvpatch.patches import _sites
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
-from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.registration import Registration, registration_of
 from kvpatch.vllm.state import worker_state
 
 
@@ -89,17 +88,11 @@ def common_blocks(layers: Mapping[str, LayerCache], kernel_blocks_per_block: int
     return counts.pop() // kernel_blocks_per_block
 
 
-PATCH = Patch(
-    slug="block_count",
-    wire_affecting=True,
-    sites={
-        g.slug: {
-            _sites.register_kv_caches(g): partial(
-                _register_kv_caches, registration=REGISTRATIONS[g.slug]
-            )
-        }
-        for g in GENERATIONS
-    },
-    not_needed={},
-    document=__doc__,
-)
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    registration = registration_of(facts)
+    return {
+        seams.register_kv_caches(facts): partial(_register_kv_caches, registration=registration)
+    }
+
+
+PATCH = Patch(slug="block_count", wire_affecting=True, sites=_sites, document=__doc__)

@@ -37,10 +37,10 @@ from functools import partial
 from queue import Queue
 from typing import Any
 
-from kvpatch._versions import GENERATIONS, Generation
+from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Patch, Site, Wrapper
-from kvpatch.patches import _sites
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.vllm.answers import require_answer
 from kvpatch.vllm.failures import (
@@ -110,14 +110,14 @@ def _handshake_with_the_living(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    module: str,
+    facts: ReleaseFacts,
 ) -> Any:
     def handshake(
         host: str, port: int, remote_tp_size: int, expected_engine_id: str
     ) -> dict[int, str]:
         ratio = instance._tp_size[instance.engine_id] // remote_tp_size
         if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
-            release = sys.modules[module]
+            release = sys.modules[facts.worker.module]
             address = release.make_zmq_path("tcp", host, port + instance.tp_rank // ratio)
             require_answer(address, release.GET_META_MSG)
         return wrapped(host, port, remote_tp_size, expected_engine_id)  # type: ignore[no-any-return]
@@ -234,52 +234,34 @@ def _has_several_groups(worker: Any) -> bool:
     return bool(getattr(worker, "_is_hma_required", False))  # from 0.18
 
 
-# No failed loads at all.
-_NO_FAILURES = ("g0100", "g0101", "g0102", "g0110")
-# Failed requests are treated as received; 0.22, which ends g0200, passes over them.
-_AS_RECEIVED = ("g0111", "g0130", "g0140", "g0160", "g0180", "g0200")
-# Failed requests are reported with the first of their reads that fails; from 0.22.
-_BY_THE_FIRST = ("g0200", "g0230", "g0240", "g0260", "g0290")
-# Failed reads lose their metadata; to 0.11.2 NIXL's errors are not caught either.
-_WITHOUT_METADATA = ("g0111", "g0130")
-#: Several cache groups, none of which can fail.
-SEVERAL_GROUPS = ("g0180", "g0200", "g0230", "g0240", "g0260", "g0290")
-
-
-def _sites_of(g: Generation) -> dict[Site, Wrapper]:
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     found: dict[Site, Wrapper] = {}
-    if g.slug in _NO_FAILURES:
-        found[_sites.start_load_kv(g)] = _start_load_kv
-        found[_sites.get_finished(g)] = _get_finished_and_given_up
-        found[_sites.read_blocks_for_req(g)] = _read_or_leave_waiting
-        found[_sites.nixl_handshake(g)] = partial(
-            _handshake_with_the_living, module=g.worker_module
+    if facts.failed_loads == "unknown":
+        found[seams.start_load_kv(facts)] = _start_load_kv
+        found[seams.get_finished(facts)] = _get_finished_and_given_up
+        found[seams.read_blocks_for_req(facts)] = _read_or_leave_waiting
+        found[seams.nixl_handshake(facts)] = partial(_handshake_with_the_living, facts=facts)
+        found[seams.pop_done_transfers(facts)] = _pop_done_or_leave_waiting
+    if facts.failed_loads in ("as received", "by the first"):
+        found[seams.register_kv_caches(facts)] = _register_kv_caches
+    if facts.failed_loads == "as received":
+        found[seams.worker_get_finished(facts)] = _worker_get_finished
+    if facts.forgets_failed_reads:  # and <= 0.11.2 NIXL's errors are not caught either
+        found[seams.pop_done_transfers(facts)] = _pop_done_or_failed
+    if facts.loses_failed_groups:
+        found[seams.handle_failed_transfer(facts)] = _handle_failed_transfer
+        found[seams.get_finished(facts)] = _get_finished
+        found[seams.get_block_ids_with_load_errors(facts)] = _get_block_ids_with_load_errors
+        found[seams.update_requests_with_invalid_blocks(facts)] = (
+            _update_requests_with_invalid_blocks
         )
-        found[_sites.pop_done_transfers(g)] = _pop_done_or_leave_waiting
-    if g.slug in _AS_RECEIVED or g.slug in _BY_THE_FIRST:
-        found[_sites.register_kv_caches(g)] = _register_kv_caches
-    if g.slug in _AS_RECEIVED:
-        found[_sites.worker_get_finished(g)] = _worker_get_finished
-    if g.slug in _WITHOUT_METADATA:
-        found[_sites.pop_done_transfers(g)] = _pop_done_or_failed
-    if g.slug in SEVERAL_GROUPS:
-        found[_sites.handle_failed_transfer(g)] = _handle_failed_transfer
-        found[_sites.get_finished(g)] = _get_finished
-        found[_sites.get_block_ids_with_load_errors(g)] = _get_block_ids_with_load_errors
-        found[_sites.update_requests_with_invalid_blocks(g)] = _update_requests_with_invalid_blocks
     return found
 
-
-_NEED_IT = frozenset((*_NO_FAILURES, *_AS_RECEIVED, *SEVERAL_GROUPS))
 
 PATCH = Patch(
     slug="failed_loads",
     wire_affecting=False,
-    sites={g.slug: _sites_of(g) for g in GENERATIONS if g.slug in _NEED_IT},
-    not_needed={
-        g.slug: "since 0.30 failed requests are reported as failed"
-        for g in GENERATIONS
-        if g.slug not in _NEED_IT
-    },
+    sites=_sites,
+    not_needed="since 0.30 failed requests are reported as failed",
     document=__doc__,
 )

@@ -22,10 +22,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch._versions import GENERATIONS
-from kvpatch.core.ledger import Patch
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
-from kvpatch.patches import _sites
 
 _LOG = logging.getLogger("kvpatch.handshake_listener")
 
@@ -65,10 +65,8 @@ def _listen(
     return listen(*args, *kwargs.values())
 
 
-PATCH = Patch(
-    slug="handshake_listener",
-    wire_affecting=False,
-    sites={g.slug: {_sites.handshake_listener(g): _listen} for g in GENERATIONS},
-    not_needed={},
-    document=__doc__,
-)
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    return {seams.handshake_listener(facts): _listen}
+
+
+PATCH = Patch(slug="handshake_listener", wire_affecting=False, sites=_sites, document=__doc__)

@@ -32,16 +32,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpatch._versions import GENERATIONS, Generation
-from kvpatch.core import settings
+from kvpatch.core import seams, settings
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Patch, Site, Wrapper
-from kvpatch.patches import _sites
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import host_buffer_links as links
 from kvpatch.vllm import host_buffer_saves as saves
 from kvpatch.vllm import host_buffer_worker as workers
 from kvpatch.vllm.host_buffer import is_wanted_here
-from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.registration import Registration, registration_of
 from kvpatch.vllm.state import scheduler_state, worker_state
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
@@ -65,17 +64,16 @@ def _worker_init(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    module: str,
-    only_known_devices: bool,
+    facts: ReleaseFacts,
 ) -> None:
     def init(vllm_config: Any, *more: Any, **named: Any) -> None:
-        supported = supported_devices(module)
+        supported = supported_devices(facts.worker.module)
         if not is_wanted_here(vllm_config, supported):
             wrapped(vllm_config, *more, **named)
             return
         with workers.taken_for_host_memory(vllm_config, supported):
             wrapped(vllm_config, *more, **named)
-        workers.become_plain(instance, only_known_devices=only_known_devices)
+        workers.become_plain(instance, only_known_devices=facts.checks_device_again)
         worker_state(instance).is_host_buffered = True
 
     init(*args, **kwargs)
@@ -152,14 +150,15 @@ def _scheduler_init(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    module: str,
-    full_blocks_only: bool,
+    facts: ReleaseFacts,
 ) -> None:
     def init(vllm_config: Any, *more: Any, **named: Any) -> None:
         wrapped(vllm_config, *more, **named)
-        if is_wanted_here(vllm_config, supported_devices(module)):
+        if is_wanted_here(vllm_config, supported_devices(facts.worker.module)):
             instance.use_host_buffer = False
-            scheduler_state(instance).saves = saves.Saves(full_blocks_only=full_blocks_only)
+            scheduler_state(instance).saves = saves.Saves(
+                full_blocks_only=facts.loads_whole_blocks_only
+            )
 
     init(*args, **kwargs)
 
@@ -211,10 +210,10 @@ def _schedule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    knows_later: bool,
+    facts: ReleaseFacts,
 ) -> Any:
     links.link(instance)
-    held = [] if knows_later else links.without_room(instance)
+    held = [] if facts.can_answer_later else links.without_room(instance)
     if not held:
         return wrapped(*args, **kwargs)
     order = list(instance.waiting)
@@ -236,39 +235,23 @@ def _free(
     return free(*args, **kwargs)
 
 
-# 0.10.0 publishes whole blocks only, and has no copies of its own.
-_FIRST = ("g0100",)
-# To 0.10.1 a connector cannot say "later".
-_NOW_OR_NEVER = ("g0100", "g0101")
-
-
-def _sites_of(g: Generation) -> dict[Site, Wrapper]:
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     found: dict[Site, Wrapper] = {
-        _sites.worker_init(g): partial(
-            _worker_init, module=g.worker_module, only_known_devices=g.slug == "g0101"
+        seams.worker_init(facts): partial(_worker_init, facts=facts),
+        seams.register_kv_caches(facts): partial(
+            _register_kv_caches, registration=registration_of(facts)
         ),
-        _sites.register_kv_caches(g): partial(
-            _register_kv_caches, registration=REGISTRATIONS[g.slug]
-        ),
-        _sites.wait_for_save(g): _wait_for_save,
-        _sites.scheduler_init(g): partial(
-            _scheduler_init, module=g.worker_module, full_blocks_only=g.slug in _FIRST
-        ),
-        _sites.get_num_new_matched_tokens(g): _get_num_new_matched_tokens,
-        _sites.connector_meta(g): _build_connector_meta,
-        _sites.schedule(g): partial(_schedule, knows_later=g.slug not in _NOW_OR_NEVER),
-        _sites.free_blocks(g): _free,
+        seams.wait_for_save(facts): _wait_for_save,
+        seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
+        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
+        seams.connector_meta(facts): _build_connector_meta,
+        seams.schedule(facts): partial(_schedule, facts=facts),
+        seams.free_blocks(facts): _free,
     }
-    found |= dict.fromkeys(_sites.request_finished(g), _request_finished)
-    if g.slug not in _FIRST:
-        found[_sites.set_host_xfer_buffer_ops(g)] = _set_host_xfer_buffer_ops
+    found |= dict.fromkeys(seams.request_finished(facts), _request_finished)
+    if facts.has_host_buffer:
+        found[seams.set_host_xfer_buffer_ops(facts)] = _set_host_xfer_buffer_ops
     return found
 
 
-PATCH = Patch(
-    slug="host_buffer",
-    wire_affecting=True,
-    sites={g.slug: _sites_of(g) for g in GENERATIONS},
-    not_needed={},
-    document=__doc__,
-)
+PATCH = Patch(slug="host_buffer", wire_affecting=True, sites=_sites, document=__doc__)

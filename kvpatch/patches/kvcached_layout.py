@@ -24,10 +24,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch._versions import GENERATIONS
-from kvpatch.core import settings
-from kvpatch.core.ledger import Patch
-from kvpatch.patches import _sites
+from kvpatch.core import seams, settings
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 
 
 def _get_required_kvcache_layout(
@@ -44,22 +43,18 @@ def _as_ever(
     return wrapped(*args, **kwargs)
 
 
-#: vLLM lays kvcached's memory out by its own plan and views.
-_BY_VLLM = ("g0290", "g0300")
-_BEFORE_THE_HOOK = {"g0100": "this release asks for no layout; the hook came with 0.10.1"}
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    if not facts.asks_for_layout:
+        return {}
+    # Where layouts have names vLLM lays kvcached's memory out by its own plan and views.
+    wrapper = _as_ever if facts.names_layouts else _get_required_kvcache_layout
+    return {seams.get_required_kvcache_layout(facts): wrapper}
+
 
 PATCH = Patch(
     slug="kvcached_layout",
     wire_affecting=True,
-    sites={
-        g.slug: {
-            _sites.get_required_kvcache_layout(g): (
-                _as_ever if g.slug in _BY_VLLM else _get_required_kvcache_layout
-            )
-        }
-        for g in GENERATIONS
-        if g.slug not in _BEFORE_THE_HOOK
-    },
-    not_needed=_BEFORE_THE_HOOK,
+    sites=_sites,
+    not_needed="this release asks for no layout; the hook came with 0.10.1",
     document=__doc__,
 )

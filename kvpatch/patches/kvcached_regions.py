@@ -39,12 +39,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from kvpatch._versions import GENERATIONS
-from kvpatch.core import settings
+from kvpatch.core import seams, settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.core.ledger import Patch
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import DimensionOrder, Plane
-from kvpatch.patches import _sites
 from kvpatch.vllm.backend_layouts import state_own_order
 from kvpatch.vllm.caches import LayerCache, read_layers
 from kvpatch.vllm.cross_layer_blocks import register_rows
@@ -54,7 +53,7 @@ from kvpatch.vllm.kvcached_pools import check_pools, kvcacheds_settings
 from kvpatch.vllm.local_geometry import call_layout_by_its_strides
 from kvpatch.vllm.misread_states import misread_states
 from kvpatch.vllm.registered_strides import strides_checked
-from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.registration import Registration, registration_of
 from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.transport_notes import note_transport
 
@@ -193,17 +192,11 @@ def refuse_without_reader(worker: Any) -> None:
         )
 
 
-PATCH = Patch(
-    slug="kvcached_regions",
-    wire_affecting=True,
-    sites={
-        g.slug: {
-            _sites.register_kv_caches(g): partial(
-                _register_kv_caches, registration=REGISTRATIONS[g.slug]
-            )
-        }
-        for g in GENERATIONS
-    },
-    not_needed={},
-    document=__doc__,
-)
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    registration = registration_of(facts)
+    return {
+        seams.register_kv_caches(facts): partial(_register_kv_caches, registration=registration)
+    }
+
+
+PATCH = Patch(slug="kvcached_regions", wire_affecting=True, sites=_sites, document=__doc__)

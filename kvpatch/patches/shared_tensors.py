@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpatch._versions import GENERATIONS
+from kvpatch.core import seams
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.core.ledger import Patch
-from kvpatch.patches import _sites
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 
 if TYPE_CHECKING:
     import torch
@@ -53,20 +53,16 @@ def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {layer: kv_caches[layer] for layer in owners.values()}
 
 
-_NEED_IT = ("g0100", "g0101")
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    if facts.registers_shared_tensors_once:
+        return {}
+    return {seams.register_kv_caches(facts): _register_kv_caches}
+
 
 PATCH = Patch(
     slug="shared_tensors",
     wire_affecting=True,
-    sites={
-        g.slug: {_sites.register_kv_caches(g): _register_kv_caches}
-        for g in GENERATIONS
-        if g.slug in _NEED_IT
-    },
-    not_needed={
-        g.slug: "since 0.10.2 a shared tensor is registered once"
-        for g in GENERATIONS
-        if g.slug not in _NEED_IT
-    },
+    sites=_sites,
+    not_needed="since 0.10.2 a shared tensor is registered once",
     document=__doc__,
 )

@@ -37,16 +37,15 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from kvpatch._versions import GENERATIONS, Generation
-from kvpatch.core.ledger import Patch
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
-from kvpatch.patches import _sites
 from kvpatch.vllm.allowed_peers import allowed_peers
 from kvpatch.vllm.state import connectors_of
 from kvpatch.vllm.transfer_params import (
     FIELD,
     Asked,
-    Form,
     ParamsRefused,
     check,
     check_prompts,
@@ -64,7 +63,7 @@ def _server_add_request(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    form: Form,
+    facts: ReleaseFacts,
 ) -> Any:
     """Raises what the server answers a bad request by, before anything is booked of it.
 
@@ -80,7 +79,7 @@ def _server_add_request(
             is_push = transfer.kv_connector == _PUSH
             asked = Asked(most, most, is_push, allowed_peers().allows)
             try:
-                check(extra.get(FIELD), form, asked)
+                check(extra.get(FIELD), facts, asked)
             except ParamsRefused as error:
                 raise _bad_request(error) from None
         return wrapped(request_id, prompt, params, *more, **named)
@@ -129,18 +128,17 @@ def _add_request(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    generation: Generation,
-    form: Form,
+    facts: ReleaseFacts,
 ) -> Any:
     def add(request: Any) -> Any:
-        connector = getattr(sys.modules[generation.connector_module], generation.connector_class)
+        connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
         for each in connectors_of(instance):
             if isinstance(each, connector):
                 params = request.kv_transfer_params
                 try:
-                    check(params, form, _asked(instance, each, request))
+                    check(params, facts, _asked(instance, each, request))
                     if params:
-                        request.kv_transfer_params = completed(params, form)
+                        request.kv_transfer_params = completed(params, facts)
                 except ParamsRefused as error:
                     request.kv_transfer_params = None
                     _LOG.error(
@@ -184,41 +182,15 @@ def _get_num_new_matched_tokens(
 _PUSH = "NixlPushConnector"
 _NIXL = ("NixlConnector", "NixlPullConnector", _PUSH)
 
-# From 0.18 a list of block ids for each cache group.
-_ONE_LIST = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
-# From 0.13 P's name of a request.
-_ONE_NAME = ("g0100", "g0101", "g0102", "g0110", "g0111")
-# To 0.11.0 a rank is added to the port.
-_ADDS_RANK = ("g0100", "g0101", "g0102", "g0110")
-# From 0.21, which is in g0200, P may read an earlier turn back from D.
-_ONE_WAY = (*_ONE_LIST, "g0180")
 
-_SAVES_BY_ADDRESS = ("g0101", "g0102", "g0110", "g0111")
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    return {
+        seams.server_add_request(facts): partial(_server_add_request, facts=facts),
+        seams.create_completion(facts): _create_completion,
+        seams.child_sampling(facts): _get_child_info,
+        seams.add_request(facts): partial(_add_request, facts=facts),
+        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
+    }
 
-FORMS = {
-    g.slug: Form(
-        has_groups=g.slug not in _ONE_LIST,
-        has_request_id=g.slug not in _ONE_NAME,
-        formats_port=g.slug not in _ADDS_RANK,
-        reads_back=g.slug not in _ONE_WAY,
-        saves_by_address=g.slug in _SAVES_BY_ADDRESS,
-    )
-    for g in GENERATIONS
-}
 
-PATCH = Patch(
-    slug="transfer_params",
-    wire_affecting=False,
-    sites={
-        g.slug: {
-            _sites.server_add_request(g): partial(_server_add_request, form=FORMS[g.slug]),
-            _sites.create_completion(g): _create_completion,
-            _sites.child_sampling(g): _get_child_info,
-            _sites.add_request(g): partial(_add_request, generation=g, form=FORMS[g.slug]),
-            _sites.get_num_new_matched_tokens(g): _get_num_new_matched_tokens,
-        }
-        for g in GENERATIONS
-    },
-    not_needed={},
-    document=__doc__,
-)
+PATCH = Patch(slug="transfer_params", wire_affecting=False, sites=_sites, document=__doc__)

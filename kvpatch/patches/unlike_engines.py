@@ -33,7 +33,7 @@ Limits:
     ``KVPATCH_PEER_BLOCK_SIZE`` (and ``KVPATCH_PEER_LAYOUT``) leave the proof out. On 0.10.0 what
     ends behind P's whole blocks D computes, and with a draft model every prompt.
     To 0.13 the ranks of a P with more than D are a multiple of D's.
-    Refused are keys that AMX tiles, and to 0.25 models of windows alone, or of groups of unlike
+    Refused are keys that AMX tiles, and to 0.24 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
@@ -56,11 +56,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvpatch._versions import GENERATIONS, Generation
-from kvpatch.core import settings
+from kvpatch.core import seams, settings
 from kvpatch.core.errors import KvpatchError, RegistrationRefused
-from kvpatch.core.ledger import Patch, Site
-from kvpatch.patches import _sites
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import orders
 from kvpatch.vllm.admission import (
     add_unlike,
@@ -73,7 +72,6 @@ from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.announcements import announced
 from kvpatch.vllm.candidates import candidates_of
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
-from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.introducing import (
     book_proof,
     hear_what_is_open,
@@ -101,7 +99,7 @@ from kvpatch.vllm.own_cache import (
 )
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
 from kvpatch.vllm.reader import Peer, Reader
-from kvpatch.vllm.registration import REGISTRATIONS, Registration
+from kvpatch.vllm.registration import registration_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
 from kvpatch.vllm.split_handles import watch_split_handles
@@ -119,11 +117,10 @@ def _register_kv_caches(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    registration: Registration,
-    meets_one_rank: bool,
-    shares_read: SharesRead,
-    misreads_blocks: bool,
+    facts: ReleaseFacts,
 ) -> Any:
+    registration = registration_of(facts)
+
     state = worker_state(instance)
 
     def register(kv_caches: Mapping[str, Any]) -> Any:
@@ -140,7 +137,7 @@ def _register_kv_caches(
         blocks_hold_both = cache is not None and has_both_in_blocks(registration, instance, cache)
         result = wrapped(kv_caches)
         is_misread = False
-        if misreads_blocks and cache is not None:
+        if facts.topology_has_block_size and cache is not None:
             is_misread = takes_heads_for_tokens(instance, cache[0])
         if is_misread:
             take_planned_blocks(instance)
@@ -166,8 +163,7 @@ def _register_kv_caches(
                 cache,
                 behind[0],
                 blocks_hold_both=blocks_hold_both,
-                meets_one_rank=meets_one_rank,
-                shares_read=shares_read,
+                facts=facts,
                 misreads_blocks=is_misread,
                 states=states,
             )
@@ -207,14 +203,10 @@ def _add_remote_agent(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    registration: Registration,
-    drafted_windows: bool,
-    leaves_open: bool,
-    takes_heads_for_hnd: bool,
+    facts: ReleaseFacts,
 ) -> Any:
-    admit = partial(
-        admit_smaller, registration=registration, takes_heads_for_hnd=takes_heads_for_hnd
-    )
+    registration = registration_of(facts)
+    admit = partial(admit_smaller, registration=registration, facts=facts)
 
     state = worker_state(instance)
 
@@ -228,7 +220,7 @@ def _add_remote_agent(
         # More is the peer's context-parallel size, by place, from 0.29.
         def left_to_the_release(*handed: Any) -> Any:
             agent = as_release(*handed)
-            if leaves_open:  # nobody here would ever prove anything
+            if not facts.states_kernel_blocks:  # nobody here would ever prove anything
                 state.announcements.settle(nixl_agent_meta.engine_id)
             return agent
 
@@ -263,7 +255,7 @@ def _add_remote_agent(
         refuse_doubtful_layout(instance, reader, peer)
 
         def check(statement: Statement) -> None:
-            if drafted_windows:
+            if facts.has_cache_groups and facts.lists_drafted_blocks:
                 refuse_drafted_windows(instance, ours, reader.groups, statement)
 
         if found.is_open:
@@ -277,7 +269,7 @@ def _add_remote_agent(
         else:
             check(peer)
             agent = add_unlike(as_release, instance, reader, nixl_agent_meta, peer, more)
-        if leaves_open:
+        if not facts.states_kernel_blocks:
             reader.proofs.settle(peer.engine_id, _block_tokens(peer))
         return agent
 
@@ -320,9 +312,11 @@ def _read_blocks_for_req(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    expanded: bool,
-    registration: Registration,
+    facts: ReleaseFacts,
 ) -> Any:
+    registration = registration_of(facts)
+    expanded = facts.expands_remote_blocks
+
     state = worker_state(instance)
 
     def read(req_id: str, meta: Any) -> Any:
@@ -403,7 +397,7 @@ def _get_num_new_matched_tokens(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    full_blocks_only: bool,
+    facts: ReleaseFacts,
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
         found = wrapped(request, num_computed_tokens)
@@ -411,7 +405,7 @@ def _get_num_new_matched_tokens(
         engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
         if not found[0] or not isinstance(engine_id, str) or not isinstance(blocks, list | tuple):
             return found
-        introductions = introductions_of(instance, full_blocks_only=full_blocks_only)
+        introductions = introductions_of(instance, facts)
         if introductions is None:
             return found
         held = max((len(group) for group in orders.groups(blocks)), default=0)
@@ -438,9 +432,7 @@ def _build_connector_meta(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    full_blocks_only: bool,
-    drafted_blocks: bool,
-    leaves_open: bool,
+    facts: ReleaseFacts,
 ) -> Any:
     waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
@@ -448,10 +440,9 @@ def _build_connector_meta(
         instance,
         waiting,
         metadata,
+        facts,
         like_peers=scheduler_state(instance).like_peers,
-        full_blocks_only=full_blocks_only,
-        drafted_blocks=drafted_blocks,
-        step=_step(*args, **kwargs) if leaves_open else None,
+        step=None if facts.states_kernel_blocks else _step(*args, **kwargs),
     )
     return metadata
 
@@ -467,18 +458,18 @@ def _get_finished(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    gives_up: bool,
+    facts: ReleaseFacts,
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
         state = None if worker is None else worker_state(worker)
         reader = None if state is None else state.reader
         if reader is not None:
-            if gives_up:
+            if not facts.keeps_aborted_blocks:
                 reader.given_up.end(worker, finished_req_ids)
             reader.proofs.end_step()
         sent, received = wrapped(finished_req_ids)
-        if reader is not None and gives_up:
+        if reader is not None and not facts.keeps_aborted_blocks:
             received = reader.given_up.report(worker, received or ())
         if state is not None:
             received = state.announcements.received(received, finished_req_ids)
@@ -493,13 +484,13 @@ def _start_load_kv(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    gives_up: bool,
+    facts: ReleaseFacts,
 ) -> Any:
     def start(metadata: Any) -> Any:
         state = worker_state(instance)
         reader, announcements = state.reader, state.announcements
         found = orders.orders_of(metadata)
-        if reader is not None and gives_up:
+        if reader is not None and not facts.keeps_aborted_blocks:
             reader.given_up.begin({name: order for name, order in found if any(order.local_blocks)})
         for request_id, order in found:
             announcements.listen()
@@ -533,92 +524,35 @@ def _block_tokens(peer: Statement) -> int:
     return (peer.block_tokens or 0) * (peer.kernel_blocks_per_block or 1)
 
 
-def _sites_of_proofs(generation: Generation) -> dict[Site, Any]:
-    """To 0.20 a handshake does not say all of a block: D finds the rest out by content."""
-    if generation.slug not in _LEAVES_OPEN:
-        return {}
-    found: dict[Site, Any] = {
-        _sites.scheduler_matched_tokens(generation): partial(
-            _get_num_new_matched_tokens, full_blocks_only=generation.slug in _WHOLE_BLOCKS
-        ),
-        _sites.start_load_kv(generation): partial(
-            _start_load_kv, gives_up=generation.slug in _ABORTS
-        ),
-        _sites.update_from_kv_xfer_finished(generation): _update_from_kv_xfer_finished,
-        _sites.get_finished(generation): partial(
-            _get_finished, gives_up=generation.slug in _ABORTS
-        ),
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    return {
+        seams.register_kv_caches(facts): partial(_register_kv_caches, facts=facts),
+        seams.add_remote_agent(facts): partial(_add_remote_agent, facts=facts),
+        seams.read_blocks_for_req(facts): partial(_read_blocks_for_req, facts=facts),
+        seams.build_connector_meta(facts): partial(_build_connector_meta, facts=facts),
+        **_sites_of_handshakes(facts),
+        **_sites_of_proofs(facts),
     }
-    if generation.slug not in _NO_BLOCK_SIZE:
-        found[_sites.set_xfer_handshake_metadata(generation)] = _set_xfer_handshake_metadata
+
+
+def _sites_of_handshakes(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """In releases <= 0.13 a worker shakes hands with one rank of its peer alone."""
+    return {seams.nixl_handshake(facts): _nixl_handshake} if facts.meets_one_rank else {}
+
+
+def _sites_of_proofs(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """In releases <= 0.20 a handshake does not say all of a block: D finds it out by content."""
+    if facts.states_kernel_blocks:
+        return {}
+    found: dict[Site, Wrapper] = {
+        seams.scheduler_matched_tokens(facts): partial(_get_num_new_matched_tokens, facts=facts),
+        seams.start_load_kv(facts): partial(_start_load_kv, facts=facts),
+        seams.update_from_kv_xfer_finished(facts): _update_from_kv_xfer_finished,
+        seams.get_finished(facts): partial(_get_finished, facts=facts),
+    }
+    if facts.states_block_size:
+        found[seams.set_xfer_handshake_metadata(facts)] = _set_xfer_handshake_metadata
     return found
 
 
-def _sites_of_handshakes(generation: Generation) -> dict[Site, Any]:
-    """To 0.13 a worker shakes hands with one rank of its peer, and not where it has more."""
-    if generation.slug not in _MEETS_ONE_RANK:
-        return {}
-    return {_sites.nixl_handshake(generation): _nixl_handshake}
-
-
-_ABORTS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140")
-_MEETS_ONE_RANK = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130")
-_COUNTS_ONE_HEAD = (*_MEETS_ONE_RANK, "g0140", "g0160", "g0180")
-# What it makes of heads in larger blocks than P's; 0.32 asks what the layout is.
-_TAKES_HEADS_FOR_HND = (*_COUNTS_ONE_HEAD, "g0200")
-_READS_ITS_SHARE = ("g0240", "g0260", "g0290", "g0300")
-# 0.11.1 and 0.11.2, on a CPU backend; 0.12.0 does not.
-_MISREADS_BLOCKS = ("g0111",)
-_NO_BLOCK_SIZE = ("g0100", "g0101", "g0102", "g0110")
-# 0.10.0 asks for whole blocks only.
-_WHOLE_BLOCKS = ("g0100",)
-# 0.21 and 0.22 state how blocks are cut.
-_LEAVES_OPEN = (*_NO_BLOCK_SIZE, "g0111", "g0130", "g0140", "g0160", "g0180", "g0200")
-# 0.23 to 0.25 reserve slots for drafted tokens while a request is loaded.
-_DRAFTED_BLOCKS = ("g0230", "g0240")
-# To 0.24 a list of P's goes on behind the prompt where it drafts tokens (0.25 ends g0240).
-_DRAFTED_WINDOWS = ("g0180", "g0200", "g0230", "g0240")
-# Up to 0.19 both lists are expanded to kernel blocks before the request is read.
-_EXPANDED = ("g0111", "g0130", "g0140", "g0160", "g0180")
-
-PATCH = Patch(
-    slug="unlike_engines",
-    wire_affecting=False,
-    sites={
-        g.slug: {
-            _sites.register_kv_caches(g): partial(
-                _register_kv_caches,
-                registration=REGISTRATIONS[g.slug],
-                meets_one_rank=g.slug in _MEETS_ONE_RANK,
-                shares_read=SharesRead(
-                    counts_one_head=g.slug in _COUNTS_ONE_HEAD,
-                    reads_its_share=g.slug in _READS_ITS_SHARE,
-                ),
-                misreads_blocks=g.slug in _MISREADS_BLOCKS,
-            ),
-            _sites.add_remote_agent(g): partial(
-                _add_remote_agent,
-                registration=REGISTRATIONS[g.slug],
-                drafted_windows=g.slug in _DRAFTED_WINDOWS,
-                leaves_open=g.slug in _LEAVES_OPEN,
-                takes_heads_for_hnd=g.slug in _TAKES_HEADS_FOR_HND,
-            ),
-            _sites.read_blocks_for_req(g): partial(
-                _read_blocks_for_req,
-                expanded=g.slug in _EXPANDED,
-                registration=REGISTRATIONS[g.slug],
-            ),
-            _sites.build_connector_meta(g): partial(
-                _build_connector_meta,
-                full_blocks_only=g.slug in _WHOLE_BLOCKS,
-                drafted_blocks=g.slug in _DRAFTED_BLOCKS,
-                leaves_open=g.slug in _LEAVES_OPEN,
-            ),
-            **_sites_of_handshakes(g),
-            **_sites_of_proofs(g),
-        }
-        for g in GENERATIONS
-    },
-    not_needed={},
-    document=__doc__,
-)
+PATCH = Patch(slug="unlike_engines", wire_affecting=False, sites=_sites, document=__doc__)

@@ -9,8 +9,8 @@ from typing import Literal
 
 from packaging.version import Version
 
-from kvpatch._versions import installed_vllm
 from kvpatch.core.errors import BadOptions
+from kvpatch.core.installed import installed_vllm
 from kvpatch.verify.engine import EngineSpec
 
 SETUPS = ("single", "stock", "kvpatch")

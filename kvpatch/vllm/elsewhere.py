@@ -12,6 +12,7 @@ from collections import OrderedDict
 from typing import Any
 
 from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.groups import counted_group
 
 #: Engine ids are a peer's to choose; one that is forgotten is guarded again.
@@ -68,15 +69,15 @@ def is_guarded(
     engine_id: str,
     remote_tokens: int,
     remote_blocks: tuple[tuple[int, ...], ...],
-    *,
-    full_blocks_only: bool,
+    facts: ReleaseFacts,
 ) -> bool:
     """Whether a worker without kvpatch may read a request wrongly that one with it would not."""
     number = counted_group(scheduler)
     if number is None or number >= len(remote_blocks):
         return True
-    plan = getattr(scheduler, "kv_cache_config", None)  # from 0.18
-    spec = None if plan is None else plan.kv_cache_groups[number].kv_cache_spec
-    tokens = int(getattr(spec, "block_size", scheduler.block_size))
-    own = remote_tokens // tokens if full_blocks_only else -(-remote_tokens // tokens)
+    tokens = int(scheduler.block_size)
+    if facts.has_cache_groups:
+        spec = scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        tokens = int(getattr(spec, "block_size", tokens))  # of several kinds has none
+    own = remote_tokens // tokens if facts.loads_whole_blocks_only else -(-remote_tokens // tokens)
     return not like_peers.learn(engine_id, len(remote_blocks[number]), own)

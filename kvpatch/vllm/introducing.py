@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpatch.core import settings
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.announcements import Introductions
 from kvpatch.vllm.likeness import reserves_slots
 from kvpatch.vllm.state import scheduler_state
@@ -19,7 +20,7 @@ from kvpatch.vllm.state import scheduler_state
 _MAY_LEAVE_OPEN = "kvpatch_may_leave_open"
 
 
-def introductions_of(scheduler: Any, *, full_blocks_only: bool) -> Introductions | None:
+def introductions_of(scheduler: Any, facts: ReleaseFacts) -> Introductions | None:
     """A scheduler's; None where handshakes leave nothing open that its workers would have
     to prove.
 
@@ -32,9 +33,9 @@ def introductions_of(scheduler: Any, *, full_blocks_only: bool) -> Introductions
     if state.introductions is None:
         state.introductions = Introductions(
             scheduler.block_size,
-            full_blocks_only=full_blocks_only,
-            allows_none=full_blocks_only and reserves_slots(scheduler.vllm_config),
-            declared=_declared(states_layout=not full_blocks_only),
+            full_blocks_only=facts.loads_whole_blocks_only,
+            allows_none=facts.loads_whole_blocks_only and reserves_slots(scheduler.vllm_config),
+            declared=_declared(states_layout=facts.states_layout),
         )
     return state.introductions
 

@@ -174,7 +174,7 @@ def refuse_drafted_windows(
             peer,
             "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "
             "groups of several shapes, nobody can tell them from the prompt's: speculate without a "
-            "draft model, use one --block-size, or vLLM 0.26 or later",
+            "draft model, use one --block-size, or vLLM 0.25 or later",
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.elsewhere import LikePeers, is_guarded, require
 
 _ORDER = "kvpatch_order"
@@ -78,10 +79,9 @@ def attach_orders(
     scheduler: Any,
     waiting: Mapping[str, Any],
     metadata: Any,
+    facts: ReleaseFacts,
     *,
     like_peers: LikePeers,
-    full_blocks_only: bool,
-    drafted_blocks: bool,
     step: Any = None,
 ) -> None:
     """Writes each request's order onto its entry in the connector's metadata.
@@ -90,8 +90,6 @@ def attach_orders(
         like_peers: the scheduler's.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
-        full_blocks_only: whether the release moves whole blocks of D only (0.10.0).
-        drafted_blocks: whether lists may go on behind the prompt where D drafts tokens.
         step: the scheduler's output, where workers have to know what D computes itself.
     """
     computed = _computed_in(step)
@@ -102,7 +100,7 @@ def attach_orders(
         held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
         # A prefill engine that reads back an earlier turn wants what there is of it.
         tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
-        if full_blocks_only:
+        if facts.loads_whole_blocks_only:
             tokens -= tokens % scheduler.block_size
         local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry))
         has_load = any(local)
@@ -111,17 +109,10 @@ def attach_orders(
             held,
             local,
             remote,
-            _hit_tokens(request) if drafted_blocks else None,
+            _hit_tokens(request) if facts.reserves_drafted_blocks else None,
             None if has_load else computed.get(request_id),
             is_guarded=has_load
-            and is_guarded(
-                scheduler,
-                like_peers,
-                engine_of(entry),
-                held,
-                remote,
-                full_blocks_only=full_blocks_only,
-            ),
+            and is_guarded(scheduler, like_peers, engine_of(entry), held, remote, facts),
             arrived=request.arrival_time,
         )
         setattr(entry, _ORDER, order)

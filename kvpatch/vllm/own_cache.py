@@ -8,6 +8,7 @@ from math import lcm
 from typing import Any
 
 from kvpatch.core import settings
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder, places_of
 from kvpatch.vllm.backend_layouts import backend_layouts
 from kvpatch.vllm.caches import LayerCache, read_layers
@@ -37,8 +38,7 @@ def reader_for(
     behind: Mapping[str, LayerCache],
     *,
     blocks_hold_both: bool = False,
-    meets_one_rank: bool,
-    shares_read: SharesRead,
+    facts: ReleaseFacts,
     misreads_blocks: bool,
     states: Mapping[str, StatePages],
 ) -> Reader:
@@ -47,8 +47,6 @@ def reader_for(
     Args:
         behind: the device's layers where what is registered is a host buffer; else the same.
         blocks_hold_both: of :func:`has_both_in_blocks`.
-        meets_one_rank: whether the release shakes hands with one rank of a peer.
-        shares_read: what it makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none.
         states: the pages of the layers with recurrent state.
     """
@@ -61,8 +59,8 @@ def reader_for(
     known = backend_layouts(worker)
     ours = replace(
         ours,
-        meets_one_rank=meets_one_rank,
-        shares_read=shares_read,
+        meets_one_rank=facts.meets_one_rank,
+        shares_read=SharesRead(facts.counts_one_head, facts.reads_its_share),
         misreads_blocks=misreads_blocks,
         planned_layout=state.planned_layout,
         backend_layout=next(iter(known)) if len(known) == 1 else None,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import DimensionOrder, KeyOrder
 from kvpatch.vllm.groups import Group, one_group, planned_groups
 
@@ -394,20 +395,16 @@ _NAMED_LAYOUTS = replace(
     show_split=_split_by_group,
 )
 
-REGISTRATIONS: Mapping[str, Registration] = {
-    "g0100": _TENSORS_COUNT,
-    "g0101": _TENSORS_COUNT,
-    "g0102": _TENSORS_COUNT,
-    "g0110": _TENSORS_COUNT,
-    "g0111": _BEHIND_A_CHECK,
-    "g0130": _BEHIND_A_CHECK,
-    "g0140": _BY_TOPOLOGY,
-    "g0160": _BY_BACKEND,
-    "g0180": _PLAN_COUNTS,
-    "g0200": _PLAN_COUNTS,
-    "g0230": _PLAN_COUNTS,
-    "g0240": _PLAN_COUNTS,
-    "g0260": _ONE_REGION,
-    "g0290": _NAMED_LAYOUTS,
-    "g0300": _NAMED_LAYOUTS,
-}
+
+def registration_of(facts: ReleaseFacts) -> Registration:
+    """How a release's worker reads the caches that it registers."""
+    if facts.compares_block_sizes_first:
+        return _BEHIND_A_CHECK
+    if facts.shape_source == "backends":
+        return _ONE_REGION if facts.cache_shape == "packed" else _PLAN_COUNTS
+    return {
+        "flags": _TENSORS_COUNT,
+        "topology": _BY_TOPOLOGY,
+        "backend": _BY_BACKEND,
+        "layout name": _NAMED_LAYOUTS,
+    }[facts.shape_source]

@@ -17,6 +17,7 @@ from typing import Any
 
 import wrapt
 
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import KeyOrder
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.vllm import orders
@@ -80,20 +81,17 @@ def remote_slice(
 
 
 def admit_smaller(
-    worker: Any, metadata: Any, registration: Registration, *, takes_heads_for_hnd: bool
+    worker: Any, metadata: Any, registration: Registration, facts: ReleaseFacts
 ) -> None:
     """Refuses a peer of smaller blocks of which the release reads every request wrongly.
-
-    Args:
-        takes_heads_for_hnd: whether it puts heads into larger blocks as HND has them (to 0.22).
 
     Raises:
         PeerRefused: with the reason.
     """
-    theirs = getattr(metadata, "block_size", None)  # from 0.11.1
+    theirs = metadata.block_size if facts.states_block_size else None
     if not isinstance(theirs, int) or theirs >= worker.block_size:
         return
-    reason = _always_misread(worker, registration, takes_heads_for_hnd)
+    reason = _always_misread(worker, registration, facts)
     if reason:
         raise PeerRefused(
             f"engine {metadata.engine_id!r:.200} cannot be read: it has blocks of {theirs} tokens, "
@@ -103,16 +101,16 @@ def admit_smaller(
         )
 
 
-def _always_misread(worker: Any, registration: Registration, takes_heads_for_hnd: bool) -> str:
+def _always_misread(worker: Any, registration: Registration, facts: ReleaseFacts) -> str:
     """Why the release puts wrong bytes into larger blocks, whatever the request; empty: no."""
     if registration.key_order(worker) is not KeyOrder.ROW_MAJOR:
         return "takes keys that the backend keeps by column for rows"
     contexts = getattr(worker.vllm_config.parallel_config, "decode_context_parallel_size", 1)
-    if contexts > 1 and not hasattr(worker, "dcp_size"):  # from 0.29
+    if contexts > 1 and not facts.states_context_parallelism:
         return "does not know that ranks share out the tokens of a block"
-    if worker.use_mla or hasattr(worker, "_invalid_remote_engines"):  # from 0.32
+    if worker.use_mla or facts.pairs_heads_by_layout:
         return ""
-    if not takes_heads_for_hnd:
+    if facts.cache_shape != "keys first":
         return "puts heads in wrong places of larger blocks (0.23 to 0.31)"
     return "" if worker.kv_cache_layout == "HND" else "takes NHD for HND in larger blocks"
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.core.errors import FromOutside
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 
 FIELD = "kv_transfer_params"
@@ -43,26 +44,6 @@ class ParamsRefused(FromOutside, ValueError):
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a release's P sends.
-
-    Attributes:
-        has_groups: whether block ids come in a list per cache group (from 0.18).
-        has_request_id: whether P's name of the request is needed (from 0.13).
-        formats_port: whether a port is only put into an address, so that text does (from 0.11.1).
-        reads_back: whether P may load an earlier turn from D (from 0.21).
-        saves_by_address: whether P looks for a peer's address, which nobody has yet, where it
-            saves a prompt to vLLM's own host buffer (0.10.1 to 0.12).
-    """
-
-    has_groups: bool
-    has_request_id: bool
-    formats_port: bool
-    reads_back: bool
-    saves_by_address: bool = False
-
-
-@dataclass(frozen=True)
 class Asked:
     """What the engine knows of a request and of itself.
 
@@ -79,14 +60,14 @@ class Asked:
     allows: Callable[[str, int], bool] = lambda host, port: True
 
 
-def is_load(params: Mapping[str, Any], form: Form) -> bool:
+def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
     """Whether blocks of a peer's would be loaded, by D or, of an earlier turn, by P.
 
     P takes an earlier turn that is not all there for none.
     """
     if params.get("do_remote_prefill"):
         return True
-    is_turn = form.reads_back and params.get("do_remote_decode") and params.get(_BLOCKS)
+    is_turn = facts.reads_back and params.get("do_remote_decode") and params.get(_BLOCKS)
     return bool(is_turn) and all(name in params for name in (*_ADDRESS, _REQUEST_ID))
 
 
@@ -113,7 +94,7 @@ def _is_empty(blocks: object) -> bool:
     )
 
 
-def check(params: object, form: Form, asked: Asked) -> None:
+def check(params: object, facts: ReleaseFacts, asked: Asked) -> None:
     """Raises:
     ParamsRefused: the release cannot take these; the message names the field.
     """
@@ -124,22 +105,22 @@ def check(params: object, form: Form, asked: Asked) -> None:
     for name in ("do_remote_prefill", "do_remote_decode"):
         if not _is_flag(params.get(name)):
             _refuse(name, params[name], "true or false")
-    if not is_load(params, form):
+    if not is_load(params, facts):
         return
     needed = list(_ADDRESS)
-    if form.has_request_id:
+    if facts.names_remote_request:
         needed.append(_REQUEST_ID)
     needed.append("tp_size" if asked.pushes else _BLOCKS)
     for name in needed:
         if params.get(name) is None:
             what = "null" if name in params else "missing"
             raise ParamsRefused(f"{FIELD}.{name} is {what}: pass on all that P answered")
-    _check_names(params, form)
-    _check_address(params, form, asked)
+    _check_names(params, facts)
+    _check_address(params, facts, asked)
     if not asked.pushes:
         is_turn = not params.get("do_remote_prefill")  # of which the peer may hold more
         most = asked.most_tokens if is_turn else asked.tokens
-        _check_blocks(params[_BLOCKS], form, max(most, 1) + _MORE_BLOCKS)
+        _check_blocks(params[_BLOCKS], facts, max(most, 1) + _MORE_BLOCKS)
     _check_numbers(params)
 
 
@@ -168,9 +149,9 @@ def _is_flag(value: object) -> bool:
     return value is None or (isinstance(value, int) and value in (0, 1))
 
 
-def _check_names(params: Mapping[str, Any], form: Form) -> None:
+def _check_names(params: Mapping[str, Any], facts: ReleaseFacts) -> None:
     _check_text("remote_engine_id", params["remote_engine_id"], _ENGINE_ID_LENGTH)
-    if form.has_request_id:
+    if facts.names_remote_request:
         request_id = params[_REQUEST_ID]
         _check_text(_REQUEST_ID, request_id, _REQUEST_ID_LENGTH)
         if request_id.startswith(_NOT_READS):
@@ -186,12 +167,12 @@ def _check_text(name: str, value: object, most: int) -> None:
         _refuse(name, value, "a text without control characters and halves of surrogates")
 
 
-def _check_address(params: Mapping[str, Any], form: Form, asked: Asked) -> None:
+def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, asked: Asked) -> None:
     host, port = params["remote_host"], params["remote_port"]
     _check_text("remote_host", host, _HOST_LENGTH)
     if not _HOST.fullmatch(host):
         _refuse("remote_host", host, "a host's name or address")
-    if form.formats_port and isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
+    if facts.listens_in_scheduler and isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
         port = int(port)
     _check_number("remote_port", port, 1, 65535)
     if not asked.allows(host, port):
@@ -240,11 +221,11 @@ def _check_number(name: str, value: object, least: int, most: int) -> None:
         _refuse(name, value, f"a whole number from {least} to {most}")
 
 
-def _check_blocks(blocks: object, form: Form, most: int) -> None:
+def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
     if not isinstance(blocks, list | tuple):
         _refuse(_BLOCKS, blocks, "a list")
         return
-    if not form.has_groups or _is_flat(blocks):
+    if not facts.has_cache_groups or _is_flat(blocks):
         _check_ids(_BLOCKS, blocks, most)
         return
     if len(blocks) > _MOST_GROUPS:
@@ -260,12 +241,12 @@ def _check_blocks(blocks: object, form: Form, most: int) -> None:
             _check_ids(name, group, most)
 
 
-def completed(params: dict[str, Any], form: Form) -> dict[str, Any]:
+def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
     """The parameters as the release counts on them: one list of ids ends its workers."""
-    if form.saves_by_address and params.get("do_remote_decode"):
+    if facts.saves_by_address and params.get("do_remote_decode"):
         return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **params}
     blocks: Any = params.get(_BLOCKS)
-    if not form.has_groups or not is_load(params, form) or not _is_flat(blocks):
+    if not facts.has_cache_groups or not is_load(params, facts) or not _is_flat(blocks):
         return params
     return {**params, _BLOCKS: [list(blocks)]}
 

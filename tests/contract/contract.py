@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvpatch._versions import Generation
 from kvpatch.core.ledger import Patch, Site
+from kvpatch.core.releases import ReleaseFacts
 
 from .relied_on import bodies
 from .source import Method, method
@@ -24,12 +24,12 @@ class Cell:
     reason: str = ""
 
 
-def cell(patch: Patch, release: str, generation: Generation) -> Cell:
+def cell(patch: Patch, release: str, facts: ReleaseFacts) -> Cell:
     """The outcome that the release's source decides, as it would be at run time."""
-    reason = patch.not_needed.get(generation.slug)
-    if reason is not None:
-        return Cell("not needed", reason)
-    drifts = [d for d in (drift(release, s) for s in patch.sites[generation.slug]) if d]
+    sites = patch.sites(facts)
+    if not sites:
+        return Cell("not needed", patch.not_needed)
+    drifts = [d for d in (drift(release, s) for s in sites) if d]
     return Cell("refused", "; ".join(drifts)) if drifts else Cell("applied")
 
 
@@ -37,22 +37,20 @@ def drift(release: str, site: Site) -> str:
     """How a site differs from what the patch expects; empty when it does not."""
     name = f"{site.owner}.{site.name}"
     found = method(release, site.module, name)
-    if isinstance(found, str) and site.or_module is not None:
-        found = method(release, site.or_module, name)
     if isinstance(found, str):
         return found
     if found.kind != site.kind:
         return f"{site.name} is a {found.kind}, not a {site.kind}"
-    if not site.takes(found.parameters):
+    if found.parameters != site.parameters:
         expected = ", ".join(site.parameters)
         return f"{site.name} takes ({', '.join(found.parameters)}), not ({expected})"
     return ""
 
 
-def fingerprints(release: str, generation: Generation) -> dict[str, str]:
+def fingerprints(release: str, facts: ReleaseFacts) -> dict[str, str]:
     """The fingerprint of every body that some patch leans on; a clause where there is none."""
     found: dict[str, Method | str] = {
-        f"{module}:{name}": method(release, module, name) for module, name in bodies(generation)
+        f"{module}:{name}": method(release, module, name) for module, name in bodies(facts)
     }
     return {k: m if isinstance(m, str) else m.fingerprint for k, m in found.items()}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvpatch._versions import GENERATIONS, Generation
 from kvpatch.core.ledger import Patch
+from kvpatch.core.releases import FACTS
 from kvpatch.patches import load
 
 from .contract import Cell, cell
@@ -36,15 +36,14 @@ def _table(patches: tuple[Patch, ...]) -> str:
         "|---|---|" + "---|" * len(patches),
     ]
     notes = []
-    for generation in GENERATIONS:
-        for release in generation.releases:
-            marks = []
-            for patch in patches:
-                outcome = cell(patch, release, generation)
-                marks.append(_mark(outcome))
-                if outcome.outcome == "refused":
-                    notes.append(f"- {patch.slug} on {release}: {outcome.reason}")
-            rows.append(f"| {generation.slug} | {release} | {' | '.join(marks)} |")
+    for release, facts in FACTS.items():
+        marks = []
+        for patch in patches:
+            outcome = cell(patch, release, facts)
+            marks.append(_mark(outcome))
+            if outcome.outcome == "refused":
+                notes.append(f"- {patch.slug} on {release}: {outcome.reason}")
+        rows.append(f"| {facts.generation} | {release} | {' | '.join(marks)} |")
     return "\n".join(rows + ([""] + notes if notes else [])) + "\n"
 
 
@@ -62,19 +61,12 @@ def _section(patch: Patch) -> str:
 def _facts(patch: Patch) -> str:
     wire = "yes" if patch.wire_affecting else "no"
     lines = [f"Seen by a peer: {wire}. Wraps:", ""]
-    by_sites: dict[tuple[str, ...], list[Generation]] = {}
-    for generation in GENERATIONS:
-        sites = patch.sites.get(generation.slug)
-        if sites:
-            by_sites.setdefault(tuple(map(str, sites)), []).append(generation)
-    for sites, generations in by_sites.items():
-        span = f"{generations[0].releases[0]} to {generations[-1].releases[-1]}"
-        lines += [f"- {span}: `{site}`" for site in sites]
-    reasons: dict[str, list[Generation]] = {}
-    for generation in GENERATIONS:
-        if generation.slug in patch.not_needed:
-            reasons.setdefault(patch.not_needed[generation.slug], []).append(generation)
-    for reason, generations in reasons.items():
-        span = f"{generations[0].releases[0]} to {generations[-1].releases[-1]}"
-        lines.append(f"- not needed on {span}: {reason}")
+    by_sites: dict[tuple[str, ...], list[str]] = {}
+    for release, facts in FACTS.items():
+        by_sites.setdefault(tuple(map(str, patch.sites(facts))), []).append(release)
+    without = by_sites.pop((), [])
+    for sites, releases in by_sites.items():
+        lines += [f"- {releases[0]} to {releases[-1]}: `{site}`" for site in sites]
+    if without:
+        lines.append(f"- not needed on {without[0]} to {without[-1]}: {patch.not_needed}")
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvpatch._versions import RELEASES
+from kvpatch.core.releases import RELEASES
 from tests.lab import table
 from tests.lab.case import Outcome
 

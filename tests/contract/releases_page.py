@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvpatch._versions import GENERATIONS, RELEASES, Generation
+from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts
 from kvpatch.patches import load
 from tests.lab import table
 from tests.lab.releases import states_block_size, states_kernel_blocks, states_layout
@@ -21,10 +21,10 @@ from the lab's results.
 
 kvpatch supports {len(RELEASES)} releases of vLLM, {RELEASES[0]} to {RELEASES[-1]}, with any local
 version (`+cpu`, `+cu129`). A release that is not listed is refused, pre-releases included;
-`KVPATCH_GENERATION` names the generation to assume for a build of your own.
+`KVPATCH_GENERATION` names the release, or the generation, to assume for a build of your own.
 
-- **Generation**: releases whose connectors have the same modules, classes and shapes; what
-  `KVPATCH_GENERATION` takes.
+- **Generation**: releases that are tested alike; `KVPATCH_GENERATION` takes it for the newest of
+  them.
 - **Handshake leaves open**: what a peer does not state, so that D proves it or is told
   ([old releases](../how-to/old_releases.md)).
 - **Not needed**: [patches](patches.md) that this release does without; all others are applied.
@@ -36,17 +36,18 @@ version (`+cpu`, `+cu129`). A release that is not listed is refused, pre-release
 
 def page() -> str:
     """The whole document."""
-    rows = [_row(g, release) for g in GENERATIONS for release in g.releases]
+    rows = [_row(facts) for facts in FACTS.values()]
     columns = ("vLLM", "generation", "handshake leaves open", "not needed", "stock", "kvpatch on D")
     return _HEAD + markdown(columns, rows)
 
 
-def _row(generation: Generation, release: str) -> tuple[str, ...]:
-    without = [patch.slug for patch in load() if generation.slug in patch.not_needed]
+def _row(facts: ReleaseFacts) -> tuple[str, ...]:
+    release = facts.release
+    without = [patch.slug for patch in load() if not patch.sites(facts)]
     not_needed = ", ".join(f"`{slug}`" for slug in without)
     found = [c for c in table.known_cells() if c.release == release]
     sides = (_pairs(Counter(c.stock for c in found)), _pairs(Counter(c.kvpatch for c in found)))
-    return (release, f"`{generation.slug}`", _left_open(release), not_needed or "none", *sides)
+    return (release, f"`{facts.generation}`", _left_open(release), not_needed or "none", *sides)
 
 
 def _left_open(release: str) -> str:

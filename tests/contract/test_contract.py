@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch._versions import RELEASES, generation_of
 from kvpatch.core import ray_variables
+from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import load
 from tests.releases.fetch import fetch
 
@@ -21,8 +21,7 @@ def _trees():
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_every_patch_has_an_outcome_and_none_is_refused(release):
-    generation = generation_of(release)
-    cells = {p.slug: contract.cell(p, release, generation) for p in load()}
+    cells = {p.slug: contract.cell(p, release, FACTS[release]) for p in load()}
 
     refused = {slug: c.reason for slug, c in cells.items() if c.outcome == "refused"}
     assert not refused
@@ -31,7 +30,7 @@ def test_every_patch_has_an_outcome_and_none_is_refused(release):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
-    assert contract.fingerprints(release, generation_of(release)) == contract.recorded()[release]
+    assert contract.fingerprints(release, FACTS[release]) == contract.recorded()[release]
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -53,7 +52,7 @@ class TestNegativeControl:
     def drifted(self, tmp_path, monkeypatch):
         newest = RELEASES[-1]
         patch = next(patch for patch in load() if patch.slug == "unlike_engines")
-        site = next(iter(patch.sites[generation_of(newest).slug]))
+        site = next(iter(patch.sites(FACTS[newest])))
         original = contract.method(newest, site.module, f"{site.owner}.{site.name}")
         assert not isinstance(original, str)
 

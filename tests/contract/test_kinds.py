@@ -8,7 +8,7 @@ from functools import cache as kept
 
 import pytest
 
-from kvpatch._versions import RELEASES
+from kvpatch.core.releases import RELEASES
 from kvpatch.vllm.cache_kinds import ABSTRACT, BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from tests.releases import cache
 

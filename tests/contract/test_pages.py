@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch._versions import RELEASES
 from kvpatch.core import settings
+from kvpatch.core.releases import RELEASES
 from tests.lab.table import known_cells
 from tests.releases import cache
 from tests.releases.fetch import fetch

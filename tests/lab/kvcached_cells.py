@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvpatch._versions import GENERATIONS, RELEASES
+from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
 from tests.contract import tables
 from tests.releases import kvcached
@@ -23,6 +23,7 @@ from .case import Allocation, Case, EngineSpec, Family, Report
 from .child import KVCACHEDS_OWN
 from .host import Lab
 from .played import Played, now
+from .releases import ends_of_generations
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = _DOCS / "evidence" / "kvcached.md"
@@ -149,7 +150,7 @@ def keep(known: Cells, runs: dict[str, Played]) -> None:
 
 def main(releases: list[str]) -> None:
     kvcached.fetch(kvcached.NEWEST)
-    for release in releases or [generation.releases[-1] for generation in GENERATIONS]:
+    for release in releases or ends_of_generations():
         found = play(release)
         keep(read_cells() | {release: found}, known_runs() | {release: now()})
 

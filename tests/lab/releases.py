@@ -6,7 +6,7 @@ import os
 
 from packaging.version import Version
 
-from kvpatch._versions import GENERATIONS, RELEASES
+from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
 
 from .case import EngineSpec
 
@@ -37,7 +37,7 @@ def newest() -> str:
 
 def ends_of_generations() -> list[str]:
     """The newest release of each generation."""
-    return [generation.releases[-1] for generation in GENERATIONS]
+    return [releases[-1] for releases in GENERATIONS.values()]
 
 
 def some_ends_of_generations() -> list[str]:
@@ -57,17 +57,17 @@ def is_full() -> bool:
 
 def has_named_layouts(release: str) -> bool:
     """Whether the release names its cache layouts (0.29 on)."""
-    return Version(release) >= Version("0.29")
+    return FACTS[release].names_layouts
 
 
 def states_block_size(release: str) -> bool:
     """Up to 0.11.0 the handshake has a block's bytes, and not its tokens."""
-    return release not in [r for generation in GENERATIONS[:4] for r in generation.releases]
+    return FACTS[release].states_block_size
 
 
 def states_kernel_blocks(release: str) -> bool:
     """Up to 0.20 the handshake does not say how many kernel blocks a block has."""
-    return Version(release) >= Version("0.21")
+    return FACTS[release].states_kernel_blocks
 
 
 def cuts_flash_attention(release: str) -> bool:
@@ -98,7 +98,7 @@ def must_prove(decode: EngineSpec, release: str) -> bool:
 
 def meets_one_rank(release: str) -> bool:
     """To 0.13 a worker shakes hands with one rank of its peer, and needs as many ranks or more."""
-    return Version(release) < Version("0.14")
+    return FACTS[release].meets_one_rank
 
 
 def registers_cpu_caches(release: str) -> bool:
@@ -114,9 +114,9 @@ def has_tpus(release: str) -> bool:
 
 def states_layout(release: str) -> bool:
     """0.10.0 does not."""
-    return release not in GENERATIONS[0].releases
+    return FACTS[release].states_layout
 
 
 def moves_full_blocks_only(release: str) -> bool:
     """0.10.0 leaves the last, partial block of a prompt to the decode side."""
-    return release in GENERATIONS[0].releases
+    return FACTS[release].loads_whole_blocks_only

@@ -22,7 +22,7 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import Progress
 
-from kvpatch._versions import RELEASES
+from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
 from tests.releases.fetch import fetch
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch._versions import generation_of
+from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from kvpatch.vllm.halves import PAGE_BYTES
 from tests.releases import kvcached
@@ -19,7 +19,6 @@ from .releases import moves_full_blocks_only, must_prove, states_layout
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _CELLS = tuple(cells())
-_PACKED = ("g0260", "g0290", "g0300")
 _PLAIN_P = ("flashinfer", "split-half", "D")
 
 
@@ -96,7 +95,7 @@ def test_beside_a_plain_cache_of_other_blocks(
 
 def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
     """Its keys and values, if they were apart, would fill 2 MiB of kvcached's pages each."""
-    if not states_layout(lab.release) or generation_of(lab.release).slug in _PACKED:
+    if not states_layout(lab.release) or FACTS[lab.release].cache_shape == "packed":
         pytest.skip("this release states no layout, or packs keys and values")
     beside = case("flashinfer", "split-half", "D", by_kvpatch=True)
     block_bytes = 16 * beside.prefill.kv_heads * beside.prefill.head_dim * 2

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch._versions import generation_of
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Family, Report, Sabotage
 from .host import Lab
 from .releases import moves_full_blocks_only
 from .test_like_pairs import tokens_to_move
-from .test_patches import PAIRS_HALVES
+from .test_patches import pairs_halves
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -139,7 +138,7 @@ def test_rows_and_split_halves(lab: Lab, rows_on: str) -> None:
     report = _run(lab, *pair)
 
     # From 0.26 on halves, twice as many regions as a peer states, are refused.
-    can_pair = rows_on == "prefill" or generation_of(lab.release).slug in PAIRS_HALVES
+    can_pair = rows_on == "prefill" or pairs_halves(lab.release)
     assert report.outcome == ("identical" if can_pair else "refused"), report
     if can_pair:
         assert _run(lab, *pair, sabotage="skip_layer").outcome == "corrupt"

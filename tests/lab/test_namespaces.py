@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch._versions import RELEASES
+from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec

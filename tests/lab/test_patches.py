@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch._versions import generation_of
+from kvpatch.core.releases import FACTS, ReleaseFacts
 
 from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
 from .cases import known_failures
@@ -27,16 +27,19 @@ _SHARED = "34 layers over 5 tensors"
 _SPLIT = [name for name in _CASES if "split-half" in name and "plain" not in name]
 _MIXED = "kvcached split-half P, plain D"
 
-#: Generations that count blocks in the tensors, as kvpatch does everywhere.
-_COUNT_TENSORS = ("g0100", "g0101", "g0102", "g0110", "g0111", "g0130", "g0140", "g0160")
-#: Generations whose FlashAttention tensors have keys first: two regions to everybody.
-_KEYS_FIRST = (*_COUNT_TENSORS, "g0180", "g0200")
-# In 0.23 to 0.25 keys and values share a region, and the number of regions tells halves.
-PAIRS_HALVES = (*_KEYS_FIRST, "g0230", "g0240")
+
+def pairs_halves(release: str) -> bool:
+    """In 0.23 to 0.25 keys and values share a region, and the number of regions tells halves."""
+    return FACTS[release].cache_shape != "packed"
 
 
-def _generation(lab: Lab) -> str:
-    return generation_of(lab.release).slug
+def _facts(lab: Lab) -> ReleaseFacts:
+    return FACTS[lab.release]
+
+
+def _counts_tensors(lab: Lab) -> bool:
+    """Whether the release counts blocks in the tensors, as kvpatch does everywhere."""
+    return not _facts(lab).has_cache_groups
 
 
 def _both(lab: Lab, name: str) -> tuple[Case, Report, Report]:
@@ -51,7 +54,7 @@ def test_block_count(lab: Lab, name: str) -> None:
     _, stock, patched = _both(lab, name)
 
     assert patched.outcome == "identical", patched
-    if _generation(lab) in _COUNT_TENSORS:
+    if _counts_tensors(lab):
         assert stock.outcome == "identical", stock
     else:
         assert stock.outcome in ("refused", "failed", "corrupt"), stock
@@ -62,7 +65,7 @@ def test_shared_tensors(lab: Lab) -> None:
     case, stock, patched = _both(lab, _SHARED)
 
     assert (stock.outcome, patched.outcome) == ("identical", "identical"), (stock, patched)
-    if _generation(lab) in ("g0100", "g0101"):
+    if not _facts(lab).registers_shared_tensors_once:
         assert stock.registrations == 2 * case.decode.layers
         assert patched.registrations == 2 * case.decode.tensors
     else:
@@ -74,7 +77,7 @@ def test_kvcached_regions(lab: Lab, name: str) -> None:
     case, stock, patched = _both(lab, name)
 
     assert patched.outcome == "identical", patched
-    if _generation(lab) in _KEYS_FIRST and case.decode.family == "flash":
+    if _facts(lab).cache_shape == "keys first" and case.decode.family == "flash":
         assert stock.outcome == "identical", stock
     else:
         # One release moves bytes that are not its own and dies of it.
@@ -104,7 +107,7 @@ def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> Non
 def test_a_plain_peer_of_a_split_one_refuses_or_reads_it_rightly(lab: Lab) -> None:
     report = lab.run(_CASES[_MIXED].patched())
 
-    expected = "identical" if _generation(lab) in PAIRS_HALVES else "refused"
+    expected = "identical" if pairs_halves(lab.release) else "refused"
     assert report.outcome == expected, report
 
 
@@ -116,5 +119,5 @@ def test_without_one_patch_its_problem_is_back(lab: Lab) -> None:
     alone, without = lab.run(case.patched("block_count")), lab.run(case.patched(*others))
 
     assert alone.outcome == "identical", alone
-    expected = "identical" if _generation(lab) in _COUNT_TENSORS else "refused"
+    expected = "identical" if _counts_tensors(lab) else "refused"
     assert without.outcome == expected, without

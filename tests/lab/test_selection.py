@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch._versions import RELEASES
+from kvpatch.core.releases import RELEASES
 from tests.conftest import release_of
 
 from .selection import Share, name_without, on_every_release, share

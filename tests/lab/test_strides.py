@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch._versions import GENERATIONS
 from kvpatch.patches import SLUGS
 
 from .case import Allocation, Case, EngineSpec, Family, Report
@@ -64,7 +63,7 @@ def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
 @pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
 def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: int) -> None:
     """Triton's tensors are NHD to 0.17, and its handshake says HND: heads were read for tokens."""
-    if lab.release in GENERATIONS[3].releases:
+    if lab.release == "0.11.0":
         pytest.skip("0.11.0's connector does not know Triton's shape, and stock fails over it")
     spec = replace(_SPEC, family="triton")
 

@@ -1,6 +1,6 @@
 """A stand-in vLLM: the modules, classes and methods that the sites name, and no more.
 
-It lets import orders, undo and refusals be tried for every generation in
+It lets import orders, undo and refusals be tried for every release in
 milliseconds. That the real releases have these sites is what the contract tests
 show, and that the patches work on them is what the lab shows.
 """
@@ -14,34 +14,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvpatch._versions import Generation
 from kvpatch.core.ledger import Site
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.patches import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def sites_of(generation: Generation) -> list[Site]:
-    """Every site that some patch wraps in `generation`, each once."""
-    found = [site for p in load() for site in p.sites.get(generation.slug, ())]
+def sites_of(facts: ReleaseFacts) -> list[Site]:
+    """Every site that some patch wraps in a release, each once."""
+    found = [site for p in load() for site in p.sites(facts)]
     return list(dict.fromkeys(found))
 
 
 def write_tree(
     root: Path,
-    generation: Generation,
+    facts: ReleaseFacts,
     release: str,
     distribution: str = "vllm",
     leave_out: str = "",
     rename_parameter: str = "",
 ) -> Path:
     """A tree that imports as vLLM `release`; optionally drifted in one method."""
-    classes: dict[str, dict[str, list[str]]] = {generation.connector_module: {}}
-    for site in sites_of(generation):
+    classes: dict[str, dict[str, list[str]]] = {facts.connector.module: {}}
+    for site in sites_of(facts):
         methods = classes.setdefault(site.module, {}).setdefault(site.owner, [])
         if site.name != leave_out:
             methods.append(_method(site, site.name == rename_parameter))
-    classes[generation.connector_module].setdefault(generation.connector_class, [])
+    classes[facts.connector.module].setdefault(facts.connector.owner, [])
     for module, owners in classes.items():
         path = root / (module.replace(".", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch._versions import GENERATIONS, RELEASES, generation_of
+from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, facts_of
 from kvpatch.patches import SLUGS, load
 
 from .standin import run, sites_of, write_tree
@@ -12,7 +12,7 @@ from .standin import run, sites_of, write_tree
 pytestmark = pytest.mark.patching
 
 PATCHES = load()
-NEWEST = GENERATIONS[-1]
+NEWEST = FACTS[RELEASES[-1]]
 
 ORIGINALS = """
 import importlib, json, sys
@@ -28,18 +28,19 @@ def kinds():
 """
 
 
-def _prelude(generation):
-    return ORIGINALS.format(sites=[(s.module, s.owner, s.name) for s in sites_of(generation)])
+def _prelude(facts):
+    return ORIGINALS.format(sites=[(s.module, s.owner, s.name) for s in sites_of(facts)])
 
 
-@pytest.fixture(params=GENERATIONS, ids=lambda g: g.slug)
-def generation(request):
-    return request.param
+@pytest.fixture(params=GENERATIONS)
+def facts(request):
+    """Of the newest release of each generation."""
+    return FACTS[GENERATIONS[request.param][-1]]
 
 
 @pytest.fixture
-def tree(generation, tmp_path):
-    return write_tree(tmp_path, generation, generation.releases[-1])
+def tree(facts, tmp_path):
+    return write_tree(tmp_path, facts, facts.release)
 
 
 ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
@@ -47,10 +48,10 @@ IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
 
 
 @pytest.mark.parametrize("order", [ENABLE_FIRST, IMPORT_FIRST])
-def test_applied_in_either_import_order(generation, tree, order):
+def test_applied_in_either_import_order(facts, tree, order):
     found = run(
         tree,
-        _prelude(generation)
+        _prelude(facts)
         + order
         + """
 outcomes = lambda s: s and {p.slug: p.outcome for p in s.patches}
@@ -60,14 +61,14 @@ print(json.dumps([outcomes(waiting), outcomes(kvpatch.status()), wrapped]))
     )
 
     before, after, wrapped = found
-    expected = {p.slug: "applied" if generation.slug in p.sites else "not needed" for p in PATCHES}
+    expected = {p.slug: "applied" if p.sites(facts) else "not needed" for p in PATCHES}
     assert after == expected
     if order is ENABLE_FIRST:
         assert before == dict.fromkeys(SLUGS, "waiting")
     assert set(wrapped) == {"FunctionWrapper"}
 
 
-def test_disable_restores_the_very_objects_and_twice_is_once(generation, tree):
+def test_disable_restores_the_very_objects_and_twice_is_once(facts, tree):
     script = """
 originals = raw()
 kvpatch.enable(); kvpatch.enable()
@@ -81,15 +82,15 @@ kvpatch.disable()
 same += [a is b for a, b in zip(originals, raw())]
 print(json.dumps([depth, same, again]))
 """
-    depth, same, again = run(tree, _prelude(generation) + script)
+    depth, same, again = run(tree, _prelude(facts) + script)
 
-    last = sites_of(generation)[-1]
-    assert depth == sum(last in p.sites.get(generation.slug, {}) for p in PATCHES)
+    last = sites_of(facts)[-1]
+    assert depth == sum(last in p.sites(facts) for p in PATCHES)
     assert all(same)
     assert again is False
 
 
-def test_without_the_variable_nothing_changes_and_nothing_is_imported(generation, tree):
+def test_without_the_variable_nothing_changes_and_nothing_is_imported(facts, tree):
     script = """
 before = set(sys.modules)
 import kvpatch.plugin
@@ -99,7 +100,7 @@ originals = kinds()
 print(json.dumps([new, originals, "wrapt" in sys.modules, "torch" in sys.modules]))
 """
     for value in ({}, {"ENABLE_KVPATCH": "false"}, {"ENABLE_KVPATCH": "0"}):
-        new, originals, wrapt, torch = run(tree, _prelude(generation) + script, **value)
+        new, originals, wrapt, torch = run(tree, _prelude(facts) + script, **value)
         assert new == []
         assert "FunctionWrapper" not in originals
         assert not wrapt and not torch
@@ -108,7 +109,7 @@ print(json.dumps([new, originals, "wrapt" in sys.modules, "torch" in sys.modules
 @pytest.mark.parametrize("way", ["import kvpatch.auto", "import kvpatch.plugin as p; p.load()"])
 @pytest.mark.parametrize("value", ["true", "1", "TRUE"])
 def test_the_variable_enables(tmp_path, way, value):
-    tree = write_tree(tmp_path, NEWEST, NEWEST.releases[-1])
+    tree = write_tree(tmp_path, NEWEST, NEWEST.release)
     script = _prelude(NEWEST) + way + "; raw(); print(json.dumps(kvpatch.status().as_dict()))"
 
     status = run(tree, script, ENABLE_KVPATCH=value)
@@ -118,7 +119,7 @@ def test_the_variable_enables(tmp_path, way, value):
 
 
 def test_a_value_that_is_no_yes_and_no_no_is_an_error(tmp_path):
-    tree = write_tree(tmp_path, NEWEST, NEWEST.releases[-1])
+    tree = write_tree(tmp_path, NEWEST, NEWEST.release)
     script = """
 import json
 try:
@@ -146,29 +147,27 @@ print(json.dumps([built, status.refused, rows, wrapped]))
 """
 
 
-def _construct(generation):
-    return CONSTRUCT.format(module=generation.connector_module, owner=generation.connector_class)
+def _construct(facts):
+    return CONSTRUCT.format(module=facts.connector.module, owner=facts.connector.owner)
 
 
 @pytest.mark.parametrize("drift", ["leave_out", "rename_parameter"])
-def test_a_drifted_site_trips_construction_and_spares_the_import(generation, tmp_path, drift):
-    tree = write_tree(
-        tmp_path, generation, generation.releases[-1], **{drift: "register_kv_caches"}
-    )
-    script = _prelude(generation) + "kvpatch.enable()\n" + _construct(generation)
+def test_a_drifted_site_trips_construction_and_spares_the_import(facts, tmp_path, drift):
+    tree = write_tree(tmp_path, facts, facts.release, **{drift: "register_kv_caches"})
+    script = _prelude(facts) + "kvpatch.enable()\n" + _construct(facts)
 
     built, refused, rows, _ = run(tree, script)
 
     assert built.startswith("PatchRefused:")
     assert "register_kv_caches" in built and "expected" in built and "found" in built
-    assert generation.releases[-1] in built and "block_count" in built
+    assert facts.release in built and "block_count" in built
     assert refused and rows["block_count"] == "refused"
 
 
 def test_undo_takes_the_tripwire_out(tmp_path):
     tree = write_tree(tmp_path, NEWEST, "0.33.0", leave_out="register_kv_caches")
     script = _prelude(NEWEST)
-    script += f"importlib.import_module({NEWEST.connector_module!r})\n"
+    script += f"importlib.import_module({NEWEST.connector.module!r})\n"
     script += "kvpatch.enable(); kvpatch.disable()\n" + _construct(NEWEST)
 
     built, *_ = run(tree, script)
@@ -219,8 +218,9 @@ def test_an_unlisted_build_is_patched_where_its_generation_is_named(tmp_path):
     tree = write_tree(tmp_path, NEWEST, "0.34.0.dev1")
     script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
 
-    built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION="g0300")
-    assert built == "built" and not refused and set(wrapped) == {"FunctionWrapper"}
+    for name in ("g0300", "0.33.0"):
+        built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION=name)
+        assert built == "built" and not refused and set(wrapped) == {"FunctionWrapper"}
 
     built, refused, *_ = run(tree, script, KVPATCH_GENERATION="g9999")
     assert built.startswith("PatchRefused:") and "g9999" in built and refused
@@ -254,10 +254,11 @@ def test_two_distributions_of_vllm_are_refused(tmp_path):
 def test_every_release_has_one_generation_and_every_patch_an_answer_for_it():
     assert len(RELEASES) == len(set(RELEASES)) == 39
     for release in RELEASES:
-        slug = generation_of(release).slug
-        assert generation_of(f"{release}+cu129").slug == slug
+        facts = facts_of(release)
+        assert facts.release == release and facts.generation in GENERATIONS
+        assert facts_of(f"{release}+cu129") is facts
         for patch in PATCHES:
-            assert (slug in patch.sites) != (slug in patch.not_needed), (patch.slug, release)
+            assert patch.sites(facts) or patch.not_needed, (patch.slug, release)
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.slug)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch._versions import GENERATIONS
 from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.vllm.elsewhere import LikePeers
 from kvpatch.vllm.host_buffer_saves import Copies
 from kvpatch.vllm.orders import Order
@@ -57,11 +57,11 @@ def test_what_a_stock_worker_may_ignore_reaches_it() -> None:
 
 
 def test_a_patched_process_takes_all(tmp_path: Path) -> None:
-    generation = GENERATIONS[-1]
-    tree = write_tree(tmp_path, generation, generation.releases[-1])
+    facts = FACTS[RELEASES[-1]]
+    tree = write_tree(tmp_path, facts, facts.release)
     script = (
         "import importlib, json, kvpatch; kvpatch.enable()\n"
-        f"importlib.import_module({generation.connector_module!r})\n"
+        f"importlib.import_module({facts.connector.module!r})\n"
         + _LOADS.format(pickle.dumps(_GUARDED).hex())
         + "print(json.dumps([found.tokens, found.is_guarded]))"
     )
@@ -69,11 +69,11 @@ def test_a_patched_process_takes_all(tmp_path: Path) -> None:
 
 
 def test_a_process_that_leaves_the_patch_out_does_not(tmp_path: Path) -> None:
-    generation = GENERATIONS[-1]
-    tree = write_tree(tmp_path, generation, generation.releases[-1])
+    facts = FACTS[RELEASES[-1]]
+    tree = write_tree(tmp_path, facts, facts.release)
     script = (
         "import importlib, kvpatch; kvpatch.enable()\n"
-        f"importlib.import_module({generation.connector_module!r})\n"
+        f"importlib.import_module({facts.connector.module!r})\n"
         + _LOADS.format(pickle.dumps(_GUARDED).hex())
     )
     with pytest.raises(AssertionError, match=NotPatchedHere.__name__):
@@ -120,8 +120,8 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("before", ["", "import vllm.executor"])
 def test_rays_workers_are_given_our_variables(tmp_path: Path, before: str) -> None:
-    generation = GENERATIONS[-1]
-    tree = write_tree(tmp_path, generation, generation.releases[-1])
+    facts = FACTS[RELEASES[-1]]
+    tree = write_tree(tmp_path, facts, facts.release)
     (tree / "vllm" / "ray").mkdir()
     (tree / "vllm" / "ray" / "__init__.py").touch()
     (tree / "vllm" / "ray" / "ray_env.py").write_text(_RAY_ENV)

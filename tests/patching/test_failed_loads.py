@@ -11,8 +11,9 @@ from queue import Empty, Queue
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
-from kvpatch._versions import GENERATIONS
+from kvpatch.core.releases import FACTS
 from kvpatch.patches.failed_loads import PATCH
 from kvpatch.vllm.failures import (
     Failures,
@@ -275,5 +276,6 @@ class TestBrokenReads:
             )
 
 
-def test_every_generation_before_0_30_has_it():
-    assert set(PATCH.sites) == {g.slug for g in GENERATIONS[:-1]}
+def test_every_release_before_0_30_has_it():
+    have_it = [name for name, facts in FACTS.items() if PATCH.sites(facts)]
+    assert have_it == [name for name in FACTS if Version(name) < Version("0.30")]

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.releases import FACTS
 from kvpatch.transfer.backing import Driver, driver, filler_of
 from kvpatch.vllm import kvcached_pages
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.kvcached_pools import Settings, check_pools, kvcacheds_settings
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, REGISTRATIONS
+from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, registration_of
 from kvpatch.vllm.shares import ReadRefused
 
 pytestmark = pytest.mark.patching
@@ -31,7 +32,7 @@ BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 
 def _read(tensors, order):
     registration = replace(
-        REGISTRATIONS["g0100"],
+        registration_of(FACTS["0.10.0"]),
         orders=lambda worker, layer: (order,),
         layers=lambda worker: frozenset(tensors),
     )

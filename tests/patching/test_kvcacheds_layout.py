@@ -5,23 +5,21 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 
-from kvpatch._versions import GENERATIONS
+from kvpatch.core.releases import FACTS
 from kvpatch.patches.kvcached_layout import PATCH
 
 pytestmark = pytest.mark.patching
 
-_ASKED = [generation for generation in GENERATIONS if generation.slug in PATCH.sites]
+_ASKED = [facts for facts in FACTS.values() if PATCH.sites(facts)]
 
 
 @pytest.mark.parametrize("is_kvcacheds", [True, False])
-@pytest.mark.parametrize("generation", _ASKED, ids=lambda generation: generation.slug)
-def test_the_connectors_wish_holds_where_vllm_makes_the_views(
-    generation, is_kvcacheds, monkeypatch
-):
+@pytest.mark.parametrize("facts", _ASKED, ids=lambda facts: facts.release)
+def test_the_connectors_wish_holds_where_vllm_makes_the_views(facts, is_kvcacheds, monkeypatch):
     monkeypatch.setenv("ENABLE_KVCACHED", "true" if is_kvcacheds else "false")
-    (ask,) = PATCH.sites[generation.slug].values()
+    (ask,) = PATCH.sites(facts).values()
 
     found = ask(lambda config: "HND", None, (None,), {})
 
-    by_vllm = Version(generation.releases[0]) >= Version("0.29")
+    by_vllm = Version(facts.release) >= Version("0.29")
     assert found == ("HND" if by_vllm or not is_kvcacheds else None)

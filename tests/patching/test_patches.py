@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.releases import FACTS
 from kvpatch.geometry import UnreadableGeometry, places_of
 from kvpatch.patches.block_count import common_blocks, is_as_planned
 from kvpatch.patches.kvcached_regions import arrangement, is_in_rows, is_split_inside
 from kvpatch.patches.shared_tensors import first_layers
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.cross_layer_blocks import whole_row
-from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, REGISTRATIONS
+from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, registration_of
 from kvpatch.vllm.states import states_digest, states_in
 
 pytestmark = pytest.mark.patching
@@ -30,7 +31,9 @@ BLOCK = TOKENS * HEADS * CHANNELS
 
 def _registration(order, layers=frozenset({"a", "b", "c"})):
     return replace(
-        REGISTRATIONS["g0100"], orders=lambda worker, layer: (order,), layers=lambda worker: layers
+        registration_of(FACTS["0.10.0"]),
+        orders=lambda worker, layer: (order,),
+        layers=lambda worker: layers,
     )
 
 
@@ -271,7 +274,7 @@ class TestBlockCount:
             )
 
         one, two = worker(), worker()
-        REGISTRATIONS["g0180"].set_blocks(one, 100)
+        registration_of(FACTS["0.18.0"]).set_blocks(one, 100)
 
         assert (one.num_blocks, one._logical_num_blocks) == (200, 100)
         assert (two.num_blocks, two._logical_num_blocks) == (8, 4)

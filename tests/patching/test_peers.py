@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, cross, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
 from kvpatch.vllm.caches import read_layers
@@ -24,7 +25,7 @@ from kvpatch.vllm.likeness import (
 )
 from kvpatch.vllm.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, REGISTRATIONS
+from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, registration_of
 from kvpatch.vllm.remote_geometry import peer_regions
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.shares import ReadRefused, shares_of
@@ -44,7 +45,7 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
     heads = HEADS // tp_size
     tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in names}
     registration = replace(
-        REGISTRATIONS["g0100"],
+        registration_of(FACTS["0.10.0"]),
         orders=lambda worker, layer: (PACKED,),
         layers=lambda worker: len(names),
     )
@@ -72,7 +73,7 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
 def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
     """A token's heads are K0 V0 K1 V1 ...: no layout but NHD, and HND is what was asked for."""
     registration = replace(
-        REGISTRATIONS["g0130"],
+        registration_of(FACTS["0.13.0"]),
         orders=lambda worker, layer: (INTERLEAVED_HEADS,),
         layers=lambda worker: 2,
     )
@@ -326,7 +327,9 @@ class TestNamedLayouts:
     def test_the_order_of_a_row_is_the_plans(self, layout, plan, groups, expected):
         whole = torch.zeros(10, 2, HEADS, 16, 2 * CHANNELS)
         registration = replace(
-            REGISTRATIONS["g0100"], orders=lambda worker, layer: (PACKED,), layers=lambda worker: 2
+            registration_of(FACTS["0.10.0"]),
+            orders=lambda worker, layer: (PACKED,),
+            layers=lambda worker: 2,
         )
         layers = read_layers(registration, None, {"a": whole[:, 0], "b": whole[:, 1]})
         tensors = [SimpleNamespace(layers=list(names)) for names in plan]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.core.releases import FACTS
 from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import _ORDER, Order, remote_blocks
@@ -162,29 +163,29 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "worker", "refused"),
+    ("release", "tokens", "worker", "refused"),
     [
-        (16, {}, ""),
-        (64, {"use_mla": False}, ""),
-        (16, {"use_mla": False}, "puts heads in wrong places"),
-        (16, {"use_mla": False, "_invalid_remote_engines": set()}, ""),
+        ("0.31.0", 16, {}, ""),
+        ("0.31.0", 64, {"use_mla": False}, ""),
+        ("0.31.0", 16, {"use_mla": False}, "puts heads in wrong places"),
+        ("0.32.0", 16, {"use_mla": False}, ""),
     ],
 )
 def test_a_peer_is_refused_where_every_request_would_be_wrong(
-    tokens: int, worker: dict[str, Any], refused: str
+    release: str, tokens: int, worker: dict[str, Any], refused: str
 ) -> None:
     registration: Any = SimpleNamespace(key_order=lambda _: KeyOrder.ROW_MAJOR)
     found = SimpleNamespace(**vars(_worker()) | worker)
     peer = SimpleNamespace(block_size=tokens, engine_id="P")
     if not refused:
-        admit_smaller(found, peer, registration, takes_heads_for_hnd=False)
+        admit_smaller(found, peer, registration, FACTS[release])
         return
     with pytest.raises(PeerRefused, match=refused):
-        admit_smaller(found, peer, registration, takes_heads_for_hnd=False)
+        admit_smaller(found, peer, registration, FACTS[release])
 
 
 def test_keys_by_column_are_never_read_as_rows() -> None:
     registration: Any = SimpleNamespace(key_order=lambda _: KeyOrder.COLUMN_MAJOR)
     peer = SimpleNamespace(block_size=16, engine_id="P")
     with pytest.raises(PeerRefused, match="by column"):
-        admit_smaller(_worker(), peer, registration, takes_heads_for_hnd=True)
+        admit_smaller(_worker(), peer, registration, FACTS["0.20.1"])

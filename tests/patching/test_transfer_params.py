@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvpatch._versions import GENERATIONS
+from kvpatch.core import seams
 from kvpatch.core.errors import SettingsError
+from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.patches import FRONT_ENDS, load
 from kvpatch.patches.transfer_params import (
-    FORMS,
     _create_completion,
     _get_child_info,
     _server_add_request,
@@ -22,7 +22,6 @@ from kvpatch.patches.transfer_params import (
 from kvpatch.vllm.allowed_peers import parse
 from kvpatch.vllm.transfer_params import (
     Asked,
-    Form,
     ParamsRefused,
     check,
     check_prompts,
@@ -33,7 +32,7 @@ from tests.bad_params import bad_params
 
 pytestmark = pytest.mark.patching
 
-_FORM = Form(has_groups=True, has_request_id=True, formats_port=True, reads_back=True)
+_FORM = FACTS["0.33.0"]
 _ASKED = Asked(tokens=150, most_tokens=1024)
 #: As P of 0.33.0 answers.
 _OWN: dict[str, Any] = {
@@ -104,7 +103,7 @@ def test_each_wrong_field_is_named() -> None:
 
 
 def test_to_0_12_a_list_of_ids_and_no_name_of_the_request_do() -> None:
-    form = Form(has_groups=False, has_request_id=False, formats_port=False, reads_back=False)
+    form = FACTS["0.11.0"]
     params = {**_OWN, "remote_block_ids": [1, 2, 3]}
     del params["remote_request_id"]
 
@@ -140,16 +139,15 @@ def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
     assert completed(flat, _FORM) == {**_OWN, "remote_block_ids": [[1, 2, 3]]}
     assert completed(_OWN, _FORM) is _OWN
     assert completed(_TO_P, _FORM) is _TO_P
-    to_0_17 = Form(has_groups=False, has_request_id=True, formats_port=True, reads_back=False)
-    assert completed(flat, to_0_17) is flat
+    assert completed(flat, FACTS["0.17.1"]) is flat
 
 
 def test_p_saves_a_prompt_whose_reader_nobody_knows() -> None:
     bare = {"do_remote_decode": True}
 
-    assert completed(bare, FORMS["g0102"]) == {**_PROXYS, **bare}
-    assert completed(_TO_P, FORMS["g0102"]) == _TO_P
-    assert completed(bare, FORMS["g0130"]) is bare
+    assert completed(bare, FACTS["0.10.2"]) == {**_PROXYS, **bare}
+    assert completed(_TO_P, FACTS["0.10.2"]) == _TO_P
+    assert completed(bare, FACTS["0.13.0"]) is bare
 
 
 def test_what_loads_nothing() -> None:
@@ -268,17 +266,20 @@ def _server(connector: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("generation", GENERATIONS, ids=lambda g: g.slug)
-def test_the_server_refuses_before_anything_is_booked(generation: Any) -> None:
+@pytest.mark.parametrize("facts", FACTS.values(), ids=lambda facts: facts.release)
+def test_the_server_refuses_before_anything_is_booked(facts: ReleaseFacts) -> None:
     taken: list[Any] = []
-    form = FORMS[generation.slug]
-    own = {**_OWN, "remote_block_ids": _OWN["remote_block_ids"][0]} if not form.has_groups else _OWN
+    own = (
+        {**_OWN, "remote_block_ids": _OWN["remote_block_ids"][0]}
+        if not facts.has_cache_groups
+        else _OWN
+    )
 
     def ask(connector: str, params: Any) -> None:
         sampling = SimpleNamespace(extra_args={"kv_transfer_params": params})
         given = ("name", "prompt", sampling, 1.0)
         _server_add_request(
-            lambda *given: taken.append(given), _server(connector), given, {}, form=form
+            lambda *given: taken.append(given), _server(connector), given, {}, facts=facts
         )
 
     ask("NixlConnector", own)
@@ -294,14 +295,14 @@ def test_the_server_refuses_before_anything_is_booked(generation: Any) -> None:
 def test_every_module_of_the_front_end_is_watched() -> None:
     """One that is not would be left as it is, without a word."""
     found = {
-        (patch.slug, site.module)
+        (patch.slug, site.module in seams.front_end_modules(facts))
         for patch in load()
-        for sites in patch.sites.values()
-        for site in sites
+        for facts in FACTS.values()
+        for site in patch.sites(facts)
         if site.is_front_end
     }
 
-    assert found and all(module in FRONT_ENDS[slug] for slug, module in found)
+    assert found == {(slug, True) for slug in FRONT_ENDS}
 
 
 def test_one_of_several_answers_loads_the_prompt() -> None:

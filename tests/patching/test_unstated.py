@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.core.releases import FACTS
 from kvpatch.vllm.announcements import Announcements, Introductions, announced, announcement
 from kvpatch.vllm.cuts import chunks_to_look_at, still_possible
 from kvpatch.vllm.introducing import (
@@ -153,14 +154,18 @@ def test_a_scheduler_loads_from_what_workers_announced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("full_blocks_only", "layout", "loads"),
-    [(False, {}, True), (True, {}, False), (True, {"KVPATCH_PEER_LAYOUT": "NHD"}, True)],
+    ("release", "layout", "loads"),
+    [
+        ("0.10.1", {}, True),
+        ("0.10.0", {}, False),
+        ("0.10.0", {"KVPATCH_PEER_LAYOUT": "NHD"}, True),
+    ],
 )
-def test_a_scheduler_loads_from_what_is_declared(monkeypatch, full_blocks_only, layout, loads):
+def test_a_scheduler_loads_from_what_is_declared(monkeypatch, release, layout, loads):
     """0.10.0 does not state the layout either."""
     for name, value in {"KVPATCH_PEER_BLOCK_SIZE": "64", **layout}.items():
         monkeypatch.setenv(name, value)
-    introductions = introductions_of(_Scheduler(), full_blocks_only=full_blocks_only)
+    introductions = introductions_of(_Scheduler(), FACTS[release])
     assert introductions is not None
     assert introductions.allow("p", 2, 128) is loads
 
@@ -186,7 +191,7 @@ class _Scheduler:
 def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
     """A hit of one block of 16, 64 tokens in all: 0.10.0 names 4 blocks of its own for 3 of P's."""
     scheduler = _Scheduler(method)
-    introductions = introductions_of(scheduler, full_blocks_only=True)
+    introductions = introductions_of(scheduler, FACTS["0.10.0"])
     assert introductions is not None
     book_proof(scheduler, "p", 16)
     assert introductions.allow("p", blocks=4, needed_tokens=64) is allows
@@ -205,7 +210,7 @@ def test_a_scheduler_holds_back_where_a_worker_may_have_to_prove(said, holds):
 
     hear_what_is_open(scheduler, stated)
 
-    assert (introductions_of(scheduler, full_blocks_only=False) is not None) is holds
+    assert (introductions_of(scheduler, FACTS["0.20.1"]) is not None) is holds
     assert not any(vars(metadata) for metadata in stated), "nothing of it goes to peers"
 
 

@@ -1,0 +1,223 @@
+"""Where vLLM is wrapped: the connector's seams as sites, per release."""
+
+from __future__ import annotations
+
+from kvpatch.core.ledger import Kind, Site
+from kvpatch.core.releases import Place, ReleaseFacts
+
+_CORE = Place("vllm.v1.core.sched.scheduler", "Scheduler")
+
+
+def _site(place: Place, name: str, *parameters: str, kind: Kind = "function") -> Site:
+    bound = {"function": ("self",), "classmethod": ("cls",), "staticmethod": ()}[kind]
+    return Site(place.module, place.owner, name, kind, (*bound, *parameters))
+
+
+def _front_end(module: str, owner: str, name: str, *parameters: str) -> Site:
+    return Site(module, owner, name, "function", ("self", *parameters), is_front_end=True)
+
+
+# --- the workers ---------------------------------------------------------------
+
+
+def worker_init(facts: ReleaseFacts) -> Site:
+    """Where a worker asks whether its device's memory can be registered."""
+    return _site(facts.worker, "__init__", *_init_parameters(facts))
+
+
+def register_kv_caches(facts: ReleaseFacts) -> Site:
+    """Where a worker is handed the tensors of its KV cache."""
+    return _site(facts.worker, "register_kv_caches", "kv_caches")
+
+
+def nixl_handshake(facts: ReleaseFacts) -> Site:
+    """Where a worker asks a peer for its metadata; these parameters in releases <= 0.13."""
+    asked = ("host", "port", "remote_tp_size", "expected_engine_id")
+    return _site(facts.worker, "_nixl_handshake", *asked)
+
+
+def add_remote_agent(facts: ReleaseFacts) -> Site:
+    """Where a worker is told of one rank of a peer, at the handshake."""
+    contexts = ("remote_dcp_size",) if facts.states_context_parallelism else ()
+    told = ("nixl_agent_meta", "remote_tp_rank", "remote_tp_size", *contexts)
+    return _site(facts.worker, "add_remote_agent", *told)
+
+
+def start_load_kv(facts: ReleaseFacts) -> Site:
+    """Where a worker is told what to read in a step."""
+    return _site(facts.worker, "start_load_kv", "metadata")
+
+
+def read_blocks_for_req(facts: ReleaseFacts) -> Site:
+    """Where a worker posts the reads of one request."""
+    return _site(facts.reader, "_read_blocks_for_req", "req_id", "meta")
+
+
+def pop_done_transfers(facts: ReleaseFacts) -> Site:
+    """Where a worker asks NIXL which transfers are done."""
+    return _site(facts.worker, "_pop_done_transfers", "transfers")
+
+
+def handle_failed_transfer(facts: ReleaseFacts) -> Site:
+    """Where a worker books a load that failed; these parameters in releases <= 0.29."""
+    return _site(facts.worker, "_handle_failed_transfer", "req_id", "handle")
+
+
+def worker_get_finished(facts: ReleaseFacts) -> Site:
+    """Where a worker says which requests have been sent and received."""
+    return _site(facts.worker, "get_finished")
+
+
+# --- the connector's scheduler half ----------------------------------------------
+
+
+def scheduler_init(facts: ReleaseFacts) -> Site:
+    """Where the connector's scheduler half is made."""
+    return _site(facts.scheduler, "__init__", *_init_parameters(facts))
+
+
+def _init_parameters(facts: ReleaseFacts) -> tuple[str, ...]:
+    plan = ("kv_cache_config",) if facts.has_cache_groups else ()
+    return ("vllm_config", "engine_id", *plan)
+
+
+def build_connector_meta(facts: ReleaseFacts) -> Site:
+    """Where the scheduler writes what the workers will read."""
+    return _site(facts.scheduler, "build_connector_meta", "scheduler_output")
+
+
+def scheduler_matched_tokens(facts: ReleaseFacts) -> Site:
+    """Where the connector's scheduler half says how many tokens would be loaded."""
+    asked = ("request", "num_computed_tokens")
+    return _site(facts.scheduler, "get_num_new_matched_tokens", *asked)
+
+
+def set_xfer_handshake_metadata(facts: ReleaseFacts) -> Site:
+    """Where the connector's scheduler half is handed what its workers state; from 0.11.1."""
+    return _site(facts.scheduler, "set_xfer_handshake_metadata", "metadata")
+
+
+def handshake_listener(facts: ReleaseFacts) -> Site:
+    """The thread that answers handshakes."""
+    if not facts.listens_in_scheduler:
+        place, parameters = facts.worker, ("metadata", "ready_event", "base_port", "tp_rank")
+    else:
+        host = ("host",) if facts.listens_by_host else ()
+        place = facts.scheduler
+        parameters = ("encoded_data", "ready_event", "stop_event", *host, "port")
+    return _site(place, "_nixl_handshake_listener", *parameters, kind="staticmethod")
+
+
+# --- the connector -------------------------------------------------------------
+
+
+def get_required_kvcache_layout(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks the connector which layout the cache must have; from 0.10.1."""
+    name = "get_required_kvcache_layout"
+    return _site(facts.connector, name, "vllm_config", kind="classmethod")
+
+
+def get_num_new_matched_tokens(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks, of a request that it could schedule, what will be loaded."""
+    asked = ("request", "num_computed_tokens")
+    return _site(facts.connector, "get_num_new_matched_tokens", *asked)
+
+
+def connector_meta(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks for a step's metadata, in pull and in push mode."""
+    return _site(facts.connector, "build_connector_meta", "scheduler_output")
+
+
+def get_finished(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks which requests have been sent and received."""
+    return _site(facts.connector, "get_finished", "finished_req_ids")
+
+
+def get_block_ids_with_load_errors(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks which blocks could not be loaded; from 0.11.1."""
+    return _site(facts.connector, "get_block_ids_with_load_errors")
+
+
+def request_finished(facts: ReleaseFacts) -> tuple[Site, ...]:
+    """Where vLLM says that a request is over, and gets what P's answer carries."""
+    groups = ("request_finished_all_groups",) if facts.has_cache_groups else ()
+    names = ("request_finished", *groups)
+    return tuple(_site(facts.connector, name, "request", "block_ids") for name in names)
+
+
+def wait_for_save(facts: ReleaseFacts) -> Site:
+    """What vLLM calls in a worker once the model has run."""
+    return _site(facts.connector, "wait_for_save")
+
+
+def set_host_xfer_buffer_ops(facts: ReleaseFacts) -> Site:
+    """Where a platform's runner hands over its copies for the release's own buffer."""
+    return _site(facts.connector, "set_host_xfer_buffer_ops", "copy_operation")
+
+
+# --- vLLM's scheduler ------------------------------------------------------------
+
+
+def schedule(facts: ReleaseFacts) -> Site:
+    """A step of vLLM's scheduler."""
+    return _site(_CORE, "schedule", *(("throttle_prefills",) if facts.throttles_prefills else ()))
+
+
+def add_request(facts: ReleaseFacts) -> Site:
+    """Where vLLM's scheduler takes a request."""
+    return _site(_CORE, "add_request", "request")
+
+
+def finish_requests(facts: ReleaseFacts) -> Site:
+    """Where vLLM's scheduler ends requests from outside: aborts, and failed loads."""
+    return _site(_CORE, "finish_requests", "request_ids", "finished_status")
+
+
+def connector_finished(facts: ReleaseFacts) -> Site:
+    """Where vLLM's scheduler asks whether a request that is over keeps its blocks."""
+    return _site(_CORE, "_connector_finished", "request")
+
+
+def update_from_kv_xfer_finished(facts: ReleaseFacts) -> Site:
+    """Where vLLM's scheduler hears what its workers have sent and received."""
+    return _site(_CORE, "_update_from_kv_xfer_finished", facts.core_output)
+
+
+def update_requests_with_invalid_blocks(facts: ReleaseFacts) -> Site:
+    """Where vLLM's scheduler finds the requests whose blocks could not be loaded; from 0.18."""
+    tokens = ("num_scheduled_tokens",) if facts.counts_tokens_of_failed else ()
+    taken = ("requests", "invalid_block_ids", *tokens, "evict_blocks")
+    return _site(_CORE, "_update_requests_with_invalid_blocks", *taken)
+
+
+def free_blocks(facts: ReleaseFacts) -> Site:
+    """Where a request's blocks are let go of: read, finished, aborted or preempted."""
+    return _site(Place("vllm.v1.core.kv_cache_manager", "KVCacheManager"), "free", "request")
+
+
+# --- the API server --------------------------------------------------------------
+
+_CLIENT = "vllm.v1.engine.async_llm"
+_PARENT = "vllm.v1.engine.parallel_sampling"
+
+
+def server_add_request(facts: ReleaseFacts) -> Site:
+    """Where the API server's engine client takes a request."""
+    return _front_end(_CLIENT, "AsyncLLM", "add_request", *facts.server_request[1:])
+
+
+def child_sampling(facts: ReleaseFacts) -> Site:
+    """Where the front end makes the requests for several answers (``n``) to one prompt."""
+    return _front_end(_PARENT, "ParentRequest", "get_child_info", "index")
+
+
+def create_completion(facts: ReleaseFacts) -> Site:
+    """Where the API server takes a request to ``/v1/completions``."""
+    owner = "OpenAIServingCompletion"
+    taken = ("request", "raw_request")
+    return _front_end(facts.completions_module, owner, "create_completion", *taken)
+
+
+def front_end_modules(facts: ReleaseFacts) -> tuple[str, ...]:
+    """The modules of the API server that a patch wraps, which need not import the connector."""
+    return (_CLIENT, _PARENT, facts.completions_module)
