@@ -34,24 +34,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from queue import Queue
 from typing import Any
 
 from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.vllm.answers import require_answer
 from kvpatch.vllm.failures import (
-    LastToFirst,
     Unreported,
+    has_several_groups,
     leave_waiting,
     pop_one_by_one,
     report_failed,
     whole_requests,
 )
 from kvpatch.vllm.orders import engine_of
+from kvpatch.vllm.registering import registration_step
 from kvpatch.vllm.state import worker_state
 
 
@@ -158,18 +158,6 @@ def _pop_done_or_failed(
     return pop_done(*args, **kwargs)
 
 
-def _register_kv_caches(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    own = instance._failed_recv_reqs
-    if isinstance(own, Queue):  # from 0.22
-        instance._failed_recv_reqs = LastToFirst(instance, own)
-    elif not isinstance(own, (Unreported, LastToFirst)):
-        failures = worker_state(instance).failures if _has_several_groups(instance) else None
-        instance._failed_recv_reqs = Unreported(own, failures)
-    return wrapped(*args, **kwargs)
-
-
 def _worker_get_finished(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -184,7 +172,7 @@ def _handle_failed_transfer(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def handle_failed(req_id: str, handle: Any) -> Any:
-        if _has_several_groups(instance):
+        if has_several_groups(instance):
             worker_state(instance).failures.add(req_id)
         return wrapped(req_id, handle)
 
@@ -195,7 +183,7 @@ def _get_finished(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     worker = instance.connector_worker
-    if worker is None or not _has_several_groups(worker):
+    if worker is None or not has_several_groups(worker):
         return wrapped(*args, **kwargs)
     loading = {
         name: metadata.local_block_ids for name, metadata in worker._recving_metadata.copy().items()
@@ -209,7 +197,7 @@ def _get_block_ids_with_load_errors(
 ) -> Any:
     found = wrapped(*args, **kwargs)
     worker = instance.connector_worker
-    if worker is None or not _has_several_groups(worker):
+    if worker is None or not has_several_groups(worker):
         return found
     return set(found) | worker_state(worker).failures.take_invalid()
 
@@ -230,12 +218,8 @@ def _update_requests_with_invalid_blocks(
     return update(*args, **kwargs)
 
 
-def _has_several_groups(worker: Any) -> bool:
-    return bool(getattr(worker, "_is_hma_required", False))  # from 0.18
-
-
-def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    found: dict[Site, Wrapper] = {}
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    found: dict[Site, Wrapper | Step] = {}
     if facts.failed_loads == "unknown":
         found[seams.start_load_kv(facts)] = _start_load_kv
         found[seams.get_finished(facts)] = _get_finished_and_given_up
@@ -243,7 +227,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
         found[seams.nixl_handshake(facts)] = partial(_handshake_with_the_living, facts=facts)
         found[seams.pop_done_transfers(facts)] = _pop_done_or_leave_waiting
     if facts.failed_loads in ("as received", "by the first"):
-        found[seams.register_kv_caches(facts)] = _register_kv_caches
+        found |= registration_step(facts)
     if facts.failed_loads == "as received":
         found[seams.worker_get_finished(facts)] = _worker_get_finished
     if facts.forgets_failed_reads:  # and <= 0.11.2 NIXL's errors are not caught either

@@ -28,19 +28,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpatch.core import seams, settings
-from kvpatch.core.errors import HostBufferRefused
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import host_buffer_links as links
 from kvpatch.vllm import host_buffer_saves as saves
 from kvpatch.vllm import host_buffer_worker as workers
 from kvpatch.vllm.host_buffer import is_wanted_here
-from kvpatch.vllm.registration import Registration, registration_of
+from kvpatch.vllm.registering import registration_step
 from kvpatch.vllm.state import scheduler_state, worker_state
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
@@ -77,35 +76,6 @@ def _worker_init(
         worker_state(instance).is_host_buffered = True
 
     init(*args, **kwargs)
-
-
-def _register_kv_caches(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    registration: Registration,
-) -> Any:
-    def register(kv_caches: Mapping[str, Any]) -> Any:
-        state = worker_state(instance)
-        if not state.is_host_buffered:
-            return wrapped(kv_caches)
-        if not hasattr(instance, "_read_blocks_for_req"):
-            raise HostBufferRefused(
-                "in push mode P writes to D's memory, past a host buffer: use NixlConnector, which "
-                "pulls, or KVPATCH_HOST_BUFFER=never"
-            )
-        if "unlike_engines" in settings.disabled_slugs():
-            raise HostBufferRefused(
-                "what D reads goes through the host buffer by unlike_engines, which "
-                "KVPATCH_DISABLE turns off: leave it on, or use KVPATCH_HOST_BUFFER=never"
-            )
-        buffer = workers.make(registration, instance, kv_caches)
-        state.host_buffer, state.pages = buffer, buffer.pages
-        return wrapped(buffer.pool.tensors)
-
-    return register(*args, **kwargs)
 
 
 def _wait_for_save(
@@ -235,12 +205,10 @@ def _free(
     return free(*args, **kwargs)
 
 
-def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    found: dict[Site, Wrapper] = {
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    found: dict[Site, Wrapper | Step] = {
         seams.worker_init(facts): partial(_worker_init, facts=facts),
-        seams.register_kv_caches(facts): partial(
-            _register_kv_caches, registration=registration_of(facts)
-        ),
+        **registration_step(facts),
         seams.wait_for_save(facts): _wait_for_save,
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,

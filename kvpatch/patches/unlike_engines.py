@@ -50,15 +50,14 @@ Remove when:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvpatch.core import seams, settings
-from kvpatch.core.errors import KvpatchError, RegistrationRefused
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core import seams
+from kvpatch.core.errors import KvpatchError
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import orders
 from kvpatch.vllm.admission import (
@@ -68,133 +67,30 @@ from kvpatch.vllm.admission import (
     is_left_with_state,
     refuse_doubtful_layout,
 )
-from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.announcements import announced
 from kvpatch.vllm.candidates import candidates_of
-from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
 from kvpatch.vllm.introducing import (
     book_proof,
     hear_what_is_open,
     introductions_of,
-    say_what_is_open,
 )
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
-from kvpatch.vllm.leases import leases_of
 from kvpatch.vllm.likeness import (
     is_alike,
     refuse_drafted_windows,
     refuse_endless,
     refuse_unreadable,
 )
-from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.vllm.named_blocks import refuse_misnamed
-from kvpatch.vllm.own_cache import (
-    are_in_regions,
-    has_blocks_of,
-    has_both_in_blocks,
-    is_plain,
-    read_cache,
-    read_states,
-    reader_for,
-)
 from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
-from kvpatch.vllm.reader import Peer, Reader
+from kvpatch.vllm.reader import Peer
+from kvpatch.vllm.registering import registration_step
 from kvpatch.vllm.registration import registration_of
 from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
-from kvpatch.vllm.split_handles import watch_split_handles
 from kvpatch.vllm.state import connectors_of, scheduler_state, worker_state
-from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.whole_blocks import refuse_cut_unread
 from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
-
-_LOG = logging.getLogger("kvpatch.unlike_engines")
-
-
-def _register_kv_caches(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
-) -> Any:
-    registration = registration_of(facts)
-
-    state = worker_state(instance)
-
-    def register(kv_caches: Mapping[str, Any]) -> Any:
-        # Read first: what registering makes of split tensors is not what they are.
-        cache = read_cache(registration, instance, kv_caches, leave_state=True)
-        buffer = state.host_buffer
-        states: Mapping[str, StatePages] = {}
-        if cache is not None and len(cache[0]) < len(kv_caches):
-            states = read_states(instance, kv_caches, cache)
-            cache = cache if states and buffer is None else None
-        behind = cache if buffer is None else read_cache(registration, instance, buffer.tensors)
-        # So is this: that its own blocks are no longer keys first is what registering may make
-        # the worker believe.
-        blocks_hold_both = cache is not None and has_both_in_blocks(registration, instance, cache)
-        result = wrapped(kv_caches)
-        is_misread = False
-        if facts.topology_has_block_size and cache is not None:
-            is_misread = takes_heads_for_tokens(instance, cache[0])
-        if is_misread:
-            take_planned_blocks(instance)
-        rows = state.rows
-        can_read = (
-            cache is not None
-            and is_plain(instance)
-            and has_blocks_of(instance.block_size, cache)
-            and (rows is not None or not states or are_in_regions(instance, states))
-        )
-        if rows is not None and not can_read:
-            raise RegistrationRefused(
-                "kvcached's contiguous layout cannot be read into here (context parallelism, "
-                "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
-                "states that are not one behind the other): set KVCACHED_CONTIGUOUS_LAYOUT=false"
-            )
-        if can_read and cache is not None and behind is not None:
-            agent = own_agent(instance.nixl_wrapper)
-            reader = reader_for(
-                instance,
-                agent,
-                kv_caches,
-                cache,
-                behind[0],
-                blocks_hold_both=blocks_hold_both,
-                facts=facts,
-                misreads_blocks=is_misread,
-                states=states,
-            )
-            reader.leases = leases_of(instance)
-            state.reader = reader
-            instance.nixl_wrapper = ReadingAgent(
-                agent,
-                reader,
-                partial(ranks_of, instance),
-                partial(unlike_engine_of, instance),
-                partial(agents_beside, instance),
-            )
-            watch_split_handles(instance)
-            registration.admit_peers(instance)
-        say_what_is_open(instance, may_leave_open=_may_leave_open(state.reader))
-        return result
-
-    return register(*args, **kwargs)
-
-
-def _may_leave_open(reader: Reader | None) -> bool:
-    """Whether a peer's handshake may leave something open that this worker would prove."""
-    if reader is None or settings.peer_block_size() is not None:
-        return False
-    sizes = reader.ours.kernel_sizes
-    return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)
-
-
-def own_agent(agent: Any) -> Any:
-    """NIXL's own agent, where the worker has registered before."""
-    return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
 
 
 def _add_remote_agent(
@@ -524,9 +420,9 @@ def _block_tokens(peer: Statement) -> int:
     return (peer.block_tokens or 0) * (peer.kernel_blocks_per_block or 1)
 
 
-def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
-        seams.register_kv_caches(facts): partial(_register_kv_caches, facts=facts),
+        **registration_step(facts),
         seams.add_remote_agent(facts): partial(_add_remote_agent, facts=facts),
         seams.read_blocks_for_req(facts): partial(_read_blocks_for_req, facts=facts),
         seams.build_connector_meta(facts): partial(_build_connector_meta, facts=facts),

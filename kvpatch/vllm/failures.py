@@ -137,6 +137,24 @@ class LastToFirst:
         return None
 
 
+def watch_failed_loads(worker: Any, failures: Failures) -> None:
+    """Has a worker keep its failed requests where the release reports them too early, or wrongly.
+
+    Args:
+        failures: is told of them where the model has several cache groups.
+    """
+    own = worker._failed_recv_reqs
+    if isinstance(own, Queue):  # from 0.22
+        worker._failed_recv_reqs = LastToFirst(worker, own)
+    elif not isinstance(own, (Unreported, LastToFirst)):
+        worker._failed_recv_reqs = Unreported(own, failures if has_several_groups(worker) else None)
+
+
+def has_several_groups(worker: Any) -> bool:
+    """Whether a worker's layers have block tables by group, so that the release fails none."""
+    return bool(getattr(worker, "_is_hma_required", False))  # from 0.18
+
+
 def report_failed(worker: Any, unreported: Unreported) -> set[str]:
     """The failed requests that the scheduler waits for; their metadata is dropped.
 

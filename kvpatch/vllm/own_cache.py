@@ -1,117 +1,57 @@
-"""This worker's cache as reads from unlike peers fill it, and the reader that does."""
+"""This worker's cache as reads from unlike peers fill it, read before it is registered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from kvpatch.core import settings
-from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder, places_of
-from kvpatch.vllm.backend_layouts import backend_layouts
+from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder
 from kvpatch.vllm.caches import LayerCache, read_layers
-from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.halves import halves_of
-from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.local_geometry import LocalGeometry, local_geometry_of, registered_addresses
-from kvpatch.vllm.peer_states import places_of_states
-from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.local_geometry import registered_addresses
 from kvpatch.vllm.registration import Registration
-from kvpatch.vllm.row_form import places_digest
 from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
-from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.state import worker_state
-from kvpatch.vllm.states import StatePages, pages_of, states_digest
+from kvpatch.vllm.states import StatePages, pages_of
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
 
 
-def reader_for(
-    worker: Any,
-    agent: Any,
-    kv_caches: Mapping[str, Any],
-    cache: Cache,
-    behind: Mapping[str, LayerCache],
-    *,
-    blocks_hold_both: bool = False,
-    facts: ReleaseFacts,
-    misreads_blocks: bool,
-    states: Mapping[str, StatePages],
-) -> Reader:
-    """The reader of what a worker has registered, or of the device's cache behind it.
+@dataclass(frozen=True)
+class OwnCache:
+    """What a worker is about to register.
 
-    Args:
-        behind: the device's layers where what is registered is a host buffer; else the same.
-        blocks_hold_both: of :func:`has_both_in_blocks`.
-        misreads_blocks: whether block sizes that peers state are none.
+    Attributes:
+        cache: its layers, groups and key order; None where it cannot be read into.
+        behind: the same of the device's tensors where those are a host buffer's.
         states: the pages of the layers with recurrent state.
+        blocks_hold_both: of :func:`has_both_in_blocks`.
     """
-    layers, groups, key_order = cache
-    state = worker_state(worker)
-    buffer, rows = state.host_buffer, state.rows
-    ours = local_geometry_of(worker, layers if rows is None else rows.shown, key_order)
-    if blocks_hold_both:
-        ours = replace(ours, halves=halves_of(ours))
-    known = backend_layouts(worker)
-    ours = replace(
-        ours,
-        meets_one_rank=facts.meets_one_rank,
-        shares_read=SharesRead(facts.counts_one_head, facts.reads_its_share),
-        misreads_blocks=misreads_blocks,
-        planned_layout=state.planned_layout,
-        backend_layout=next(iter(known)) if len(known) == 1 else None,
-    )
-    if len(groups) > 1:
-        ours = replace(ours, groups=tuple(group.layers for group in groups))
-    if states:
-        ours = _with_states(worker, ours, states, rows)
-    device = kv_caches[next(iter(layers))].device
-    heard = state.announcements
-    if buffer is None:
-        pool = staging_pool(agent, ours.memory, device)
-        mode = settings.transfer_mode()
-        if rows is not None:
-            return Reader(
-                ours,
-                groups,
-                kv_caches,
-                pool,
-                mode,
-                layers,
-                rows,
-                states=states,
-                announcements=heard,
-            )
-        return Reader(ours, groups, kv_caches, pool, mode, states=states, announcements=heard)
-    caches = buffer.caches
-    copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
-    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
-    return Reader(
-        ours, groups, buffer.tensors, pool, "staged", behind, caches=caches, announcements=heard
-    )
+
+    cache: Cache | None
+    behind: Cache | None
+    states: Mapping[str, StatePages]
+    blocks_hold_both: bool
 
 
-def _with_states(
-    worker: Any, ours: LocalGeometry, states: Mapping[str, StatePages], rows: RegisteredRows | None
-) -> LocalGeometry:
-    """Our side with its states' pages as the release was shown them."""
-    if rows is None:
-        ours = replace(ours, states=states)
-        groups = ours.groups or (frozenset(ours.layers),)
-        places = places_digest(places_of([group & ours.layers.keys() for group in groups]))
-        told = states_digest(places, places_of_states(ours), worker._layer_specs)
-        return replace(ours, row_places=told)
-    shown = {}
-    for name, state in rows.states.items():
-        blocks = states[name].blocks
-        page_bytes = rows.row.block_bytes * rows.row.blocks // (len(rows.row.layers) * blocks)
-        address = rows.row.address + state.place * page_bytes * blocks
-        shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
-    return replace(ours, states=shown, row_places=rows.form.places)
+def inspect(worker: Any, registration: Registration, kv_caches: Mapping[str, Any]) -> OwnCache:
+    """Reads what a worker is handed: what registering makes of it is not what it is.
+
+    Split tensors are shown otherwise, and the worker may come to believe that its backend's
+    blocks no longer hold keys first.
+    """
+    cache = read_cache(registration, worker, kv_caches, leave_state=True)
+    buffer = worker_state(worker).host_buffer
+    states: Mapping[str, StatePages] = {}
+    if cache is not None and len(cache[0]) < len(kv_caches):
+        states = read_states(worker, kv_caches, cache)
+        cache = cache if states and buffer is None else None
+    behind = cache if buffer is None else read_cache(registration, worker, buffer.tensors)
+    both = cache is not None and has_both_in_blocks(registration, worker, cache)
+    return OwnCache(cache, behind, states, both)
 
 
 def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict[str, StatePages]:

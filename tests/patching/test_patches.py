@@ -15,11 +15,10 @@ import torch
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import UnreadableGeometry, places_of
-from kvpatch.patches.block_count import common_blocks, is_as_planned
-from kvpatch.patches.kvcached_regions import arrangement, is_in_rows, is_split_inside
-from kvpatch.patches.shared_tensors import first_layers
+from kvpatch.vllm.block_counts import common_blocks, is_as_planned
 from kvpatch.vllm.caches import read_layers
 from kvpatch.vllm.cross_layer_blocks import whole_row
+from kvpatch.vllm.presentation import arrangement, first_layers, is_in_rows, is_split_inside
 from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, registration_of
 from kvpatch.vllm.states import states_digest, states_in
 

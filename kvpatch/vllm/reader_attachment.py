@@ -1,0 +1,177 @@
+"""Gives a worker that has registered its caches the reader that fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry import places_of
+from kvpatch.vllm.agent import ReadingAgent
+from kvpatch.vllm.backend_layouts import backend_layouts
+from kvpatch.vllm.cross_layer_blocks import RegisteredRows
+from kvpatch.vllm.halves import halves_of
+from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
+from kvpatch.vllm.head_shares import SharesRead
+from kvpatch.vllm.introducing import say_what_is_open
+from kvpatch.vllm.leases import leases_of
+from kvpatch.vllm.local_geometry import LocalGeometry, local_geometry_of
+from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.vllm.own_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
+from kvpatch.vllm.peer_states import places_of_states
+from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.registration import registration_of
+from kvpatch.vllm.row_form import places_digest
+from kvpatch.vllm.split_handles import watch_split_handles
+from kvpatch.vllm.staging import staging_pool
+from kvpatch.vllm.state import worker_state
+from kvpatch.vllm.states import StatePages, states_digest
+
+
+def attach_reader(
+    worker: Any, facts: ReleaseFacts, kv_caches: Mapping[str, Any], own: OwnCache
+) -> None:
+    """Gives a worker its reader, where its cache is one that can be read into.
+
+    Raises:
+        RegistrationRefused: it is not, and nobody else knows how its blocks lie.
+    """
+    is_misread = (
+        facts.topology_has_block_size
+        and own.cache is not None
+        and takes_heads_for_tokens(worker, own.cache[0])
+    )
+    if is_misread:
+        take_planned_blocks(worker)
+    state = worker_state(worker)
+    can_read = _can_read(worker, own)
+    if state.rows is not None and not can_read:
+        raise RegistrationRefused(
+            "kvcached's contiguous layout cannot be read into here (context parallelism, "
+            "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
+            "states that are not one behind the other): set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    if can_read and own.cache is not None and own.behind is not None:
+        agent = _own_agent(worker.nixl_wrapper)
+        ours = _local_geometry(worker, facts, own, own.cache, is_misread=is_misread)
+        reader = _reader(worker, agent, kv_caches, own, ours)
+        reader.leases = leases_of(worker)
+        state.reader = reader
+        worker.nixl_wrapper = ReadingAgent(
+            agent,
+            reader,
+            partial(ranks_of, worker),
+            partial(unlike_engine_of, worker),
+            partial(agents_beside, worker),
+        )
+        watch_split_handles(worker)
+        registration_of(facts).admit_peers(worker)
+    say_what_is_open(worker, may_leave_open=_may_leave_open(state.reader))
+
+
+def _can_read(worker: Any, own: OwnCache) -> bool:
+    is_in_place = (
+        worker_state(worker).rows is not None
+        or not own.states
+        or are_in_regions(worker, own.states)
+    )
+    return (
+        own.cache is not None
+        and is_plain(worker)
+        and has_blocks_of(worker.block_size, own.cache)
+        and is_in_place
+    )
+
+
+def _may_leave_open(reader: Reader | None) -> bool:
+    """Whether a peer's handshake may leave something open that this worker would prove."""
+    if reader is None or settings.peer_block_size() is not None:
+        return False
+    sizes = reader.ours.kernel_sizes
+    return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)
+
+
+def _own_agent(agent: Any) -> Any:
+    """NIXL's own agent, where the worker has registered before."""
+    return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
+
+
+def _local_geometry(
+    worker: Any, facts: ReleaseFacts, own: OwnCache, cache: Cache, *, is_misread: bool
+) -> LocalGeometry:
+    layers, groups, key_order = cache
+    state = worker_state(worker)
+    ours = local_geometry_of(worker, layers if state.rows is None else state.rows.shown, key_order)
+    if own.blocks_hold_both:
+        ours = replace(ours, halves=halves_of(ours))
+    known = backend_layouts(worker)
+    ours = replace(
+        ours,
+        meets_one_rank=facts.meets_one_rank,
+        shares_read=SharesRead(facts.counts_one_head, facts.reads_its_share),
+        misreads_blocks=is_misread,
+        planned_layout=state.planned_layout,
+        backend_layout=next(iter(known)) if len(known) == 1 else None,
+    )
+    if len(groups) > 1:
+        ours = replace(ours, groups=tuple(group.layers for group in groups))
+    return _with_states(worker, ours, own.states, state.rows) if own.states else ours
+
+
+def _with_states(
+    worker: Any, ours: LocalGeometry, states: Mapping[str, StatePages], rows: RegisteredRows | None
+) -> LocalGeometry:
+    """Our side with its states' pages as the release was shown them."""
+    if rows is None:
+        ours = replace(ours, states=states)
+        groups = ours.groups or (frozenset(ours.layers),)
+        places = places_digest(places_of([group & ours.layers.keys() for group in groups]))
+        told = states_digest(places, places_of_states(ours), worker._layer_specs)
+        return replace(ours, row_places=told)
+    shown = {}
+    for name, state in rows.states.items():
+        blocks = states[name].blocks
+        page_bytes = rows.row.block_bytes * rows.row.blocks // (len(rows.row.layers) * blocks)
+        address = rows.row.address + state.place * page_bytes * blocks
+        shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
+    return replace(ours, states=shown, row_places=rows.form.places)
+
+
+def _reader(
+    worker: Any, agent: Any, kv_caches: Mapping[str, Any], own: OwnCache, ours: LocalGeometry
+) -> Reader:
+    """The reader of what a worker has registered, or of the device's cache behind it."""
+    if own.cache is None or own.behind is None:
+        raise RegistrationRefused("a cache that cannot be read into has no reader")
+    layers, groups, _ = own.cache
+    state = worker_state(worker)
+    buffer = state.host_buffer
+    device = kv_caches[next(iter(layers))].device
+    if buffer is None:
+        return Reader(
+            ours,
+            groups,
+            kv_caches,
+            staging_pool(agent, ours.memory, device),
+            settings.transfer_mode(),
+            None if state.rows is None else layers,
+            state.rows,
+            states=own.states,
+            announcements=state.announcements,
+        )
+    caches = buffer.caches
+    copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
+    return Reader(
+        ours,
+        groups,
+        buffer.tensors,
+        staging_pool(agent, ours.memory, device, copied_to=copied_to),
+        "staged",
+        own.behind[0],
+        caches=caches,
+        announcements=state.announcements,
+    )
