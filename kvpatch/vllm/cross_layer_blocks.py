@@ -111,17 +111,14 @@ def register_rows(
     if "head" in row.axes:
         _state_layout(worker, axes_only.inner_layout)
     told = places_digest(places) if packed is None else packed_digest(packed)
-    agent = worker.nixl_wrapper
-    worker.nixl_wrapper = _OneRegion(agent, row)
     # The thread that answers handshakes never ends, and is not to keep the worker.
     this_worker = ref(worker)
-    try:
-        with _listener_told(
-            worker, lambda m: restated(m, row, _form_of(this_worker(), row, layers, told, states))
-        ):
-            result = wrapped(shown)
-    finally:
-        worker.nixl_wrapper = agent
+
+    def restate(metadata: Any) -> Any:
+        return restated(metadata, row, _form_of(this_worker(), row, layers, told, states))
+
+    with _as_one_region(worker, row), _listener_told(worker, restate):
+        result = wrapped(shown)
     form = _form_of(worker, row, layers, told, states)
     _restate_payload(worker, row, form)
     read = read_layers(registration, worker, shown, first_head=first.first_head)
@@ -336,6 +333,17 @@ class _OneRegion(wrapt.ObjectProxy[Any]):
         row = self._self_row
         whole = [(row.address, row.size_bytes, *descs[0][2:])]
         return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)
+
+
+@contextmanager
+def _as_one_region(worker: Any, row: CrossLayerBlocks) -> Iterator[None]:
+    """While inside, the worker registers the rows whatever regions it names."""
+    agent = worker.nixl_wrapper
+    worker.nixl_wrapper = _OneRegion(agent, row)
+    try:
+        yield
+    finally:
+        worker.nixl_wrapper = agent
 
 
 # --- what peers are told ---------------------------------------------------------
