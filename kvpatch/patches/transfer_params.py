@@ -65,26 +65,26 @@ def _server_add_request(
     *,
     facts: ReleaseFacts,
 ) -> Any:
-    """Raises what the server answers a bad request by, before anything is booked of it.
-
-    The prompt may not be tokenized yet: how long it is the scheduler knows.
-    """
+    """Raises what the server answers a bad request by, before anything is booked of it."""
 
     def add(request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
-        config = instance.vllm_config
-        transfer = config.kv_transfer_config
-        extra = getattr(params, "extra_args", None)
-        if transfer is not None and transfer.kv_connector in _NIXL and extra:
-            most = int(config.model_config.max_model_len)
-            is_push = transfer.kv_connector == _PUSH
-            asked = Asked(most, most, is_push, allowed_peers().allows)
-            try:
-                check(extra.get(FIELD), facts, asked)
-            except ParamsRefused as error:
-                raise _bad_request(error) from None
+        try:
+            _check_at_server(instance.vllm_config, params, facts)
+        except ParamsRefused as error:
+            raise _bad_request(error) from None
         return wrapped(request_id, prompt, params, *more, **named)
 
     return add(*args, **kwargs)
+
+
+def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
+    """The prompt may not be tokenized yet: how long it is the scheduler knows."""
+    transfer = config.kv_transfer_config
+    extra = getattr(params, "extra_args", None)
+    if transfer is not None and transfer.kv_connector in _NIXL and extra:
+        most = int(config.model_config.max_model_len)
+        is_push = transfer.kv_connector == _PUSH
+        check(extra.get(FIELD), facts, Asked(most, most, is_push, allowed_peers().allows))
 
 
 def _bad_request(error: ParamsRefused) -> Exception:
@@ -134,21 +134,26 @@ def _add_request(
         connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
         for each in connectors_of(instance):
             if isinstance(each, connector):
-                params = request.kv_transfer_params
-                try:
-                    check(params, facts, _asked(instance, each, request))
-                    if params:
-                        request.kv_transfer_params = completed(params, facts)
-                except ParamsRefused as error:
-                    request.kv_transfer_params = None
-                    _LOG.error(
-                        "request %s is taken without its parameters, and computed here: %s",
-                        shown(request.request_id),
-                        error,
-                    )
+                _take_checked(request, facts, _asked(instance, each, request))
         return wrapped(request)
 
     return add(*args, **kwargs)
+
+
+def _take_checked(request: Any, facts: ReleaseFacts, asked: Asked) -> None:
+    """Has a request's parameters be complete, or none where they are refused."""
+    params = request.kv_transfer_params
+    try:
+        check(params, facts, asked)
+        if params:
+            request.kv_transfer_params = completed(params, facts)
+    except ParamsRefused as error:
+        request.kv_transfer_params = None
+        _LOG.error(
+            "request %s is taken without its parameters, and computed here: %s",
+            shown(request.request_id),
+            error,
+        )
 
 
 def _asked(core: Any, connector: Any, request: Any) -> Asked:
