@@ -1,7 +1,7 @@
 """One problem per file, named by its slug; this is the order in which they are applied.
 
-The last one wraps outermost: block counts are set and checked first, then
-split tensors are shown as what they are, then shared ones are thinned out.
+Where two wrap one method the later one is outermost. What is done to the tensors of a KV cache
+has an order of its own, whichever patches are on: :mod:`kvpatch.vllm.registering`.
 """
 
 from __future__ import annotations
