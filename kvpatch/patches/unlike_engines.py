@@ -51,46 +51,26 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import orders
-from kvpatch.vllm.admission import (
-    add_unlike,
-    add_unproven,
-    have_our_parts,
-    is_left_with_state,
-    refuse_doubtful_layout,
-)
 from kvpatch.vllm.announcements import announced
-from kvpatch.vllm.candidates import candidates_of
+from kvpatch.vllm.compatibility import decide
+from kvpatch.vllm.handshake import Handshake, local_cache
 from kvpatch.vllm.introducing import (
     book_proof,
     hear_what_is_open,
     introductions_of,
 )
-from kvpatch.vllm.kvcached_pages import refuse_unmapped
-from kvpatch.vllm.likeness import (
-    is_alike,
-    refuse_drafted_windows,
-    refuse_endless,
-    refuse_unreadable,
-)
-from kvpatch.vllm.named_blocks import refuse_misnamed
-from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
-from kvpatch.vllm.reader import Peer
+from kvpatch.vllm.ranks import AskingOneRank, meet_ranks
+from kvpatch.vllm.read_request import request_read
 from kvpatch.vllm.registering import registration_step
 from kvpatch.vllm.registration import registration_of
-from kvpatch.vllm.shares import ReadRefused
-from kvpatch.vllm.smaller_blocks import admit_smaller, paired, smaller_blocks
 from kvpatch.vllm.state import connectors_of, scheduler_state, worker_state
-from kvpatch.vllm.whole_blocks import refuse_cut_unread
-from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
 
 
 def _add_remote_agent(
@@ -101,73 +81,16 @@ def _add_remote_agent(
     *,
     facts: ReleaseFacts,
 ) -> Any:
-    registration = registration_of(facts)
-    admit = partial(admit_smaller, registration=registration, facts=facts)
-
-    state = worker_state(instance)
-
-    def as_release(metadata: Any, *more: Any) -> Any:
-        refuse_endless(instance, metadata)
-        return wrapped(metadata, *more)
-
     def add(
-        nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *more: Any
+        nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *contexts: Any
     ) -> Any:
-        # More is the peer's context-parallel size, by place, from 0.29.
-        def left_to_the_release(*handed: Any) -> Any:
-            agent = as_release(*handed)
-            if not facts.states_kernel_blocks:  # nobody here would ever prove anything
-                state.announcements.settle(nixl_agent_meta.engine_id)
-            return agent
-
+        told = nixl_agent_meta, remote_tp_rank, remote_tp_size
+        handshake = Handshake(wrapped, instance, facts, *told, contexts)
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
-            return as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        reader = state.reader
-        if reader is None:
-            if state.is_host_buffered:
-                raise PeerRefused(
-                    f"engine {nixl_agent_meta.engine_id} cannot be read: this engine's cache is "
-                    "not one that kvpatch reads into (keys in tiles, context parallelism), and its "
-                    "host buffer needs that; use KVPATCH_HOST_BUFFER=never"
-                )
-            if registration.key_order(instance) is None:
-                peer = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-                refuse_unreadable(instance, peer)
-            else:
-                refuse_cut_unread(instance, nixl_agent_meta, remote_tp_size)
-                admit(instance, nixl_agent_meta)
-            return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        stated = read_statement(nixl_agent_meta, remote_tp_rank, remote_tp_size)
-        # Both grow in other threads; what is on its way is a future.
-        booked = (*tuple(instance._remote_agents), *tuple(instance._handshake_futures))
-        reader.keep((*booked, stated.engine_id))
-        if is_left_with_state(reader, stated):
-            admit(instance, nixl_agent_meta)
-            return left_to_the_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        ours = reader.ours
-        misread = ours.misreads_blocks
-        found = candidates_of(ours, replace(stated, block_tokens=None) if misread else stated)
-        peer = found.statements[0]
-        refuse_doubtful_layout(instance, reader, peer)
-
-        def check(statement: Statement) -> None:
-            if facts.has_cache_groups and facts.lists_drafted_blocks:
-                refuse_drafted_windows(instance, ours, reader.groups, statement)
-
-        if found.is_open:
-            statements = found.statements
-            return add_unproven(as_release, instance, reader, nixl_agent_meta, statements, check)
-        if is_alike(ours, peer) and not reader.reads_all:
-            if reader.has_state:
-                have_our_parts(instance, ours, peer)
-            reader.admit_like(peer.engine_id)
-            agent = as_release(nixl_agent_meta, remote_tp_rank, remote_tp_size, *more)
-        else:
-            check(peer)
-            agent = add_unlike(as_release, instance, reader, nixl_agent_meta, peer, more)
-        if not facts.states_kernel_blocks:
-            reader.proofs.settle(peer.engine_id, _block_tokens(peer))
-        return agent
+            return handshake.as_release()
+        local = local_cache(instance, registration_of(facts), facts)
+        remote = handshake.read(local)
+        return handshake.act(decide(local, remote, facts))
 
     return add(*args, **kwargs)
 
@@ -179,25 +102,11 @@ def _nixl_handshake(
         host: str, port: int, remote_tp_size: int, expected_engine_id: str
     ) -> dict[int, str]:
         asked = host, port, remote_tp_size, expected_engine_id
-        worker = instance
-        is_asking = isinstance(worker, AskingOneRank)
-        if is_asking or worker_state(worker).reader is None or remote_tp_size <= worker.world_size:
+        has_more = remote_tp_size > instance.world_size
+        is_asking = isinstance(instance, AskingOneRank)
+        if is_asking or worker_state(instance).reader is None or not has_more:
             return wrapped(*asked)  # type: ignore[no-any-return]
-        ranks = ranks_to_read(worker.tp_rank, worker.world_size, remote_tp_size)
-        if ranks is None:
-            raise PeerRefused(
-                f"engine {expected_engine_id} cannot be read: it has {remote_tp_size} tensor-"
-                f"parallel ranks and we have {worker.world_size}: use a --tensor-parallel-size on "
-                "the prefill side that is a multiple of the decode side's"
-            )
-        met = Met()
-        for rank in ranks:
-            known = worker.dst_xfer_side_handles.pop(expected_engine_id, None)
-            if known is not None:  # of the rank before: the release keeps one, ours need none
-                worker.nixl_wrapper.release_dlist_handle(known)
-            asking = AskingOneRank(worker, rank, remote_tp_size)
-            met.update(type(worker)._nixl_handshake(asking, *asked))
-        return met
+        return meet_ranks(instance, *asked)
 
     return handshake(*args, **kwargs)
 
@@ -210,81 +119,11 @@ def _read_blocks_for_req(
     *,
     facts: ReleaseFacts,
 ) -> Any:
-    registration = registration_of(facts)
-    expanded = facts.expands_remote_blocks
-
-    state = worker_state(instance)
-
     def read(req_id: str, meta: Any) -> Any:
-        reader = state.reader
-        orders.stop_pretending(meta)
-        engine_id = orders.engine_of(meta)
-        smaller = smaller_blocks(instance, engine_id)
-        if smaller is not None:
-            with paired(instance, meta, registration.groups(instance, ()), *smaller):
-                return wrapped(req_id, meta)
-        if reader is None:
-            return wrapped(req_id, meta)
-        order = orders.order_of(meta)
-        try:
-            peer = reader.peer(engine_id)
-            if any(orders.groups(meta.local_block_ids)):
-                reader.proofs.check(engine_id)
-            _check_order(instance, req_id, engine_id, peer, order)
-            if peer is None:  # others are paired by token, which tells
-                refuse_misnamed(instance, reader, engine_id, meta, expanded=expanded)
-        except KvpatchError as error:
-            orders.pretend_alike(meta, expanded=expanded)
-            with reader.refusing(engine_id, error):
-                return wrapped(req_id, meta)
-        if order is not None and reader.proofs.is_open(engine_id):  # D computes it
-            with reader.proofs.sampling(req_id, engine_id, order):
-                return wrapped(req_id, meta)
-        if peer is None or order is None or not any(order.local_blocks):
-            # One like us; or one that hands are shaken with now (from 0.32), and the request
-            # comes again; or a full prefix hit or an abort, of which the release tells P.
-            return wrapped(req_id, meta)
-        orders.pretend_alike(meta, expanded=expanded)
-        with reader.reading(req_id, engine_id, peer, order):
+        with request_read(instance, facts, req_id, meta):
             return wrapped(req_id, meta)
 
-    def read_checked(req_id: str, meta: Any) -> Any:
-        reader, order = state.reader, orders.order_of(meta)
-        if reader is None or order is None:
-            return read(req_id, meta)
-        parts = reader.ours.kernel_blocks_per_block
-        with reader.filling(partial(refuse_unmapped, state.pages, reader.groups, order, parts)):
-            return read(req_id, meta)
-
-    return read_checked(*args, **kwargs)
-
-
-def _check_order(
-    worker: Any, req_id: str, engine_id: str, peer: Peer | None, order: orders.Order | None
-) -> None:
-    """Refuses what neither the release nor we can read.
-
-    Raises:
-        ReadRefused: a host buffer's peer that its reader has not met, or no token count.
-    """
-    if peer is not None:
-        if order is None:
-            raise ReadRefused(
-                f"request {req_id} reads from engine {engine_id} of another geometry and carries "
-                "no token count: set ENABLE_KVPATCH for the scheduler's process too"
-            )
-        return
-    is_known = engine_id in worker._remote_agents
-    if (
-        is_known
-        and worker_state(worker).is_host_buffered
-        and order is not None
-        and any(order.local_blocks)
-    ):
-        raise ReadRefused(
-            f"request {req_id} reads from engine {engine_id}, which has not shaken hands "
-            "with the host buffer's reader"
-        )
+    return read(*args, **kwargs)
 
 
 def _get_num_new_matched_tokens(
@@ -413,11 +252,6 @@ def _update_from_kv_xfer_finished(
         return wrapped(output)
 
     return update(*args, *kwargs.values())
-
-
-def _block_tokens(peer: Statement) -> int:
-    """Of one of the blocks that its ids count; 0 where that is not known."""
-    return (peer.block_tokens or 0) * (peer.kernel_blocks_per_block or 1)
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

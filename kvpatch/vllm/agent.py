@@ -61,11 +61,12 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
             ReadRefused: a peer that was only shown as one like us would be read as one, or
                 blocks to fill are not there.
         """
-        if self._self_reader.refusal is not None:
-            refused_engine_id, error = self._self_reader.refusal
-            self._let_go(refused_engine_id, remote_handle, notif_msg)
-            raise error
-        self._self_reader.check_blocks()
+        context = self._self_reader.context
+        if context is not None:
+            if context.refusal is not None:
+                self._let_go(context.engine_id, remote_handle, notif_msg)
+                raise context.refusal
+            context.check_blocks()
         engine_id = self._self_reader.is_reading()
         if engine_id is not None:
             ranks = self._self_ranks_of(engine_id, remote_handle)

@@ -22,7 +22,7 @@ from kvpatch.vllm.samples import Landing, Sample, Sampled, plane_like, shared_he
 if TYPE_CHECKING:
     from kvpatch.vllm.evidence import Values
     from kvpatch.vllm.orders import Order
-    from kvpatch.vllm.reader import Rank
+    from kvpatch.vllm.remote_ranks import Rank
 
 #: What is looked at of a prompt for its layout.
 _LAYOUT_TOKENS = 256

@@ -13,7 +13,7 @@ from typing import Any
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.announcements import Introductions
-from kvpatch.vllm.likeness import reserves_slots
+from kvpatch.vllm.drafts import reserves_slots
 from kvpatch.vllm.state import scheduler_state
 
 #: On what a worker has its scheduler hand to peers, and nowhere on the wire.

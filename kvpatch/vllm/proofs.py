@@ -33,6 +33,7 @@ from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.announcements import Announcements
+from kvpatch.vllm.candidates import Name
 from kvpatch.vllm.comparing import blocks_of_layout, chunks_of_cuts, chunks_seen, layout_shown
 from kvpatch.vllm.cuts import Chunk, still_possible
 from kvpatch.vllm.recent import Recent
@@ -41,7 +42,7 @@ from kvpatch.vllm.samples import NOTHING, Landing, Sample, Sampled, bytes_of_blo
 if TYPE_CHECKING:
     from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.orders import Order
-    from kvpatch.vllm.reader import Rank
+    from kvpatch.vllm.remote_ranks import Rank
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -51,10 +52,6 @@ _MOST_SAMPLES = 8
 SAMPLE_BYTES = 16 * 1024**2
 
 _NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-
-#: Of a candidate: the kernel blocks of a block; to 0.11.0 its layout, or "stated".
-Name = int | str
 
 
 @dataclass

@@ -11,6 +11,8 @@ from typing import Any
 
 import wrapt
 
+from kvpatch.vllm.wire import PeerRefused
+
 
 def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:
     """The ranks of a larger peer whose heads one rank holds; None where they are not whole ranks.
@@ -68,3 +70,27 @@ class Met(dict[int, str]):
 
     def __missing__(self, rank: int) -> str:
         return next(iter(self.values()))
+
+
+def meet_ranks(worker: Any, host: str, port: int, remote_tp_size: int, engine_id: str) -> Met:
+    """Shakes hands with each rank of a larger peer whose heads this one holds.
+
+    Raises:
+        PeerRefused: no rank of its has heads of one of ours alone.
+    """
+    ranks = ranks_to_read(worker.tp_rank, worker.world_size, remote_tp_size)
+    if ranks is None:
+        raise PeerRefused(
+            f"engine {engine_id} cannot be read: it has {remote_tp_size} tensor-"
+            f"parallel ranks and we have {worker.world_size}",
+            "use a --tensor-parallel-size on the prefill side that is a multiple of the decode "
+            "side's",
+        )
+    met = Met()
+    for rank in ranks:
+        known = worker.dst_xfer_side_handles.pop(engine_id, None)
+        if known is not None:  # of the rank before: the release keeps one, ours need none
+            worker.nixl_wrapper.release_dlist_handle(known)
+        asking = AskingOneRank(worker, rank, remote_tp_size)
+        met.update(type(worker)._nixl_handshake(asking, host, port, remote_tp_size, engine_id))
+    return met

@@ -9,10 +9,9 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,12 +22,9 @@ from kvpatch.geometry import (
     HOST_MEMORY,
     Content,
     Crossing,
-    Plane,
     Share,
-    cross,
     is_direct,
     kernel_blocks,
-    missing_heads,
     pair_whole_blocks,
     plan_rounds,
     plan_runs,
@@ -40,15 +36,18 @@ from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.candidates import Name
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.leases import Leases
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peer_states import states_of_peer, with_states
-from kvpatch.vllm.proofs import SAMPLE_BYTES, Name, Proofs
-from kvpatch.vllm.remote_geometry import peer_memory, peer_regions, refusal
+from kvpatch.vllm.peer_states import with_states
+from kvpatch.vllm.proofs import SAMPLE_BYTES, Proofs
+from kvpatch.vllm.remote_geometry import peer_memory
+from kvpatch.vllm.remote_ranks import Peer, Rank
+from kvpatch.vllm.request_context import Reading, RequestContext
 from kvpatch.vllm.samples import sampled_of
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.states import StatePages
@@ -60,64 +59,33 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
-@dataclass
-class Rank:
-    """One rank of a peer: what it stated, where its layers cross ours, its name to NIXL."""
-
-    statement: Statement
-    planes: tuple[Plane, ...]
-    crossings: tuple[Crossing, ...]
-    agent: str = ""
-    states: Mapping[str, StatePages] = field(default_factory=dict)
-
-    @cached_property
-    def block_tokens(self) -> Mapping[str, int]:
-        """Of its kernel blocks, by layer."""
-        return {plane.layer: plane.counts.block_tokens for plane in self.planes}
-
-
-@dataclass
-class Peer:
-    """A peer of another geometry, as far as its ranks have shaken hands.
+@dataclass(frozen=True)
+class Destination:
+    """What reads fill.
 
     Attributes:
-        missing: a head of ours that none of the ranks holds, in words.
+        tensors: where they are placed.
+        layers: of `tensors`, where the release was shown others: a host buffer of the same
+            layout and other blocks, or what stands for cross-layer blocks; None where it was
+            `tensors`.
+        rows: what is registered, where blocks are cross-layer blocks.
+        caches: what places reads where `tensors` only stand for those of the device.
+        states: the pages of layers with recurrent state, where they really lie.
     """
 
-    ranks: dict[int, Rank] = field(default_factory=dict)
-    missing: str | None = None
-
-    def add(self, rank: Rank, local: Sequence[Plane]) -> None:
-        """Books a rank, and what is still missing of our planes."""
-        self.ranks[rank.statement.tp_rank] = rank
-        held = [plane for rank in self.ranks.values() for plane in rank.planes]
-        missing = missing_heads(held, local)
-        self.missing = None
-        if missing:
-            layer, content, head = missing[0]
-            self.missing = f"{content.value} head {head} of layer {layer}"
-
-
-@dataclass(frozen=True)
-class _Reading:
-    request_id: str
-    engine_id: str
-    peer: Peer
-    order: Order
+    tensors: Mapping[str, torch.Tensor]
+    layers: Mapping[str, LayerCache] | None = None
+    rows: RegisteredRows | None = None
+    caches: Caches | StoragelessCaches | None = None
+    states: Mapping[str, StatePages] = field(default_factory=dict)
 
 
 class Reader:
     """What one worker reads from its peers.
 
     Args:
-        tensors: where reads are placed.
         pool: where staged reads land.
         mode: ``auto``, ``direct`` or ``staged``.
-        layers: of `tensors`, where the release was shown others: a host buffer of the same
-            layout and other blocks, or what stands for rows; None where it was `tensors`.
-        rows: what is registered, where blocks are rows of all layers.
-        caches: what places reads where `tensors` only stand for those of the device.
-        states: the pages of layers with recurrent state, where they really lie.
         announcements: the worker's.
     """
 
@@ -125,36 +93,30 @@ class Reader:
         self,
         ours: LocalGeometry,
         groups: tuple[Group, ...],
-        tensors: Mapping[str, torch.Tensor],
+        destination: Destination,
         pool: StagingPool,
-        mode: str = "auto",
-        layers: Mapping[str, LayerCache] | None = None,
-        rows: RegisteredRows | None = None,
-        caches: Caches | StoragelessCaches | None = None,
-        states: Mapping[str, StatePages] | None = None,
-        announcements: Announcements | None = None,
+        mode: str,
+        announcements: Announcements,
     ) -> None:
         self.ours = ours
         self.groups = groups
         self.pool = pool
         self.peers: dict[str, Peer] = {}
         self._unbooked: frozenset[str] = frozenset()
-        self._mode = mode
-        self._rows = rows
-        self._layers = ours.layers if layers is None else layers
-        if caches is None:  # states move whole, and to 0.26 are lists of tensors
+        self.mode = mode
+        tensors, caches = destination.tensors, destination.caches
+        self._rows = destination.rows
+        self._layers = ours.layers if destination.layers is None else destination.layers
+        if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
-        self._local = [plane for layer in self._layers.values() for plane in layer.planes]
+        self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
         storageless = caches if isinstance(caches, StoragelessCaches) else None
         sampled = sampled_of(ours, groups, self._layers, tensors, storageless)
-        self.announcements = announcements or Announcements()
+        self.announcements = announcements
         self.proofs = Proofs(ours, sampled, pool.aside(SAMPLE_BYTES), self.announcements)
-        self._reading: _Reading | None = None
-        self._check: Callable[[], None] | None = None
-        self._refusal: tuple[str, KvpatchError] | None = None
-        self._tails_left = False
-        self._states = states or {}
+        self.context: RequestContext | None = None
+        self._states = destination.states
         self.given_up = GivenUp()
         self.leases = Leases()
 
@@ -183,27 +145,6 @@ class Reader:
         found = self.peers.get(engine_id)
         ranks = self.proofs.ranks(engine_id) if found is None else None
         return Peer(ranks) if ranks else found
-
-    def rank(self, statement: Statement) -> Rank:
-        """One rank of a peer, worked out from what it states.
-
-        Raises:
-            PeerRefused: it cannot be read.
-        """
-        regions = peer_regions(self.ours, statement)
-        states = states_of_peer(self.ours, statement)
-        crossings = cross(regions, self._local)
-        largest = max((crossing.slot_bytes for crossing in crossings), default=0)
-        if self._mode == "staged" and largest > self.pool.size_bytes:
-            raise refusal(
-                self.ours,
-                statement,
-                f"one of its blocks takes {largest} bytes of staging pool, which has "
-                f"{self.pool.size_bytes}: set KVPATCH_STAGING_BYTES to {largest} or more, or "
-                "KVPATCH_TRANSFER to auto",
-            )
-        planes = tuple(plane for region in regions for plane in region)
-        return Rank(statement, planes, crossings, states=states)
 
     def admit(self, rank: Rank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -244,7 +185,7 @@ class Reader:
             known.statement.tp_size != statement.tp_size for known in peer.ranks.values()
         ):
             peer = peers[statement.engine_id] = Peer()
-        peer.add(rank, self._local)
+        peer.add(rank, self.planes)
 
     @property
     def has_state(self) -> bool:
@@ -262,54 +203,18 @@ class Reader:
         return self.is_for_all or self.ours.misreads_blocks
 
     @contextmanager
-    def reading(self, request_id: str, engine_id: str, peer: Peer, order: Order) -> Iterator[None]:
-        """While inside, transfers that the release prepares are replaced by ours."""
-        self._reading = _Reading(request_id, engine_id, peer, order)
-        self._tails_left = True
+    def request(self, context: RequestContext) -> Iterator[None]:
+        """While inside, transfers that the release prepares are what a context makes of them."""
+        self.context = context
         try:
             yield
         finally:
-            self._reading = None
-
-    @contextmanager
-    def filling(self, check: Callable[[], None]) -> Iterator[None]:
-        """While inside, `check` is called before a transfer is prepared, ours or the release's.
-
-        There, and not before, the release makes a failed load of what it raises.
-        """
-        self._check = check
-        try:
-            yield
-        finally:
-            self._check = None
-
-    def check_blocks(self) -> None:
-        """Calls the check of :meth:`filling`, until it has nothing to say."""
-        if self._check is not None:
-            self._check()
-            self._check = None
-
-    @contextmanager
-    def refusing(self, engine_id: str, error: KvpatchError) -> Iterator[None]:
-        """While inside, a transfer that the release prepares raises an error in its place.
-
-        From 0.11.1 on the release fails one request there; an error anywhere before that
-        would end the engine.
-        """
-        self._refusal = engine_id, error
-        try:
-            yield
-        finally:
-            self._refusal = None
-
-    @property
-    def refusal(self) -> tuple[str, KvpatchError] | None:
-        """(engine id, error) inside :meth:`refusing`; else None."""
-        return self._refusal
+            self.context = None
 
     def is_reading(self) -> str | None:
-        """The engine that is being read from; None outside :meth:`reading`."""
-        return None if self._reading is None else self._reading.engine_id
+        """The engine that we read from; None outside a request, and where the release reads."""
+        context = self.context
+        return None if context is None or context.reading is None else context.engine_id
 
     def prepare(self, nixl: Any, number: int, notification: bytes) -> Any:
         """The transfer that replaces the release's own, of one rank of the peer.
@@ -321,7 +226,7 @@ class Reader:
         reading = self._being_read()
         if reading.peer.missing is not None:
             raise PeerRefused(
-                f"no rank of engine {reading.engine_id} that we read from holds "
+                f"no rank of engine {self.is_reading()} that we read from holds "
                 f"{reading.peer.missing}"
             )
         rank = reading.peer.ranks[number]
@@ -333,9 +238,9 @@ class Reader:
         whole = self._whole_rows(statement, shares, reading.order)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return prepare_read(nixl, ends, *whole, notification)
-        if self._tails_left:  # once a request, and not before its blocks were checked
+        if reading.tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.order)
-            self._tails_left = False
+            reading.tails_left = False
         direct, staged = self._split(shares)
         plan = plan_runs(
             (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])
@@ -361,7 +266,7 @@ class Reader:
         held: set[tuple[str, Content, int]] = set()
         found = []
         for number in numbers:
-            heads = set(_heads(ranks[number].planes))
+            heads = set(ranks[number].heads())
             if not heads <= held:
                 found.append(number)
             held |= heads
@@ -375,10 +280,10 @@ class Reader:
         """
         return self._being_read().peer.ranks[number].agent
 
-    def _being_read(self) -> _Reading:
-        if self._reading is None:
+    def _being_read(self) -> Reading:
+        if self.context is None or self.context.reading is None:
             raise ReadRefused("a transfer was prepared outside a request")
-        return self._reading
+        return self.context.reading
 
     @property
     def order(self) -> Order:
@@ -405,7 +310,7 @@ class Reader:
         rows = self._rows
         if rows is None or not self._has_our_rows(statement):
             return None
-        if self._mode == "staged":
+        if self.mode == "staged":
             return None
         # A block is one group's: the row is that group's layers, whichever it is.
         full = [share for share in shares if len(share.segments)]
@@ -453,8 +358,8 @@ class Reader:
         return direct, staged
 
     def _is_direct(self, crossing: Crossing, share: Share) -> bool:
-        if self._mode != "auto":
-            return self._mode == "direct"
+        if self.mode != "auto":
+            return self.mode == "direct"
         if crossing.slot_bytes > self.pool.size_bytes:
             return True
         costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
@@ -466,10 +371,3 @@ class Reader:
                 for plane in self._layers[name].planes:
                     if not plane.is_whole:
                         self._caches.zero(name, plane, tail)
-
-
-def _heads(planes: Sequence[Plane]) -> Iterator[tuple[str, Content, int]]:
-    """Every head of every content of every layer."""
-    for plane in planes:
-        for head in range(plane.first_head, plane.first_head + plane.counts.heads):
-            yield plane.layer, plane.content, head

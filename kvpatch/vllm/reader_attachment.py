@@ -23,7 +23,7 @@ from kvpatch.vllm.local_geometry import LocalGeometry, local_geometry_of
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.vllm.own_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
 from kvpatch.vllm.peer_states import places_of_states
-from kvpatch.vllm.reader import Reader
+from kvpatch.vllm.reader import Destination, Reader
 from kvpatch.vllm.registration import registration_of
 from kvpatch.vllm.row_form import places_digest
 from kvpatch.vllm.split_handles import watch_split_handles
@@ -152,26 +152,22 @@ def _reader(
     buffer = state.host_buffer
     device = kv_caches[next(iter(layers))].device
     if buffer is None:
+        shown = None if state.rows is None else layers
         return Reader(
             ours,
             groups,
-            kv_caches,
+            Destination(kv_caches, shown, state.rows, states=own.states),
             staging_pool(agent, ours.memory, device),
             settings.transfer_mode(),
-            None if state.rows is None else layers,
-            state.rows,
-            states=own.states,
-            announcements=state.announcements,
+            state.announcements,
         )
     caches = buffer.caches
     copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
     return Reader(
         ours,
         groups,
-        buffer.tensors,
+        Destination(buffer.tensors, own.behind[0], caches=caches),
         staging_pool(agent, ours.memory, device, copied_to=copied_to),
         "staged",
-        own.behind[0],
-        caches=caches,
-        announcements=state.announcements,
+        state.announcements,
     )

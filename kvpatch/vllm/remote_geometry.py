@@ -113,9 +113,9 @@ def peer_memory(ours: LocalGeometry, peer: Statement) -> Memory:
 
 def refusal(ours: LocalGeometry, peer: Statement, helps: str) -> PeerRefused:
     """Both geometries and the setting that would help, in one sentence."""
-    return PeerRefused(
-        f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}; {helps}"
-    )
+    why, _, cure = helps.rpartition(": ")
+    both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
+    return PeerRefused(f"{both}; {why}" if why else both, cure)
 
 
 def _in_rows(ours: LocalGeometry, peer: Statement, form: RowForm) -> tuple[tuple[Plane, ...], ...]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpatch.vllm.groups import Group
     from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.orders import Computed, Order
-    from kvpatch.vllm.reader import Rank
+    from kvpatch.vllm.remote_ranks import Rank
 
 Bytes = npt.NDArray[np.uint8]
 

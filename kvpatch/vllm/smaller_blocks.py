@@ -24,7 +24,6 @@ from kvpatch.vllm import orders
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.shares import ReadRefused
-from kvpatch.vllm.wire import PeerRefused
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -80,28 +79,7 @@ def remote_slice(
 # --- at the handshake ---------------------------------------------------------
 
 
-def admit_smaller(
-    worker: Any, metadata: Any, registration: Registration, facts: ReleaseFacts
-) -> None:
-    """Refuses a peer of smaller blocks of which the release reads every request wrongly.
-
-    Raises:
-        PeerRefused: with the reason.
-    """
-    theirs = metadata.block_size if facts.states_block_size else None
-    if not isinstance(theirs, int) or theirs >= worker.block_size:
-        return
-    reason = _always_misread(worker, registration, facts)
-    if reason:
-        raise PeerRefused(
-            f"engine {metadata.engine_id!r:.200} cannot be read: it has blocks of {theirs} tokens, "
-            f"we have {worker.block_size}, this engine's cache is not one that kvpatch reads into "
-            "(a host buffer, context parallelism, layers that share caches, or recurrent state in "
-            f"layout BLHNC or over unlike ranks), and this vLLM {reason}: {_ADVICE}"
-        )
-
-
-def _always_misread(worker: Any, registration: Registration, facts: ReleaseFacts) -> str:
+def why_misread(worker: Any, registration: Registration, facts: ReleaseFacts) -> str:
     """Why the release puts wrong bytes into larger blocks, whatever the request; empty: no."""
     if registration.key_order(worker) is not KeyOrder.ROW_MAJOR:
         return "takes keys that the backend keeps by column for rows"

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvpatch.core.errors import CutBlocks
 from kvpatch.geometry import Plane, UnplannableCopy, check_whole
-from kvpatch.vllm.cache_kinds import Holds, Kind
+from kvpatch.vllm.cache_kinds import Kind
 from kvpatch.vllm.caches import LayerCache
-from kvpatch.vllm.kinds_of_layers import kind_of
 from kvpatch.vllm.shapes import heads_of
-from kvpatch.vllm.wire import PeerRefused
 
 if TYPE_CHECKING:
     from kvpatch.vllm.local_geometry import LocalGeometry
@@ -87,37 +85,6 @@ def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
         for plane in layer.planes:
             for remote in found[name, plane.content]:
                 _check(name, layer, remote, plane)
-
-
-def refuse_cut_unread(worker: Any, metadata: Any, remote_tp_size: int) -> None:
-    """Refuses a peer unlike us where the release alone reads, and would cut what moves whole.
-
-    Raises:
-        PeerRefused: with the layer, and what its blocks hold.
-    """
-    same_blocks = getattr(metadata, "block_size", worker.block_size) == worker.block_size
-    is_like = (
-        same_blocks
-        and remote_tp_size == worker.world_size
-        and getattr(metadata, "kv_cache_layout", None) in (None, _layout_of(worker))
-    )
-    for layer in () if is_like else getattr(worker, "device_kv_caches", ()):
-        kind = kind_of(worker, layer)
-        says = None
-        if not kind.is_known:
-            says = unknown_says(layer, kind)
-        elif kind.holds is Holds.WHOLE and not same_blocks:
-            says = (
-                f"blocks of layer {layer} hold {kind.contents}, and move whole: use one block size"
-            )
-        if says is not None:
-            raise PeerRefused(f"engine {metadata.engine_id!r:.200} cannot be read: {says}")
-
-
-def _layout_of(worker: Any) -> Any:
-    if getattr(worker, "use_host_buffer", False):
-        return getattr(worker, "host_buffer_kv_cache_layout", None)
-    return getattr(worker, "kv_cache_layout", None)
 
 
 def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:

@@ -19,6 +19,11 @@ MOST_TOKENS = 1 << 20
 class PeerRefused(FromOutside):
     """A peer whose cache cannot be read; the message has both geometries and what helps."""
 
+    def __init__(self, reason: str, cure: str = "") -> None:
+        super().__init__(f"{reason}: {cure}" if cure else reason)
+        self.reason = reason
+        self.cure = cure
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -41,6 +46,7 @@ class Statement:
         rows: what its only region's blocks look like, where they are rows of all layers
             that kvpatch registered; else None.
         state_bytes: of each recurrent state of a layer (from 0.18); empty where it says nothing.
+        shares_tokens: whether its ranks share out the tokens of a block (from 0.29).
     """
 
     engine_id: str
@@ -60,6 +66,7 @@ class Statement:
     packed_layers: tuple[tuple[str, int, int], ...] = ()
     rows: RowForm | None = None
     state_bytes: tuple[int, ...] = ()
+    shares_tokens: bool = False
 
     @property
     def inner_layout(self) -> str | None:
@@ -82,24 +89,7 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
     Raises:
         PeerRefused: a number is missing, negative, or of no meaning.
     """
-    addresses = _numbers("kv_caches_base_addr", metadata.kv_caches_base_addr, least=0)
-    if hasattr(metadata, "block_len"):  # to 0.10.2
-        block_bytes = _numbers("block_len", [metadata.block_len] * len(addresses))
-    else:
-        block_bytes = _numbers("block_lens", metadata.block_lens)
-    strides = getattr(metadata, "block_strides", None)  # from 0.29
-    stride_bytes = block_bytes if strides is None else _numbers("block_strides", strides)
-    if not len(addresses) == len(block_bytes) == len(stride_bytes) > 0:
-        raise PeerRefused(
-            f"a peer's handshake has {len(addresses)} addresses, {len(block_bytes)} block lengths "
-            f"and {len(stride_bytes)} strides: expected one of each per region"
-        )
-    for length, stride in zip(block_bytes, stride_bytes, strict=True):
-        if stride < length:
-            raise PeerRefused(
-                f"a peer's handshake has blocks of {length} bytes every {stride} bytes, which "
-                "overlap"
-            )
+    addresses, block_bytes, stride_bytes = _regions(metadata)
     counts = getattr(metadata, "region_num_blocks", None)  # from 0.30
     blocks = _number("num_blocks", metadata.num_blocks)
     if counts is not None:
@@ -139,6 +129,29 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         rows=rows,
         state_bytes=_numbers("ssm_sizes", getattr(metadata, "ssm_sizes", ()), least=0),
     )
+
+
+def _regions(metadata: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """(address, bytes of a block, bytes from block to block) of the regions, by column."""
+    addresses = _numbers("kv_caches_base_addr", metadata.kv_caches_base_addr, least=0)
+    if hasattr(metadata, "block_len"):  # to 0.10.2
+        block_bytes = _numbers("block_len", [metadata.block_len] * len(addresses))
+    else:
+        block_bytes = _numbers("block_lens", metadata.block_lens)
+    strides = getattr(metadata, "block_strides", None)  # from 0.29
+    stride_bytes = block_bytes if strides is None else _numbers("block_strides", strides)
+    if not len(addresses) == len(block_bytes) == len(stride_bytes) > 0:
+        raise PeerRefused(
+            f"a peer's handshake has {len(addresses)} addresses, {len(block_bytes)} block lengths "
+            f"and {len(stride_bytes)} strides: expected one of each per region"
+        )
+    for length, stride in zip(block_bytes, stride_bytes, strict=True):
+        if stride < length:
+            raise PeerRefused(
+                f"a peer's handshake has blocks of {length} bytes every {stride} bytes, which "
+                "overlap"
+            )
+    return addresses, block_bytes, stride_bytes
 
 
 def as_alike(

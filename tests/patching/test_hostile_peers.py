@@ -17,9 +17,9 @@ from kvpatch.core.errors import KvpatchError, UnpairableBlocks
 from kvpatch.core.text import one_line
 from kvpatch.geometry import cross, plan_rounds, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
-from kvpatch.vllm.candidates import candidates_of
+from kvpatch.vllm.candidates import Declared, candidates_of
+from kvpatch.vllm.compatibility import is_like
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.likeness import is_alike
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.remote_geometry import peer_regions, refusal
 from kvpatch.vllm.shares import shares_of
@@ -98,8 +98,8 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
         _mutate(rng, metadata)
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:
-            peer = candidates_of(ours, read_statement(metadata, 0, 1)).statements[0]
-            if is_alike(ours, peer):
+            peer = candidates_of(ours, read_statement(metadata, 0, 1), Declared()).statements[0]
+            if is_like(ours, peer):
                 alike += 1
                 continue
             crossings = cross(peer_regions(ours, peer), planes)
@@ -124,7 +124,7 @@ def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
     _, ours = ours_of()
     metadata = _real_metadata()
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
-    peer = candidates_of(ours, read_statement(metadata, 0, 1)).statements[0]
+    peer = candidates_of(ours, read_statement(metadata, 0, 1), Declared()).statements[0]
 
     message = str(refusal(ours, peer, "use another"))
 

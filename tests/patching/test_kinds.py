@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from kvpatch.core.releases import FACTS
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
+from kvpatch.vllm.compatibility import (
+    Decision,
+    Outline,
+    Refuse,
+    Stock,
+    UnreadCache,
+    decide,
+    is_like,
+)
 from kvpatch.vllm.kinds_of_layers import kind_of, kind_of_backend
-from kvpatch.vllm.likeness import is_alike
 from kvpatch.vllm.remote_geometry import peer_regions
-from kvpatch.vllm.whole_blocks import refuse_cut_unread
 from kvpatch.vllm.wire import PeerRefused, read_statement
 
 from .test_peers import _metadata, ours_of
@@ -109,7 +118,7 @@ def _unknown():
 def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
     peer = read_statement(_metadata(block_tokens=16), 0, 1)
 
-    assert is_alike(_unknown(), peer)
+    assert is_like(_unknown(), peer)
     assert peer_regions(_unknown(), peer)  # as behind a host buffer
 
 
@@ -125,17 +134,24 @@ def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
 def test_an_unknown_kind_is_refused_to_unlike_peers(stated: dict, tp_size: int) -> None:
     peer = read_statement(_metadata(**stated), 0, tp_size)
 
-    assert not is_alike(_unknown(), peer)
+    assert not is_like(_unknown(), peer)
     with pytest.raises(PeerRefused, match=r"strange\.attention\.StrangeBackend"):
         peer_regions(_unknown(), peer)
 
 
 def test_what_the_release_alone_reads_is_not_cut_either() -> None:
-    like, unlike = _metadata(block_tokens=16), _metadata(block_tokens=64)
+    like, unlike = Outline("p", 1, 16, "LBHNC"), Outline("p", 1, 64, "LBHNC")
+    like_of_two = replace(like, tp_size=2)
 
-    refuse_cut_unread(worker(STRANGE), like, 1)
-    refuse_cut_unread(worker(FLASH), unlike, 1)
-    refuse_cut_unread(worker(INDEXER), like, 2)  # each rank has all of it
-    for found, metadata, ranks in ((STRANGE, unlike, 1), (STRANGE, like, 2), (INDEXER, unlike, 1)):
-        with pytest.raises(PeerRefused, match="StrangeBackend|an indexer"):
-            refuse_cut_unread(worker(found), metadata, ranks)
+    def decided(kind: type, peer: Outline) -> Decision:
+        kinds = {"a": kind_of(worker(kind), "a")}
+        local = UnreadCache(16, 1, "LBHNC", "", kinds=lambda: kinds)
+        return decide(local, peer, FACTS["0.33.0"])
+
+    assert decided(STRANGE, like) == Stock()
+    assert decided(FLASH, unlike) == Stock()
+    assert decided(INDEXER, like_of_two) == Stock()  # each rank has all of it
+    for found, peer in ((STRANGE, unlike), (STRANGE, like_of_two), (INDEXER, unlike)):
+        refused = decided(found, peer)
+        assert isinstance(refused, Refuse)
+        assert re.search("StrangeBackend|an indexer", refused.reason)

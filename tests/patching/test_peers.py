@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, cross, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
+from kvpatch.vllm import candidates
 from kvpatch.vllm.caches import read_layers
-from kvpatch.vllm.candidates import candidates_of
+from kvpatch.vllm.compatibility import LocalCache, Read, Refuse, decide, is_like
+from kvpatch.vllm.drafts import hides_ends_of_lists
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.likeness import (
-    alike_block_bytes,
-    has_two_layouts,
-    is_alike,
-    refuse_drafted_windows,
-    refuse_endless,
-)
+from kvpatch.vllm.handshake import alike_block_bytes, refuse_endless
 from kvpatch.vllm.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, registration_of
@@ -36,6 +32,7 @@ from tests.geometry.whole_caches import CacheSizes, named_layout
 pytestmark = pytest.mark.patching
 
 HEADS, CHANNELS, ITEM = 4, 8, 4
+_FACTS = FACTS["0.10.0"]
 #: Regions of two layers, by layout.
 _COUNTS = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 8, "BLHNC": 2, "BLNHC": 1, "BHLNC": 1}
 TOKEN = HEADS * 2 * CHANNELS * ITEM
@@ -160,7 +157,7 @@ def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, val
     _, ours = ours_of()
     try:
         peer = read_statement(_metadata(**{name: value}), 0, 1)
-        if is_alike(ours, peer):
+        if is_like(ours, peer):
             return
         planes = [plane for region in peer_regions(ours, peer) for plane in region]
     except PeerRefused:
@@ -358,7 +355,7 @@ class TestNamedLayouts:
         for layout, alike in (("LBHNC", True), ("LHBNC", False), ("BHLNC", False)):
             _, ours = ours_of(layout=layout, tp_size=2)
             peer = _statement(block_tokens=16, kv_cache_layout=layout)
-            assert is_alike(ours, peer) is alike, layout
+            assert is_like(ours, peer) is alike, layout
 
     @pytest.mark.parametrize("stated", ["LBNHC", "LBHNC"])
     def test_mla_has_no_heads_to_be_unlike(self, stated):
@@ -371,8 +368,8 @@ class TestNamedLayouts:
             for name, cache in ours.layers.items()
         }
         peer = read_statement(_metadata(block_tokens=16, kv_cache_layout=stated), 1, 4)
-        assert is_alike(replace(ours, layers=latents, inner_layout="NHD"), peer)
-        assert not is_alike(replace(ours, inner_layout="NHD"), peer)
+        assert is_like(replace(ours, layers=latents, inner_layout="NHD"), peer)
+        assert not is_like(replace(ours, inner_layout="NHD"), peer)
 
     @pytest.mark.parametrize("count", [1, 3, 8])
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
@@ -402,7 +399,7 @@ class TestNamedLayouts:
 def test_another_backend_is_refused_where_the_geometry_differs():
     _, ours = ours_of()
     with pytest.raises(PeerRefused, match="VLLM_ATTENTION_BACKEND"):
-        is_alike(ours, _statement(attn_backend_name="FLASHINFER"))
+        is_like(ours, _statement(attn_backend_name="FLASHINFER"))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +412,7 @@ def test_another_backend_is_refused_where_the_geometry_differs():
 )
 def test_like_peers_are_told_from_unlike_ones(changes, alike):
     _, ours = ours_of()
-    assert is_alike(ours, _statement(**changes)) is alike
+    assert is_like(ours, _statement(**changes)) is alike
 
 
 def test_the_peer_like_us_lies_within_what_the_peer_registered():
@@ -474,9 +471,13 @@ def test_heads_of_a_rank(rank, size, expected):
     assert heads_of(4, rank, size) == expected
 
 
+def _candidates(ours, stated):
+    return candidates.candidates_of(ours, stated, candidates.declared(_FACTS))
+
+
 def _to_0110(ours, **changes):
     stated = replace(_statement(**changes), block_tokens=None, kernel_blocks_per_block=None)
-    return candidates_of(ours, stated)
+    return _candidates(ours, stated)
 
 
 @pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
@@ -487,7 +488,7 @@ def test_an_unstated_block_size_follows_from_the_bytes_and_has_to_be_proven(bloc
 
     assert found.is_open, "its items may be of another size"
     assert peer.block_tokens == block_tokens
-    assert is_alike(ours, peer) is alike
+    assert is_like(ours, peer) is alike
 
 
 def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
@@ -497,9 +498,9 @@ def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
     with pytest.raises(PeerRefused, match="KVPATCH_PEER_BLOCK_SIZE declares blocks of 64"):
         _to_0110(ours, block_tokens=32)
     stated = _statement(block_tokens=32, physical_blocks_per_logical_kv_block=2)
-    assert candidates_of(ours, stated).statements == (stated,)
+    assert _candidates(ours, stated).statements == (stated,)
     with pytest.raises(PeerRefused, match="comes to blocks of 32"):
-        candidates_of(ours, replace(stated, kernel_blocks_per_block=1))
+        _candidates(ours, replace(stated, kernel_blocks_per_block=1))
 
 
 def test_a_declared_layout_is_checked_and_needs_no_proof(monkeypatch):
@@ -507,9 +508,9 @@ def test_a_declared_layout_is_checked_and_needs_no_proof(monkeypatch):
     assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["HND", "NHD"]
     monkeypatch.setenv("KVPATCH_PEER_LAYOUT", "nhd")
     assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["NHD"]
-    assert candidates_of(ours, _statement(kv_cache_layout="NHD")).statements
+    assert _candidates(ours, _statement(kv_cache_layout="NHD")).statements
     with pytest.raises(PeerRefused, match="KVPATCH_PEER_LAYOUT declares NHD"):
-        candidates_of(ours, _statement(kv_cache_layout="HND"))
+        _candidates(ours, _statement(kv_cache_layout="HND"))
 
 
 def test_bytes_that_are_no_whole_tokens_are_refused():
@@ -524,27 +525,27 @@ def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
     _, ours = ours_of()
     peer = _to_0110(ours, kv_cache_layout=None).statements[0]
     peer = replace(peer, layout=None)
-    assert has_two_layouts(ours, peer)
-    assert not has_two_layouts(ours, replace(peer, layout="HND"))
-    assert not has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
-    assert not has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
+    assert candidates.has_two_layouts(ours, peer)
+    assert not candidates.has_two_layouts(ours, replace(peer, layout="HND"))
+    assert not candidates.has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
+    assert not candidates.has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
     _, ours = ours_of(block_tokens=16)
-    assert not is_alike(ours, _statement(block_tokens=16, physical_blocks_per_logical_kv_block=2))
+    assert not is_like(ours, _statement(block_tokens=16, physical_blocks_per_logical_kv_block=2))
 
 
 def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     _, ours = ours_of(block_tokens=16)
     stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
     with pytest.raises(PeerRefused, match="may cut blocks"):
-        is_alike(ours, stated)
+        is_like(ours, stated)
     whole = replace(ours, kernel_sizes=KernelSizes(((),), ((16,),)))
-    found = candidates_of(whole, stated)
+    found = _candidates(whole, stated)
     (peer,) = found.statements
     assert not found.is_open and peer.kernel_blocks_per_block == 1
-    assert not is_alike(whole, peer)
+    assert not is_like(whole, peer)
 
 
 def _parts(found):
@@ -557,10 +558,10 @@ def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_block
     cut = replace(ours, kernel_sizes=sizes)
     stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
 
-    found = candidates_of(cut, replace(stated, blocks=40))
+    found = _candidates(cut, replace(stated, blocks=40))
     assert found.is_open and _parts(found) == [1, 2, 4]
-    assert _parts(candidates_of(cut, replace(stated, blocks=42))) == [1, 2]
-    found = candidates_of(cut, replace(stated, blocks=41))
+    assert _parts(_candidates(cut, replace(stated, blocks=42))) == [1, 2]
+    found = _candidates(cut, replace(stated, blocks=41))
     assert not found.is_open and _parts(found) == [1], "an odd number of kernel blocks"
 
 
@@ -569,23 +570,23 @@ def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
     cut = replace(ours, kernel_sizes=KernelSizes(((16, 32, 64),), ((),)))
     stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
-    found = candidates_of(cut, stated)
+    found = _candidates(cut, stated)
     assert not found.is_open and _parts(found) == [2]
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "96")
     with pytest.raises(PeerRefused, match="comes to kernel blocks of 64 tokens"):
-        candidates_of(cut, stated)
+        _candidates(cut, stated)
 
 
 def test_two_byte_keys_by_column_are_refused():
     _, ours = ours_of(block_tokens=16)
     by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
-    assert not is_alike(by_column, _statement(block_tokens=64)), "4 bytes an item: no AMX"
+    assert not is_like(by_column, _statement(block_tokens=64)), "4 bytes an item: no AMX"
     halves = dict(ours.layers)
     for name, cache in ours.layers.items():
         planes = tuple(replace(p, item_bytes=2) for p in cache.planes)
         halves[name] = replace(cache, planes=planes)
     with pytest.raises(PeerRefused, match="AMX"):
-        is_alike(replace(by_column, layers=halves), _statement(block_tokens=64))
+        is_like(replace(by_column, layers=halves), _statement(block_tokens=64))
 
 
 class TestRequests:
@@ -638,12 +639,15 @@ class TestRequests:
 )
 def test_windows_alone_with_a_draft_model(method, windows, refused):
     speculation = None if method is None else SimpleNamespace(method=method)
-    worker = SimpleNamespace(vllm_config=SimpleNamespace(speculative_config=speculation))
+    config = SimpleNamespace(speculative_config=speculation)
     groups = [Group(frozenset("ab"), window) for window in windows]
     _, ours = ours_of()
-    peer = read_statement(_metadata(), 0, 1)
+    hides_ends = hides_ends_of_lists(config, groups, has_unlike_shapes=ours.unlike_shapes)
+    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+    local = LocalCache(ours, planes, hides_ends=hides_ends)
+    found = decide(local, read_statement(_metadata(), 0, 1), FACTS["0.20.1"])
     if not refused:
-        refuse_drafted_windows(worker, ours, groups, peer)
+        assert isinstance(found, Read)
         return
-    with pytest.raises(PeerRefused, match="drafted tokens"):
-        refuse_drafted_windows(worker, ours, groups, peer)
+    assert isinstance(found, Refuse)
+    assert "drafted tokens" in found.reason

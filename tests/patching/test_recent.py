@@ -8,8 +8,9 @@ import pytest
 
 from kvpatch.vllm.announcements import Announcements, Introductions
 from kvpatch.vllm.proofs import Proofs
-from kvpatch.vllm.reader import Peer, Reader
+from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.recent import MOST_ENGINES, Recent
+from kvpatch.vllm.remote_ranks import Peer
 
 pytestmark = pytest.mark.patching
 

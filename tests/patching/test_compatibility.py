@@ -1,0 +1,297 @@
+"""The decision of a handshake, a row for each way in which a peer can differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry import KeyOrder
+from kvpatch.vllm.cache_kinds import Holds, Kind, unknown
+from kvpatch.vllm.candidates import Declared
+from kvpatch.vllm.compatibility import (
+    LocalCache,
+    Outline,
+    Prove,
+    Read,
+    Refuse,
+    Stock,
+    UnreadCache,
+    decide,
+)
+from kvpatch.vllm.local_geometry import LocalGeometry
+from kvpatch.vllm.states import StatePages
+from kvpatch.vllm.unstated import KernelSizes
+from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
+
+from .test_peers import _metadata, ours_of, regions_of
+
+pytestmark = pytest.mark.patching
+
+NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
+OUTLINE = Outline("p", 1, 16, "LBHNC")
+UNREAD = UnreadCache(16, 1, "LBHNC", "STRANGE")
+
+
+def local(**changes: Any) -> LocalCache:
+    """Blocks of 16 tokens, 4 heads, layout LBHNC, one rank; `changes` are its geometry's."""
+    cache = {key: changes.pop(key) for key in _OF_CACHE & changes.keys()}
+    geometry = replace(ours_of()[1], **changes)
+    planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
+    return LocalCache(geometry, planes, **cache)
+
+
+_OF_CACHE = {
+    "staging_bytes", "reads_all", "is_shown", "hides_ends", "has_sure_layout", "declared",
+    "misreads_smaller",
+}  # fmt: skip
+
+
+def peer(rank: int = 0, size: int = 1, **changes: Any) -> Statement:
+    """Like `local`, but for what is stated otherwise."""
+    return read_statement(_metadata(**{"block_tokens": 16, **changes}), rank, size)
+
+
+def unstated(**changes: Any) -> Statement:
+    """As a release states it that says neither what a block holds nor how it is cut."""
+    return replace(peer(**changes), block_tokens=None, kernel_blocks_per_block=None)
+
+
+def by_column(**changes: Any) -> LocalCache:
+    return local(key_order=KeyOrder.COLUMN_MAJOR, **changes)
+
+
+def of_two_bytes() -> LocalCache:
+    geometry = ours_of()[1]
+    layers = {
+        name: replace(cache, planes=tuple(replace(p, item_bytes=2) for p in cache.planes))
+        for name, cache in geometry.layers.items()
+    }
+    return by_column(layers=layers)
+
+
+def whole(kind: Kind) -> LocalCache:
+    geometry = ours_of()[1]
+    layers = {
+        name: replace(
+            cache, kind=kind, planes=tuple(replace(p, is_whole=True) for p in cache.planes)
+        )
+        for name, cache in geometry.layers.items()
+    }
+    return local(layers=layers)
+
+
+def with_states() -> LocalGeometry:
+    geometry = ours_of()[1]
+    first = geometry.addresses[0]
+    return replace(geometry, states={"m": StatePages(first, 4096, 10, (1024,))})
+
+
+_INDEXER = Kind(Holds.WHOLE, "an indexer's values and scales")
+_CUTS = KernelSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
+
+#: name: our side, the peer, what becomes of it; of a refusal the words of its cure.
+READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], Statement], Any]] = {
+    "like us": (local, peer, Stock),
+    "larger blocks": (local, lambda: peer(block_tokens=64), Read),
+    "smaller blocks": (local, lambda: peer(block_tokens=8), Read),
+    "blocks of no multiple": (local, lambda: peer(block_tokens=48), Read),
+    "blocks cut into parts": (
+        local, lambda: peer(physical_blocks_per_logical_kv_block=2), Read,
+    ),
+    "tokens before heads": (local, lambda: peer(kv_cache_layout="LBNHC"), Read),
+    "cross-layer blocks": (local, lambda: peer(**regions_of("BLHNC", block_tokens=16)), Read),
+    "heads outside blocks": (local, lambda: peer(**regions_of("LHBNC", block_tokens=16)), Read),
+    "ranks whose heads are pieces": (local, lambda: peer(1, 2), Stock),
+    "ranks that share heads": (local, lambda: peer(5, 8, block_lens=[1024] * 2), Read),
+    "ranks of a release that meets one": (
+        lambda: local(meets_one_rank=True), lambda: peer(1, 2, block_lens=[2048] * 2), Read,
+    ),
+    "cut in the only way that there is": (
+        lambda: local(kernel_sizes=_CUTS), lambda: replace(peer(), kernel_blocks_per_block=None),
+        Stock,
+    ),
+    "cut in a way that nobody knows": (
+        local, lambda: replace(peer(block_tokens=64), kernel_blocks_per_block=None),
+        "vLLM 0.21 or later",
+    ),
+    "like us, and all is ours": (lambda: local(reads_all=True), peer, Read),
+    "a layout of no name": (
+        local, lambda: peer(kv_cache_layout="NOPE"), "VLLM_KV_CACHE_LAYOUT",
+    ),
+    "bytes of another model": (
+        local, lambda: peer(block_tokens=64, block_lens=[8192] * 2), "pages without padding",
+    ),
+    "regions of another model": (
+        local,
+        lambda: peer(
+            block_tokens=64, kv_caches_base_addr=[1 << 20], block_lens=[65536],
+            block_strides=[65536],
+        ),
+        "--pipeline-parallel-size",
+    ),
+    "another backend": (
+        local, lambda: peer(block_tokens=64, attn_backend_name="FLASHINFER"),
+        "VLLM_ATTENTION_BACKEND",
+    ),
+    "keys by column": (by_column, lambda: peer(block_tokens=64), Read),
+    "keys by column, tokens before heads": (
+        by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",
+    ),
+    "keys by column that AMX may tile": (
+        of_two_bytes, lambda: peer(block_tokens=64), "--dtype float32",
+    ),
+    "whole blocks of another size": (
+        lambda: whole(_INDEXER), lambda: peer(block_tokens=64), "use one --block-size",
+    ),
+    "whole blocks, like us": (lambda: whole(_INDEXER), peer, Stock),
+    "a kind that nobody knows": (
+        lambda: whole(unknown("strange.Backend")), lambda: peer(block_tokens=64),
+        "VLLM_KV_CACHE_LAYOUT on both sides",
+    ),
+    "ranks that share out tokens": (
+        local, lambda: replace(peer(block_tokens=64), shares_tokens=True),
+        "--decode-context-parallel-size 1",
+    ),
+    "like us, with ranks that share out tokens": (
+        local, lambda: replace(peer(), shares_tokens=True), Stock,
+    ),
+    "our allocator's own layout": (
+        lambda: local(planned_layout="LBNHC"), lambda: peer(kv_cache_layout="LBNHC"),
+        "set ENABLE_KVPATCH on P",
+    ),
+    "a device without storage": (
+        lambda: local(has_sure_layout=False), lambda: peer(kv_cache_layout="LBNHC"),
+        "set ENABLE_KVPATCH there too",
+    ),
+    "a device without storage, like us": (lambda: local(has_sure_layout=False), peer, Stock),
+    "blocks larger than the staging pool": (
+        lambda: local(staging_bytes=1024), lambda: peer(block_tokens=64),
+        "KVPATCH_TRANSFER to auto",
+    ),
+    "not the blocks that are declared": (
+        lambda: local(declared=Declared(64)), lambda: peer(block_tokens=32),
+        "the --block-size of P",
+    ),
+    "not the layout that is declared": (
+        lambda: local(declared=Declared(layout="NHD")), lambda: peer(), "set it to what P has",
+    ),
+    "state over unlike ranks": (
+        lambda: local(states=with_states().states), lambda: peer(1, 2), Stock,
+    ),
+    "state over unlike ranks, of smaller blocks that are misread": (
+        lambda: local(states=with_states().states, misreads_smaller=lambda: "misreads them"),
+        lambda: peer(1, 2, block_tokens=8),
+        "use one --block-size on both sides",
+    ),
+}  # fmt: skip
+
+
+def _says(found: object, expected: Any) -> None:
+    if isinstance(expected, type):
+        assert isinstance(found, expected), found
+        return
+    assert isinstance(found, Refuse), found
+    assert expected in found.cure
+    assert str(found.error) == f"{found.reason}: {found.cure}"
+    assert "engine" in found.reason and "cannot be read" in found.reason
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_becomes_of_a_peer(name: str) -> None:
+    ours, theirs, expected = READ[name]
+
+    _says(decide(ours(), theirs(), NEWEST), expected)
+
+
+def test_a_mapping_says_where_the_peers_layers_lie() -> None:
+    found = decide(local(), peer(block_tokens=64), NEWEST)
+
+    assert isinstance(found, Read)
+    assert found.mapping.block_tokens == {"a": 64, "b": 64}
+    assert len(found.mapping.crossings) == 2
+    assert {p.address >> 20 for p in found.mapping.planes} == {1, 1 << 10}
+
+
+#: name: our side, what a release states that leaves something open, the names of what it may be,
+#: and which of them the release reads.
+PROVE: dict[str, tuple[Callable[[], LocalCache], Callable[[], Statement], Any, Any]] = {
+    "items of any size": (local, unstated, {"stated"}, "stated"),
+    "items of any size, other blocks": (
+        local, lambda: unstated(block_tokens=64), {"stated"}, None,
+    ),
+    "either layout": (
+        lambda: local(layout="HND", units=None), lambda: unstated(kv_cache_layout=None),
+        {"HND", "NHD"}, "HND",
+    ),
+    "any cut": (
+        lambda: local(kernel_sizes=_CUTS),
+        lambda: replace(peer(block_tokens=64, num_blocks=40), kernel_blocks_per_block=None),
+        {1, 2, 4}, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROVE)
+def test_what_is_left_open_has_to_be_proven(name: str) -> None:
+    ours, theirs, names, stock = PROVE[name]
+
+    found = decide(ours(), theirs(), OLDEST)
+
+    assert isinstance(found, Prove)
+    assert found.mappings.keys() == names
+    assert found.stock == stock
+
+
+def test_what_cannot_be_read_as_anything_is_refused() -> None:
+    _says(decide(local(), unstated(attn_backend_name="OTHER", block_tokens=64), OLDEST), "use one")
+
+
+def test_a_declared_peer_has_nothing_to_prove() -> None:
+    found = decide(local(declared=Declared(64)), unstated(block_tokens=64), OLDEST)
+
+    assert isinstance(found, Read)
+
+
+#: name: a cache that we do not read into, the peer, and what becomes of it.
+UNREAD_PEERS: dict[str, tuple[UnreadCache, Outline | Statement, Any]] = {
+    "like us": (UNREAD, OUTLINE, Stock),
+    "other blocks": (UNREAD, replace(OUTLINE, block_tokens=64), Stock),
+    "a host buffer that needs us": (
+        replace(UNREAD, needs_reader=True), OUTLINE, "KVPATCH_HOST_BUFFER=never",
+    ),
+    "packed keys, other blocks": (
+        replace(UNREAD, knows_keys=False), peer(block_tokens=64), "one block size and layout",
+    ),
+    "packed keys, another layout": (
+        replace(UNREAD, knows_keys=False), peer(kv_cache_layout="LBNHC"), "one block size",
+    ),
+    "packed keys, like us": (replace(UNREAD, knows_keys=False), peer(), Stock),
+    "smaller blocks that are misread": (
+        replace(UNREAD, misreads_smaller=lambda: "misreads them"),
+        replace(OUTLINE, block_tokens=8), "use one --block-size",
+    ),
+    "smaller blocks that are read": (UNREAD, replace(OUTLINE, block_tokens=8), Stock),
+    "larger blocks where smaller ones are misread": (
+        replace(UNREAD, misreads_smaller=lambda: "misreads them"),
+        replace(OUTLINE, block_tokens=64), Stock,
+    ),
+    "no number of tokens": (UNREAD, replace(OUTLINE, block_tokens="8"), Stock),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD_PEERS)
+def test_what_becomes_of_a_peer_that_we_do_not_read(name: str) -> None:
+    ours, theirs, expected = UNREAD_PEERS[name]
+
+    _says(decide(ours, theirs, NEWEST), expected)
+
+
+def test_a_refusal_is_what_the_release_makes_a_failed_handshake_of() -> None:
+    error = Refuse("engine p cannot be read", "use another").error
+
+    assert isinstance(error, PeerRefused)
+    assert str(error) == "engine p cannot be read: use another"
