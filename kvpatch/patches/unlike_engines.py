@@ -66,7 +66,6 @@ from kvpatch.vllm.introducing import (
     hear_what_is_open,
     introductions_of,
 )
-from kvpatch.vllm.ranks import AskingOneRank, meet_ranks
 from kvpatch.vllm.read_request import request_read
 from kvpatch.vllm.registering import registration_step
 from kvpatch.vllm.registration import registration_of
@@ -93,22 +92,6 @@ def _add_remote_agent(
         return handshake.act(decide(local, remote, facts))
 
     return add(*args, **kwargs)
-
-
-def _nixl_handshake(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def handshake(
-        host: str, port: int, remote_tp_size: int, expected_engine_id: str
-    ) -> dict[int, str]:
-        asked = host, port, remote_tp_size, expected_engine_id
-        has_more = remote_tp_size > instance.world_size
-        is_asking = isinstance(instance, AskingOneRank)
-        if is_asking or worker_state(instance).reader is None or not has_more:
-            return wrapped(*asked)  # type: ignore[no-any-return]
-        return meet_ranks(instance, *asked)
-
-    return handshake(*args, **kwargs)
 
 
 def _read_blocks_for_req(
@@ -267,7 +250,11 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
 
 def _sites_of_handshakes(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     """In releases <= 0.13 a worker shakes hands with one rank of its peer alone."""
-    return {seams.nixl_handshake(facts): _nixl_handshake} if facts.meets_one_rank else {}
+    if not facts.meets_one_rank:
+        return {}
+    from kvpatch.legacy import multi_rank
+
+    return multi_rank.sites(facts)
 
 
 def _sites_of_proofs(facts: ReleaseFacts) -> dict[Site, Wrapper]:

@@ -25,7 +25,6 @@ from kvpatch.core.ledger import Site, Step
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import host_buffer_worker
 from kvpatch.vllm.block_counts import count_blocks
-from kvpatch.vllm.failures import watch_failed_loads
 from kvpatch.vllm.own_cache import inspect
 from kvpatch.vllm.presentation import Register, register_as_they_lie, register_once
 from kvpatch.vllm.reader_attachment import attach_reader
@@ -77,7 +76,9 @@ class Registering:
         if "host_buffer" in self.steps:
             kv_caches = self._through_host_buffer(kv_caches)
         if "failed_loads" in self.steps:
-            watch_failed_loads(worker, worker_state(worker).failures)
+            from kvpatch.legacy.failures import Failures, watch_failed_loads
+
+            watch_failed_loads(worker, worker_state(worker).of(Failures))
         own = inspect(worker, registration, kv_caches) if reads else None
         if "block_count" in self.steps:
             count_blocks(worker, registration, kv_caches)

@@ -10,22 +10,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvpatch.vllm.aborts import Aborts, Loads
 from kvpatch.vllm.announcements import Announcements, Introductions
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.elsewhere import LikePeers
-from kvpatch.vllm.failures import Failures
 from kvpatch.vllm.host_buffer_saves import Saves
 from kvpatch.vllm.host_buffer_worker import HostBuffer
 from kvpatch.vllm.kvcached_pages import Pages
 from kvpatch.vllm.reader import Reader
 
 _NAME = "_kvpatch_state"
-_State = TypeVar("_State")
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(eq=False)
-class WorkerState:
+class _State:
+    """What has a state, with room for what only old releases need (``kvpatch.legacy``)."""
+
+    _kept: dict[type, Any] = field(default_factory=dict, init=False)
+
+    def of(self, kind: type[_Kind]) -> _Kind:
+        """Its one object of a kind; made when it is first asked for."""
+        found: _Kind | None = self._kept.get(kind)
+        # Handshakes have threads of their own: one of two that ask wins.
+        return self._kept.setdefault(kind, kind()) if found is None else found
+
+    def held(self, kind: type[_Kind]) -> _Kind | None:
+        """Its object of a kind; None where it was neither asked for nor handed one."""
+        return self._kept.get(kind)
+
+    def hold(self, value: object) -> None:
+        """Hands it an object of another's state."""
+        self._kept[type(value)] = value
+
+
+@dataclass(eq=False)
+class WorkerState(_State):
     """Of a connector's worker half.
 
     Attributes:
@@ -36,8 +55,6 @@ class WorkerState:
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
         announcements: what it has to tell its scheduler of peers.
-        failures: its loads that failed, where the model has several cache groups.
-        loads: its loads, where the release knows none that failed (<= 0.11.0).
     """
 
     is_host_buffered: bool = False
@@ -47,12 +64,10 @@ class WorkerState:
     planned_layout: str | None = None
     reader: Reader | None = None
     announcements: Announcements = field(default_factory=Announcements)
-    failures: Failures = field(default_factory=Failures)
-    loads: Loads = field(default_factory=Loads)
 
 
 @dataclass(eq=False)
-class SchedulerState:
+class SchedulerState(_State):
     """Of a connector's scheduler half.
 
     Attributes:
@@ -60,26 +75,22 @@ class SchedulerState:
         like_peers: whose blocks are as large as its own.
         has_nothing_open: whether handshakes leave nothing open that its workers would prove.
         introductions: the engines that its workers can read; None before it was asked.
-        aborts: of the engine's scheduler, once there was something to account for.
     """
 
     saves: Saves | None = None
     like_peers: LikePeers = field(default_factory=LikePeers)
     has_nothing_open: bool = False
     introductions: Introductions | None = None
-    aborts: Aborts | None = None
 
 
 @dataclass(eq=False)
-class EngineState:
+class EngineState(_State):
     """Of vLLM's own scheduler, which has one connector or several; its block manager's too.
 
     Attributes:
-        aborts: requests that are over while their loads are not.
         saves: of its connectors, to their host buffers.
     """
 
-    aborts: Aborts = field(default_factory=Aborts)
     saves: list[Saves] = field(default_factory=list)
 
 
@@ -110,10 +121,10 @@ def connectors_of(core: Any) -> Iterator[Any]:
         yield from getattr(connector, "_connectors", None) or (connector,)
 
 
-def _state(owner: Any, kind: type[_State]) -> _State:
+def _state(owner: Any, kind: type[_Kind]) -> _Kind:
     held = vars(owner)
     found = held.get(_NAME)
     if found is None:  # handshakes have threads of their own: one of two that ask wins
         found = held.setdefault(_NAME, kind())
-    state: _State = found
+    state: _Kind = found
     return state

@@ -14,8 +14,7 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.patches.failed_loads import PATCH
-from kvpatch.vllm.failures import (
+from kvpatch.legacy.failures import (
     Failures,
     LastToFirst,
     Unreported,
@@ -23,6 +22,7 @@ from kvpatch.vllm.failures import (
     report_failed,
     whole_requests,
 )
+from kvpatch.patches.failed_loads import PATCH
 
 pytestmark = pytest.mark.patching
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.vllm.ranks import AskingOneRank, Met, ranks_to_read
+from kvpatch.legacy.multi_rank import AskingOneRank, Met, ranks_to_read
 from kvpatch.vllm.remote_geometry import heads_of
 
 _SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))

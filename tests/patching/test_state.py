@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.vllm.ranks import AskingOneRank
+from kvpatch.legacy.multi_rank import AskingOneRank
 from kvpatch.vllm.state import (
     connectors_of,
     engine_state,

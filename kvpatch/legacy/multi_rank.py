@@ -7,10 +7,15 @@ needs, and is told of peers of as many ranks as it has.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import wrapt
 
+from kvpatch.core import seams
+from kvpatch.core.ledger import Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.wire import PeerRefused
 
 
@@ -94,3 +99,24 @@ def meet_ranks(worker: Any, host: str, port: int, remote_tp_size: int, engine_id
         asking = AskingOneRank(worker, rank, remote_tp_size)
         met.update(type(worker)._nixl_handshake(asking, host, port, remote_tp_size, engine_id))
     return met
+
+
+def _nixl_handshake(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def handshake(
+        host: str, port: int, remote_tp_size: int, expected_engine_id: str
+    ) -> dict[int, str]:
+        asked = host, port, remote_tp_size, expected_engine_id
+        has_more = remote_tp_size > instance.world_size
+        is_asking = isinstance(instance, AskingOneRank)
+        if is_asking or worker_state(instance).reader is None or not has_more:
+            return wrapped(*asked)  # type: ignore[no-any-return]
+        return meet_ranks(instance, *asked)
+
+    return handshake(*args, **kwargs)
+
+
+def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """What is wrapped in a release that needs it."""
+    return {seams.nixl_handshake(facts): _nixl_handshake}

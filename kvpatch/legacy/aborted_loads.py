@@ -1,0 +1,74 @@
+"""The wrappers of ``aborted_loads``: what releases <= 0.15 make of aborted requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvpatch.core import seams
+from kvpatch.core.ledger import Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.legacy.aborts import Aborts
+from kvpatch.vllm.state import connectors_of, engine_state, scheduler_state
+
+
+def _finish_requests(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finish(request_ids: str | Iterable[str], finished_status: Any) -> Any:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        with engine_state(instance).of(Aborts).ending(instance, ids):
+            return wrapped(ids, finished_status)
+
+    return finish(*args, **kwargs)
+
+
+def _connector_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finished(request: Any) -> Any:
+        answer = wrapped(request)
+        if not answer[0]:  # else another connector keeps them
+            _keep(instance, request)
+        return answer
+
+    return finished(*args, **kwargs)
+
+
+def _keep(core: Any, request: Any) -> None:
+    aborts = engine_state(core).of(Aborts)
+    if aborts.keep(core, request):
+        for connector in connectors_of(core):
+            scheduler = getattr(connector, "connector_scheduler", None)
+            if scheduler is not None:
+                scheduler_state(scheduler).hold(aborts)
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    aborts = scheduler_state(instance).held(Aborts)
+    if aborts is not None:
+        aborts.withhold(instance)
+    return wrapped(*args, **kwargs)
+
+
+def _update_from_kv_xfer_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def update(output: Any) -> Any:
+        result = wrapped(output)
+        engine_state(instance).of(Aborts).end(instance, output.finished_recving or ())
+        return result
+
+    return update(*args, *kwargs.values())
+
+
+def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """What is wrapped in a release that needs it."""
+    return {
+        seams.finish_requests(facts): _finish_requests,
+        seams.connector_finished(facts): _connector_finished,
+        seams.update_from_kv_xfer_finished(facts): _update_from_kv_xfer_finished,
+        seams.build_connector_meta(facts): _build_connector_meta,
+    }
