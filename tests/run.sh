@@ -6,7 +6,8 @@
 #                                   newest release; three pairs of real engines
 #   tests/run.sh --gate             what .ci/run plays: the lab of the newest release and a share of
 #                                   it of all others (tests/lab/selection.py), all real engines
-#   tests/run.sh --full             everything on every release, hours
+#   tests/run.sh --full             everything on every release, hours; then plays and writes docs/data's
+#                                   results of the lab, and their pages
 #   tests/run.sh PYTEST ARGUMENTS   what they select, e.g. tests/run.sh -m "geometry or patching"
 #
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, newest, or a list; by default
@@ -40,6 +41,13 @@ play_without_engines() { play -m "not serving" --numprocesses "$processes" --dis
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB.
 play_engines() { play -m "$1" --numprocesses 2 --dist load; }
 
+# The results that the documentation shows, with today's date and this commit: docs/data and its pages.
+play_results() {
+    "$python" -m tests.lab.table --write --processes "$processes" >/dev/null
+    "$python" -m tests.lab.kvcached_cells --write
+    "$python" -m tests.contract --pages
+}
+
 case "${1:-}" in
     "")
         KVPATCH_TEST_RELEASES="${KVPATCH_TEST_RELEASES:-newest}" play_without_engines
@@ -56,6 +64,7 @@ case "${1:-}" in
     --full)
         KVPATCH_TEST_RELEASES=all play_without_engines
         play_engines serving
+        play_results
         ;;
     *) exec "$python" -m pytest "$@" ;;
 esac

@@ -48,12 +48,13 @@ def refusals() -> list[Refusal]:
     """Every sentence that kvpatch raises one of its errors with, each once."""
     errors = _errors()
     makers = _makers(errors)
+    with_cures = _with_cures()
     found = [
         Refusal(error, text)
         for tree in trees()
         for error, arguments in _raised(tree, makers)
         if error in errors
-        for text in _sentences(tree, arguments)
+        for text in _joined(_sentences(tree, arguments), error in with_cures)
     ]
     return list(dict.fromkeys(found))
 
@@ -66,8 +67,9 @@ def _raised(tree: ast.Module, makers: dict[str, str]) -> Iterator[tuple[str, lis
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
                     yield node.name, list(call.args)
         elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func).rpartition(".")[2]
-            yield makers.get(name, name), [*node.args, *(word.value for word in node.keywords)]
+            name = ast.unparse(node.func)
+            name = makers.get(name, name.rpartition(".")[2])
+            yield name, [*node.args, *(word.value for word in node.keywords)]
 
 
 def _sentences(tree: ast.Module, arguments: Sequence[ast.expr]) -> Iterator[str]:
@@ -104,10 +106,29 @@ def _makers(errors: Collection[str]) -> dict[str, str]:
     return {
         node.name: ast.unparse(node.returns)
         for tree in trees()
-        for node in ast.walk(tree)
+        for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.returns is not None
         if ast.unparse(node.returns) in errors
     }
+
+
+def _with_cures() -> set[str]:
+    """Errors that are made of a reason and a cure."""
+    return {
+        node.name
+        for tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+        if "cure" in [argument.arg for argument in method.args.args]
+    }
+
+
+def _joined(sentences: Iterable[str], has_cure: bool) -> list[str]:
+    """As an error's message puts them together."""
+    found = list(sentences)
+    return [": ".join(found)] if has_cure and len(found) == 2 else found
 
 
 def _texts(node: ast.AST | None) -> list[str]:

@@ -21,7 +21,7 @@ _COLOURS: dict[Outcome, tuple[str, str]] = {
 }
 _COLUMN, _BAR, _HEIGHT, _LEFT, _GAP = 19, 16, 110, 8, 34
 _WIDTH = 2 * _LEFT + _COLUMN * len(RELEASES)
-_TOTAL = 2 * (_HEIGHT + _GAP) + 62
+_TOTAL = 2 * (_HEIGHT + _GAP) + 76
 
 
 def picture() -> str:

@@ -108,13 +108,14 @@ class TestVariables:
 
 class TestRefusals:
     def test_they_are_found_in_the_code(self) -> None:
-        """Of each way to raise one: in place, by a function, by a constant, by a class."""
+        """Of each way to raise one: in place, by a function, by a class, with a cure of its own."""
         found = {refusal.text for refusal in messages.refusals()}
         parts = (
             "names no generation; there are",
             "is not a whole number of tokens",
             "recurrent state is split over ranks",
             "slots of the host buffer, which has",
+            "and its host buffer needs that: use KVPATCH_HOST_BUFFER=never",
         )
 
         assert all(any(part in text for text in found) for part in parts)
