@@ -21,14 +21,14 @@ from rich.table import Table
 
 from kvpatch.geometry import (
     BlockList,
-    Crossing,
     Memory,
+    Overlap,
     Plane,
     Segments,
     Share,
-    cross,
+    overlaps_of,
     pair_blocks,
-    plan_rounds,
+    plan_chunks,
     plan_runs,
 )
 from tests.geometry.whole_caches import CacheSizes, named_layout
@@ -87,7 +87,7 @@ class Request:
         order = np.random.default_rng(0).permutation if pair.scattered else np.arange
         self._remote_ids, self._local_ids = order(remote_blocks), order(blocks)
         start = time.perf_counter()
-        self._crossings: tuple[Crossing, ...] = cross(_regions(remote), local)
+        self._crossings: tuple[Overlap, ...] = overlaps_of(_regions(remote), local)
         self.peer_seconds = time.perf_counter() - start
 
     def _segments(self) -> Segments:
@@ -98,14 +98,14 @@ class Request:
     def direct(self) -> tuple[int, float]:
         """The runs of a direct read, and the seconds."""
         start = time.perf_counter()
-        copies = [copy for crossing in self._crossings for copy in crossing.copies]
+        copies = [copy for overlap in self._crossings for copy in overlap.copies]
         plan = plan_runs([(self._segments(), copies)])
         return len(plan), time.perf_counter() - start
 
     def staged(self) -> tuple[int, float, float]:
         """The rounds of a staged read, the seconds to the first and to the last."""
         start = time.perf_counter()
-        rounds = plan_rounds([Share(self._segments(), self._crossings)], lambda: ROUND_BYTES)
+        rounds = plan_chunks([Share(self._segments(), self._crossings)], lambda: ROUND_BYTES)
         next(rounds)
         first = time.perf_counter() - start
         count = 1 + sum(1 for _ in rounds)

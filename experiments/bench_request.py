@@ -23,7 +23,15 @@ from bench_transfer import DRAM, make_agent
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import BlockList, Plane, Share, cross, pair_blocks, plan_rounds, plan_runs
+from kvpatch.geometry import (
+    BlockList,
+    Plane,
+    Share,
+    overlaps_of,
+    pair_blocks,
+    plan_chunks,
+    plan_runs,
+)
 from kvpatch.transfer.nixl import Ends, prepare_read
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
@@ -103,7 +111,7 @@ def unlike(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, f
     """A read from blocks of other sizes, straight to its place."""
     theirs, ours = pair.planes("P", "LBHNC", p_tokens), pair.planes("D", "LBHNC", TOKENS)
     regions = [theirs[at : at + 2] for at in range(0, len(theirs), 2)]
-    crossings = cross(regions, ours)
+    overlaps = overlaps_of(regions, ours)
     order = np.random.default_rng(0).permutation
     remote, local = order(BLOCKS * TOKENS // p_tokens), order(BLOCKS)
 
@@ -111,7 +119,7 @@ def unlike(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, f
         started = time.perf_counter()
         blocks = BlockList(remote, p_tokens), BlockList(local, TOKENS)
         segments = pair_blocks(*blocks, 0, BLOCKS * TOKENS)
-        copies = [copy for crossing in crossings for copy in crossing.copies]
+        copies = [copy for overlap in overlaps for copy in overlap.copies]
         plan = plan_runs([(segments, copies)])
         planned = time.perf_counter()
         runs = plan.remote_address, plan.local_address, plan.length
@@ -125,7 +133,7 @@ def unlike(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, f
 def staged(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, float]]:
     """The first round of a read from another layout; the others follow while it is on its way."""
     theirs, ours = pair.planes("P", "LBNHC", p_tokens), pair.planes("D", "LBHNC", TOKENS)
-    crossings = cross([theirs[at : at + 2] for at in range(0, len(theirs), 2)], ours)
+    overlaps = overlaps_of([theirs[at : at + 2] for at in range(0, len(theirs), 2)], ours)
     order = np.random.default_rng(0).permutation
     remote, local = order(BLOCKS * TOKENS // p_tokens), order(BLOCKS)
 
@@ -133,7 +141,7 @@ def staged(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, f
         started = time.perf_counter()
         blocks = BlockList(remote, p_tokens), BlockList(local, TOKENS)
         segments = pair_blocks(*blocks, 0, BLOCKS * TOKENS)
-        first = next(plan_rounds([Share(segments, crossings)], lambda: ROUND_BYTES))
+        first = next(plan_chunks([Share(segments, overlaps)], lambda: ROUND_BYTES))
         planned = time.perf_counter()
         runs = first.remote_address, pair.address("D") + first.staging_offset, first.length
         handle = prepare_read(pair.nixl, pair.ends, *runs, b"")

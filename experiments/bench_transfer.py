@@ -31,15 +31,15 @@ from rich.table import Table
 from kvpatch.geometry import (
     HOST_MEMORY,
     BlockList,
+    Chunk,
     Memory,
     Plane,
-    Round,
     Segments,
     Share,
-    cross,
     is_direct,
+    overlaps_of,
     pair_blocks,
-    plan_rounds,
+    plan_chunks,
     plan_runs,
 )
 from kvpatch.transfer.caches import Caches
@@ -199,7 +199,7 @@ class Setup:
         by_layer: dict[str, list[Plane]] = {}
         for plane in self.remote:
             by_layer.setdefault(plane.layer, []).append(plane)
-        self.crossings = cross(list(by_layer.values()), self.local)
+        self.overlaps = overlaps_of(list(by_layer.values()), self.local)
         self.pool = StagingPool(POOL_BYTES, self._register)
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
         # Made and registered before anything is timed, as it is for all but the first request.
@@ -255,7 +255,7 @@ class Setup:
     def direct(self) -> tuple[int, float]:
         """Every run to its place."""
         started = time.perf_counter()
-        copies = [copy for crossing in self.crossings for copy in crossing.copies]
+        copies = [copy for overlap in self.overlaps for copy in overlap.copies]
         plan = plan_runs([(self.segments(), copies)])
         planned = time.perf_counter() - started
         runs = plan.remote_address, plan.local_address, plan.length
@@ -266,11 +266,11 @@ class Setup:
         """Whole remote blocks into the pool, copies out of it; planned while others are read."""
         planning, runs = 0.0, 0
 
-        def rounds() -> Iterator[Round]:
+        def rounds() -> Iterator[Chunk]:
             nonlocal planning, runs
             started = time.perf_counter()
-            share = Share(self.segments(), self.crossings)
-            for planned in plan_rounds([share], lambda: self.pool.round_bytes):
+            share = Share(self.segments(), self.overlaps)
+            for planned in plan_chunks([share], lambda: self.pool.chunk_bytes):
                 planning += time.perf_counter() - started
                 runs += planned.length.size
                 yield planned
@@ -327,7 +327,7 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
     tokens = max(1, mib * 1024**2 // pair.model.token_bytes // lot) * lot
     setup = Setup(pair, tokens, decode)
     total = tokens * pair.model.token_bytes
-    auto = "direct" if is_direct(setup.crossings[0], setup.segments(), HOST_MEMORY) else "staged"
+    auto = "direct" if is_direct(setup.overlaps[0], setup.segments(), HOST_MEMORY) else "staged"
     ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
     if pair.local_tokens != pair.remote_tokens:
         ways["stock, both like D"] = setup.like(pair.local_tokens)

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import Memory, Placement, Round
+from kvpatch.geometry import Chunk, Memory, Placement
 from kvpatch.geometry.plan import Plan
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.pool import StagingPool
@@ -62,11 +62,11 @@ class _Caches:
         """Nothing is under way."""
 
 
-def rounds() -> Iterator[Round]:
+def rounds() -> Iterator[Chunk]:
     """A read of two rounds."""
     for _ in range(2):
         numbers = np.zeros(1, dtype=np.int64)
-        yield Round(numbers, numbers, numbers + ROUND_BYTES, ROUND_BYTES, ())
+        yield Chunk(numbers, numbers, numbers + ROUND_BYTES, ROUND_BYTES, ())
 
 
 def step_ms(count: int, peers: int, steps: int) -> float:

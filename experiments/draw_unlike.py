@@ -20,13 +20,13 @@ from matplotlib.axes import Axes
 
 from kvpatch.geometry import (
     BlockList,
+    Chunk,
     Content,
     Memory,
-    Round,
     Share,
-    cross,
+    overlaps_of,
     pair_blocks,
-    plan_rounds,
+    plan_chunks,
 )
 from kvpatch.transfer.place import place_in_host_memory
 from tests.geometry.whole_caches import CacheSizes, named_layout
@@ -51,8 +51,8 @@ def main() -> None:
     for head in range(SIZES.heads):
         p[0].as_array(source, 0)[blocks, head, at % P_TOKENS, 0, 0] = at + 1
     theirs, ours = BlockList(np.array(P_BLOCKS), P_TOKENS), BlockList(np.array(D_BLOCKS), D_TOKENS)
-    share = Share(pair_blocks(theirs, ours, 0, TOKENS), cross([p], d))
-    (planned,) = plan_rounds([share], 1 << 20)
+    share = Share(pair_blocks(theirs, ours, 0, TOKENS), overlaps_of([p], d))
+    (planned,) = plan_chunks([share], 1 << 20)
     staging = landed(planned, source)
     for placement in planned.placements:
         place_in_host_memory(staging, target, 0, placement)
@@ -69,7 +69,7 @@ def main() -> None:
     figure.savefig(sys.argv[1], dpi=120)
 
 
-def landed(planned: Round, source: np.ndarray) -> np.ndarray:
+def landed(planned: Chunk, source: np.ndarray) -> np.ndarray:
     """The pool after the round's reads."""
     staging = np.zeros(planned.buffer_bytes, dtype=np.uint8)
     columns = (planned.remote_address, planned.staging_offset, planned.length)

@@ -7,6 +7,12 @@ of content of one layer of it; a plan is a list of byte runs between two sets of
 from __future__ import annotations
 
 from kvpatch.core.errors import UnpairableBlocks, UnplannableCopy, UnreadableGeometry
+from kvpatch.geometry.chunks import (
+    Chunk,
+    Placement,
+    Share,
+    plan_chunks,
+)
 from kvpatch.geometry.costs import DEVICE_MEMORY, HOST_MEMORY, Costs, is_direct
 from kvpatch.geometry.cross_layer_blocks import (
     LAYER_AXES,
@@ -19,7 +25,6 @@ from kvpatch.geometry.cross_layer_blocks import (
     read_packed_groups,
     shares_place,
 )
-from kvpatch.geometry.crossings import Crossing, cross
 from kvpatch.geometry.layout import (
     BY_COLUMN,
     HND,
@@ -42,18 +47,13 @@ from kvpatch.geometry.layout import (
     layer_by_layer,
     row_bytes,
 )
-from kvpatch.geometry.meetings import check_whole, missing_heads
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.order import DimensionOrder, KeyOrder
+from kvpatch.geometry.overlap import Overlap, overlaps_of
 from kvpatch.geometry.plan import Plan, plan_copy, plan_runs
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane_copies import check_whole, missing_heads
 from kvpatch.geometry.read import read_planes
-from kvpatch.geometry.rounds import (
-    Placement,
-    Round,
-    Share,
-    plan_rounds,
-)
 from kvpatch.geometry.segments import (
     BlockList,
     Segments,
@@ -72,7 +72,7 @@ __all__ = [
     "Costs",
     "Counts",
     "CrossLayerBlocks",
-    "Crossing",
+    "Overlap",
     "DEVICE_MEMORY",
     "DenseBlocks",
     "DimensionOrder",
@@ -91,7 +91,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Plane",
-    "Round",
+    "Chunk",
     "Segments",
     "Share",
     "Strides",
@@ -103,7 +103,7 @@ __all__ = [
     "block_axes",
     "block_bytes",
     "check_whole",
-    "cross",
+    "overlaps_of",
     "dense_strides",
     "extent_bytes",
     "in_order",
@@ -118,7 +118,7 @@ __all__ = [
     "pair_whole_blocks",
     "places_of",
     "plan_copy",
-    "plan_rounds",
+    "plan_chunks",
     "plan_runs",
     "read_cross_layer_blocks",
     "read_packed_groups",

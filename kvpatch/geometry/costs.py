@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvpatch.geometry.crossings import Crossing
-from kvpatch.geometry.meetings import Copy, contiguous_bytes
+from kvpatch.geometry.overlap import Overlap
+from kvpatch.geometry.plane_copies import Copy, contiguous_bytes
 from kvpatch.geometry.segments import Segments
 
 
@@ -33,7 +33,7 @@ class Costs:
 #: 262,144 runs of 512 bytes take 2.6 us each; runs of 128 KiB move 2.5 to 3.4 GB/s; the same
 #: through the pool 1 to 2 GB/s, which is 0.3 ns a byte more. The copies alone move 7 to
 #: 13 GB/s: the rest is NIXL's, which spreads transfers of 1,024 runs and more over its threads
-#: and reads a round, which has fewer, in the thread that posts it. Together: runs under about
+#: and reads a chunk, which has fewer, in the thread that posts it. Together: runs under about
 #: 8 KiB are staged (at 8 KiB direct 1.6, staged 1.1 GB/s; at 16 KiB 3.0 and 1.6). Where NIXL's
 #: progress threads wait instead of spinning, the two meet at 16 KiB (3.7 and 3.2 to 3.7).
 HOST_MEMORY = Costs(2.6e-6, 3.5e9, 3e9)
@@ -42,21 +42,21 @@ HOST_MEMORY = Costs(2.6e-6, 3.5e9, 3e9)
 DEVICE_MEMORY = Costs(1e-6, 40e9, 500e9)
 
 
-def is_direct(crossing: Crossing, segments: Segments, costs: Costs) -> bool:
+def is_direct(overlap: Overlap, segments: Segments, costs: Costs) -> bool:
     """Whether a region is read faster in runs of its own than through a buffer."""
     wanted = runs = 0.0
     tokens = int(segments.tokens.sum())
     longest = int(segments.tokens.max())
-    for copy in crossing.copies:
+    for copy in overlap.copies:
         of_token = _token_bytes(copy)
         wanted += of_token * tokens
         # As if all segments were as long as the longest: those at the ends are few.
         runs += of_token * tokens / contiguous_bytes(copy.strides, longest)
     blocks = 1 + int((segments.remote_block[1:] != segments.remote_block[:-1]).sum())
-    landed = sum(slots.span_bytes for slots in crossing.slots) * blocks
+    landed = sum(slots.span_bytes for slots in overlap.slots) * blocks
     direct = runs * costs.run_seconds + wanted / costs.wire_bytes_per_second
     staged = (
-        len(crossing.slots) * blocks * costs.run_seconds
+        len(overlap.slots) * blocks * costs.run_seconds
         + landed / costs.wire_bytes_per_second
         + wanted / costs.copy_bytes_per_second
     )

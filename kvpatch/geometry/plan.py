@@ -15,15 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.meetings import (
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_copies import (
     Axis,
     Copy,
     CopyStrides,
     contiguous,
-    meetings,
+    copies_between,
     missing_heads,
 )
-from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.reach import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 
@@ -92,8 +92,8 @@ def plan_copy(
                 f"expected a remote {content.value} plane of layer {layer!r} with head {head}, "
                 f"found none, nor {len(missing) - 1} more such heads"
             )
-    copies = _runs(segments, meetings(remote_planes, local_planes))
-    zeros = _NO_RUNS if tail is None else _runs(tail, meetings(local_planes, local_planes))
+    copies = _runs(segments, copies_between(remote_planes, local_planes))
+    zeros = _NO_RUNS if tail is None else _runs(tail, copies_between(local_planes, local_planes))
     return Plan(*copies, zero_address=zeros.local, zero_length=zeros.length)
 
 

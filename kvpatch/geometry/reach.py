@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.meetings import Copy
+from kvpatch.geometry.plane_copies import Copy
 from kvpatch.geometry.segments import Segments
 
 

@@ -1,4 +1,4 @@
-"""All ranks of a peer of more ranks than ours, where the release meets one (to 0.13).
+"""All ranks of a peer of more ranks than ours, where the release meets one (<= 0.13).
 
 There each worker shakes hands with the one rank of its peer that its own number leads to,
 and divides by the ratio of ranks, which is 0 here. So it asks once for each rank that it
@@ -42,12 +42,12 @@ class AskingOneRank(wrapt.ObjectProxy[Any]):
 
     @property
     def tp_rank(self) -> int:
-        """To 0.11.0."""
+        """In releases <= 0.11.0."""
         return self._self_rank
 
     @property
     def _tp_size(self) -> dict[str, int]:
-        """To 0.11.0: of this engine."""
+        """In releases <= 0.11.0: of this engine."""
         return {self.engine_id: self._self_tp_size}
 
     @property

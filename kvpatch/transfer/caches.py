@@ -35,7 +35,7 @@ class Caches:
         is reported only when they are done, so that whatever the model runs then comes after.
 
         Args:
-            staging: a round's buffer, ``uint8``, one-dimensional, on the device or the host.
+            staging: a chunk's buffer, ``uint8``, one-dimensional, on the device or the host.
         """
         streams = side_streams(self.device)
         if streams is None:
@@ -60,7 +60,7 @@ class Caches:
                 place_in_host_memory(landed, cache.numpy(), address, placement)
             return
         indices = Indices(self.device)
-        # From host memory in one copy; its space is the round's until the event.
+        # From host memory in one copy; its space is the chunk's until the event.
         staging = staging.to(self.device, non_blocking=True)
         for placement in placements:
             address, cache = self._layer(placement.layer)

@@ -1,4 +1,4 @@
-"""How large the next round of a read should be."""
+"""How large the next chunk of a read should be."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from __future__ import annotations
 class Pace:
     """Follows how long its reader is away between two looks.
 
-    A small round is copied while it is in the processor's cache still. But with the next
-    look comes the next round, and an engine looks once a step: a reader that is away for
-    longer than it works finds rounds that landed long ago, and they double; one that is
+    A small chunk is copied while it is in the processor's cache still. But with the next
+    look comes the next chunk, and an engine looks once a step: a reader that is away for
+    longer than it works finds chunks that landed long ago, and they double; one that is
     hardly away halves them.
 
     Args:
-        least_bytes, most_bytes: rounds stay between the two.
+        least_bytes, most_bytes: chunks stay between the two.
     """
 
     _HARDLY = 0.25
@@ -20,11 +20,11 @@ class Pace:
     def __init__(self, least_bytes: int, most_bytes: int) -> None:
         self._least = min(least_bytes, most_bytes)
         self._most = most_bytes
-        self.round_bytes = min(2 * least_bytes, most_bytes)
+        self.chunk_bytes = min(2 * least_bytes, most_bytes)
 
     def looked(self, away_seconds: float, working_seconds: float) -> None:
-        """A look that found a round: how long it was after the last one, and that one took."""
+        """A look that found a chunk: how long it was after the last one, and that one took."""
         if away_seconds > working_seconds:
-            self.round_bytes = min(2 * self.round_bytes, self._most)
+            self.chunk_bytes = min(2 * self.chunk_bytes, self._most)
         elif away_seconds < self._HARDLY * working_seconds:
-            self.round_bytes = max(self.round_bytes // 2, self._least)
+            self.chunk_bytes = max(self.chunk_bytes // 2, self._least)

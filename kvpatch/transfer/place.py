@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry import Placement
-from kvpatch.geometry.meetings import CopyStrides, contiguous
+from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def place_in_host_memory(
     cache_address: int,
     placement: Placement,
 ) -> None:
-    """Copies one placement's bytes from a round's buffer into a cache.
+    """Copies one placement's bytes from a chunk's buffer into a cache.
 
     Args:
         staging: the buffer's bytes, one-dimensional.
@@ -160,7 +160,7 @@ def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt
 
 
 class Indices:
-    """Block numbers on a device, uploaded once for all layers of a round."""
+    """Block numbers on a device, uploaded once for all layers of a chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvpatch.staging")
 
-#: A round is small beside the pool, so that some are copied while others are on the wire.
+#: A chunk is small beside the pool, so that some are copied while others are on the wire.
 _ROUNDS_IN_POOL = 4
 #: In a processor's cache still when they are copied, two of them; half of it makes as many
 #: posts more, each of which waits for NIXL's own thread to let go of its lock.
@@ -73,12 +73,12 @@ class Turn:
 
 
 class StagingPool:
-    """Space for rounds of reads; made of memory when the first one asks.
+    """Space for chunks of reads; made of memory when the first one asks.
 
     Reads of one peer get space in the order in which they asked. A peer never holds more
     than it leaves free, so that one that hangs leaves room for the others; whoever asked
     first goes first, unless it waits for its own peer. Nobody waits while holding what
-    another one waits for: a round needs one space, and gives it back when it is done.
+    another one waits for: a chunk needs one space, and gives it back when it is done.
 
     Where transfers that have failed leave too little, a second buffer of the same size takes the
     place of the first, until nothing may write to that one any more: a peer that died does not
@@ -90,7 +90,7 @@ class StagingPool:
         on_device: the copies out of it are made by a device, which nobody waits for.
 
     Attributes:
-        rounds_on_wire: of one read. Few on a host: within one, NIXL reads while a round
+        chunks_on_wire: of one read. Few on a host: within one, NIXL reads while a chunk
             is posted, and what has landed grows cold.
     """
 
@@ -104,7 +104,7 @@ class StagingPool:
         most = max(1, size_bytes // _ROUNDS_IN_POOL)
         least = _DEVICE_ROUND_BYTES if on_device else _LEAST_ROUND_BYTES
         self.pace = Pace(least, min(least, most) if on_device else most)
-        self.rounds_on_wire = size_bytes if on_device else _HOST_ROUNDS_ON_WIRE
+        self.chunks_on_wire = size_bytes if on_device else _HOST_ROUNDS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
         self._numbers = count()
@@ -129,7 +129,7 @@ class StagingPool:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that rounds hold at the moment."""
+        """Bytes that chunks hold at the moment."""
         return self._room.taken_bytes
 
     @property
@@ -139,12 +139,12 @@ class StagingPool:
         return _bytes_of(self._lost) + _bytes_of(retired)
 
     @property
-    def round_bytes(self) -> int:
-        """How large a round is at most, if its blocks are no larger."""
-        return self.pace.round_bytes
+    def chunk_bytes(self) -> int:
+        """How large a chunk is at most, if its blocks are no larger."""
+        return self.pace.chunk_bytes
 
     def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
-        """Space for a round of ``reader``; None where it has to wait and ask again.
+        """Space for a chunk of ``reader``; None where it has to wait and ask again.
 
         Raises:
             PoolExhausted: it would wait for ever.
@@ -247,7 +247,7 @@ class StagingPool:
             return True
         raise PoolExhausted(
             f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
-            f"{self.size_bytes} bytes, and a round needs {size_bytes}: wait until the failed "
+            f"{self.size_bytes} bytes, and a chunk needs {size_bytes}: wait until the failed "
             "ones are surely over (two minutes), restart this engine, or give it a larger "
             "KVPATCH_STAGING_BYTES"
         )
@@ -282,7 +282,7 @@ class StagingPool:
             self._first(turn.peer)
 
     def give(self, space: Space) -> None:
-        """Frees a round's space."""
+        """Frees a chunk's space."""
         self._disown(space)
         self._room.give(space)
 

@@ -1,4 +1,4 @@
-"""A read in rounds, driven by whoever asks for its state.
+"""A read in chunks, driven by whoever asks for its state.
 
 Looks to a release like one transfer: started, asked for its state, measured, released.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError
-from kvpatch.geometry import Placement, Plan, Round
+from kvpatch.geometry import Chunk, Placement, Plan
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.pool import StagingPool, Turn
@@ -65,10 +65,10 @@ def sum_of(found: Iterable[Any]) -> Telemetry:
 
 
 class _Flight(NamedTuple):
-    """A transfer on the wire; one without a round goes straight to its place."""
+    """A transfer on the wire; one without a chunk goes straight to its place."""
 
     handle: Any
-    round: Round | None
+    chunk: Chunk | None
     space: Space | None
 
 
@@ -81,8 +81,8 @@ class StagedRead:
 
     Args:
         direct: what goes straight to its place; may have no runs.
-        rounds: what goes through the pool, made as it is needed.
-        caches: where rounds are placed.
+        chunks: what goes through the pool, made as it is needed.
+        caches: where chunks are placed.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StagedRead:
         ends: Ends,
         notification: bytes,
         direct: Plan,
-        rounds: Iterator[Round],
+        chunks: Iterator[Chunk],
     ) -> None:
         self._nixl = nixl
         self._pool = pool
@@ -101,8 +101,8 @@ class StagedRead:
         self._ends = ends
         self._notification = notification
         self._direct = direct
-        self._rounds = rounds
-        self._next: Round | None = None
+        self._chunks = chunks
+        self._next: Chunk | None = None
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
@@ -112,7 +112,7 @@ class StagedRead:
         self._is_void = self._has_failed = self._is_told = self._is_done = False
         #: When the last look ended, and how long the last one took that found something.
         self._left = self._worked = 0.0
-        #: NIXL's errors, a round that cannot be, no memory for the pool, a copy that cannot be.
+        #: NIXL's errors, a chunk that cannot be, no memory for the pool, a copy that cannot be.
         self._errors: tuple[type[Exception], ...] = (
             KvpatchError,
             RuntimeError,
@@ -138,7 +138,7 @@ class StagedRead:
                 plan = self._direct
                 runs = plan.remote_address, plan.local_address, plan.length
                 self._launch(prepare_read(self._nixl, self._ends, *runs), None, None)
-            self._next = next(self._rounds, None)
+            self._next = next(self._chunks, None)
             self._post()
         except self._errors:
             self._fail()
@@ -245,10 +245,10 @@ class StagedRead:
             self.release()
 
     def _stop(self) -> None:
-        """No more rounds."""
+        """No more chunks."""
         self._pool.leave(self)
         self._turn = None
-        self._next, self._rounds = None, iter(())
+        self._next, self._chunks = None, iter(())
 
     def _fail(self) -> None:
         """Books the error that is being handled."""
@@ -313,13 +313,13 @@ class StagedRead:
             )
 
     def _place(self, flight: _Flight) -> None:
-        if flight.round is None or flight.space is None:
+        if flight.chunk is None or flight.space is None:
             return
         if self._has_failed or self._is_void:
             self._pool.give(flight.space)
             return
         try:
-            is_placed = self._caches.place(self._pool.memory(flight.space), flight.round.placements)
+            is_placed = self._caches.place(self._pool.memory(flight.space), flight.chunk.placements)
         except self._errors:
             self._fail()
             self._caches.settle()
@@ -348,8 +348,8 @@ class StagedRead:
 
     def _post(self) -> None:
         while self._next is not None:
-            on_wire = sum(flight.round is not None for flight in self._flights)
-            if on_wire >= self._pool.rounds_on_wire:
+            on_wire = sum(flight.chunk is not None for flight in self._flights)
+            if on_wire >= self._pool.chunks_on_wire:
                 return
             space = self._pool.take(self, self._ends.agent, self._next.buffer_bytes)
             if space is None:
@@ -369,10 +369,10 @@ class StagedRead:
                 self._pool.give(space)
                 raise
             self._launch(handle, self._next, space)
-            self._next = next(self._rounds, None)
+            self._next = next(self._chunks, None)
         self._pool.leave(self)
 
-    def _launch(self, handle: Any, planned: Round | None, space: Space | None) -> None:
+    def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> None:
         self._flights.append(_Flight(handle, planned, space))
         self._nixl.transfer(handle)
 

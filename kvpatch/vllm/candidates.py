@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import KeyOrder
-from kvpatch.vllm.halves import halves_of_peer
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.remote_geometry import refusal, tokens_in_bytes
 from kvpatch.vllm.shapes import heads_of
+from kvpatch.vllm.split_kv import kv_split_of_peer
 from kvpatch.vllm.unstated import KernelSizes
 from kvpatch.vllm.wire import PeerRefused, Statement
 
-#: Of a candidate: the kernel blocks of a block; to 0.11.0 its layout, or "stated".
+#: Of a candidate: the kernel blocks of a block; <= 0.11.0 its layout, or "stated".
 Name = int | str
 
 
@@ -68,7 +68,7 @@ def candidates_of(ours: LocalGeometry, peer: Statement, told: Declared) -> Candi
             has declared.
     """
     states_layout = peer.layout is not None
-    if not states_layout and halves_of_peer(ours, peer) == "apart":
+    if not states_layout and kv_split_of_peer(ours, peer) == "apart":
         peer = replace(peer, layout="NHD")  # as kvcached's are, with keys and values apart
     if peer.block_tokens is None:
         found = _by_bytes(ours, peer, told)
@@ -82,7 +82,7 @@ def candidates_of(ours: LocalGeometry, peer: Statement, told: Declared) -> Candi
 
 
 def _by_bytes(ours: LocalGeometry, peer: Statement, told: Declared) -> Candidates:
-    """To 0.11.0, where no block is cut, and items may be of another size than ours."""
+    """In releases <= 0.11.0, where no block is cut, and items may be of another size than ours."""
     tokens = tokens_in_bytes(ours, peer)
     peer = replace(peer, block_tokens=tokens, kernel_blocks_per_block=1)
     _check_block_size(ours, peer, told)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, Plane, cross, inner_layout
+from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, Plane, inner_layout, overlaps_of
 from kvpatch.vllm.cache_kinds import Holds, Kind
 from kvpatch.vllm.candidates import Candidates, Declared, Name, candidates_of
-from kvpatch.vllm.halves import halves_of_peer, may_be_kvcacheds
 from kvpatch.vllm.head_shares import shares_heads
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.peer_states import states_of_peer
 from kvpatch.vllm.remote_geometry import peer_regions, refusal
 from kvpatch.vllm.remote_ranks import Rank
+from kvpatch.vllm.split_kv import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.vllm.whole_blocks import split_by_nobody, unknown_says
 from kvpatch.vllm.wire import PeerRefused, Statement
 
@@ -200,7 +200,7 @@ def _to_prove(local: LocalCache, found: Candidates, facts: ReleaseFacts) -> Prov
 
 
 def mapping_of(local: LocalCache, peer: Statement) -> Rank:
-    """Where a peer's layers lie, and where they cross ours.
+    """Where a peer's layers lie, and where they overlap ours.
 
     Raises:
         PeerRefused: it cannot be read.
@@ -208,8 +208,8 @@ def mapping_of(local: LocalCache, peer: Statement) -> Rank:
     ours = local.geometry
     regions = peer_regions(ours, peer)
     states = states_of_peer(ours, peer)
-    crossings = cross(regions, local.planes)
-    largest = max((crossing.slot_bytes for crossing in crossings), default=0)
+    overlaps = overlaps_of(regions, local.planes)
+    largest = max((overlap.slot_bytes for overlap in overlaps), default=0)
     if local.staging_bytes is not None and largest > local.staging_bytes:
         raise refusal(
             ours,
@@ -219,7 +219,7 @@ def mapping_of(local: LocalCache, peer: Statement) -> Rank:
             "KVPATCH_TRANSFER to auto",
         )
     planes = tuple(plane for region in regions for plane in region)
-    return Rank(peer, planes, crossings, states=states)
+    return Rank(peer, planes, overlaps, states=states)
 
 
 def _check_heterogeneous(local: LocalCache, peer: Statement, facts: ReleaseFacts) -> None:
@@ -258,7 +258,7 @@ def is_like(ours: LocalGeometry, peer: Statement) -> bool:
             "that states the backend's nobody knows whether its has too: use one allocator on both "
             "sides, and set ENABLE_KVPATCH on P",
         )
-    same_split = halves_of_peer(ours, peer) in (None, ours.halves)
+    same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
         return True
     if not same_split:
@@ -334,7 +334,7 @@ def _refuse_unproven_split(ours: LocalGeometry, peer: Statement) -> None:
     Raises:
         PeerRefused: with what would tell.
     """
-    if ours.halves == "together":
+    if ours.kv_split == "together":
         return
     if peer.layout is None:
         raise refusal(

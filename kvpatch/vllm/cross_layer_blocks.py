@@ -352,14 +352,14 @@ def _as_one_region(worker: Any, row: CrossLayerBlocks) -> Iterator[None]:
 def restated(metadata: Any, row: CrossLayerBlocks, form: RowForm) -> Any:
     """A copy of a worker's agent metadata that describes its rows.
 
-    No release takes it for its own layout: those to 0.12 compare the backend's name, those
+    No release takes it for its own layout: those <= 0.12 compare the backend's name, those
     from 0.11.1 on the layout's, and all the length of a block where there are no heads.
     """
     found = copy.copy(metadata)
     stated: dict[str, Any] = {
         "kv_caches_base_addr": [row.address],
         "num_blocks": row.blocks,
-        "block_len": row.block_bytes,  # to 0.10.2
+        "block_len": row.block_bytes,  # <= 0.10.2
         "block_lens": [row.block_bytes],
         "block_strides": [row.block_bytes],  # from 0.29
         "kv_cache_layout": str(form),
@@ -384,7 +384,7 @@ def _form_of(
     places: str,
     states: Mapping[str, State],
 ) -> RowForm:
-    """Asked once the worker knows its kernel blocks; to 0.17 it finds out as it registers."""
+    """Asked once the worker knows its kernel blocks; <= 0.17 it finds out as it registers."""
     parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
     tokens = min(tokens_of(layers, layers))
     specs = worker._layer_specs if states else {}  # from 0.18, as groups
@@ -394,7 +394,7 @@ def _form_of(
 
 @contextmanager
 def _listener_told(worker: Any, restate: Callable[[Any], Any]) -> Iterator[None]:
-    """To 0.11.0 a worker starts to answer handshakes while it registers."""
+    """In releases <= 0.11.0 a worker starts to answer handshakes while it registers."""
     listen = getattr(worker, "_nixl_handshake_listener", None)
     if listen is None:
         yield
@@ -416,7 +416,7 @@ def _restate_payload(worker: Any, row: CrossLayerBlocks, form: RowForm) -> None:
     if payload is None:
         return
     encoded = getattr(payload, "agent_metadata_bytes", None)
-    if encoded is None:  # to 0.12 it is the metadata itself
+    if encoded is None:  # <= 0.12 it is the metadata itself
         worker.xfer_handshake_metadata = restated(payload, row, form)
         return
     import msgspec

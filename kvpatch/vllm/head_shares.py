@@ -22,7 +22,7 @@ class SharesRead(NamedTuple):
     """What a release makes of ranks that share heads.
 
     Attributes:
-        counts_one_head: a P of as many ranks as heads is taken for one that shares them (to 0.19).
+        counts_one_head: a P of as many ranks as heads is taken for one that shares them (<= 0.19).
         reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks (from
             0.24).
     """
@@ -52,7 +52,7 @@ def heads_as_if_unshared(ours: LocalGeometry, peer: Statement) -> int | None:
 def heads_called(worker: Any, heads: int | None) -> Iterator[None]:
     """While inside, the worker takes its model for one of so many heads; None for its own."""
     topology = getattr(worker, "transfer_topo", None) or getattr(worker, "kv_topo", None)
-    if heads is None or not hasattr(topology, "total_num_kv_heads"):  # to 0.13
+    if heads is None or not hasattr(topology, "total_num_kv_heads"):  # <= 0.13
         yield
         return
     said = {"total_num_kv_heads": heads, "local_physical_heads": heads // worker.world_size}

@@ -22,9 +22,9 @@ from kvpatch.geometry import (
 )
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import packed_groups
-from kvpatch.vllm.halves import Halves
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.shapes import are_unlike, page_bytes_of
+from kvpatch.vllm.split_kv import KVSplit
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes, kernel_sizes
 
@@ -47,18 +47,19 @@ class LocalGeometry:
         layout: its name, as it is sent to peers.
         total_heads: KV heads of the whole model.
         key_order: COLUMN_MAJOR on the CPU backend.
-        region_names: the layer that each region is named after; None to 0.29.
+        region_names: the layer that each region is named after; None in releases <= 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
-            registration; None to 0.28, and where keys and values are regions of their own.
+            registration; None in releases <= 0.28, and where keys and values are regions of their
+            own.
         row_groups: each group's layers as they follow one another in a block's row, on both
             sides; None where that is not known.
         kernel_sizes: how the release cuts blocks; None where that is not known.
         groups: the layers of each block table; None where there is one.
-        halves: whether keys and values are in one region, or in two, where the backend's own
+        kv_split: whether keys and values are in one region, or in two, where the backend's own
             blocks hold both, one behind the other; None where they do not.
-        meets_one_rank: whether the release shakes hands with one rank of a peer (to 0.13).
+        meets_one_rank: whether the release shakes hands with one rank of a peer (<= 0.13).
         shares_read: what the release makes of ranks that share heads.
-        misreads_blocks: whether block sizes that peers state are none (CPU, to 0.11.2).
+        misreads_blocks: whether block sizes that peers state are none (CPU, <= 0.11.2).
         planned_layout: what the release would have stated of tensors to which an allocator has
             given another layout, which is the one that is stated; else None.
         row_places: what rows like ours state of their places, where they hold recurrent state.
@@ -85,7 +86,7 @@ class LocalGeometry:
     row_groups: tuple[tuple[str, ...], ...] | None = None
     kernel_sizes: KernelSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
-    halves: Halves | None = None
+    kv_split: KVSplit | None = None
     meets_one_rank: bool = False
     shares_read: SharesRead = _SHARES_READ
     misreads_blocks: bool = False
@@ -149,7 +150,7 @@ def local_geometry_of(
         block_bytes = [worker.block_len] * len(addresses)
     inner_layout = inner_layout_of(layers)
     layout = getattr(worker, "kv_cache_layout", inner_layout)  # from 0.10.1
-    device_id = getattr(worker, "device_id", worker.tp_rank)  # the rank up to 0.11.0
+    device_id = getattr(worker, "device_id", worker.tp_rank)  # the rank in releases <= 0.11.0
     units = units_of(layers) if layout in NAMED_LAYOUTS else None
     return LocalGeometry(
         layers=layers,
@@ -223,7 +224,7 @@ _STATED = {
 
 
 def own_regions(worker: Any) -> dict[str, Any]:
-    """What this worker states of its own regions, copied; empty to 0.29."""
+    """What this worker states of its own regions, copied; empty in releases <= 0.29."""
     found = {field: getattr(worker, name, None) for field, name in _STATED.items()}
     return {field: copy.copy(value) for field, value in found.items() if value is not None}
 

@@ -255,8 +255,8 @@ class Proofs:
         memory = next(iter(candidates.values())).planes[0].memory
         ends = Ends(self._ours.memory, memory, agent)
         nothing = Plan(*(_NONE,) * 5)
-        rounds = iter((landed.round,))
-        read = StagedRead(nixl, self._pool, landed, ends, notification, nothing, rounds)
+        landing = iter((landed.chunk,))
+        read = StagedRead(nixl, self._pool, landed, ends, notification, nothing, landing)
         read.start()
         self._probes.append(
             _Probe(engine_id, unproven, candidates, request_id, read, landed, chunks, notify)

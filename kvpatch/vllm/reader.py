@@ -21,12 +21,12 @@ from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
     Content,
-    Crossing,
+    Overlap,
     Share,
     is_direct,
     kernel_blocks,
     pair_whole_blocks,
-    plan_rounds,
+    plan_chunks,
     plan_runs,
 )
 from kvpatch.transfer.caches import Caches
@@ -232,7 +232,7 @@ class Reader:
         rank = reading.peer.ranks[number]
         statement = rank.statement
         shares = shares_of(
-            self.ours, self.groups, statement, rank.crossings, reading.order, rank.block_tokens
+            self.ours, self.groups, statement, rank.overlaps, reading.order, rank.block_tokens
         )
         ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
         whole = self._whole_rows(statement, shares, reading.order)
@@ -243,15 +243,15 @@ class Reader:
             reading.tails_left = False
         direct, staged = self._split(shares)
         plan = plan_runs(
-            (share.segments, [copy for crossing in share.crossings for copy in crossing.copies])
+            (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
             for share in direct
         )
         plan = with_states(plan, self.groups, statement, reading.order, self._states, rank.states)
         if not staged:
             runs = plan.remote_address, plan.local_address, plan.length
             return prepare_read(nixl, ends, *runs, notification)
-        rounds = plan_rounds(staged, lambda: self.pool.round_bytes)
-        read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, rounds)
+        chunks = plan_chunks(staged, lambda: self.pool.chunk_bytes)
+        read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, chunks)
         read.owner = reading.order
         read.lifetime = self.leases.lifetime(reading.order)
         return read
@@ -316,7 +316,7 @@ class Reader:
         full = [share for share in shares if len(share.segments)]
         pairs = [pair_whole_blocks(share.segments) for share in full]
         whole = [pair for pair in pairs if pair is not None]
-        ends = [rows.end_of(crossing.layer for crossing in share.crossings) for share in full]
+        ends = [rows.end_of(overlap.layer for overlap in share.overlaps) for share in full]
         parts = self.ours.kernel_blocks_per_block
         for _, remote_block, local_block in state_pairs(self.groups, statement, order):
             if remote_block >= statement.blocks // parts:
@@ -345,25 +345,25 @@ class Reader:
         for share in shares:
             if not len(share.segments):
                 continue
-            straight: list[Crossing] = []
-            rest: list[Crossing] = []
+            straight: list[Overlap] = []
+            rest: list[Overlap] = []
             known: dict[Any, bool] = {}  # layers that are strided alike are judged once
-            for crossing in share.crossings:
-                if crossing.shape not in known:
-                    known[crossing.shape] = self._is_direct(crossing, share)
-                (straight if known[crossing.shape] else rest).append(crossing)
-            for crossings, kind in ((straight, direct), (rest, staged)):
-                if crossings:
-                    kind.append(replace(share, crossings=tuple(crossings)))
+            for overlap in share.overlaps:
+                if overlap.shape not in known:
+                    known[overlap.shape] = self._is_direct(overlap, share)
+                (straight if known[overlap.shape] else rest).append(overlap)
+            for overlaps, kind in ((straight, direct), (rest, staged)):
+                if overlaps:
+                    kind.append(replace(share, overlaps=tuple(overlaps)))
         return direct, staged
 
-    def _is_direct(self, crossing: Crossing, share: Share) -> bool:
+    def _is_direct(self, overlap: Overlap, share: Share) -> bool:
         if self.mode != "auto":
             return self.mode == "direct"
-        if crossing.slot_bytes > self.pool.size_bytes:
+        if overlap.slot_bytes > self.pool.size_bytes:
             return True
         costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
-        return is_direct(crossing, share.segments, costs)
+        return is_direct(overlap, share.segments, costs)
 
     def _zero_tails(self, order: Order) -> None:
         for layers, tail in tails_of(self.ours, self.groups, order):

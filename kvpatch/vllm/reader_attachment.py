@@ -14,7 +14,6 @@ from kvpatch.geometry import places_of
 from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.backend_layouts import backend_layouts
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
-from kvpatch.vllm.halves import halves_of
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
 from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.introducing import say_what_is_open
@@ -27,6 +26,7 @@ from kvpatch.vllm.reader import Destination, Reader
 from kvpatch.vllm.registration import registration_of
 from kvpatch.vllm.row_form import places_digest
 from kvpatch.vllm.split_handles import watch_split_handles
+from kvpatch.vllm.split_kv import kv_split_of
 from kvpatch.vllm.staging import staging_pool
 from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.states import StatePages, states_digest
@@ -107,7 +107,7 @@ def _local_geometry(
     state = worker_state(worker)
     ours = local_geometry_of(worker, layers if state.rows is None else state.rows.shown, key_order)
     if own.blocks_hold_both:
-        ours = replace(ours, halves=halves_of(ours))
+        ours = replace(ours, kv_split=kv_split_of(ours))
     known = backend_layouts(worker)
     ours = replace(
         ours,

@@ -1,7 +1,7 @@
 """A peer's planes, from what it states and from how our own layers lie.
 
 Both ends run one model and one attention backend (the release compares them),
-so the peer holds the same contents in the same form. To 0.28 a region of its holds
+so the peer holds the same contents in the same form. In releases <= 0.28 a region of its holds
 what our region of the same number holds; only sizes and the order of heads and
 tokens differ, and those it states. From 0.29 on regions differ too, and follow
 from the layout's name.
@@ -36,7 +36,6 @@ from kvpatch.geometry import (
 )
 from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice, UnknownRegions
 from kvpatch.vllm.caches import LayerCache
-from kvpatch.vllm.halves import by_peers_regions, halves_of_peer
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
@@ -47,6 +46,7 @@ from kvpatch.vllm.shapes import (
     shape_at_peer,
     tokens_of,
 )
+from kvpatch.vllm.split_kv import by_peers_regions, kv_split_of_peer
 from kvpatch.vllm.whole_blocks import check_blocks, check_planes
 from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
 
@@ -351,7 +351,7 @@ def _has_heads(layer: LayerCache) -> bool:
 
 
 def _by_address(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
-    """To 0.28: a region holds what our region of the same number holds."""
+    """In releases <= 0.28: a region holds what our region of the same number holds."""
     _check_regions(ours, peer)
     return tuple(
         region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
@@ -359,7 +359,7 @@ def _by_address(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...]
 
 
 def _check_regions(ours: LocalGeometry, peer: Statement) -> None:
-    if len(peer.addresses) != len(ours.addresses) and halves_of_peer(ours, peer) is None:
+    if len(peer.addresses) != len(ours.addresses) and kv_split_of_peer(ours, peer) is None:
         raise refusal(
             ours,
             peer,
@@ -436,7 +436,7 @@ def _region_axes(packed: bool, ours: LocalGeometry, peer: Statement) -> Axes:
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         return BY_COLUMN
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
-    # to 0.28 need not be what the name says, and which blocks of one head do not show.
+    # <= 0.28 need not be what the name says, and which blocks of one head do not show.
     layout = peer.inner_layout
     if peer.layout in (None, ours.layout):
         shows = ours.shows_layout or peer.layout is None

@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvpatch.geometry import Content, Crossing, Plane, missing_heads
+from kvpatch.geometry import Content, Overlap, Plane, missing_heads
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.wire import Statement
 
 
 @dataclass
 class Rank:
-    """One rank of a peer: what it stated, where its layers cross ours, its name to NIXL."""
+    """One rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
 
     statement: Statement
     planes: tuple[Plane, ...]
-    crossings: tuple[Crossing, ...]
+    overlaps: tuple[Overlap, ...]
     agent: str = ""
     states: Mapping[str, StatePages] = field(default_factory=dict)
 

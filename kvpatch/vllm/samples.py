@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry import Content, Placement, Plane, Round, kernel_blocks
+from kvpatch.geometry import Chunk, Content, Placement, Plane, kernel_blocks
 from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.transfer.tokens import first_tokens
 
@@ -184,7 +184,7 @@ class Landing:
                 length.append(size)
         lengths = np.array(length, dtype=np.int64)
         offsets = np.cumsum(lengths) - lengths
-        self.round = Round(
+        self.chunk = Chunk(
             np.array(address, dtype=np.int64), offsets, lengths, int(lengths.sum()), ()
         )
 

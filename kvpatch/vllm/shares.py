@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from kvpatch.core.errors import FromOutside
 from kvpatch.geometry import (
     BlockList,
-    Crossing,
+    Overlap,
     Segments,
     Share,
     kernel_blocks,
@@ -29,7 +29,7 @@ def shares_of(
     ours: LocalGeometry,
     groups: Sequence[Group],
     peer: Statement,
-    crossings: Sequence[Crossing],
+    overlaps: Sequence[Overlap],
     order: Order,
     block_tokens: Mapping[str, int] | None = None,
 ) -> tuple[Share, ...]:
@@ -63,9 +63,9 @@ def shares_of(
         local = _local_blocks(ours, groups, order, number)
         start = _first_token(group, remote, local, order)
         segments = pair_blocks(remote, local, start, order.tokens)
-        of_group = [crossing for crossing in crossings if crossing.layer in group.layers]
-        whole = tuple(crossing for crossing in of_group if crossing.is_whole)
-        rows = tuple(crossing for crossing in of_group if not crossing.is_whole)
+        of_group = [overlap for overlap in overlaps if overlap.layer in group.layers]
+        whole = tuple(overlap for overlap in of_group if overlap.is_whole)
+        rows = tuple(overlap for overlap in of_group if not overlap.is_whole)
         if whole:
             found.append(Share(segments.in_whole_blocks(local.block_tokens), whole))
         if rows or not whole:

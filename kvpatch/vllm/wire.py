@@ -121,7 +121,7 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
         stride_bytes=stride_bytes,
         # Absent in 0.13 to 0.19.
         backend=without_form(_text("attn_backend_name", metadata)),
-        # Up to 0.11.0 descriptors carry the rank in its place.
+        # In releases <= 0.11.0 descriptors carry the rank in its place.
         device_id=_number("device_id", getattr(metadata, "device_id", tp_rank), least=0),
         region_names=_names("region_names", metadata),  # from 0.30
         memory_kind=_memory_kind(metadata),
@@ -134,7 +134,7 @@ def read_statement(metadata: Any, tp_rank: int, tp_size: int) -> Statement:
 def _regions(metadata: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """(address, bytes of a block, bytes from block to block) of the regions, by column."""
     addresses = _numbers("kv_caches_base_addr", metadata.kv_caches_base_addr, least=0)
-    if hasattr(metadata, "block_len"):  # to 0.10.2
+    if hasattr(metadata, "block_len"):  # <= 0.10.2
         block_bytes = _numbers("block_len", [metadata.block_len] * len(addresses))
     else:
         block_bytes = _numbers("block_lens", metadata.block_lens)

@@ -131,10 +131,10 @@ class Layout:
 
 
 _ALL = (
-    # Keys and values in regions of their own: FlashAttention to 0.22.
+    # Keys and values in regions of their own: FlashAttention <= 0.22.
     Layout("NHD", ("layer", "kv", "block", "token", "head", "channel")),
     Layout("HND", ("layer", "kv", "block", "head", "token", "channel")),
-    # Keys and values inside a block: FlashInfer to 0.25, FlashAttention in 0.23 to 0.25.
+    # Keys and values inside a block: FlashInfer <= 0.25, FlashAttention in 0.23 to 0.25.
     Layout("NHD_in_block", ("layer", "block", "kv", "token", "head", "channel")),
     Layout("HND_in_block", ("layer", "block", "kv", "head", "token", "channel")),
     # Keys and values packed: vLLM's own names from 0.29 on; 0.26 to 0.28 have the first two.
@@ -142,7 +142,7 @@ _ALL = (
     # kvcached: halves far apart (value_offset_bytes), or one block of all layers together.
     Layout("kvcached_split_half", ("layer", "kv", "block", "token", "head", "channel")),
     Layout("kvcached_contiguous", ("block", "layer", "kv", "token", "head", "channel")),
-    # The CPU backend's vector kernels: split to 0.22, one piece per block and head after it.
+    # The CPU backend's vector kernels: split <= 0.22, one piece per block and head after it.
     Layout(
         "CPU_split", ("layer", "kv", "block", "head", "token", "channel"), KeyOrder.COLUMN_MAJOR
     ),

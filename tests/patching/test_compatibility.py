@@ -212,7 +212,7 @@ def test_a_mapping_says_where_the_peers_layers_lie() -> None:
 
     assert isinstance(found, Read)
     assert found.mapping.block_tokens == {"a": 64, "b": 64}
-    assert len(found.mapping.crossings) == 2
+    assert len(found.mapping.overlaps) == 2
     assert {p.address >> 20 for p in found.mapping.planes} == {1, 1 << 10}
 
 

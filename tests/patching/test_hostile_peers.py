@@ -15,7 +15,7 @@ import pytest
 
 from kvpatch.core.errors import KvpatchError, UnpairableBlocks
 from kvpatch.core.text import one_line
-from kvpatch.geometry import cross, plan_rounds, plan_runs
+from kvpatch.geometry import overlaps_of, plan_chunks, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
 from kvpatch.vllm.candidates import Declared, candidates_of
 from kvpatch.vllm.compatibility import is_like
@@ -102,18 +102,18 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
             if is_like(ours, peer):
                 alike += 1
                 continue
-            crossings = cross(peer_regions(ours, peer), planes)
+            overlaps = overlaps_of(peer_regions(ours, peer), planes)
             order = Order(TOKENS, TOKENS, (LOCAL_BLOCKS,), (blocks,))
-            shares = shares_of(ours, GROUPS, peer, crossings, order)
+            shares = shares_of(ours, GROUPS, peer, overlaps, order)
         except (KvpatchError, UnpairableBlocks) as error:
             assert len(str(error)) > 20, "a refusal says what is wrong"
             refused += 1
             continue
         read += 1
-        plan = plan_runs((s.segments, [c for x in s.crossings for c in x.copies]) for s in shares)
+        plan = plan_runs((s.segments, [c for x in s.overlaps for c in x.copies]) for s in shares)
         _check_remote(peer, plan.remote_address, plan.length)
         _check_local(ours, plan.local_address, plan.length)
-        for planned in plan_rounds(shares, 1 << 62):
+        for planned in plan_chunks(shares, 1 << 62):
             _check_remote(peer, planned.remote_address, planned.length)
     assert refused + read + alike == MUTATIONS
     assert refused > 1000 and read > 500, (refused, read, alike)

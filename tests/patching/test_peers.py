@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import Content, KeyOrder, Memory, cross, plan_runs
+from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
 from kvpatch.vllm import candidates
 from kvpatch.vllm.caches import read_layers
@@ -599,11 +599,11 @@ class TestRequests:
     def _plan(self, ours, tokens, local, remote, held=None):
         statement = _statement()
         planes = [plane for layer in ours.layers.values() for plane in layer.planes]
-        crossings = cross(peer_regions(ours, statement), planes)
+        overlaps = overlaps_of(peer_regions(ours, statement), planes)
         order = Order(tokens, held or tokens, (local,), (remote,))
         groups = (Group(frozenset("ab"), window_tokens=0),)
-        shares = shares_of(ours, groups, statement, crossings, order)
-        return plan_runs((s.segments, [c for x in s.crossings for c in x.copies]) for s in shares)
+        shares = shares_of(ours, groups, statement, overlaps, order)
+        return plan_runs((s.segments, [c for x in s.overlaps for c in x.copies]) for s in shares)
 
     def test_all_bytes_of_all_tokens_are_planned(self, ours):
         plan = self._plan(ours, 100, tuple(range(7)), (3, 1))

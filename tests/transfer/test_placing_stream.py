@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.geometry import BlockList, Memory, Share, cross, pair_blocks, plan_rounds
+from kvpatch.geometry import BlockList, Memory, Share, overlaps_of, pair_blocks, plan_chunks
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.caches import Caches
 from tests.geometry.whole_caches import CacheSizes, named_layout
@@ -95,7 +95,7 @@ def test_copies_come_after_what_the_device_was_told_before(streams: FakeStreams)
     local = named_layout("LBHNC").planes(SIZES, target.data_ptr(), DRAM)
     ids = np.arange(4)
     segments = pair_blocks(BlockList(ids, 8), BlockList(ids, 8), 0, 32)
-    (round_,) = plan_rounds([Share(segments, cross([remote], local))], BYTES)
+    (round_,) = plan_chunks([Share(segments, overlaps_of([remote], local))], BYTES)
     staging = torch.zeros(round_.buffer_bytes, dtype=torch.uint8)
     for address, offset, length in zip(
         round_.remote_address, round_.staging_offset, round_.length, strict=True

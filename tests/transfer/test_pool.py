@@ -200,13 +200,13 @@ def test_a_reader_waits_where_others_will_give_back(pool):
 
 @given(st.data())
 def test_whatever_the_order_everybody_is_served(data):
-    """Any rounds of any peers that end in any order: none waits for ever."""
+    """Any chunks of any peers that end in any order: none waits for ever."""
     pool = StagingPool(100, lambda size: torch.zeros(size, dtype=torch.uint8))
-    rounds = st.lists(st.integers(1, 50), min_size=1, max_size=4)
+    chunks = st.lists(st.integers(1, 50), min_size=1, max_size=4)
     left = {
         Reader(): (f"p{peer}", sizes)
         for peer in range(3)
-        for sizes in data.draw(st.lists(rounds, max_size=3))
+        for sizes in data.draw(st.lists(chunks, max_size=3))
     }
     flights = []
     for _ in range(1000):
@@ -227,21 +227,21 @@ def test_whatever_the_order_everybody_is_served(data):
 
 
 def test_rounds_are_small_beside_the_pool():
-    assert StagingPool(1 << 30, torch.zeros).round_bytes == 16 << 20
-    assert StagingPool(1 << 30, torch.zeros, on_device=True).round_bytes == 16 << 20
-    assert StagingPool(4096, torch.zeros).round_bytes == 1024
+    assert StagingPool(1 << 30, torch.zeros).chunk_bytes == 16 << 20
+    assert StagingPool(1 << 30, torch.zeros, on_device=True).chunk_bytes == 16 << 20
+    assert StagingPool(4096, torch.zeros).chunk_bytes == 1024
 
 
 def test_rounds_shrink_for_a_reader_that_is_hardly_away_and_grow_for_one_that_is():
     pool = StagingPool(1 << 28, torch.zeros)
     for _ in range(8):
         pool.pace.looked(away_seconds=1e-6, working_seconds=1e-3)
-    assert pool.round_bytes == 8 << 20
+    assert pool.chunk_bytes == 8 << 20
     pool.pace.looked(away_seconds=0.9e-3, working_seconds=1e-3)
-    assert pool.round_bytes == 8 << 20, "it works about as long as it is away"
+    assert pool.chunk_bytes == 8 << 20, "it works about as long as it is away"
     for _ in range(8):
         pool.pace.looked(away_seconds=1e-2, working_seconds=1e-3)
-    assert pool.round_bytes == 64 << 20, "a quarter of the pool"
+    assert pool.chunk_bytes == 64 << 20, "a quarter of the pool"
 
 
 def test_rounds_of_a_device_keep_their_size():
@@ -249,7 +249,7 @@ def test_rounds_of_a_device_keep_their_size():
     for away in (1.0, 0.0):
         for _ in range(4):
             pool.pace.looked(away, working_seconds=1e-3)
-        assert pool.round_bytes == 16 << 20
+        assert pool.chunk_bytes == 16 << 20
 
 
 class _Reference:

@@ -14,7 +14,15 @@ import torch
 import wrapt
 
 from kvpatch.core.errors import PoolExhausted
-from kvpatch.geometry import BlockList, Memory, Share, cross, pair_blocks, plan_rounds, plan_runs
+from kvpatch.geometry import (
+    BlockList,
+    Memory,
+    Share,
+    overlaps_of,
+    pair_blocks,
+    plan_chunks,
+    plan_runs,
+)
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staged as staged_module
 from kvpatch.transfer.caches import Caches
@@ -57,18 +65,18 @@ class World:
     ends: Ends
 
     def read(self, pool: StagingPool, agent: Any = None) -> StagedRead:
-        """A new staged read of the whole request, in rounds of a block or more."""
+        """A new staged read of the whole request, in chunks of a block or more."""
         remote = named_layout("LBNHC").planes(SIZES, self.source.data_ptr(), DRAM)
         sizes = replace(SIZES, block_tokens=48, blocks=8)
         local = named_layout("LBHNC").planes(sizes, self.target.data_ptr(), DRAM)
         layers = dict.fromkeys(plane.layer for plane in remote)
-        crossings = cross([[p for p in remote if p.layer == layer] for layer in layers], local)
+        overlaps = overlaps_of([[p for p in remote if p.layer == layer] for layer in layers], local)
         segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
-        least = max(crossing.slot_bytes for crossing in crossings)
-        rounds = plan_rounds([Share(segments, crossings)], max(least, pool.round_bytes))
+        least = max(overlap.slot_bytes for overlap in overlaps)
+        chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes))
         caches = Caches(dict.fromkeys(layers, self.target))
         return StagedRead(
-            agent or self.decode, pool, caches, self.ends, b"done", plan_runs([]), rounds
+            agent or self.decode, pool, caches, self.ends, b"done", plan_runs([]), chunks
         )
 
     def pool(self, size_bytes: int) -> StagingPool:
@@ -378,7 +386,7 @@ def test_a_copy_that_fails_fails_the_read(world, monkeypatch, caplog):
 
 @pytest.mark.parametrize("end", ["void", "release"])
 def test_nothing_is_placed_after_a_read_was_given_up_half_way(world, end, monkeypatch):
-    # Each look takes one round, and the engine may give the request up between any two.
+    # Each look takes one chunk, and the engine may give the request up between any two.
     monkeypatch.setattr(staged_module, "_LONG_SECONDS", 0.0)
     pool = world.pool(4096)
     read, before = world.read(pool), world.target.clone()

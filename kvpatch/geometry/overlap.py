@@ -1,4 +1,4 @@
-"""Where a peer's regions cross our planes: worked out once for a peer, used by each request."""
+"""Where a peer's regions overlap our planes: worked out once for a peer, used by each request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from kvpatch.geometry.meetings import Copy, meetings
 from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_copies import Copy, copies_between
 from kvpatch.geometry.tensor import extent_bytes
 
 ALIGNMENT_BYTES = 64
@@ -41,7 +41,7 @@ class Slots(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Overlap:
     """One remote region and our planes of its layer: the pieces of a block that are wanted."""
 
     layer: str
@@ -70,8 +70,8 @@ class Crossing:
         return max(slots.slot_bytes for slots in self.slots)
 
 
-def cross(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tuple[Crossing, ...]:
-    """The crossings of one rank's regions; those of which nothing is wanted are left out.
+def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tuple[Overlap, ...]:
+    """The overlaps of one rank's regions; those of which nothing is wanted are left out.
 
     Raises:
         UnplannableCopy: contents differ in width or item size.
@@ -84,14 +84,14 @@ def cross(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tuple[Cro
         layer = region[0].layer
         slots = _slots(region, ours[layer])
         if slots:
-            found.append(Crossing(layer, slots))
+            found.append(Overlap(layer, slots))
     return tuple(found)
 
 
 def _slots(region: Region, local_planes: Sequence[Plane]) -> tuple[Slots, ...]:
     """Wanted bytes that lie close together are one piece, with what is between them."""
     pieces: list[tuple[int, int, list[Copy]]] = []
-    for copy in sorted(meetings(region, local_planes), key=lambda copy: copy.remote_address):
+    for copy in sorted(copies_between(region, local_planes), key=lambda copy: copy.remote_address):
         start, end = copy.remote_address, copy.remote_address + _block_extent_bytes(copy)
         if pieces and start - pieces[-1][1] < WORTH_A_RUN_BYTES:
             first, last, copies = pieces[-1]

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.geometry import (
+    Chunk,
     Plane,
-    Round,
     Segments,
     Share,
     UnplannableCopy,
-    cross,
+    overlaps_of,
     pair_blocks,
-    plan_rounds,
+    plan_chunks,
 )
 from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
 
@@ -43,16 +43,16 @@ def regions_of(planes: Sequence[Plane], together: bool) -> list[list[Plane]]:
     return list(found.values())
 
 
-def rounds_of(
+def chunks_of(
     remote: Side, local: Side, segments: Segments, together: bool = True, limit: int = WHOLE
-) -> list[Round]:
-    crossings = cross(regions_of(remote.planes, together), local.planes)
-    return list(plan_rounds([Share(segments, crossings)], limit))
+) -> list[Chunk]:
+    overlaps = overlaps_of(regions_of(remote.planes, together), local.planes)
+    return list(plan_chunks([Share(segments, overlaps)], limit))
 
 
-def do(rounds: Sequence[Round], source: bytes, target: bytearray, way: str) -> None:
-    """Reads each round into a buffer of noise, then places it."""
-    for number, planned in enumerate(rounds):
+def do(chunks: Sequence[Chunk], source: bytes, target: bytearray, way: str) -> None:
+    """Reads each chunk into a buffer of noise, then places it."""
+    for number, planned in enumerate(chunks):
         buffer = bytearray(noise(100 + number, planned.buffer_bytes))
         landed: set[int] = set()
         for remote, offset, length in zip(
@@ -74,7 +74,7 @@ def do(rounds: Sequence[Round], source: bytes, target: bytearray, way: str) -> N
             if way == "numpy":
                 place_in_host_memory(staging, cache, TARGET, placement)
             else:
-                # As in a pool: a part of a larger buffer, behind other rounds.
+                # As in a pool: a part of a larger buffer, behind other chunks.
                 pool = torch.from_numpy(
                     np.frombuffer(noise(9, 64) + bytes(buffer), np.uint8).copy()
                 )
@@ -96,18 +96,18 @@ def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytear
 @given(transfers(), st.booleans(), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
 def test_any_two_geometries_in_rounds(drawn: Any, together: bool, more_blocks: int) -> None:
-    """Whatever the size of the rounds: every item in its place, nothing else touched."""
+    """Whatever the size of the chunks: every item in its place, nothing else touched."""
     remote, local, first, end = drawn
     source, expected = expected_of(remote, local, range(first, end))
     segments = pair_blocks(remote.blocks, local.blocks, first, end)
-    crossings = cross(regions_of(remote.planes, together), local.planes)
-    least = max(crossing.slot_bytes for crossing in crossings)
+    overlaps = overlaps_of(regions_of(remote.planes, together), local.planes)
+    least = max(overlap.slot_bytes for overlap in overlaps)
     for limit in (least + more_blocks * 64, WHOLE):
-        rounds = rounds_of(remote, local, segments, together, limit)
-        assert all(planned.buffer_bytes <= limit for planned in rounds)
+        chunks = chunks_of(remote, local, segments, together, limit)
+        assert all(planned.buffer_bytes <= limit for planned in chunks)
         for way in ("numpy", "torch"):
             found = bytearray(noise(2, local.total_bytes))
-            do(rounds, source, found, way)
+            do(chunks, source, found, way)
             assert found == expected, way
     if first < end:  # the comparison can fail: a copy that is not done is noticed
         assert noise(2, local.total_bytes) != bytes(expected)
@@ -126,7 +126,7 @@ def test_unlike_tensor_parallel_ranks_in_rounds(drawn: Any) -> None:
                 remote.blocks, local.blocks, range(end),
             )  # fmt: skip
             segments = pair_blocks(remote.blocks, local.blocks, 0, end)
-            do(rounds_of(remote, local, segments), source, found, "numpy")
+            do(chunks_of(remote, local, segments), source, found, "numpy")
         assert found == expected
 
 
@@ -137,7 +137,7 @@ def test_a_round_smaller_than_a_block_is_refused(drawn: Any) -> None:
     if first == end:
         return
     with pytest.raises(UnplannableCopy, match="one remote block"):
-        rounds_of(remote, local, pair_blocks(remote.blocks, local.blocks, first, end), limit=63)
+        chunks_of(remote, local, pair_blocks(remote.blocks, local.blocks, first, end), limit=63)
 
 
 @given(transfers(), st.data())
@@ -151,4 +151,4 @@ def test_a_segment_outside_a_plane_is_refused(drawn: Any, data: Any) -> None:
     columns = {name: getattr(segments, name).copy() for name in vars(segments)}
     columns[column][-1] = 1000
     with pytest.raises(UnplannableCopy, match="found blocks up to"):
-        rounds_of(remote, local, Segments(**columns))
+        chunks_of(remote, local, Segments(**columns))

@@ -1,6 +1,6 @@
-"""Where planes of two engines meet: by layer, content and global head.
+"""Where planes of two engines overlap: by layer, content and global head.
 
-What meets is copied; how that copy is strided on both sides, without saying which
+What overlaps is copied; how that copy is strided on both sides, without saying which
 tokens it takes, is a :class:`Copy`.
 """
 
@@ -86,8 +86,8 @@ def _head_ranges(
         head = end
 
 
-def meetings(remote_planes: Sequence[Plane], local_planes: Sequence[Plane]) -> list[Copy]:
-    """Every meeting of two planes; keys and values of one layer as one where they can be."""
+def copies_between(remote_planes: Sequence[Plane], local_planes: Sequence[Plane]) -> list[Copy]:
+    """Every overlap of two planes; keys and values of one layer as one where they can be."""
     held = _by_content(remote_planes)
     copies: list[Copy] = []
     for local in local_planes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.vllm.halves import PAGE_BYTES, may_be_kvcacheds
+from kvpatch.vllm.split_kv import PAGE_BYTES, may_be_kvcacheds
 from kvpatch.vllm.wire import Statement
 
 

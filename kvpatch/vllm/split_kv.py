@@ -1,8 +1,8 @@
-"""Keys and values of a block in one region, or in two far apart (kvcached's split halves).
+"""Split K/V: keys and values of a block in one region, or in two far apart.
 
-To 0.25 FlashInfer's blocks hold keys and then values, and FlashAttention's from 0.23 on;
-kvcached keeps the two apart. A handshake does not name either, and states regions and
-bytes: a cache whose halves are apart has twice the regions, of half a block each.
+In releases <= 0.25 FlashInfer's blocks hold keys and then values, and FlashAttention's from 0.23
+on; kvcached keeps the two apart. A handshake does not name either, and states regions and bytes: a
+cache whose keys and values are split has twice the regions, of half a block each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.wire import Statement
 
-Halves = Literal["together", "apart"]
+KVSplit = Literal["together", "apart"]
 
 #: kvcached's pages are a multiple of this; its tensors end with the last whole page.
 PAGE_BYTES = 2 << 20
 
 
-def halves_of(ours: LocalGeometry) -> Halves | None:
+def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
     """How a worker has registered them, whose backend's own blocks hold both."""
     found = {
         sum(plane.address in ours.addresses for plane in layer.planes)
@@ -33,17 +33,17 @@ def halves_of(ours: LocalGeometry) -> Halves | None:
     return "together" if found == {1} else None
 
 
-def halves_of_peer(ours: LocalGeometry, peer: Statement) -> Halves | None:
+def kv_split_of_peer(ours: LocalGeometry, peer: Statement) -> KVSplit | None:
     """How a peer of our backend keeps keys and values; None where that is not in question.
 
     And where its regions are neither ours, nor twice or half as many.
     """
     count, theirs = len(ours.addresses), len(peer.addresses)
-    if ours.halves is None or peer.rows is not None:
+    if ours.kv_split is None or peer.rows is not None:
         return None
     if theirs == count:
-        return ours.halves
-    if ours.halves == "together":
+        return ours.kv_split
+    if ours.kv_split == "together":
         return "apart" if theirs == 2 * count else None
     return "together" if 2 * theirs == count else None
 
@@ -52,8 +52,8 @@ def by_peers_regions(
     members: Mapping[int, list[Plane]], ours: LocalGeometry, peer: Statement
 ) -> dict[int, list[Plane]]:
     """A layer's planes, by the number of our region, as they lie in the peer's regions."""
-    theirs = halves_of_peer(ours, peer)
-    if theirs is None or theirs == ours.halves:
+    theirs = kv_split_of_peer(ours, peer)
+    if theirs is None or theirs == ours.kv_split:
         return dict(members)
     found: dict[int, list[Plane]] = {}
     for region, planes in members.items():

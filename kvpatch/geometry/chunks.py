@@ -1,9 +1,9 @@
-"""Rounds of a staged copy: whole remote blocks land in a small buffer, then are placed.
+"""Chunks of a staged copy: whole remote blocks land in a small buffer, then are placed.
 
 Where heads, tokens or channels lie in another order on the two sides, the bytes that
 are contiguous on both are few, and each run of them would cost the network a
 descriptor. A staged copy reads each remote block in one run and leaves the reordering
-to a strided copy in local memory. A round is as much of it as fits into the buffer.
+to a strided copy in local memory. A chunk is as much of it as fits into the buffer.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.crossings import Crossing, Slots
-from kvpatch.geometry.meetings import CopyStrides
+from kvpatch.geometry.overlap import Overlap, Slots
+from kvpatch.geometry.plane_copies import CopyStrides
 from kvpatch.geometry.reach import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 
 
 @dataclass(frozen=True)
 class Share:
-    """One cache group's part of a request: which tokens, through which crossings."""
+    """One cache group's part of a request: which tokens, through which overlaps."""
 
     segments: Segments
-    crossings: tuple[Crossing, ...]
+    overlaps: tuple[Overlap, ...]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A strided copy of some tokens out of a round's buffer into one layer's cache.
+    """A strided copy of some tokens out of a chunk's buffer into one layer's cache.
 
     Attributes:
-        staging_offset: of the copy's first item, from the start of the round's buffer.
+        staging_offset: of the copy's first item, from the start of the chunk's buffer.
         local_address: of its first item in the cache.
         strides: those of the buffer stand as the remote ones.
         segments: ``remote_block`` counts the slots of the buffer.
@@ -48,14 +48,14 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Round:
+class Chunk:
     """Runs of remote bytes to read into a buffer, and what to do with them there.
 
     Attributes:
         remote_address: where each run is read.
         staging_offset: where it lands, from the start of the buffer.
         length: its bytes.
-        buffer_bytes: the size of the buffer that the round needs.
+        buffer_bytes: the size of the buffer that the chunk needs.
     """
 
     remote_address: Int64Array
@@ -65,21 +65,21 @@ class Round:
     placements: tuple[Placement, ...]
 
 
-def plan_rounds(shares: Sequence[Share], round_bytes: int | Callable[[], int]) -> Iterator[Round]:
-    """Rounds that together copy the shares, each within ``round_bytes`` of buffer.
+def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -> Iterator[Chunk]:
+    """Chunks that together copy the shares, each within ``chunk_bytes`` of buffer.
 
-    Where that is a function it is asked before each round, and a round takes a block at
+    Where that is a function it is asked before each chunk, and a chunk takes a block at
     least, however large.
 
-    Every wanted token is in exactly one round. A round takes whole blocks, so it reads
+    Every wanted token is in exactly one chunk. A chunk takes whole blocks, so it reads
     what lies between the wanted bytes of a block too, and nothing outside the planes.
 
     Raises:
-        UnplannableCopy: a single block is larger than a round, contents differ in width
+        UnplannableCopy: a single block is larger than a chunk, contents differ in width
             or item size, or a segment reaches outside a plane.
     """
-    fixed = None if callable(round_bytes) else round_bytes
-    limit = round_bytes() if callable(round_bytes) else round_bytes
+    fixed = None if callable(chunk_bytes) else chunk_bytes
+    limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
     parts: list[_Part] = []
     used = 0
     for share in shares:
@@ -87,7 +87,7 @@ def plan_rounds(shares: Sequence[Share], round_bytes: int | Callable[[], int]) -
             continue
         blocks = _Blocks.of(share.segments)
         reach = reach_of(share.segments)
-        for slots in (slots for crossing in share.crossings for slots in crossing.slots):
+        for slots in (slots for overlap in share.overlaps for slots in overlap.slots):
             for copy in slots.copies:
                 check_reach(reach, copy)
             if fixed is not None and slots.slot_bytes > fixed:
@@ -102,15 +102,15 @@ def plan_rounds(shares: Sequence[Share], round_bytes: int | Callable[[], int]) -
                 left = blocks.count - first
                 count = -(-left // -(-left // max(1, limit // slots.slot_bytes)))
                 if parts and used + count * slots.slot_bytes > limit:
-                    yield _round(parts)
+                    yield _chunk(parts)
                     parts, used = [], 0
-                    limit = round_bytes() if callable(round_bytes) else round_bytes
+                    limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
                     continue
                 parts.append(_part(slots, strides, blocks, first, first + count, used))
                 used += count * slots.slot_bytes
                 first += count
     if parts:
-        yield _round(parts)
+        yield _chunk(parts)
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,9 @@ def _part(
     )
 
 
-def _round(parts: Sequence[_Part]) -> Round:
+def _chunk(parts: Sequence[_Part]) -> Chunk:
     # Neighbours of two regions may belong to two registrations: never one run.
-    return Round(
+    return Chunk(
         _joined([part.remote for part in parts]),
         _joined([part.offset for part in parts]),
         _joined([part.length for part in parts]),
