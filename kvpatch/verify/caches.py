@@ -244,3 +244,44 @@ def _first_head(worker: Any) -> int:
     ranks = config.parallel_config.tensor_parallel_size
     heads = config.model_config.get_total_num_kv_heads()
     return int(worker.rank % ranks * heads // ranks)
+
+
+def describe(layer: LayerCache) -> dict[str, Any]:
+    """One layer's tensor and planes as plain data. Addresses and strides in bytes."""
+    tensor = layer.tensor
+    storage = tensor.untyped_storage()
+    item_bytes = tensor.element_size()
+    return {
+        "layer": layer.name,
+        "group": layer.group,
+        "shape": list(tensor.shape),
+        "strides_bytes": [stride * item_bytes for stride in tensor.stride()],
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": str(tensor.device),
+        "address": tensor.data_ptr(),
+        "storage_address": storage.data_ptr(),
+        "storage_bytes": storage.nbytes(),
+        "block_tokens": layer.block_tokens,
+        "window_tokens": layer.window_tokens,
+        "planes": [
+            {
+                "content": plane.content.value,
+                "address": plane.address,
+                "counts": [
+                    plane.counts.blocks,
+                    plane.counts.heads,
+                    plane.counts.block_tokens,
+                    plane.counts.channels,
+                ],
+                "strides_bytes": [
+                    plane.strides_bytes.block,
+                    plane.strides_bytes.head,
+                    plane.strides_bytes.token,
+                    plane.strides_bytes.channel,
+                ],
+                "item_bytes": plane.item_bytes,
+                "first_head": plane.first_head,
+            }
+            for plane in layer.planes
+        ],
+    }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.verify.caches import (
     LayerCache,
     StateCache,
+    describe,
     layer_caches,
     plane_view,
     read_rows,
@@ -168,8 +169,6 @@ class CacheProbe:
 
     def kvpatch_layout(self) -> list[dict[str, Any]]:
         """Shape, strides, place and planes of every layer's cache."""
-        from kvpatch.verify.layout import describe
-
         return [describe(layer) for layer in layer_caches(self)]
 
     def kvpatch_held(self) -> dict[str, int]:

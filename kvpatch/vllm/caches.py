@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import (
+    Content,
     DimensionOrder,
     KeyOrder,
     Plane,
     UnreadableGeometry,
+    block_bytes,
     read_planes,
 )
 from kvpatch.vllm.cache_kinds import ROWS, Holds, Kind
@@ -142,3 +144,26 @@ def _check_layers(expected: frozenset[str] | int, kv_caches: Mapping[str, Any]) 
 
 def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
+
+
+def page_bytes_of(layer: LayerCache) -> int:
+    """Bytes of one of a layer's kernel blocks."""
+    return block_bytes(layer.planes)
+
+
+def have_unlike_pages(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether blocks of some layers have other bytes than those of others."""
+    return len({page_bytes_of(layer) for layer in layers.values()}) > 1
+
+
+def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether layers with heads have several shapes."""
+    shapes = {
+        (
+            layer.planes[0].counts.heads,
+            *((plane.counts.block_tokens, plane.counts.channels) for plane in layer.planes),
+        )
+        for layer in layers.values()
+        if layer.planes[0].content is not Content.LATENT
+    }
+    return len(shapes) > 1

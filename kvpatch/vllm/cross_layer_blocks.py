@@ -34,11 +34,17 @@ from kvpatch.geometry import (
     read_packed_groups,
     shares_place,
 )
-from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.caches import (
+    LayerCache,
+    are_unlike,
+    have_unlike_pages,
+    page_bytes_of,
+    read_layers,
+)
 from kvpatch.vllm.groups import packed_groups
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
-from kvpatch.vllm.shapes import are_unlike, have_unlike_pages, page_bytes_of, tokens_of
+from kvpatch.vllm.shapes import tokens_of
 from kvpatch.vllm.states import State, states_digest, states_in
 
 if TYPE_CHECKING:

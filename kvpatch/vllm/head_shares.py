@@ -11,24 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import lcm
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpatch.vllm.local_geometry import LocalGeometry
     from kvpatch.vllm.wire import Statement
-
-
-class SharesRead(NamedTuple):
-    """What a release makes of ranks that share heads.
-
-    Attributes:
-        counts_one_head: a P of as many ranks as heads is taken for one that shares them (<= 0.19).
-        reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks (from
-            0.24).
-    """
-
-    counts_one_head: bool
-    reads_its_share: bool
 
 
 def shares_heads(ours: LocalGeometry, peer: Statement) -> bool:

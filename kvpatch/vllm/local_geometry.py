@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from kvpatch.geometry import (
     LAYER_BY_LAYER,
@@ -20,15 +20,29 @@ from kvpatch.geometry import (
     Memory,
     layer_by_layer,
 )
-from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.caches import LayerCache, are_unlike, page_bytes_of
 from kvpatch.vllm.groups import packed_groups
-from kvpatch.vllm.head_shares import SharesRead
-from kvpatch.vllm.shapes import are_unlike, page_bytes_of
-from kvpatch.vllm.split_kv import KVSplit
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes, kernel_sizes
 
 _LOG = logging.getLogger("kvpatch.registration")
+
+
+KVSplit = Literal["together", "apart"]
+"""Whether keys and values of a block are in one region, or in two."""
+
+
+class SharesRead(NamedTuple):
+    """What a release makes of ranks that share heads.
+
+    Attributes:
+        counts_one_head: a P of as many ranks as heads is taken for one that shares them (<= 0.19).
+        reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks (from
+            0.24).
+    """
+
+    counts_one_head: bool
+    reads_its_share: bool
 
 
 #: From 0.24 on.

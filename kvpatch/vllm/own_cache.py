@@ -8,11 +8,11 @@ from math import lcm
 from typing import Any
 
 from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder
-from kvpatch.vllm.caches import LayerCache, read_layers
+from kvpatch.vllm.caches import LayerCache, are_unlike, read_layers
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.local_geometry import registered_addresses
 from kvpatch.vllm.registration import Registration
-from kvpatch.vllm.shapes import are_unlike, heads_of, tokens_of
+from kvpatch.vllm.shapes import heads_of, tokens_of
 from kvpatch.vllm.state import worker_state
 from kvpatch.vllm.states import StatePages, pages_of
 

@@ -15,10 +15,9 @@ from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.backend_layouts import backend_layouts
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
-from kvpatch.vllm.head_shares import SharesRead
 from kvpatch.vllm.introducing import say_what_is_open
 from kvpatch.vllm.leases import leases_of
-from kvpatch.vllm.local_geometry import LocalGeometry, local_geometry_of
+from kvpatch.vllm.local_geometry import LocalGeometry, SharesRead, local_geometry_of
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.vllm.own_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
 from kvpatch.vllm.peer_states import places_of_states

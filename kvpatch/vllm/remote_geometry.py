@@ -35,13 +35,12 @@ from kvpatch.geometry import (
     row_bytes,
 )
 from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice, UnknownRegions
-from kvpatch.vllm.caches import LayerCache
+from kvpatch.vllm.caches import LayerCache, have_unlike_pages
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
 from kvpatch.vllm.shapes import (
     Shape,
     check_tokens,
-    have_unlike_pages,
     heads_of,
     shape_at_peer,
     tokens_of,

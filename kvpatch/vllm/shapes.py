@@ -13,7 +13,7 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.core.errors import UnlikeShapes
-from kvpatch.geometry import Content, Plane, block_bytes, row_bytes
+from kvpatch.geometry import Content, Plane, row_bytes
 from kvpatch.vllm.caches import LayerCache
 
 if TYPE_CHECKING:
@@ -32,29 +32,6 @@ class Shape(NamedTuple):
 def heads_of(total_heads: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
     """(first global head, number of heads) of a rank; ranks beyond the heads share them."""
     return tp_rank * total_heads // tp_size, max(1, total_heads // tp_size)
-
-
-def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
-    """Whether layers with heads have several shapes."""
-    shapes = {
-        (
-            layer.planes[0].counts.heads,
-            *((plane.counts.block_tokens, plane.counts.channels) for plane in layer.planes),
-        )
-        for layer in layers.values()
-        if layer.planes[0].content is not Content.LATENT
-    }
-    return len(shapes) > 1
-
-
-def page_bytes_of(layer: LayerCache) -> int:
-    """Bytes of one of a layer's kernel blocks."""
-    return block_bytes(layer.planes)
-
-
-def have_unlike_pages(layers: Mapping[str, LayerCache]) -> bool:
-    """Whether blocks of some layers have other bytes than those of others."""
-    return len({page_bytes_of(layer) for layer in layers.values()}) > 1
 
 
 def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int]:

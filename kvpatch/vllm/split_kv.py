@@ -8,15 +8,13 @@ cache whose keys and values are split has twice the regions, of half a block eac
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvpatch.geometry import Plane
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.local_geometry import LocalGeometry
+    from kvpatch.vllm.local_geometry import KVSplit, LocalGeometry
     from kvpatch.vllm.wire import Statement
-
-KVSplit = Literal["together", "apart"]
 
 #: kvcached's pages are a multiple of this; its tensors end with the last whole page.
 PAGE_BYTES = 2 << 20

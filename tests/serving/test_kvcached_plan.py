@@ -16,8 +16,8 @@ import torch
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS, complain_of, layout_found
 from experiments.engines.pairs import Side, choose, row_setups, single_setup
 from kvpatch.core.errors import BadOptions, EngineFailed
+from kvpatch.verify.caches import describe
 from kvpatch.verify.engine import command, environment
-from kvpatch.verify.layout import describe
 
 pytestmark = pytest.mark.serving
 

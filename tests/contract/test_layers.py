@@ -1,0 +1,49 @@
+"""Imports point one way, and nothing imports itself by way of others (pyproject.toml)."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+_ROOT = Path(__file__).resolve().parents[2]
+_LINT = "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])"
+
+
+def _lint(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _LINT],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env={"PYTHONPATH": str(folder)},
+        timeout=120,
+    )
+
+
+def test_the_layers_are_kept() -> None:
+    done = _lint(_ROOT)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_import_for_types_alone_counts(tmp_path: Path) -> None:
+    for name in ("kvpatch", "experiments"):
+        shutil.copytree(
+            _ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.sh")
+        )
+    shutil.copy(_ROOT / "pyproject.toml", tmp_path)
+    module = tmp_path / "kvpatch" / "core" / "text.py"
+    for_types = "if TYPE_CHECKING:\n    from kvpatch.core.errors import KvpatchError\n"
+    module.write_text(f"{module.read_text()}\nTYPE_CHECKING = False\n{for_types}")
+
+    done = _lint(tmp_path)
+
+    assert done.returncode == 1
+    assert "no module imports itself by way of others BROKEN" in done.stdout, done.stdout
