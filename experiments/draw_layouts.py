@@ -1,6 +1,6 @@
 """Draws what a patch changes: the memory of one layer, and what is registered of it.
 
-    python experiments/draw_layouts.py docs/split_half.png
+    python experiments/draw_layouts.py docs/pictures/split_half.png
 
 Everything drawn is computed from planes; nothing is placed by hand.
 """

@@ -119,7 +119,7 @@ def computes_first_prompts(release: str) -> bool:
     """Whether D computes the prompts of a P of which it does not know what its blocks are cut into.
 
     There its first load is one that a P has shaken hands for: what no P answers, or what is
-    refused, was never to be loaded, and nothing can fail (docs/unstated.md).
+    refused, was never to be loaded, and nothing can fail (docs/explanation/unstated.md).
     """
     return must_prove(replace(STAGED, patched=True), release)
 
