@@ -9,6 +9,7 @@ from kvpatch.patches import load
 from tests.lab import table
 from tests.lab.releases import states_block_size, states_kernel_blocks, states_layout
 
+from . import facts_table
 from .tables import ROOT, markdown
 
 PAGE = ROOT / "docs" / "reference" / "releases.md"
@@ -38,7 +39,7 @@ def page() -> str:
     """The whole document."""
     rows = [_row(facts) for facts in FACTS.values()]
     columns = ("vLLM", "generation", "handshake leaves open", "not needed", "stock", "kvpatch on D")
-    return _HEAD + markdown(columns, rows)
+    return _HEAD + markdown(columns, rows) + facts_table.tables()
 
 
 def _row(facts: ReleaseFacts) -> tuple[str, ...]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache as kept
 from pathlib import Path
 
 import pytest
 
 from kvpatch.core import settings
-from kvpatch.core.releases import RELEASES
+from kvpatch.core.releases import FACTS, RELEASES
 from tests.lab.table import known_cells
 from tests.releases import cache
 from tests.releases.fetch import fetch
 
-from . import documents, messages, pages, refusals_page, tables, variables_page
+from . import documents, facts_table, messages, pages, refusals_page, tables, variables_page
 
 pytestmark = pytest.mark.contract
 
@@ -125,6 +126,23 @@ class TestRefusals:
 
         assert refusals_page._row("a is b: use c", moment) == ("a is b", "use c")
         assert refusals_page._row("a is b", moment) == ("a is b", moment.cure)
+
+
+class TestReleases:
+    def test_a_fact_that_changed_is_told_in_a_few_words(self) -> None:
+        old = FACTS[RELEASES[0]]
+        new = replace(
+            old, names_layouts=True, has_host_buffer=False, agent_metadata=frozenset({"a"})
+        )
+
+        told = facts_table._changes(replace(old, agent_metadata=frozenset({"b"})), new)
+
+        assert set(told) == {
+            "`names_layouts`", "`has_host_buffer` no longer", "`agent_metadata`: +a, -b",
+        }  # fmt: skip
+
+    def test_every_fact_has_its_meaning(self) -> None:
+        assert all(facts_table.meanings().values())
 
 
 class TestLogLines:

@@ -1,0 +1,59 @@
+"""What each release changed against the one before, from the records of facts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from itertools import pairwise
+
+from kvpatch.core.releases import FACTS, Place, ReleaseFacts
+
+from .tables import markdown
+
+_NAMES = ("release", "generation")
+_ATTRIBUTE = re.compile(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", re.DOTALL | re.MULTILINE)
+
+
+def tables() -> str:
+    """A table of the facts, and one of what changed."""
+    facts = [(f"`{name}`", meaning) for name, meaning in meanings().items()]
+    rows = [
+        (new.release, "; ".join(_changes(old, new)))
+        for old, new in pairwise(FACTS.values())
+        if _changes(old, new)
+    ]
+    return (
+        "\n## What kvpatch has to know of a release\n\n"
+        + markdown(("fact", "what it says"), facts)
+        + "\n## What each release changed\n\nAgainst the one before.\n\n"
+        + markdown(("vLLM", "changed"), rows)
+    )
+
+
+def meanings() -> dict[str, str]:
+    """Each fact in the words of its record."""
+    text = (ReleaseFacts.__doc__ or "").partition("Attributes:")[2]
+    found = {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(text)}
+    return {name: found[name] for name in _fields()}
+
+
+def _fields() -> list[str]:
+    return [field.name for field in fields(ReleaseFacts) if field.name not in _NAMES]
+
+
+def _changes(old: ReleaseFacts, new: ReleaseFacts) -> list[str]:
+    values = ((name, getattr(old, name), getattr(new, name)) for name in _fields())
+    return [f"`{name}`{_change(before, now)}" for name, before, now in values if before != now]
+
+
+def _change(before: object, now: object) -> str:
+    """In a few words, behind the fact's name."""
+    if isinstance(now, bool):
+        return "" if now else " no longer"
+    if isinstance(before, frozenset | tuple) and isinstance(now, frozenset | tuple):
+        before, now = frozenset(before), frozenset(now)
+        signs = [f"+{name}" for name in sorted(now - before)]
+        return ": " + ", ".join(signs + [f"-{name}" for name in sorted(before - now)])
+    if isinstance(now, Place):
+        return f": {now.owner}, in {now.module.rpartition('.kv_connector.')[2]}"
+    return f": {now}"
