@@ -130,12 +130,15 @@ class TestRefusals:
 
 class TestReleases:
     def test_a_fact_that_changed_is_told_in_a_few_words(self) -> None:
-        old = FACTS[RELEASES[0]]
+        newest = FACTS[RELEASES[-1]]
+        old = replace(
+            newest, names_layouts=False, has_host_buffer=True, agent_metadata=frozenset("b")
+        )
         new = replace(
-            old, names_layouts=True, has_host_buffer=False, agent_metadata=frozenset({"a"})
+            newest, names_layouts=True, has_host_buffer=False, agent_metadata=frozenset("a")
         )
 
-        told = facts_table._changes(replace(old, agent_metadata=frozenset({"b"})), new)
+        told = facts_table._changes(old, new)
 
         assert set(told) == {
             "`names_layouts`", "`has_host_buffer` no longer", "`agent_metadata`: +a, -b",
