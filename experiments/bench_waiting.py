@@ -80,7 +80,7 @@ def step_ms(count: int, peers: int, steps: int) -> float:
             _Caches(),
             Ends(DRAM, DRAM, f"peer {number % peers}"),
             b"",
-            Plan(*(_NOTHING,) * 5),
+            Plan(*(_NOTHING,) * 3),
             rounds(),
         )
         for number in range(count)

@@ -50,7 +50,7 @@ from kvpatch.geometry.layout import (
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.order import DimensionOrder, KeyOrder
 from kvpatch.geometry.overlap import Overlap, overlaps_of
-from kvpatch.geometry.plan import Plan, plan_copy, plan_runs
+from kvpatch.geometry.plan import Plan, plan_runs
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.plane_copies import check_whole, missing_heads
 from kvpatch.geometry.read import read_planes
@@ -117,7 +117,6 @@ __all__ = [
     "pair_blocks",
     "pair_whole_blocks",
     "places_of",
-    "plan_copy",
     "plan_chunks",
     "plan_runs",
     "read_cross_layer_blocks",

@@ -14,15 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.plane_copies import (
     Axis,
     Copy,
     CopyStrides,
     contiguous,
-    copies_between,
-    missing_heads,
 )
 from kvpatch.geometry.reach import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
@@ -30,7 +26,7 @@ from kvpatch.geometry.segments import Int64Array, Segments
 
 @dataclass(frozen=True)
 class Plan:
-    """Byte runs to copy and byte runs to zero.
+    """Byte runs to copy.
 
     No byte is written twice, provided that no two local planes share memory: layers that
     share a tensor have blocks of their own, so a plan each. Runs that touch on both
@@ -42,70 +38,24 @@ class Plan:
         remote_address: where each run is read.
         local_address: where it is written.
         length: its bytes.
-        zero_address: where each run of zeros is written.
-        zero_length: its bytes.
     """
 
     remote_address: Int64Array
     local_address: Int64Array
     length: Int64Array
-    zero_address: Int64Array
-    zero_length: Int64Array
 
     def __len__(self) -> int:
         return int(self.length.size)
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes that the copy moves."""
-        return int(self.length.sum())
-
-
-def plan_copy(
-    segments: Segments,
-    remote_planes: Sequence[Plane],
-    local_planes: Sequence[Plane],
-    tail: Segments | None = None,
-    partial_heads: bool = False,
-) -> Plan:
-    """The runs that bring the segments' tokens of every local plane from the remote ones.
-
-    Planes meet by layer, content and global head, so any two tensor-parallel ranks do;
-    a head that several remote planes hold is read from the first.
-
-    Args:
-        remote_planes: of one address space, so of one rank.
-        tail: what to zero in the local planes (:func:`uncovered_tail`).
-        partial_heads: take what the remote planes hold and leave the other heads alone,
-            for one of several remote ranks; :func:`missing_heads` over all of them says
-            whether they suffice.
-
-    Raises:
-        UnplannableCopy: a layer or head is missing, contents differ in width or item
-            size, or a segment reaches outside a plane.
-    """
-    if not partial_heads:
-        missing = missing_heads(remote_planes, local_planes)
-        if missing:
-            layer, content, head = missing[0]
-            raise UnplannableCopy(
-                f"expected a remote {content.value} plane of layer {layer!r} with head {head}, "
-                f"found none, nor {len(missing) - 1} more such heads"
-            )
-    copies = _runs(segments, copies_between(remote_planes, local_planes))
-    zeros = _NO_RUNS if tail is None else _runs(tail, copies_between(local_planes, local_planes))
-    return Plan(*copies, zero_address=zeros.local, zero_length=zeros.length)
-
 
 def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
-    """The runs of some copies, each of its own segments; nothing is zeroed.
+    """The runs of some copies, each of its own segments.
 
     Raises:
         UnplannableCopy: a segment reaches outside a plane.
     """
     lots = [lot for segments, copies in parts for lot in _lots(segments, copies)]
-    runs = _written(lots)
-    return Plan(*runs, zero_address=_NO_RUNS.local, zero_length=_NO_RUNS.length)
+    return Plan(*_written(lots))
 
 
 class _Runs(NamedTuple):
@@ -128,11 +78,6 @@ class _Lot(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(addresses, runs from each)."""
         return self.remote_address.size, self.runs.length.size
-
-
-def _runs(segments: Segments, copies: Sequence[Copy]) -> _Runs:
-    """The runs of all copies, one after the other."""
-    return _written(_lots(segments, copies))
 
 
 def _lots(segments: Segments, copies: Sequence[Copy]) -> list[_Lot]:

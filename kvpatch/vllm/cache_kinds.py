@@ -232,9 +232,6 @@ SPECS: Mapping[str, Kind | None] = {
     "MambaSpec": _STATE,
 }
 
-#: Bases that no layer has.
-ABSTRACT = frozenset({"AttentionBackend", "AttentionSpec", "KVCacheSpec"})
-
 
 def unknown(what: str) -> Kind:
     """The kind of a cache that the table lacks."""

@@ -146,6 +146,4 @@ def with_states(
         np.concatenate((plan.remote_address, remote_address)),
         np.concatenate((plan.local_address, local_address)),
         np.concatenate((plan.length, length)),
-        plan.zero_address,
-        plan.zero_length,
     )

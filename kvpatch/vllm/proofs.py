@@ -254,7 +254,7 @@ class Proofs:
 
         memory = next(iter(candidates.values())).planes[0].memory
         ends = Ends(self._ours.memory, memory, agent)
-        nothing = Plan(*(_NONE,) * 5)
+        nothing = Plan(*(_NONE,) * 3)
         landing = iter((landed.chunk,))
         read = StagedRead(nixl, self._pool, landed, ends, notification, nothing, landing)
         read.start()

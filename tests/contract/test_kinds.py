@@ -9,13 +9,15 @@ from functools import cache as kept
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from kvpatch.vllm.cache_kinds import ABSTRACT, BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
+from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from tests.releases import cache
 
 from . import kinds_page
 
 pytestmark = pytest.mark.contract
 
+#: Bases that no layer has.
+_ABSTRACT = frozenset({"AttentionBackend", "AttentionSpec", "KVCacheSpec"})
 #: Classes of releases, and kvpatch's own.
 _OWN = {"TorchAttentionBackend"}
 #: In the words of a docstring alone.
@@ -41,7 +43,7 @@ def _below(root: str, bases: dict[str, set[str]]) -> frozenset[str]:
     found = {root}
     while more := {name for name, above in bases.items() if above & found} - found:
         found |= more
-    return frozenset(found - ABSTRACT - _EXAMPLES)
+    return frozenset(found - _ABSTRACT - _EXAMPLES)
 
 
 def missing(release: str) -> set[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvpatch.geometry import BlockList, Plan, Plane
+from kvpatch.geometry import BlockList, Plane
+
+from .planned import CopyAndZeros
 
 
 def positions(plane: Plane) -> Iterator[tuple[tuple[int, int, int, int], int]]:
@@ -86,7 +88,7 @@ def slow_zero(
 
 
 def execute(
-    plan: Plan, source: bytes, source_address: int, target: bytearray, target_address: int
+    plan: CopyAndZeros, source: bytes, source_address: int, target: bytearray, target_address: int
 ) -> None:
     """Does a plan's runs; a run outside either side, or written twice, is an error."""
     written: set[int] = set()

@@ -22,10 +22,10 @@ from kvpatch.geometry import (
     UnplannableCopy,
     missing_heads,
     pair_blocks,
-    plan_copy,
     uncovered_tail,
 )
 
+from .planned import plan_copy
 from .reference import execute, slow_copy, slow_zero
 from .whole_caches import LAYOUTS, CacheSizes, named_layout
 

@@ -18,8 +18,9 @@ from kvpatch.geometry import (
     UnplannableCopy,
     check_whole,
     pair_blocks,
-    plan_copy,
 )
+
+from .planned import plan_copy
 
 pytestmark = pytest.mark.geometry
 

@@ -607,11 +607,11 @@ class TestRequests:
 
     def test_all_bytes_of_all_tokens_are_planned(self, ours):
         plan = self._plan(ours, 100, tuple(range(7)), (3, 1))
-        assert plan.copied_bytes == 100 * TOKEN * 2
+        assert plan.length.sum() == 100 * TOKEN * 2
 
     def test_a_prefix_hit_is_left_out(self, ours):
         plan = self._plan(ours, 100, (5, 6), (3, 1))
-        assert plan.copied_bytes == (100 - 80) * TOKEN * 2
+        assert plan.length.sum() == (100 - 80) * TOKEN * 2
 
     @pytest.mark.parametrize("remote", [(3, 6), (3, 1000)])
     def test_a_block_that_the_peer_does_not_have(self, ours, remote):
