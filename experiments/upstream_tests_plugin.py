@@ -41,14 +41,14 @@ class BrokenOnPurpose(Exception):
 
 def _break_kvpatch() -> None:
     """Makes every registration of a KV cache that goes through kvpatch's wrapper fail."""
-    from kvpatch.patches import block_count
+    from kvpatch.vllm import block_counts
 
     def read_layers(*_: Any, **__: Any) -> Any:
         raise BrokenOnPurpose("the negative control broke kvpatch")
 
-    if not hasattr(block_count, "read_layers"):
-        raise pytest.UsageError("the negative control finds no read_layers in block_count")
-    block_count.read_layers = read_layers
+    if not hasattr(block_counts, "read_layers"):
+        raise pytest.UsageError("the negative control finds no read_layers in block_counts")
+    block_counts.read_layers = read_layers
 
 
 class _Recorder:
