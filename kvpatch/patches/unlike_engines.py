@@ -50,7 +50,7 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,18 +58,12 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import orders
-from kvpatch.vllm.announcements import announced
 from kvpatch.vllm.compatibility import decide
 from kvpatch.vllm.handshake import Handshake, local_cache
-from kvpatch.vllm.introducing import (
-    book_proof,
-    hear_what_is_open,
-    introductions_of,
-)
 from kvpatch.vllm.read_request import request_read
 from kvpatch.vllm.registering import registration_step
 from kvpatch.vllm.registration import registration_of
-from kvpatch.vllm.state import connectors_of, scheduler_state, worker_state
+from kvpatch.vllm.state import scheduler_state
 
 
 def _add_remote_agent(
@@ -109,41 +103,6 @@ def _read_blocks_for_req(
     return read(*args, **kwargs)
 
 
-def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
-) -> Any:
-    def matched(request: Any, num_computed_tokens: int) -> Any:
-        found = wrapped(request, num_computed_tokens)
-        parameters = request.kv_transfer_params or {}
-        engine_id, blocks = (parameters.get(f"remote_{key}") for key in ("engine_id", "block_ids"))
-        if not found[0] or not isinstance(engine_id, str) or not isinstance(blocks, list | tuple):
-            return found
-        introductions = introductions_of(instance, facts)
-        if introductions is None:
-            return found
-        held = max((len(group) for group in orders.groups(blocks)), default=0)
-        if introductions.allow(engine_id, held, num_computed_tokens + found[0]):
-            return found
-        return 0, False
-
-    return matched(*args, **kwargs)
-
-
-def _set_xfer_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def set_metadata(metadata: Mapping[int, Any]) -> Any:
-        hear_what_is_open(instance, metadata.values())
-        return wrapped(metadata)
-
-    return set_metadata(*args, **kwargs)
-
-
 def _build_connector_meta(
     wrapped: Callable[..., Any],
     instance: Any,
@@ -170,73 +129,6 @@ def _step(scheduler_output: Any) -> Any:
     return scheduler_output
 
 
-def _get_finished(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
-) -> Any:
-    def get_finished(finished_req_ids: set[str]) -> Any:
-        worker = instance.connector_worker
-        state = None if worker is None else worker_state(worker)
-        reader = None if state is None else state.reader
-        if reader is not None:
-            if not facts.keeps_aborted_blocks:
-                reader.given_up.end(worker, finished_req_ids)
-            reader.proofs.end_step()
-        sent, received = wrapped(finished_req_ids)
-        if reader is not None and not facts.keeps_aborted_blocks:
-            received = reader.given_up.report(worker, received or ())
-        if state is not None:
-            received = state.announcements.received(received, finished_req_ids)
-        return sent, received
-
-    return get_finished(*args, **kwargs)
-
-
-def _start_load_kv(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
-) -> Any:
-    def start(metadata: Any) -> Any:
-        state = worker_state(instance)
-        reader, announcements = state.reader, state.announcements
-        found = orders.orders_of(metadata)
-        if reader is not None and not facts.keeps_aborted_blocks:
-            reader.given_up.begin({name: order for name, order in found if any(order.local_blocks)})
-        for request_id, order in found:
-            announcements.listen()
-            if not any(order.local_blocks):
-                announcements.compute(request_id)
-            if reader is not None and order.computed is not None:
-                engine_id = orders.engine_of(metadata.reqs_to_recv[request_id])
-                reader.proofs.computing(request_id, engine_id, order)
-        return wrapped(metadata)
-
-    return start(*args, **kwargs)
-
-
-def _update_from_kv_xfer_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def update(output: Any) -> Any:
-        news = announced(output.finished_recving or ())
-        for connector in connectors_of(instance) if news else ():
-            for engine_id, block_tokens in news.values():
-                book_proof(connector.connector_scheduler, engine_id, block_tokens)
-        if news:  # which are no requests
-            output.finished_recving = set(output.finished_recving) - news.keys()
-        return wrapped(output)
-
-    return update(*args, *kwargs.values())
-
-
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
         **registration_step(facts),
@@ -261,15 +153,9 @@ def _sites_of_proofs(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     """In releases <= 0.20 a handshake does not say all of a block: D finds it out by content."""
     if facts.states_kernel_blocks:
         return {}
-    found: dict[Site, Wrapper] = {
-        seams.scheduler_matched_tokens(facts): partial(_get_num_new_matched_tokens, facts=facts),
-        seams.start_load_kv(facts): partial(_start_load_kv, facts=facts),
-        seams.update_from_kv_xfer_finished(facts): _update_from_kv_xfer_finished,
-        seams.get_finished(facts): partial(_get_finished, facts=facts),
-    }
-    if facts.states_block_size:
-        found[seams.set_xfer_handshake_metadata(facts)] = _set_xfer_handshake_metadata
-    return found
+    from kvpatch.legacy import unstated_blocks
+
+    return unstated_blocks.sites(facts)
 
 
 PATCH = Patch(slug="unlike_engines", wire_affecting=False, sites=_sites, document=__doc__)

@@ -172,7 +172,9 @@ class Handshake:
             agent = self._add_like(peer, _reader(state))
         if not self.facts.states_kernel_blocks:
             if peer is None:  # nobody here would ever prove anything
-                state.announcements.settle(self.metadata.engine_id)
+                from kvpatch.legacy.announcements import Announcements
+
+                state.of(Announcements).settle(self.metadata.engine_id)
             else:
                 _reader(state).proofs.settle(peer.engine_id, _block_tokens(peer))
         return agent

@@ -34,21 +34,18 @@ from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.transfer.storageless import StoragelessCaches
-from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.candidates import Name
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
-from kvpatch.vllm.given_up import GivenUp
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.leases import Leases
 from kvpatch.vllm.local_geometry import LocalGeometry
+from kvpatch.vllm.open_peers import OpenPeers
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import with_states
-from kvpatch.vllm.proofs import SAMPLE_BYTES, Proofs
 from kvpatch.vllm.remote_geometry import peer_memory
 from kvpatch.vllm.remote_ranks import Peer, Rank
 from kvpatch.vllm.request_context import Reading, RequestContext
-from kvpatch.vllm.samples import sampled_of
 from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.wire import PeerRefused, Statement
@@ -86,7 +83,7 @@ class Reader:
     Args:
         pool: where staged reads land.
         mode: ``auto``, ``direct`` or ``staged``.
-        announcements: the worker's.
+        proofs: of peers whose handshakes leave something open.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class Reader:
         destination: Destination,
         pool: StagingPool,
         mode: str,
-        announcements: Announcements,
+        proofs: OpenPeers,
     ) -> None:
         self.ours = ours
         self.groups = groups
@@ -111,13 +108,9 @@ class Reader:
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
         self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
-        storageless = caches if isinstance(caches, StoragelessCaches) else None
-        sampled = sampled_of(ours, groups, self._layers, tensors, storageless)
-        self.announcements = announcements
-        self.proofs = Proofs(ours, sampled, pool.aside(SAMPLE_BYTES), self.announcements)
+        self.proofs = proofs
         self.context: RequestContext | None = None
         self._states = destination.states
-        self.given_up = GivenUp()
         self.leases = Leases()
 
     def peer(self, engine_id: str) -> Peer | None:

@@ -15,10 +15,10 @@ from kvpatch.vllm.agent import ReadingAgent
 from kvpatch.vllm.backend_layouts import backend_layouts
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.handles import agents_beside, ranks_of, unlike_engine_of
-from kvpatch.vllm.introducing import say_what_is_open
 from kvpatch.vllm.leases import leases_of
 from kvpatch.vllm.local_geometry import LocalGeometry, SharesRead, local_geometry_of
 from kvpatch.vllm.misread_blocks import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.vllm.open_peers import OpenPeers
 from kvpatch.vllm.own_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
 from kvpatch.vllm.peer_states import places_of_states
 from kvpatch.vllm.reader import Destination, Reader
@@ -57,7 +57,7 @@ def attach_reader(
     if can_read and own.cache is not None and own.behind is not None:
         agent = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(worker, facts, own, own.cache, is_misread=is_misread)
-        reader = _reader(worker, agent, kv_caches, own, ours)
+        reader = _reader(worker, facts, kv_caches, own, ours)
         reader.leases = leases_of(worker)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
@@ -69,7 +69,10 @@ def attach_reader(
         )
         watch_split_handles(worker)
         registration_of(facts).admit_peers(worker)
-    say_what_is_open(worker, may_leave_open=_may_leave_open(state.reader))
+    if not facts.states_kernel_blocks:
+        from kvpatch.legacy.introducing import say_what_is_open
+
+        say_what_is_open(worker, may_leave_open=_may_leave_open(state.reader))
 
 
 def _can_read(worker: Any, own: OwnCache) -> bool:
@@ -141,32 +144,33 @@ def _with_states(
 
 
 def _reader(
-    worker: Any, agent: Any, kv_caches: Mapping[str, Any], own: OwnCache, ours: LocalGeometry
+    worker: Any,
+    facts: ReleaseFacts,
+    kv_caches: Mapping[str, Any],
+    own: OwnCache,
+    ours: LocalGeometry,
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it."""
     if own.cache is None or own.behind is None:
         raise RegistrationRefused("a cache that cannot be read into has no reader")
     layers, groups, _ = own.cache
     state = worker_state(worker)
-    buffer = state.host_buffer
+    agent, buffer = _own_agent(worker.nixl_wrapper), state.host_buffer
     device = kv_caches[next(iter(layers))].device
     if buffer is None:
         shown = None if state.rows is None else layers
-        return Reader(
-            ours,
-            groups,
-            Destination(kv_caches, shown, state.rows, states=own.states),
-            staging_pool(agent, ours.memory, device),
-            settings.transfer_mode(),
-            state.announcements,
-        )
-    caches = buffer.caches
-    copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
-    return Reader(
-        ours,
-        groups,
-        Destination(buffer.tensors, own.behind[0], caches=caches),
-        staging_pool(agent, ours.memory, device, copied_to=copied_to),
-        "staged",
-        state.announcements,
-    )
+        destination = Destination(kv_caches, shown, state.rows, states=own.states)
+        pool = staging_pool(agent, ours.memory, device)
+        mode = settings.transfer_mode()
+    else:
+        caches = buffer.caches
+        copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
+        destination = Destination(buffer.tensors, own.behind[0], caches=caches)
+        pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
+        mode = "staged"
+    proofs = OpenPeers()
+    if not facts.states_kernel_blocks:
+        from kvpatch.legacy.introducing import proofs_of
+
+        proofs = proofs_of(worker, ours, groups, destination, pool)
+    return Reader(ours, groups, destination, pool, mode, proofs)

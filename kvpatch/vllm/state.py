@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvpatch.vllm.announcements import Announcements, Introductions
 from kvpatch.vllm.cross_layer_blocks import RegisteredRows
 from kvpatch.vllm.elsewhere import LikePeers
 from kvpatch.vllm.host_buffer_saves import Saves
@@ -54,7 +53,6 @@ class WorkerState(_State):
         rows: registered in place of its tensors; None where it has none.
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
-        announcements: what it has to tell its scheduler of peers.
     """
 
     is_host_buffered: bool = False
@@ -63,7 +61,6 @@ class WorkerState(_State):
     rows: RegisteredRows | None = None
     planned_layout: str | None = None
     reader: Reader | None = None
-    announcements: Announcements = field(default_factory=Announcements)
 
 
 @dataclass(eq=False)
@@ -73,14 +70,10 @@ class SchedulerState(_State):
     Attributes:
         saves: to the host buffer; None without one.
         like_peers: whose blocks are as large as its own.
-        has_nothing_open: whether handshakes leave nothing open that its workers would prove.
-        introductions: the engines that its workers can read; None before it was asked.
     """
 
     saves: Saves | None = None
     like_peers: LikePeers = field(default_factory=LikePeers)
-    has_nothing_open: bool = False
-    introductions: Introductions | None = None
 
 
 @dataclass(eq=False)

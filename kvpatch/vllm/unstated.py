@@ -5,7 +5,7 @@ of a token they come to a number of tokens, which is wrong where the peer's item
 another size (fp8 beside bf16), and nothing in such a handshake tells the two apart. 0.10.0
 does not state the layout either. From 0.11.1 on the tokens and the bytes of a kernel block
 are stated, and to 0.20 not how many kernel blocks a block is cut into; block ids count
-blocks. What is left open is proven by content (:mod:`kvpatch.vllm.proofs`), or declared.
+blocks. What is left open is proven by content (:mod:`kvpatch.legacy.proofs`), or declared.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvpatch.geometry import Content, Counts, Memory, Plane, Strides
-from kvpatch.vllm.announcements import Announcements
-from kvpatch.vllm.comparing import chunks_seen, layout_shown
-from kvpatch.vllm.cuts import Chunk
-from kvpatch.vllm.proofs import Proofs
-from kvpatch.vllm.samples import Sample
+from kvpatch.legacy.announcements import Announcements
+from kvpatch.legacy.comparing import chunks_seen, layout_shown
+from kvpatch.legacy.cuts import Chunk
+from kvpatch.legacy.proofs import Proofs
+from kvpatch.legacy.samples import Sample
 
 pytestmark = pytest.mark.patching
 

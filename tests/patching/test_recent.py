@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.vllm.announcements import Announcements, Introductions
-from kvpatch.vllm.proofs import Proofs
+from kvpatch.legacy.announcements import Announcements, Introductions
+from kvpatch.legacy.proofs import Proofs
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.recent import MOST_ENGINES, Recent
 from kvpatch.vllm.remote_ranks import Peer

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.core.releases import FACTS
-from kvpatch.vllm.announcements import Announcements, Introductions, announced, announcement
-from kvpatch.vllm.cuts import chunks_to_look_at, still_possible
-from kvpatch.vllm.introducing import (
+from kvpatch.legacy.announcements import Announcements, Introductions, announced, announcement
+from kvpatch.legacy.cuts import chunks_to_look_at, still_possible
+from kvpatch.legacy.introducing import (
     book_proof,
     hear_what_is_open,
     introductions_of,

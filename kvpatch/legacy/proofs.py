@@ -4,7 +4,7 @@ D computes the first prompt of such an engine itself, and P holds the same promp
 of P's blocks of it are read, and only then is P told that it may let go of them. To 0.11.0
 they show the items, and on 0.10.0 the layout: that under which they hold what D has
 computed, and much nearer than under the other. From 0.11.1 to 0.20 they show how blocks are
-cut (:mod:`kvpatch.vllm.cuts`). Ids come from a client, and say only where to look: of one
+cut (:mod:`kvpatch.legacy.cuts`). Ids come from a client, and say only where to look: of one
 that lies nothing is found, or what is as true as elsewhere. Where nothing is proven, nothing
 is ever loaded.
 
@@ -29,15 +29,16 @@ import numpy.typing as npt
 from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import Plan
+from kvpatch.legacy.announcements import Announcements
+from kvpatch.legacy.comparing import blocks_of_layout, chunks_of_cuts, chunks_seen, layout_shown
+from kvpatch.legacy.cuts import Chunk, still_possible
+from kvpatch.legacy.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
-from kvpatch.vllm.announcements import Announcements
 from kvpatch.vllm.candidates import Name
-from kvpatch.vllm.comparing import blocks_of_layout, chunks_of_cuts, chunks_seen, layout_shown
-from kvpatch.vllm.cuts import Chunk, still_possible
+from kvpatch.vllm.open_peers import OpenPeers
 from kvpatch.vllm.recent import Recent
-from kvpatch.vllm.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
 
 if TYPE_CHECKING:
     from kvpatch.vllm.local_geometry import LocalGeometry
@@ -94,7 +95,7 @@ class _Probe:
     notify: Callable[[], None]
 
 
-class Proofs:
+class Proofs(OpenPeers):
     """What one worker has proven of its peers, and what it is about to.
 
     Args:

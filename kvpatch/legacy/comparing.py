@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpatch.vllm.cuts import Chunk, chunks_to_look_at
-from kvpatch.vllm.evidence import (
+from kvpatch.legacy.cuts import Chunk, chunks_to_look_at
+from kvpatch.legacy.evidence import (
     clearly_nearest,
     distance,
     farthest_part,
@@ -17,10 +17,10 @@ from kvpatch.vllm.evidence import (
     telling_places,
     values_of,
 )
-from kvpatch.vllm.samples import Landing, Sample, Sampled, plane_like, shared_heads
+from kvpatch.legacy.samples import Landing, Sample, Sampled, plane_like, shared_heads
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.evidence import Values
+    from kvpatch.legacy.evidence import Values
     from kvpatch.vllm.orders import Order
     from kvpatch.vllm.remote_ranks import Rank
 

@@ -1,7 +1,7 @@
 """Which engines a scheduler loads from, where handshakes do not say all of a peer's blocks.
 
 A worker finds out what a handshake leaves open from a prompt that D computes itself
-(:mod:`kvpatch.vllm.proofs`). So the scheduler has D compute an engine's prompts until all
+(:mod:`kvpatch.legacy.proofs`). So the scheduler has D compute an engine's prompts until all
 workers have announced that they can read it; P is told of each, as of a full prefix hit.
 """
 
@@ -12,9 +12,16 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.vllm.announcements import Introductions
+from kvpatch.legacy.announcements import Announcements, Introductions
+from kvpatch.legacy.proofs import SAMPLE_BYTES, Proofs
+from kvpatch.legacy.samples import sampled_of
+from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.vllm.drafts import reserves_slots
-from kvpatch.vllm.state import scheduler_state
+from kvpatch.vllm.groups import Group
+from kvpatch.vllm.local_geometry import LocalGeometry
+from kvpatch.vllm.reader import Destination
+from kvpatch.vllm.state import scheduler_state, worker_state
 
 #: On what a worker has its scheduler hand to peers, and nowhere on the wire.
 _MAY_LEAVE_OPEN = "kvpatch_may_leave_open"
@@ -28,16 +35,22 @@ def introductions_of(scheduler: Any, facts: ReleaseFacts) -> Introductions | Non
     last blocks of P's for these, a block off, or ends.
     """
     state = scheduler_state(scheduler)
-    if state.has_nothing_open:
+    if state.held(_NothingOpen) is not None:
         return None
-    if state.introductions is None:
-        state.introductions = Introductions(
+    found = state.held(Introductions)
+    if found is None:
+        found = Introductions(
             scheduler.block_size,
             full_blocks_only=facts.loads_whole_blocks_only,
             allows_none=facts.loads_whole_blocks_only and reserves_slots(scheduler.vllm_config),
             declared=_declared(states_layout=facts.states_layout),
         )
-    return state.introductions
+        state.hold(found)
+    return found
+
+
+class _NothingOpen:
+    """Held by a scheduler whose workers would have nothing to prove of any peer."""
 
 
 def _declared(*, states_layout: bool) -> int | None:
@@ -48,7 +61,7 @@ def _declared(*, states_layout: bool) -> int | None:
 
 def book_proof(scheduler: Any, engine_id: str, block_tokens: int) -> None:
     """Books that all workers of a scheduler can read an engine."""
-    found = scheduler_state(scheduler).introductions
+    found = scheduler_state(scheduler).held(Introductions)
     if found is not None:
         found.prove(engine_id, block_tokens)
 
@@ -68,4 +81,19 @@ def hear_what_is_open(scheduler: Any, metadata: Iterable[Any]) -> None:
     """Books what :func:`say_what_is_open` has said, of all workers."""
     said = [vars(one).pop(_MAY_LEAVE_OPEN, False) for one in metadata]
     if said and not any(said):
-        scheduler_state(scheduler).has_nothing_open = True
+        scheduler_state(scheduler).hold(_NothingOpen())
+
+
+def proofs_of(
+    worker: Any,
+    ours: LocalGeometry,
+    groups: tuple[Group, ...],
+    destination: Destination,
+    pool: StagingPool,
+) -> Proofs:
+    """What a worker is to prove of its peers, by what is read into its cache."""
+    layers = ours.layers if destination.layers is None else destination.layers
+    caches = destination.caches if isinstance(destination.caches, StoragelessCaches) else None
+    sampled = sampled_of(ours, groups, layers, destination.tensors, caches)
+    announcements = worker_state(worker).of(Announcements)
+    return Proofs(ours, sampled, pool.aside(SAMPLE_BYTES), announcements)
