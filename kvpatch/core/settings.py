@@ -103,7 +103,7 @@ def allowed_peers() -> tuple[str, ...]:
 
 
 def generation_override() -> str | None:
-    """The generation to assume for a vLLM build that the release table lacks."""
+    """The release or generation to assume for a vLLM build that the release table lacks."""
     return os.environ.get(GENERATION) or None
 
 
