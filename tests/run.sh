@@ -48,10 +48,19 @@ play_results() {
     "$python" -m tests.contract --pages
 }
 
+# The last line of a run that passed: $1 is what of the real engines it started.
+say_what_passed() {
+    echo "tests: passed in $((SECONDS / 60)) minutes at commit $(git rev-parse --short HEAD): all tests" \
+        "that need neither lab nor engines; real engines, $1; and of the lab" \
+        "$("$python" -m tests.lab.covered)"
+}
+
 case "${1:-}" in
     "")
-        KVPATCH_TEST_RELEASES="${KVPATCH_TEST_RELEASES:-newest}" play_without_engines
+        releases="${KVPATCH_TEST_RELEASES:-newest}"
+        KVPATCH_TEST_RELEASES="$releases" play_without_engines
         play_engines "serving and (quick or not engines)"
+        KVPATCH_TEST_RELEASES="$releases" say_what_passed "the quick pairs"
         echo "tests: for more, tests/run.sh --gate (40 minutes) or --full (hours)"
         ;;
     --gate)
@@ -60,11 +69,13 @@ case "${1:-}" in
         export KVPATCH_TEST_SHARE="${KVPATCH_TEST_SHARE:-$((day % PARTS))/$PARTS}"
         KVPATCH_TEST_RELEASES=all play_without_engines
         play_engines serving
+        KVPATCH_TEST_RELEASES=all say_what_passed "all pairs"
         ;;
     --full)
         KVPATCH_TEST_RELEASES=all play_without_engines
         play_engines serving
         play_results
+        KVPATCH_TEST_RELEASES=all say_what_passed "all pairs"
         ;;
     *) exec "$python" -m pytest "$@" ;;
 esac

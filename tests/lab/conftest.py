@@ -8,6 +8,7 @@ import pytest
 
 from tests.releases.fetch import fetch
 
+from .covered import covered
 from .host import Lab
 from .releases import (
     ends_of_generations,
@@ -72,13 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what the run covered, where it was a share."""
-    part = share()
-    if part is None:
+    if share() is None:
         return
-    releases = selected()
     terminalreporter.section("what of the lab was played")
-    terminalreporter.line(
-        f"{newest()} whole; of {len(releases)} releases from {releases[0]} to {releases[-1]} what "
-        f"is marked every_release, and of the rest share {part}. The same again: "
-        f"KVPATCH_TEST_SHARE={part}; all of it: tests/run.sh --full"
-    )
+    terminalreporter.line(covered())
