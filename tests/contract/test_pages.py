@@ -57,7 +57,7 @@ def _theirs(release: str) -> str:
     """The connector's sources, each text of several literals in one."""
     root = cache.tree(release)
     paths = [path for path in (root / _CONNECTORS).rglob("*.py") if "nixl" in str(path)]
-    paths.append(root / "vllm/v1/core/sched/scheduler.py")
+    paths += [root / _CONNECTORS / "utils.py", root / "vllm/v1/core/sched/scheduler.py"]
     return "".join(_SEAM.sub("", _COMMENT.sub("", path.read_text())) for path in paths)
 
 
