@@ -47,12 +47,17 @@ _PACKED = Kind(Holds.ROWS, "keys and values of each token, packed, their scales 
 _STATE = Kind(Holds.STATE, "the state behind a block's tokens")
 _INDEXER = Kind(Holds.WHOLE, "an indexer's values of all tokens, then their scales")
 _COMPRESSED = Kind(Holds.WHOLE, "compressed latents of all tokens, then their scales")
-_RING = Kind(Holds.WHOLE, "a ring of what is not compressed yet")
+RING = Kind(Holds.WHOLE, "a ring of what is not compressed yet")
 _SUMMARY = Kind(Holds.WHOLE, "keys or summaries that stand for several tokens")
 _SLOTS = Kind(Holds.WHOLE, "two slots, keys and values of all heads", mixes_heads=True)
 _TILES = Kind(Holds.WHOLE, "keys in tiles of a block, packed by the hardware's rules")
 _SHUFFLED = Kind(Holds.WHOLE, "shuffled keys and values, in tiles of a whole block")
-FP4 = Kind(Holds.WHOLE, "packed values of all tokens of a head, then their scales")
+FP4 = Kind(
+    Holds.WHOLE,
+    "packed keys of all heads, then their scales, and values likewise",
+    mixes_heads=True,
+)
+_FP4_BY_HEAD = Kind(Holds.WHOLE, "packed values of all tokens of a head, then their scales")
 _POOLED = Kind(Holds.WHOLE, "several positions to a token")
 _BOTH = Kind(Holds.WHOLE, "what two backends hold")
 _NONE = Kind(Holds.WHOLE, "nothing of its own")
@@ -183,17 +188,20 @@ BACKENDS: Mapping[str, Kind] = {
     **dict.fromkeys(_OF_SLOTS, _SLOTS),
     **dict.fromkeys(_OF_TILES, _TILES),
     "CompositeAttentionBackend": _BOTH,
-    "CompressorBackend": _RING,
-    "KpoolTailBackend": _RING,
-    "MiniMaxM3SparseMSANvfp4Backend": FP4,
+    "CompressorBackend": RING,
+    "KpoolTailBackend": RING,
+    "MiniMaxM3SparseMSANvfp4Backend": _FP4_BY_HEAD,
     "PlaceholderAttentionBackend": _NONE,
-    "Step5CSATailRingBackend": _RING,
+    "Step5CSATailRingBackend": RING,
 }
 
 #: What a backend's blocks hold where a variable of vLLM's is on.
 WITH_VARIABLE: Mapping[str, tuple[str, Kind]] = {
     "AiterFlashAttentionBackend": (SHUFFLES, _SHUFFLED),
 }
+
+#: Kinds that state two slots to each head, where others that state slots have two to a block.
+SLOTS_BY_HEAD = (FP4, _FP4_BY_HEAD)
 
 #: What blocks of any backend hold where the cache's dtype begins so.
 WITH_DTYPE: Mapping[str, Kind] = {"nvfp4": FP4, "mxfp4": FP4}
@@ -225,10 +233,10 @@ SPECS: Mapping[str, Kind | None] = {
             "UniformTypeKVCacheSpecs",  # of many: its layers' own count
         )
     ),
-    "CircularBufferSpec": _RING,
-    "HiSparseHotSpec": _RING,
+    "CircularBufferSpec": RING,
+    "HiSparseHotSpec": RING,
     "HiSparseResidentSpec": _SUMMARY,
-    "KpoolTailSpec": _RING,
+    "KpoolTailSpec": RING,
     "MambaSpec": _STATE,
 }
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvpatch.core.errors import CutBlocks
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, Plane, inner_layout, overlaps_of
-from kvpatch.vllm.cache_kinds import Holds, Kind
+from kvpatch.vllm.cache_kinds import RING, Holds, Kind
 from kvpatch.vllm.candidates import Candidates, Declared, Name, candidates_of
 from kvpatch.vllm.head_shares import shares_heads
 from kvpatch.vllm.local_geometry import LocalGeometry
@@ -19,7 +20,7 @@ from kvpatch.vllm.peer_states import states_of_peer
 from kvpatch.vllm.remote_geometry import peer_regions, refusal
 from kvpatch.vllm.remote_ranks import Rank
 from kvpatch.vllm.split_kv import kv_split_of_peer, may_be_kvcacheds
-from kvpatch.vllm.whole_blocks import split_by_nobody, unknown_says
+from kvpatch.vllm.whole_blocks import check_blocks, split_by_nobody, unknown_says
 from kvpatch.vllm.wire import PeerRefused, Statement
 
 # --- what is decided ------------------------------------------------------------------
@@ -116,6 +117,7 @@ class UnreadCache:
     Attributes:
         needs_reader: whether its host buffer needs us to.
         knows_keys: whether anybody knows how keys lie in a block.
+        has_heads: whether ranks hold heads; the latents of MLA are whole on each.
         kinds: of its layers.
         misreads_smaller: as of :class:`LocalCache`.
     """
@@ -126,6 +128,7 @@ class UnreadCache:
     backend: str
     needs_reader: bool = False
     knows_keys: bool = True
+    has_heads: bool = True
     kinds: Callable[[], Mapping[str, Kind]] = dict
     misreads_smaller: Callable[[], str] = str
 
@@ -158,6 +161,7 @@ def _of_read(local: LocalCache, stated: Statement, facts: ReleaseFacts) -> Decis
     ours = local.geometry
     has_plain_states = bool(ours.states) and stated.rows is None and not local.is_shown
     if has_plain_states and stated.tp_size != ours.tp_size:  # which the release alone splits
+        _check_whole_blocks(ours, stated)
         _check_smaller(stated, ours.block_tokens, local.misreads_smaller)
         return Stock()
     if ours.misreads_blocks:
@@ -177,6 +181,18 @@ def _of_read(local: LocalCache, stated: Statement, facts: ReleaseFacts) -> Decis
         return Stock(peer)
     _check_heterogeneous(local, peer, facts)
     return Read(mapping_of(local, peer))
+
+
+def _check_whole_blocks(ours: LocalGeometry, peer: Statement) -> None:
+    """Whether the release would cut what moves whole.
+
+    Raises:
+        PeerRefused: it would.
+    """
+    try:
+        check_blocks(ours, peer)
+    except CutBlocks as error:
+        raise refusal(ours, peer, str(error)) from error
 
 
 def _to_prove(local: LocalCache, found: Candidates, facts: ReleaseFacts) -> Prove | Refuse:
@@ -371,12 +387,12 @@ def _of_unread(local: UnreadCache, remote: Statement | Outline) -> Decision:
         )
     if not local.knows_keys:
         _refuse_packed_keys(local, remote)
-        return Stock()
     same_tokens = remote.block_tokens in (None, local.block_tokens)
     same_layout = remote.layout in (None, local.layout)
     if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
         _refuse_cut_blocks(local, remote, same_tokens=same_tokens)
-    _check_smaller(remote, local.block_tokens, local.misreads_smaller)
+    if local.knows_keys:
+        _check_smaller(remote, local.block_tokens, local.misreads_smaller)
     return Stock()
 
 
@@ -397,15 +413,43 @@ def _refuse_cut_blocks(
 ) -> None:
     """The release would cut what moves whole."""
     for layer, kind in local.kinds().items():
-        says = None
-        if not kind.is_known:
-            says = unknown_says(layer, kind)
-        elif kind.holds is Holds.WHOLE and not same_tokens:
-            says = (
-                f"blocks of layer {layer} hold {kind.contents}, and move whole: use one block size"
-            )
-        if says is not None:
-            raise PeerRefused(f"engine {remote.engine_id!r:.200} cannot be read: {says}")
+        try:
+            _check_uncut(local, remote, layer, kind, same_tokens=same_tokens)
+        except CutBlocks as error:
+            engine = f"{remote.engine_id!r:.200}"
+            raise PeerRefused(f"engine {engine} cannot be read: {error}") from error
+
+
+def _check_uncut(
+    local: UnreadCache, remote: Statement | Outline, layer: str, kind: Kind, *, same_tokens: bool
+) -> None:
+    """Whether the release reads blocks of a layer whole.
+
+    What has no heads is whole on every rank, and the release reads it so, but for a ring (up to
+    0.33 at least): that has the region of the layer in whose place it lies, and a D of more ranks
+    than P reads the share of it that is a rank's of that layer's.
+
+    Raises:
+        CutBlocks: it would cut them.
+    """
+    if not kind.is_known:
+        raise CutBlocks(unknown_says(layer, kind))
+    if kind.holds is not Holds.WHOLE:
+        return
+    if not same_tokens:
+        raise CutBlocks(
+            f"blocks of layer {layer} hold {kind.contents}, and move whole: use one block size"
+        )
+    if local.has_heads and kind.mixes_heads and remote.tp_size != local.tp_size:
+        raise CutBlocks(
+            f"blocks of layer {layer} hold {kind.contents}, and move whole, never a share of their "
+            "heads: use one --tensor-parallel-size on both sides"
+        )
+    if local.has_heads and kind == RING and remote.tp_size < local.tp_size:
+        raise CutBlocks(
+            f"blocks of layer {layer} hold {kind.contents}, of which this vLLM reads a share where "
+            "P has fewer ranks: use one --tensor-parallel-size on both sides"
+        )
 
 
 def _check_smaller(

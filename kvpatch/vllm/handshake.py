@@ -30,7 +30,7 @@ from kvpatch.vllm.compatibility import (
 )
 from kvpatch.vllm.drafts import hides_ends_of_lists
 from kvpatch.vllm.head_shares import heads_as_if_unshared, heads_called, shares_heads
-from kvpatch.vllm.kinds_of_layers import kind_of
+from kvpatch.vllm.kinds_of_layers import has_slots, kind_of
 from kvpatch.vllm.local_geometry import LocalGeometry, own_regions
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
@@ -81,13 +81,15 @@ def _unread_cache(
         backend="" if knows_keys else worker.backend_name,
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
+        has_heads=not worker.use_mla,
         kinds=partial(_kinds_of, worker),
         misreads_smaller=misread,
     )
 
 
 def _kinds_of(worker: Any) -> Mapping[str, Kind]:
-    return {layer: kind_of(worker, layer) for layer in getattr(worker, "device_kv_caches", ())}
+    layers = getattr(worker, "device_kv_caches", ())
+    return {layer: kind_of(worker, layer, has_slots=has_slots(worker, layer)) for layer in layers}
 
 
 def _layout_of(worker: Any) -> Any:

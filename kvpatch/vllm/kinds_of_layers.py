@@ -9,8 +9,8 @@ from kvpatch.vllm.cache_kinds import (
     BACKENDS,
     DERIVED,
     DERIVES,
-    FP4,
     ROWS,
+    SLOTS_BY_HEAD,
     SPECS,
     WITH_DTYPE,
     WITH_VARIABLE,
@@ -35,9 +35,14 @@ def kind_of(worker: Any, layer: str, *, has_slots: bool = False) -> Kind:
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
     if found.holds is Holds.ROWS:
         found = _by_dtype(worker) or found
-    if has_slots and found != FP4:  # which has two slots to a head
+    if has_slots and found not in SLOTS_BY_HEAD:
         return replace(found, holds=Holds.WHOLE, mixes_heads=True)
     return found
+
+
+def has_slots(worker: Any, layer: str) -> bool:
+    """Whether a layer's blocks have slots in place of heads, by its spec (from 0.29)."""
+    return getattr(_spec_of(worker, layer), "num_head_slots", None) is not None
 
 
 def kind_of_backend(backend: type) -> Kind:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, SPECS, WITH_DTYPE, WITH_VARIABLE, Kind
+
+from .kinds_played import played
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kinds.md"
 
@@ -32,13 +35,31 @@ Not seen by anybody: whether P shuffles its keys where D does (`VLLM_ROCM_SHUFFL
 The handshake does not say so, and both call themselves FLASH_ATTN: set it on both sides or on
 neither. AITER's shuffled fp8 caches have scales outside of the cache, which no release transfers.
 
-| a block holds | so it is | told by |
-|---|---|---|
+Played: by tests of `tests/lab`, real connectors over real NIXL with contents of that structure,
+like pairs, unlike ones and a spoilt one. What `test_layer_kinds.py` plays the release itself lays
+out (from 0.29), of specs with the fields that its models give; the models are lists of such layers.
+All devices are host memory there.
+
+| a block holds | so it is | told by | played by |
+|---|---|---|---|
 """
 
 
 def page() -> str:
     """The whole document."""
+    rows = [
+        f"| {kind.contents} | {kind.holds.value}{_heads(kind)} | {', '.join(sorted(names))} | "
+        f"{played(kind.contents)} |"
+        for kind, names in sorted(
+            kinds().items(), key=lambda of: (of[0].holds.name, of[0].contents)
+        )
+    ]
+    silent = ", ".join(f"`{name}`" for name, kind in SPECS.items() if kind is None)
+    return _HEAD + "\n".join(rows) + f"\n\nSpecs that say nothing beside the backend: {silent}.\n"
+
+
+def kinds() -> Mapping[Kind, list[str]]:
+    """What tells each kind, in Markdown."""
     told: defaultdict[Kind, list[str]] = defaultdict(list)
     for name, kind in BACKENDS.items():
         told[kind].append(f"`{name}`")
@@ -51,12 +72,7 @@ def page() -> str:
     for name, of_spec in SPECS.items():
         if of_spec is not None:
             told[of_spec].append(f"`{name}`")
-    rows = [
-        f"| {kind.contents} | {kind.holds.value}{_heads(kind)} | {', '.join(sorted(names))} |"
-        for kind, names in sorted(told.items(), key=lambda of: (of[0].holds.name, of[0].contents))
-    ]
-    silent = ", ".join(f"`{name}`" for name, kind in SPECS.items() if kind is None)
-    return _HEAD + "\n".join(rows) + f"\n\nSpecs that say nothing beside the backend: {silent}.\n"
+    return told
 
 
 def _heads(kind: Kind) -> str:

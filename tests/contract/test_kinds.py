@@ -12,7 +12,7 @@ from kvpatch.core.releases import RELEASES
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from tests.releases import cache
 
-from . import kinds_page
+from . import kinds_page, kinds_played
 
 pytestmark = pytest.mark.contract
 
@@ -75,6 +75,20 @@ def test_nothing_is_listed_that_no_release_has() -> None:
 
 def test_the_page_is_the_tables() -> None:
     assert kinds_page.PAGE.read_text() == kinds_page.page()
+
+
+def test_every_kind_is_played_or_has_a_reason() -> None:
+    found = {kind.contents for kind in kinds_page.kinds()}
+
+    assert found == kinds_played.PLAYED.keys() | kinds_played.NOT_PLAYED.keys()
+    assert not kinds_played.PLAYED.keys() & kinds_played.NOT_PLAYED.keys()
+    assert all(kinds_played.NOT_PLAYED.values())
+
+
+@pytest.mark.parametrize(("file", "test"), sorted(set(kinds_played.PLAYED.values())))
+def test_what_plays_a_kind_is_there(file: str, test: str) -> None:
+    assert kinds_played.is_there(file, test)
+    assert not kinds_played.is_there(file, "test_" + test)
 
 
 def test_backends_that_are_derived_have_these_names() -> None:

@@ -29,6 +29,7 @@ from .kinds import (
     slot_planes,
 )
 from .kvcached_standin import Allocation, Reservation, allocate
+from .layer_kinds import KINDS
 from .odd_strides import ODD, odd_strides
 
 _TORCH = {
@@ -434,6 +435,15 @@ def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any)
     return Caches(layers, (memory.numpy(),), dims, registered=tuple(tensors))
 
 
+def _pages(tensor: torch.Tensor) -> Array:
+    """[block, byte] of all that a whole block has, or shares with layers beside it."""
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    stride = tensor.stride(0) * tensor.element_size()
+    start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    start -= start % stride if stride * tensor.shape[0] == whole.size else 0
+    return np.lib.stride_tricks.as_strided(whole[start:], (tensor.shape[0], stride), (stride, 1))
+
+
 def _kernel_block_tokens(spec: EngineSpec, plan: Any) -> list[int]:
     """Of each cache group; a state is never cut."""
     found = []
@@ -455,8 +465,12 @@ def _named_layers(
     found = []
     for number in range(spec.layers):
         name = layer_name(number)
+        kind = spec.kind_of(number)
         if spec.is_state(number):
             found.append(_state_cache(spec, number, tensors[name]))
+        elif kind:
+            planes = KINDS[kind].planes(tensors[name], spec)
+            found.append(LayerCache(name, tensors[name], planes, _pages(tensors[name])))
         else:
             planes = _planes(tensors[name], dims, spec, number)
             found.append(LayerCache(name, tensors[name], planes))

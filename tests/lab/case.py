@@ -36,6 +36,9 @@ STATE_TOKENS = 512
 #: Of Mamba2's convolution, and of its state space.
 STATE_SHAPES = ((32, 3), (2, 8, 16))
 
+#: Of kinds of layers whose blocks are not as large as the engine's (layer_kinds.py).
+OWN_BLOCK_TOKENS = {"window of latents": 64, "compressor": 4, "ring": 8}
+
 #: kvpatch's variable; the lab's engines have "same" where they do not say otherwise.
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
@@ -102,6 +105,11 @@ class EngineSpec:
     #: Whether every other layer is an indexer's cache (DeepSeek-V3.2), whose blocks hold all
     #: values and then all scales, beside latents of MLA.
     has_indexer: bool = False
+    #: The kinds of layers by turns (layer_kinds.py); empty where all are the family's, and "" for
+    #: one that is.
+    kinds: tuple[str, ...] = ()
+    #: Whether some of these have a block table of their own.
+    has_own_tables: bool = False
     #: Prompt tokens that one step computes at most (chunked prefill).
     step_tokens: int = 2048
     #: Slots behind the prompt that the scheduler reserves for drafted tokens.
@@ -161,7 +169,7 @@ class EngineSpec:
     @property
     def is_hybrid(self) -> bool:
         """Whether there are several cache groups."""
-        return self.has_state or any(self.window_tokens)
+        return self.has_state or self.has_own_tables or any(self.window_tokens)
 
     def is_state(self, layer: int) -> bool:
         """Whether a layer has recurrent state."""
@@ -176,10 +184,19 @@ class EngineSpec:
         """Whether a layer is an indexer's cache."""
         return self.has_indexer and layer % 2 == 1
 
+    def kind_of(self, layer: int) -> str:
+        """The kind of a layer; empty where it is its family's."""
+        return self.kinds[layer % len(self.kinds)] if self.kinds else ""
+
+    @property
+    def mixes_kinds(self) -> bool:
+        """Whether the release plans layers of several kinds, or of another than the family's."""
+        return self.has_indexer or bool(self.kinds)
+
     @property
     def is_placed(self) -> bool:
         """Whether the release itself lays out its plan, from 0.29 on, in shapes of its own."""
-        return self.has_state or self.packs_pages or self.has_indexer or self.has_slots
+        return self.has_state or self.packs_pages or self.mixes_kinds or self.has_slots
 
     @property
     def has_slots(self) -> bool:
@@ -206,6 +223,8 @@ class EngineSpec:
         """Tokens of a block of a layer's."""
         if self.is_state(layer):
             return STATE_TOKENS if self.state_mode == "none" else self.block_tokens
+        if self.kind_of(layer):
+            return OWN_BLOCK_TOKENS.get(self.kind_of(layer), self.block_tokens)
         if self.packs_pages:
             return self.block_tokens
         most = max(math.prod(self.shape_of(other)) for other in range(self.layers))

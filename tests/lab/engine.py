@@ -24,6 +24,7 @@ from .case import STORAGELESS, XLA
 from .compare import UNSIGNED, Array, expected, numbers_of, slots
 from .core import CoreScheduler
 from .engine_api import Start
+from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
 from .xla import DeviceTensors
@@ -494,8 +495,16 @@ class Engine:
                 table = spec.kernel_blocks(tracked.tables[group], number)
                 if spec.is_state(number):  # the one behind the last of them
                     table = table[(tokens.stop - 1) // spec.block_tokens_of(number) :]
-                block, offset = slots(table, looked_at, self.block_tokens[group])
+                rows = block_tokens = self.block_tokens[group]
+                kind = KINDS.get(spec.kind_of(number))
+                if kind is not None:
+                    looked_at = kind.rows(looked_at, block_tokens)
+                    rows = kind.rows_per_block(block_tokens)
+                block, offset = slots(table, looked_at, rows)
                 for plane, array in enumerate(layer.planes):
+                    if kind is not None:
+                        start = first if kind.has_heads else 0
+                        heads = range(start, start + array.shape[2])
                     value = expected(
                         spec.content_of(number),
                         plane,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
 from .compare import Array
+
+if TYPE_CHECKING:
+    from .case import EngineSpec
 
 #: Of an indexer's token: its values, of a byte each, and the scales of them all.
 VALUE_BYTES = 128
@@ -14,20 +19,86 @@ INDEXER_BYTES = VALUE_BYTES + SCALE_BYTES
 
 
 def indexer_planes(tensor: torch.Tensor) -> tuple[Array, ...]:
-    """Values, and scales, of an indexer's cache, each [block, token, head, byte].
+    """Values, and scales, of an indexer's cache, each [block, token, head, byte]."""
+    return values_then_scales(tensor, VALUE_BYTES, SCALE_BYTES)
 
-    A block holds the values of all its tokens, and behind them the scales of all.
+
+def values_then_scales(
+    tensor: torch.Tensor, value_bytes: int, scale_bytes: int
+) -> tuple[Array, ...]:
+    """Values, and scales, each [block, row, head, byte].
+
+    A block holds the values of all its rows, and behind them the scales of all.
     """
     raw = tensor.view(torch.uint8).numpy()
-    tokens, bytes_ = raw.shape[-2], raw.shape[-1]
-    if bytes_ != INDEXER_BYTES or raw.strides[-2:] != (bytes_, 1):
-        raise ValueError(f"an indexer's blocks in {raw.shape} with strides {raw.strides}")
+    rows, bytes_ = raw.shape[-2], raw.shape[-1]
+    if bytes_ != value_bytes + scale_bytes or raw.strides[-2:] != (bytes_, 1):
+        raise ValueError(f"values and scales in {raw.shape} with strides {raw.strides}")
     blocks = np.lib.stride_tricks.as_strided(
-        raw, (raw.shape[0], tokens * bytes_), (raw.strides[0], 1)
+        raw, (raw.shape[0], rows * bytes_), (raw.strides[0], 1)
     )
-    values = blocks[:, : tokens * VALUE_BYTES]
-    scales = blocks[:, tokens * VALUE_BYTES :]
-    return _by_token(values, tokens, VALUE_BYTES), _by_token(scales, tokens, SCALE_BYTES)
+    values = blocks[:, : rows * value_bytes]
+    scales = blocks[:, rows * value_bytes :]
+    return _by_token(values, rows, value_bytes), _by_token(scales, rows, scale_bytes)
+
+
+def rows_of_states(tensor: torch.Tensor, spec: EngineSpec, states: int = 1) -> tuple[Array, ...]:
+    """[block, row, head, byte] of a tensor of [block, head, state, content], as it is.
+
+    Args:
+        states: to a row, one behind the other.
+    """
+    raw = tensor.view(torch.uint8).numpy()
+    if raw.strides[-1] != 1:
+        raise ValueError(f"rows of {raw.shape} with strides {raw.strides}")
+    by_row = raw.transpose(0, 2, 1, 3)
+    if states == 1:
+        return (by_row,)
+    return tuple(by_row[:, number::states] for number in range(states))
+
+
+def fp4_planes(tensor: torch.Tensor) -> tuple[Array, ...]:
+    """FlashInfer's NVFP4: of keys, and of values, all heads' packed values, then their scales."""
+    slots = tensor.view(torch.uint8)
+    sides = slots.split(slots.shape[1] // 2, dim=1)
+    return tuple(plane for side in sides for plane in _fp4(side.numpy(), None))
+
+
+def fp4_planes_by_head(tensor: torch.Tensor) -> tuple[Array, ...]:
+    """MiniMax-M3's: of each head packed keys, their scales, packed values, and theirs."""
+    raw = tensor.view(torch.uint8).numpy()
+    return tuple(plane for side in (0, 1) for plane in _fp4(raw[:, side::2], raw.strides[1] * 2))
+
+
+def _fp4(raw: Array, head_bytes: int | None) -> tuple[Array, Array]:
+    """Values, and scales, [block, token, head, byte], of one side [block, head, token, byte].
+
+    Args:
+        head_bytes: from one head's values to the next one's; None where all scales are behind the
+            values of all heads.
+    """
+    blocks, heads, tokens, width = raw.shape
+    values = width * 8 // 9
+    scales = width - values
+    if raw.strides[2:] != (width, 1) or raw.strides[1] != (head_bytes or tokens * width):
+        raise ValueError(f"NVFP4 in {raw.shape} with strides {raw.strides}")
+    start = tokens * values * (1 if head_bytes else heads)
+    flat = np.lib.stride_tricks.as_strided(raw, (blocks, start + 1), (raw.strides[0], 1))
+    size = blocks, tokens, heads
+    return (
+        _strided(flat, (*size, values), values, head_bytes or tokens * values),
+        _strided(flat[:, start:], (*size, scales), scales, head_bytes or tokens * scales),
+    )
+
+
+def _strided(flat: Array, size: tuple[int, ...], token_bytes: int, head_bytes: int) -> Array:
+    strides = (flat.strides[0], token_bytes, head_bytes, 1)
+    return np.lib.stride_tricks.as_strided(flat, size, strides)
+
+
+def split_slots(tensor: torch.Tensor) -> tuple[Array, Array]:
+    """Keys and values of a cache of two slots of 2-byte items, each [block, all of a slot]."""
+    return halves_of_block(tensor.view(torch.int16).numpy().view(np.uint16), ("block", "slot"))
 
 
 def halves_of_block(raw: Array, dims: tuple[str, ...]) -> tuple[Array, Array]:
@@ -72,6 +143,21 @@ def shuffled_planes(keys: Array, values: Array, heads: int, channels: int) -> tu
         for part in range(channels // x)
     ]
     return (*found, _view(values, 0, (1, tile, x), heads, channels, tokens))
+
+
+def tile_planes(keys: Array, values: Array, heads: int, channels: int) -> tuple[Array, ...]:
+    """ROCm's: keys [head, channel / x, token, x], values [head, channel, token].
+
+    x are the items of 16 bytes. A plane of keys for each x channels.
+    """
+    x = 16 // keys.itemsize
+    tokens = keys.shape[1] // (heads * channels)
+    tile = tokens * channels
+    found = [
+        _view(keys, part * tokens * x, (x, tile, 1), heads, x, tokens)
+        for part in range(channels // x)
+    ]
+    return (*found, _view(values, 0, (1, tile, tokens), heads, channels, tokens))
 
 
 def _view(

@@ -18,6 +18,7 @@ from . import standins
 from .caches import layer_name, torch_dtype
 from .case import STATE_SHAPES, STATE_TOKENS, EngineSpec
 from .kinds import INDEXER_BYTES
+from .layer_kinds import KINDS
 
 _PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -222,7 +223,7 @@ def _model_config(
 def model_config(spec: EngineSpec) -> Any:
     dtype = "bfloat16" if spec.dtype == "fp8" else spec.dtype
     # A plan has room for one request of the greatest length at least.
-    max_tokens = HYBRID_MODEL_TOKENS if spec.is_hybrid or spec.has_indexer else 8192
+    max_tokens = HYBRID_MODEL_TOKENS if spec.is_hybrid or spec.mixes_kinds else 8192
     return _model_config(
         spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
     )
@@ -249,6 +250,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         )
     )
     cache.num_gpu_blocks = spec.planned_blocks
+    for dtype in {KINDS[name].cache_dtype for name in spec.kinds if name} - {""}:
+        cache.cache_dtype = dtype
     if spec.state_mode != "none":
         cache.mamba_cache_mode = spec.state_mode
     nixl = {
@@ -272,7 +275,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     )
     config.parallel_config.tensor_parallel_size = spec.tp_size
     config.parallel_config.world_size = spec.tp_size
-    if spec.is_hybrid or spec.has_indexer:
+    if spec.is_hybrid or spec.mixes_kinds:
         cache.num_gpu_blocks_override = spec.planned_blocks
     if spec.has_core:  # the engine's own defaults, which to 0.11.0 its arguments set
         cache.enable_prefix_caching = not spec.has_state or spec.state_mode != "none"
@@ -290,6 +293,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
 def _backend_of(spec: EngineSpec, layer: int) -> Any:
     if spec.is_state(layer):
         return _state_backend()
+    if spec.kind_of(layer):
+        return KINDS[spec.kind_of(layer)].backend()
     if spec.has_indexer:
         return backend("indexer" if spec.is_indexer(layer) else "sparse")
     return backend(spec.family)
@@ -304,6 +309,8 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
 
     if spec.is_state(layer):
         return state_spec(spec)
+    if spec.kind_of(layer):
+        return _spec_of_kind(spec, layer)
     window_tokens = spec.window_of(layer)
     heads, channels = spec.shape_of(layer)
     wanted = {
@@ -329,6 +336,16 @@ def _layer_spec(spec: EngineSpec, layer: int) -> Any:
     return customize(found) if customize and spec.has_slots else found
 
 
+def _spec_of_kind(spec: EngineSpec, layer: int) -> Any:
+    """As the model's layer states it, and as the backend would have it."""
+    from vllm.v1 import kv_cache_interface as interface
+
+    kind = KINDS[spec.kind_of(layer)]
+    made = getattr(interface, kind.spec)
+    wanted = {"block_size": spec.block_tokens_of(layer), **kind.fields(spec)}
+    return kind.backend().customize_spec(made(**accepted(made, wanted)))
+
+
 def state_spec(spec: EngineSpec) -> Any:
     """Of layers with recurrent state; None where there are none."""
     if not spec.has_state:
@@ -347,7 +364,7 @@ def state_spec(spec: EngineSpec) -> Any:
 
 def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
     """The plan that the engine core would hand to both sides of the connector."""
-    if spec.has_indexer:
+    if spec.mixes_kinds and not spec.is_hybrid:
         return _planned(spec, config)
     if not spec.is_hybrid:
         has_named = not hasattr(backend(spec.family), "get_kv_cache_shape")

@@ -204,6 +204,12 @@ def flashinfer_package() -> None:
     Releases: all, for the family "flashinfer".
     """
 
+    _empty_package("flashinfer")
+
+
+def _empty_package(package: str) -> None:
+    """A package of which every module is there, and has every name, as an empty class."""
+
     class Anything(types.ModuleType):
         __path__: list[str] = []
 
@@ -213,9 +219,11 @@ def flashinfer_package() -> None:
             return type(name, (), {})
 
     class Finder:
+        provides = package
+
         @staticmethod
         def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-            if name.split(".")[0] != "flashinfer":
+            if name.split(".")[0] != package:
                 return None
             from importlib.machinery import ModuleSpec
 
@@ -229,8 +237,17 @@ def flashinfer_package() -> None:
         def exec_module(module: Any) -> None:
             return None
 
-    if not any(getattr(f, "__name__", "") == "Finder" for f in sys.meta_path):
+    if not any(getattr(finder, "provides", None) == package for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
+
+
+def vision_package() -> None:
+    """An empty ``torchvision``, so that models import whose processors of images need it.
+
+    Why: of MiniMax-M3 only the indexer's backend is used, which sees no image.
+    Releases: from 0.29, for that backend.
+    """
+    _empty_package("torchvision")
 
 
 def tpu_package() -> None:

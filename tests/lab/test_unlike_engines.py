@@ -234,6 +234,23 @@ def test_blocks_that_are_cut_before_a_prompt_has_told(lab: Lab, p: int, d: int) 
     assert report.moved_tokens == (40 if states_kernel_blocks(lab.release) else 0)
 
 
+@pytest.mark.parametrize(("p", "d"), [(80, 48), (48, 80)])
+def test_blocks_that_are_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
+    """Five kernel blocks to a block and three to the other's, which `<= 0.20` leaves open."""
+    if Version(lab.release) < Version("0.18"):
+        pytest.skip("no such blocks")
+    prefill, decode = (
+        EngineSpec("flashinfer", "HND", size, 24, parts=size // 16, device="cuda")
+        for size in (p, d)
+    )
+    case = Case(f"flashinfer, cut into 16, P {p}, D {d}", prefill, decode, prompt_tokens=300)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(case, lab.release)
+
+
 def test_stock_takes_cut_blocks_for_its_own(lab: Lab) -> None:
     """What must not happen, and that the lab sees it."""
     _must_cut(lab)

@@ -12,6 +12,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
 from kvpatch.vllm.compatibility import (
     Decision,
+    LocalCache,
     Outline,
     Refuse,
     Stock,
@@ -19,8 +20,9 @@ from kvpatch.vllm.compatibility import (
     decide,
     is_like,
 )
-from kvpatch.vllm.kinds_of_layers import kind_of, kind_of_backend
+from kvpatch.vllm.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.vllm.remote_geometry import peer_regions
+from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.wire import PeerRefused, read_statement
 
 from .test_peers import _metadata, ours_of
@@ -137,6 +139,66 @@ def test_an_unknown_kind_is_refused_to_unlike_peers(stated: dict, tp_size: int) 
     assert not is_like(_unknown(), peer)
     with pytest.raises(PeerRefused, match=r"strange\.attention\.StrangeBackend"):
         peer_regions(_unknown(), peer)
+
+
+def _spec(name: str, **stated: object) -> object:
+    return type(name, (), {"__module__": "vllm.v1.kv_cache_interface", **stated})()
+
+
+ROCM = backend("RocmAttentionBackend")
+SLOTS = _spec("FullAttentionSpec", num_head_slots=2)
+RING = _spec("CircularBufferSpec")
+
+
+def _decided(found: SimpleNamespace, ranks: tuple[int, int], **of_cache: bool) -> Decision:
+    """Of a P, and of a D whose cache the release alone reads, with so many ranks."""
+    kinds = {"a": kind_of(found, "a", has_slots=has_slots(found, "a"))}
+    local = UnreadCache(16, ranks[1], "LBHNC", "", kinds=lambda: kinds, **of_cache)
+    return decide(local, Outline("p", ranks[0], 16, "LBHNC"), FACTS["0.33.0"])
+
+
+@pytest.mark.parametrize("knows_keys", [True, False])
+@pytest.mark.parametrize(
+    ("found", "ranks", "is_refused"),
+    [
+        (worker(ROCM), (2, 1), False),  # <= 0.28 each head's tiles are apart
+        (worker(ROCM, SLOTS), (2, 1), True),
+        (worker(FLASH, SLOTS, "nvfp4"), (2, 1), True),
+        (worker(FLASH, dtype="nvfp4"), (1, 2), True),
+        (worker(FLASH, RING), (1, 2), True),
+        (worker(FLASH, RING), (2, 1), False),  # each of P's ranks has all of it
+    ],
+)
+def test_what_the_release_alone_reads_is_not_shared_out(
+    found: SimpleNamespace, ranks: tuple[int, int], is_refused: bool, knows_keys: bool
+) -> None:
+    assert _decided(found, (1, 1), knows_keys=knows_keys) == Stock()
+    decided = _decided(found, ranks, knows_keys=knows_keys)
+
+    assert isinstance(decided, Refuse if is_refused else Stock)
+    if isinstance(decided, Refuse):
+        assert decided.reason.endswith("use one --tensor-parallel-size on both sides")
+
+
+@pytest.mark.parametrize("found", [worker(FLASH, SLOTS, "nvfp4"), worker(FLASH, RING)])
+def test_latents_of_any_kind_are_whole_on_each_rank(found: SimpleNamespace) -> None:
+    assert _decided(found, (1, 2), has_heads=False) == Stock()
+
+
+def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
+    """Of hybrid models the release alone splits states over ranks; it would split slots too."""
+    _, ours = ours_of()
+    kind = kind_of(worker(ROCM, SLOTS), "a", has_slots=True)
+    layers = {name: replace(cache, kind=kind) for name, cache in ours.layers.items()}
+    states = {"b": StatePages(0, 64, 4, (64,))}
+    local = LocalCache(replace(ours, layers=layers, states=states), ())
+    peer = read_statement(_metadata(block_tokens=ours.block_tokens), 0, 2)
+
+    decided = decide(local, peer, FACTS["0.33.0"])
+
+    assert isinstance(decided, Refuse) and "a share of their heads" in decided.reason + decided.cure
+    rows = LocalCache(replace(ours, states=states), ())
+    assert decide(rows, peer, FACTS["0.33.0"]) == Stock()
 
 
 def test_what_the_release_alone_reads_is_not_cut_either() -> None:

@@ -1,0 +1,180 @@
+"""Kinds of cache (docs/explanation/kinds.md) that no other test plays: alike, cut, and spoilt.
+
+From 0.29 on releases lay out such caches themselves, from what a layer's spec says; before, each
+model's runner did. kvpatch is on D; of what stays the release's it only lets peers pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Outcome, Report
+from .host import Lab
+from .releases import has_named_layouts
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+#: Blocks that hold one request of the longest kind, and some.
+_LATENTS = EngineSpec("mla", "BLHNC", block_tokens=256, planned_blocks=12, layers=4, head_dim=64)
+_HEADS = EngineSpec("flash", "HND", planned_blocks=40, layers=2)
+_BESIDE = EngineSpec("flash", "BLHNC", block_tokens=64, planned_blocks=30, layers=2)
+_IDENTICAL: tuple[Outcome, str] = ("identical", "")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model whose layers are of some kind.
+
+    Attributes:
+        cut: what becomes of a P of blocks twice as large, and the words for it.
+        parts: into how many kernel blocks the backend cuts those.
+        ranks: the same of unlike ranks, P's and D's.
+        since: the first release that has it.
+    """
+
+    engine: EngineSpec
+    cut: tuple[Outcome, str]
+    ranks: Mapping[tuple[int, int], tuple[Outcome, str]]
+    since: str = "0.29"
+    parts: int = 1
+    prompt_tokens: int = 100
+
+
+def _everywhere(outcome: Outcome, words: str) -> dict[tuple[int, int], tuple[Outcome, str]]:
+    return {(2, 1): (outcome, words), (1, 2): (outcome, words)}
+
+
+_MODELS = {
+    # Its blocks are rows of all groups' layers; every rank has all of them.
+    "deepseek-v4": Model(
+        replace(
+            _LATENTS,
+            kinds=("compressed", "compressed indexer", "window of latents", "compressor"),
+            has_own_tables=True,
+            planned_blocks=160,
+        ),
+        ("refused", "compressed latents of all tokens, then their scales, and move whole"),
+        _everywhere(*_IDENTICAL),
+        since="0.30",
+        prompt_tokens=300,
+    ),
+    # The same without what slides, of which 0.29's planner and connector make nothing.
+    "latents": Model(
+        replace(_LATENTS, kinds=("compressed", "compressed indexer")),
+        ("refused", "registration: AssertionError"),  # the release's own: no such P starts
+        _everywhere(*_IDENTICAL),
+        prompt_tokens=300,
+    ),
+    # A ring has the region of the attention in whose place it lies: a D of more ranks reads half.
+    "qsa": Model(
+        replace(_BESIDE, kinds=("", "ring", "summary"), has_own_tables=True, layers=3),
+        ("refused", "keys or summaries that stand for several tokens, and move whole"),
+        {(2, 1): _IDENTICAL, (1, 2): ("refused", "a ring of what is not compressed yet, of which")},
+        since="0.30",
+        prompt_tokens=300,
+    ),
+    "summaries": Model(
+        replace(_BESIDE, kinds=("", "summary")),
+        ("refused", "keys or summaries that stand for several tokens, and move whole"),
+        _everywhere(*_IDENTICAL),
+        since="0.30",
+        prompt_tokens=300,
+    ),
+    "minimax-m3": Model(
+        replace(_HEADS, kinds=("", "indexer keys"), block_tokens=128, planned_blocks=20),
+        _IDENTICAL,
+        _everywhere(*_IDENTICAL),
+        parts=2,
+        prompt_tokens=300,
+    ),
+    "tiles": Model(
+        replace(_HEADS, kinds=("tiles",)),
+        ("refused", "packs keys by rules of its own"),
+        _everywhere("refused", "move whole, never a share of their heads"),
+    ),
+    "nvfp4": Model(
+        replace(_HEADS, kinds=("fp4",)),
+        ("refused", "packed keys of all heads, then their scales, and values likewise, and move"),
+        _everywhere("refused", "move whole, never a share of their heads"),
+    ),
+    "nvfp4 by head": Model(
+        replace(_HEADS, kinds=("fp4 by head",), block_tokens=128, planned_blocks=20, head_dim=128),
+        _IDENTICAL,
+        _everywhere("refused", "re-sharding is not supported for NVFP4"),  # the release's words
+        since="0.32",
+        parts=2,
+        prompt_tokens=300,
+    ),
+    "whisper": Model(
+        replace(_HEADS, kinds=("pooled",)),
+        ("refused", "several positions to a token, and move whole"),
+        _everywhere(*_IDENTICAL),
+    ),
+    # Rows, of which a slot holds the keys, the values and their scales.
+    "turboquant": Model(
+        replace(_HEADS, layout="NHD", kinds=("packed",), head_dim=64),
+        _IDENTICAL,
+        _everywhere(*_IDENTICAL),
+    ),
+    # The table does not know it: two backends made into one.
+    "composite": Model(
+        replace(_HEADS, kinds=("composite",)),
+        ("refused", "TritonFlashAttentionBackend"),
+        _everywhere("refused", "TritonFlashAttentionBackend"),
+        since="0.30",
+    ),
+}
+
+
+@pytest.fixture(params=_MODELS)
+def model(lab: Lab, request: pytest.FixtureRequest) -> Model:
+    found = _MODELS[request.param]
+    if not has_named_layouts(lab.release) or Version(lab.release) < Version(found.since):
+        pytest.skip("this release has no such cache, or lays it out in the model's runner")
+    return found
+
+
+def _play(
+    lab: Lab, model: Model, prefill: Mapping[str, int], decode: Mapping[str, int], **how: str
+) -> Report:
+    sides = (replace(model.engine, **side) for side in (prefill, decode))  # type: ignore[arg-type]
+    case = Case(f"{model.engine.kinds}, P {prefill}, D {decode}", *sides, model.prompt_tokens)
+    return lab.run(case.patched(*SLUGS, prefill=False), **how)  # type: ignore[arg-type]
+
+
+def _assert_came(report: Report, expected: tuple[Outcome, str]) -> None:
+    outcome, words = expected
+    assert report.outcome == outcome, report
+    assert words in report.detail, report
+    if outcome == "identical":
+        assert report.total_elements > 0
+
+
+def test_a_like_pair(lab: Lab, model: Model) -> None:
+    _assert_came(
+        _play(lab, model, {}, {"planned_blocks": model.engine.planned_blocks - 2}), _IDENTICAL
+    )
+
+
+def test_a_spoilt_layer_is_noticed(lab: Lab, model: Model) -> None:
+    assert _play(lab, model, {}, {}, sabotage="skip_state").outcome == "corrupt"
+
+
+def test_other_blocks(lab: Lab, model: Model) -> None:
+    """Kernel blocks of one size move whole, however many a block has."""
+    twice = {"block_tokens": 2 * model.engine.block_tokens, "parts": model.parts}
+
+    _assert_came(_play(lab, model, twice, {}), model.cut)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2 to 1", "1 to 2"])
+def test_other_ranks(lab: Lab, model: Model, ranks: tuple[int, int]) -> None:
+    p, d = ranks
+
+    _assert_came(_play(lab, model, {"tp_size": p}, {"tp_size": d}), model.ranks[ranks])
