@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +12,8 @@ import numpy.typing as npt
 
 from kvpatch.core.errors import NothingToRead
 from kvpatch.geometry import Memory
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -46,6 +50,15 @@ def prepare_read(
         _descriptors(remote_address, length, ends.remote), ends.remote.kind
     )
     return nixl.initialize_xfer("READ", ours, theirs, ends.agent, notification)
+
+
+def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:
+    """Tells each agent that a request is over; one that cannot be told frees its blocks in time."""
+    for agent in agents:
+        try:
+            nixl.send_notif(agent, notif_msg=notification)
+        except errors_of(nixl) as error:
+            _LOG.warning("%s was not told that a request is over: %s", agent, error)
 
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,12 +10,10 @@ import wrapt
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.joined import JoinedRead
-from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.nixl import tell_over
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.shares import ReadRefused
-
-_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class ReadingAgent(wrapt.ObjectProxy[Any]):
@@ -104,7 +101,7 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
                 reads.append(reader.prepare(nixl, rank, notification))
                 prepared.callback(self.release_xfer_handle, reads[-1])
             prepared.pop_all()
-        read = JoinedRead(self, reads, lambda: self._tell(others, notification))
+        read = JoinedRead(self, reads, lambda: tell_over(self.__wrapped__, others, notification))
         read.owner = reader.order
         return read
 
@@ -113,20 +110,13 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         peer = self._self_reader.known(engine_id)
         if peer is not None:
             ranks = self._self_ranks_of(engine_id, remote_handle)
-            self._tell([peer.ranks[rank].agent for rank in ranks], notification)
-
-    def _tell(self, agents: Iterable[str], notification: bytes) -> None:
-        """Tells each; one that cannot be told lets go of its blocks after a time."""
-        for agent in agents:
-            try:
-                self.__wrapped__.send_notif(agent, notif_msg=notification)
-            except errors_of(self.__wrapped__) as error:
-                _LOG.warning("%s was not told that a request is over: %s", agent, error)
+            tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
         """Sends a message to a rank, and to those beside it of which the release does not know."""
         beside = self._self_beside(remote_agent_name)
-        self._tell((name for name in beside if name != remote_agent_name), notif_msg)
+        others = (name for name in beside if name != remote_agent_name)
+        tell_over(self.__wrapped__, others, notif_msg)
         if self._self_reader.proofs.post(self.__wrapped__, remote_agent_name, notif_msg):
             return None  # it is told once a sample of its blocks has been read
         return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)

@@ -36,7 +36,7 @@ from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import Registration
 from kvpatch.vllm.remote_ranks import Rank
 from kvpatch.vllm.shapes import heads_of
-from kvpatch.vllm.smaller_blocks import why_misread
+from kvpatch.vllm.smaller_blocks_admission import why_misread
 from kvpatch.vllm.split_handles import blocks_undivided
 from kvpatch.vllm.state import WorkerState, worker_state
 from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, of_blocks, read_statement

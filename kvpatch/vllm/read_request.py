@@ -17,7 +17,8 @@ from kvpatch.vllm.registration import registration_of
 from kvpatch.vllm.remote_ranks import Peer
 from kvpatch.vllm.request_context import Reading, RequestContext
 from kvpatch.vllm.shares import ReadRefused
-from kvpatch.vllm.smaller_blocks import paired, smaller_blocks
+from kvpatch.vllm.smaller_blocks import smaller_blocks
+from kvpatch.vllm.smaller_blocks_reading import paired
 from kvpatch.vllm.state import worker_state
 
 

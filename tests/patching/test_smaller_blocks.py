@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,18 +12,14 @@ from hypothesis import strategies as st
 
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import KeyOrder
+from kvpatch.vllm.compatibility import Decision, Outline, Refuse, Stock, UnreadCache, decide
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import _ORDER, Order, remote_blocks
 from kvpatch.vllm.shares import ReadRefused
-from kvpatch.vllm.smaller_blocks import (
-    Blocks,
-    Listed,
-    admit_smaller,
-    mend_pairing,
-    paired,
-    remote_slice,
-)
-from kvpatch.vllm.wire import PeerRefused
+from kvpatch.vllm.smaller_blocks import Blocks
+from kvpatch.vllm.smaller_blocks_admission import why_misread
+from kvpatch.vllm.smaller_blocks_pairing import Listed, mend_pairing, remote_slice
+from kvpatch.vllm.smaller_blocks_reading import paired
 
 _ATTENTION = (Group(frozenset("a"), window_tokens=0),)
 
@@ -174,18 +171,25 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
 def test_a_peer_is_refused_where_every_request_would_be_wrong(
     release: str, tokens: int, worker: dict[str, Any], refused: str
 ) -> None:
-    registration: Any = SimpleNamespace(key_order=lambda _: KeyOrder.ROW_MAJOR)
     found = SimpleNamespace(**vars(_worker()) | worker)
-    peer = SimpleNamespace(block_size=tokens, engine_id="P")
+
+    decided = _decided(found, KeyOrder.ROW_MAJOR, tokens, release)
+
     if not refused:
-        admit_smaller(found, peer, registration, FACTS[release])
-        return
-    with pytest.raises(PeerRefused, match=refused):
-        admit_smaller(found, peer, registration, FACTS[release])
+        assert decided == Stock()
+    else:
+        assert isinstance(decided, Refuse) and refused in decided.reason
 
 
 def test_keys_by_column_are_never_read_as_rows() -> None:
-    registration: Any = SimpleNamespace(key_order=lambda _: KeyOrder.COLUMN_MAJOR)
-    peer = SimpleNamespace(block_size=16, engine_id="P")
-    with pytest.raises(PeerRefused, match="by column"):
-        admit_smaller(_worker(), peer, registration, FACTS["0.20.1"])
+    decided = _decided(_worker(), KeyOrder.COLUMN_MAJOR, 16, "0.20.1")
+
+    assert isinstance(decided, Refuse) and "by column" in decided.reason
+
+
+def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Decision:
+    """Of a peer of so many tokens to a block, by a worker that does not read itself."""
+    registration: Any = SimpleNamespace(key_order=lambda _: key_order)
+    misread = partial(why_misread, worker, registration, FACTS[release])
+    local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)
+    return decide(local, Outline("P", 1, tokens, "HND"), FACTS[release])
