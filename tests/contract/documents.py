@@ -19,6 +19,10 @@ _HEAD = """\
 Written by `python -m tests.contract --write` from the patch files and from the
 source of every release; CI fails when it is stale.
 
+"""
+_MARKS = """
+## Release by release
+
 `x` applied, `-` not needed there, `!` refused.
 
 """
@@ -27,7 +31,18 @@ source of every release; CI fails when it is stale.
 def patches_md() -> str:
     """The whole document."""
     patches = load()
-    return _HEAD + _table(patches) + "".join(_section(p) for p in patches)
+    sections = "".join(map(_section, patches))
+    return _HEAD + _summary(patches) + _MARKS + _table(patches) + sections
+
+
+def _summary(patches: tuple[Patch, ...]) -> str:
+    """What each mends, in a line, and where it is needed."""
+    rows = ["| patch | what it does | releases |", "|---|---|---|"]
+    for patch in patches:
+        needed = [release for release, facts in FACTS.items() if patch.sites(facts)]
+        title = _title(patch).rstrip(".").replace("``", "`")
+        rows.append(f"| [{patch.slug}](#{patch.slug}) | {title} | {needed[0]} to {needed[-1]} |")
+    return "\n".join(rows) + "\n"
 
 
 def _table(patches: tuple[Patch, ...]) -> str:
@@ -52,10 +67,15 @@ def _mark(outcome: Cell) -> str:
 
 
 def _section(patch: Patch) -> str:
-    title, _, body = patch.document.strip().partition("\n\n")
+    title, body = _title(patch), patch.document.strip().partition("\n\n")[2]
     text = re.sub(r"^(\w[\w ]*):\n", r"\n**\1.**\n", body, flags=re.MULTILINE)
     text = re.sub(r"^ {4}", "", text, flags=re.MULTILINE).replace("``", "`").strip()
     return f"\n## {patch.slug}\n\n{title}\n\n{text}\n\n{_facts(patch)}"
+
+
+def _title(patch: Patch) -> str:
+    """The first line of its document."""
+    return patch.document.strip().partition("\n\n")[0]
 
 
 def _facts(patch: Patch) -> str:
