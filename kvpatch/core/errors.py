@@ -128,3 +128,32 @@ class Interrupted(KvpatchError):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+
+
+class UnknownRegions(FromOutside):
+    """Regions that are not what the layout's name comes to; the message says what helps."""
+
+
+class UnknownForm(FromOutside):
+    """Rows of a form that is not known here."""
+
+
+class ReadRefused(FromOutside):
+    """A request whose blocks do not hold the tokens that it needs."""
+
+
+class NoAnswer(FromOutside):
+    """A peer that says nothing: it is dead, hangs, or is not where P said."""
+
+
+class PeerRefused(FromOutside):
+    """A peer whose cache cannot be read; the message has both geometries and what helps."""
+
+    def __init__(self, reason: str, cure: str = "") -> None:
+        super().__init__(f"{reason}: {cure}" if cure else reason)
+        self.reason = reason
+        self.cure = cure
+
+
+class ParamsRefused(FromOutside, ValueError):
+    """A request whose parameters are wrong; vLLM's servers make "bad request" of ValueErrors."""

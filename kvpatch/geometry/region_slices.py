@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpatch.core.errors import FromOutside
+from kvpatch.core.errors import UnknownRegions
 from kvpatch.geometry.layout import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
-
-
-class UnknownRegions(FromOutside):
-    """Regions that are not what the layout's name comes to; the message says what helps."""
 
 
 @dataclass(frozen=True, order=True)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.core.errors import FromOutside
+from kvpatch.core.errors import NoAnswer
 
 #: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
 ANSWER_SECONDS = 5.0
-
-
-class NoAnswer(FromOutside):
-    """A peer that says nothing: it is dead, hangs, or is not where P said."""
 
 
 def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECONDS) -> None:

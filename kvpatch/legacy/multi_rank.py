@@ -13,10 +13,10 @@ from typing import Any
 import wrapt
 
 from kvpatch.core import seams
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm.state import worker_state
-from kvpatch.vllm.wire import PeerRefused
 
 
 def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:

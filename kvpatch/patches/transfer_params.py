@@ -38,6 +38,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.core import seams
+from kvpatch.core.errors import ParamsRefused
 from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
@@ -46,7 +47,6 @@ from kvpatch.vllm.state import connectors_of
 from kvpatch.vllm.transfer_params import (
     FIELD,
     Asked,
-    ParamsRefused,
     check,
     check_prompts,
     completed,

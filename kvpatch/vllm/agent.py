@@ -8,12 +8,11 @@ from typing import Any
 
 import wrapt
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.transfer.joined import JoinedRead
 from kvpatch.transfer.nixl import tell_over
 from kvpatch.transfer.staged import StagedRead
 from kvpatch.vllm.reader import Reader
-from kvpatch.vllm.shares import ReadRefused
 
 
 class ReadingAgent(wrapt.ObjectProxy[Any]):

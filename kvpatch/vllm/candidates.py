@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvpatch.core import settings
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.local_geometry import LocalGeometry
@@ -12,7 +13,7 @@ from kvpatch.vllm.remote_geometry import refusal, tokens_in_bytes
 from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.split_kv import kv_split_of_peer
 from kvpatch.vllm.unstated import KernelSizes
-from kvpatch.vllm.wire import PeerRefused, Statement
+from kvpatch.vllm.wire import Statement
 
 #: Of a candidate: the kernel blocks of a block; <= 0.11.0 its layout, or "stated".
 Name = int | str

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpatch.core.errors import CutBlocks
+from kvpatch.core.errors import CutBlocks, PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, Plane, inner_layout, overlaps_of
 from kvpatch.vllm.cache_kinds import RING, Holds, Kind
@@ -21,7 +21,7 @@ from kvpatch.vllm.remote_geometry import peer_regions, refusal
 from kvpatch.vllm.remote_ranks import Rank
 from kvpatch.vllm.split_kv import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.vllm.whole_blocks import check_blocks, split_by_nobody, unknown_says
-from kvpatch.vllm.wire import PeerRefused, Statement
+from kvpatch.vllm.wire import Statement
 
 # --- what is decided ------------------------------------------------------------------
 

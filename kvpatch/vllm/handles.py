@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvpatch.vllm.shares import ReadRefused
+from kvpatch.core.errors import ReadRefused
 from kvpatch.vllm.state import worker_state
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import layer_by_layer
@@ -39,7 +40,7 @@ from kvpatch.vllm.shapes import heads_of
 from kvpatch.vllm.smaller_blocks_admission import why_misread
 from kvpatch.vllm.split_handles import blocks_undivided
 from kvpatch.vllm.state import WorkerState, worker_state
-from kvpatch.vllm.wire import PeerRefused, Statement, as_alike, of_blocks, read_statement
+from kvpatch.vllm.wire import Statement, as_alike, of_blocks, read_statement
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

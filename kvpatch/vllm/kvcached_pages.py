@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import Plane, kernel_blocks
 from kvpatch.transfer import backing
 from kvpatch.transfer.nixl import Int64Array
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
-from kvpatch.vllm.shares import ReadRefused
 
 if TYPE_CHECKING:
     import torch

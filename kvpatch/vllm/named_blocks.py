@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvpatch.core.errors import ReadRefused
 from kvpatch.vllm import orders
 from kvpatch.vllm.reader import Reader
-from kvpatch.vllm.shares import ReadRefused
 
 
 def refuse_misnamed(

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import LAYER_BY_LAYER, Plan, places_of
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.remote_geometry import names_by_attention, refusal
-from kvpatch.vllm.shares import ReadRefused, state_pairs
+from kvpatch.vllm.shares import state_pairs
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.wire import Statement
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.vllm import orders
 from kvpatch.vllm.kvcached_pages import refuse_unmapped
@@ -16,7 +16,6 @@ from kvpatch.vllm.reader import Reader
 from kvpatch.vllm.registration import registration_of
 from kvpatch.vllm.remote_ranks import Peer
 from kvpatch.vllm.request_context import Reading, RequestContext
-from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import smaller_blocks
 from kvpatch.vllm.smaller_blocks_reading import paired
 from kvpatch.vllm.state import worker_state

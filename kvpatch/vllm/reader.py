@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpatch.core.errors import KvpatchError
+from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry import (
     DEVICE_MEMORY,
     HOST_MEMORY,
@@ -46,9 +46,9 @@ from kvpatch.vllm.peer_states import with_states
 from kvpatch.vllm.remote_geometry import peer_memory
 from kvpatch.vllm.remote_ranks import Peer, Rank
 from kvpatch.vllm.request_context import Reading, RequestContext
-from kvpatch.vllm.shares import ReadRefused, shares_of, state_pairs, tails_of
+from kvpatch.vllm.shares import shares_of, state_pairs, tails_of
 from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.wire import PeerRefused, Statement
+from kvpatch.vllm.wire import Statement
 
 if TYPE_CHECKING:
     import torch

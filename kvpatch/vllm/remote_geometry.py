@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from kvpatch.core.errors import CutBlocks, UnlikeShapes
+from kvpatch.core.errors import CutBlocks, PeerRefused, UnknownRegions, UnlikeShapes
 from kvpatch.geometry import (
     BY_COLUMN,
     HND,
@@ -34,7 +34,7 @@ from kvpatch.geometry import (
     places_of,
     row_bytes,
 )
-from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice, UnknownRegions
+from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
 from kvpatch.vllm.caches import LayerCache, have_unlike_pages
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.row_form import RowForm, packed_digest, places_digest
@@ -47,7 +47,7 @@ from kvpatch.vllm.shapes import (
 )
 from kvpatch.vllm.split_kv import by_peers_regions, kv_split_of_peer
 from kvpatch.vllm.whole_blocks import check_blocks, check_planes
-from kvpatch.vllm.wire import MOST_TOKENS, PeerRefused, Statement
+from kvpatch.vllm.wire import MOST_TOKENS, Statement
 
 
 def peer_regions(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:

@@ -13,17 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from kvpatch.core.errors import FromOutside
+from kvpatch.core.errors import UnknownForm
 from kvpatch.geometry import LAYER_AXES, Axes, InnerLayout, inner_layout_of_axes
 
 _WORD = "kvpatch_rows"
 _LETTERS = {"kv": "K", "token": "N", "head": "H", "channel": "C"}
 _BY_LETTERS = {"".join(_LETTERS[axis] for axis in axes): axes for axes in LAYER_AXES}
 _FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-9a-f]{{16}}))?")
-
-
-class UnknownForm(FromOutside):
-    """Rows of a form that is not known here."""
 
 
 @dataclass(frozen=True)

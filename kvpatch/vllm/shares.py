@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvpatch.core.errors import FromOutside
+from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import (
     BlockList,
     Overlap,
@@ -19,10 +19,6 @@ from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.shapes import tokens_of
 from kvpatch.vllm.wire import Statement
-
-
-class ReadRefused(FromOutside):
-    """A request whose blocks do not hold the tokens that it needs."""
 
 
 def shares_of(

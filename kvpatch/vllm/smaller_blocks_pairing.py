@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch.core.errors import ReadRefused
 from kvpatch.vllm import orders
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import ADVICE, Blocks, shares_tokens
 
 

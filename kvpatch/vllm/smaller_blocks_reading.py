@@ -9,10 +9,10 @@ from typing import Any
 
 import wrapt
 
+from kvpatch.core.errors import ReadRefused
 from kvpatch.transfer.nixl import tell_over
 from kvpatch.vllm import orders
 from kvpatch.vllm.groups import Group
-from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import Blocks, shares_tokens
 from kvpatch.vllm.smaller_blocks_pairing import mend_pairing
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.core.errors import FromOutside
+from kvpatch.core.errors import ParamsRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 
@@ -37,10 +37,6 @@ _HOST_LENGTH = 256
 _HOST = re.compile(r"[0-9A-Za-z_.:%\[\]-]+")
 #: What P's workers take for messages of another kind.
 _NOT_READS = ("HB:", "PUSH_REG:")
-
-
-class ParamsRefused(FromOutside, ValueError):
-    """A request whose parameters are wrong; vLLM's servers make "bad request" of ValueErrors."""
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvpatch.core.errors import FromOutside
+from kvpatch.core.errors import PeerRefused, UnknownForm
 from kvpatch.core.text import shown
 from kvpatch.geometry import inner_layout
-from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, without_form
+from kvpatch.vllm.row_form import RowForm, form_in, without_form
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
 MOST_TOKENS = 1 << 20
-
-
-class PeerRefused(FromOutside):
-    """A peer whose cache cannot be read; the message has both geometries and what helps."""
-
-    def __init__(self, reason: str, cure: str = "") -> None:
-        super().__init__(f"{reason}: {cure}" if cure else reason)
-        self.reason = reason
-        self.cure = cure
 
 
 @dataclass(frozen=True)

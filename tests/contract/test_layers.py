@@ -1,7 +1,8 @@
-"""Imports point one way, and nothing imports itself by way of others (pyproject.toml)."""
+"""Imports point one way (pyproject.toml), and what is one of a kind stands in one file."""
 
 from __future__ import annotations
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -47,3 +48,24 @@ def test_an_import_for_types_alone_counts(tmp_path: Path) -> None:
 
     assert done.returncode == 1
     assert "no module imports itself by way of others BROKEN" in done.stdout, done.stdout
+
+
+def _classes(path: Path) -> list[ast.ClassDef]:
+    return [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_every_error_is_in_one_file() -> None:
+    errors = _ROOT / "kvpatch" / "core" / "errors.py"
+    known = {"Exception"} | {found.name for found in _classes(errors)}
+    elsewhere = {
+        f"{path.relative_to(_ROOT)}: {found.name}"
+        for path in (_ROOT / "kvpatch").rglob("*.py")
+        if path != errors
+        for found in _classes(path)
+        if known & {ast.unparse(base).split(".")[-1] for base in found.bases}
+    }
+
+    assert len(known) > 20
+    assert elsewhere == set()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.cache_kinds import Holds, Kind, unknown
@@ -25,7 +26,7 @@ from kvpatch.vllm.compatibility import (
 from kvpatch.vllm.local_geometry import LocalGeometry
 from kvpatch.vllm.states import StatePages
 from kvpatch.vllm.unstated import KernelSizes
-from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
+from kvpatch.vllm.wire import Statement, read_statement
 
 from .test_peers import _metadata, ours_of, regions_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch.core.errors import KvpatchError, UnpairableBlocks
+from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.text import one_line
 from kvpatch.geometry import overlaps_of, plan_chunks, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
@@ -23,7 +23,7 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.remote_geometry import peer_regions, refusal
 from kvpatch.vllm.shares import shares_of
-from kvpatch.vllm.wire import PeerRefused, Statement, read_statement
+from kvpatch.vllm.wire import Statement, read_statement
 
 from .test_peers import ours_of, regions_of
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
 from kvpatch.vllm.compatibility import (
@@ -23,7 +24,7 @@ from kvpatch.vllm.compatibility import (
 from kvpatch.vllm.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.vllm.remote_geometry import peer_regions
 from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.wire import PeerRefused, read_statement
+from kvpatch.vllm.wire import read_statement
 
 from .test_peers import _metadata, ours_of
 

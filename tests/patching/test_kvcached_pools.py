@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import ReadRefused, RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.transfer.backing import Driver, driver, filler_of
 from kvpatch.vllm import kvcached_pages
@@ -23,7 +23,6 @@ from kvpatch.vllm.groups import Group
 from kvpatch.vllm.kvcached_pools import Settings, check_pools, kvcacheds_settings
 from kvpatch.vllm.orders import Order
 from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, registration_of
-from kvpatch.vllm.shares import ReadRefused
 
 pytestmark = pytest.mark.patching
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
@@ -24,9 +25,9 @@ from kvpatch.vllm.orders import Order
 from kvpatch.vllm.registration import INTERLEAVED_HEADS, PACKED, registration_of
 from kvpatch.vllm.remote_geometry import peer_regions
 from kvpatch.vllm.shapes import heads_of
-from kvpatch.vllm.shares import ReadRefused, shares_of
+from kvpatch.vllm.shares import shares_of
 from kvpatch.vllm.unstated import KernelSizes
-from kvpatch.vllm.wire import PeerRefused, as_alike, of_blocks, read_statement
+from kvpatch.vllm.wire import as_alike, of_blocks, read_statement
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 pytestmark = pytest.mark.patching

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvpatch.core.errors import UnknownForm
 from kvpatch.geometry import LAYER_AXES
-from kvpatch.vllm.row_form import RowForm, UnknownForm, form_in, places_digest, without_form
+from kvpatch.vllm.row_form import RowForm, form_in, places_digest, without_form
 
 pytestmark = pytest.mark.patching
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import KeyOrder
 from kvpatch.vllm.compatibility import Decision, Outline, Refuse, Stock, UnreadCache, decide
 from kvpatch.vllm.groups import Group
 from kvpatch.vllm.orders import _ORDER, Order, remote_blocks
-from kvpatch.vllm.shares import ReadRefused
 from kvpatch.vllm.smaller_blocks import Blocks
 from kvpatch.vllm.smaller_blocks_admission import why_misread
 from kvpatch.vllm.smaller_blocks_pairing import Listed, mend_pairing, remote_slice

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides, plan_runs
 from kvpatch.vllm.caches import LayerCache
 from kvpatch.vllm.groups import Group
@@ -16,9 +17,9 @@ from kvpatch.vllm.orders import Order
 from kvpatch.vllm.peer_states import places_of_states, states_of_peer, with_states
 from kvpatch.vllm.registration import BLOCKS_FIRST
 from kvpatch.vllm.row_form import RowForm
-from kvpatch.vllm.shares import ReadRefused, state_pairs
+from kvpatch.vllm.shares import state_pairs
 from kvpatch.vllm.states import StatePages, pages_of
-from kvpatch.vllm.wire import PeerRefused, Statement
+from kvpatch.vllm.wire import Statement
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core import seams
-from kvpatch.core.errors import SettingsError
+from kvpatch.core.errors import ParamsRefused, SettingsError
 from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.patches import FRONT_ENDS, load
@@ -20,14 +20,7 @@ from kvpatch.patches.transfer_params import (
     _server_add_request,
 )
 from kvpatch.vllm.allowed_peers import parse
-from kvpatch.vllm.transfer_params import (
-    Asked,
-    ParamsRefused,
-    check,
-    check_prompts,
-    completed,
-    loads_nothing,
-)
+from kvpatch.vllm.transfer_params import Asked, check, check_prompts, completed, loads_nothing
 from tests.bad_params import bad_params
 
 pytestmark = pytest.mark.patching
