@@ -13,7 +13,7 @@ import pytest
 
 from kvpatch.core import settings
 from kvpatch.core.releases import FACTS, RELEASES
-from tests.lab.table import known_cells
+from tests.lab import table
 from tests.releases import cache
 from tests.releases.fetch import fetch
 
@@ -86,6 +86,16 @@ class TestGenerated:
         drawn = {"heterogeneous", "kvcached"}
 
         assert {path.stem for path in tables.DATA.glob("*.json")} == used | drawn
+
+    def test_results_are_kept_as_they_were_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cells, runs, text = table.known_cells(), table.known_runs(), table.DATA.read_text()
+        monkeypatch.setattr(table, "DATA", tmp_path / "kept.json")
+
+        table.keep(cells, runs)
+
+        assert table.DATA.read_text() == text
 
     def test_each_result_says_where_it_is_from(self) -> None:
         for path in tables.DATA.glob("*.json"):
@@ -175,7 +185,9 @@ class TestReadme:
 
     def test_nothing_that_kvpatch_reads_is_corrupt(self) -> None:
         """What the first paragraph promises, of the results that the pictures are made from."""
-        assert known_cells() and not [c for c in known_cells() if c.kvpatch == "corrupt"]
+        assert table.known_cells() and not [
+            c for c in table.known_cells() if c.kvpatch == "corrupt"
+        ]
 
 
 class TestPaths:
