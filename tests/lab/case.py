@@ -31,7 +31,7 @@ Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
 
 #: Of a prompt, where there are several cache groups: one is no longer than that.
 HYBRID_TOKENS = 500
-#: Of the only block of recurrent state that a request has: the longest request.
+#: Of the longest request of a model with recurrent state.
 STATE_TOKENS = 512
 #: Of Mamba2's convolution, and of its state space.
 STATE_SHAPES = ((32, 3), (2, 8, 16))
@@ -98,6 +98,8 @@ class EngineSpec:
     #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
     #: blocks' ends, or at all.
     state_mode: StateMode = "none"
+    #: Of the only block of recurrent state that a request has: the longest request.
+    state_tokens: int = STATE_TOKENS
     #: Whether the first layer is such a one, and not the second.
     state_first: bool = False
     #: Whether AITER's FlashAttention shuffles keys and values, by the release's own variable.
@@ -222,7 +224,7 @@ class EngineSpec:
     def block_tokens_of(self, layer: int) -> int:
         """Tokens of a block of a layer's."""
         if self.is_state(layer):
-            return STATE_TOKENS if self.state_mode == "none" else self.block_tokens
+            return self.state_tokens if self.state_mode == "none" else self.block_tokens
         if self.kind_of(layer):
             return OWN_BLOCK_TOKENS.get(self.kind_of(layer), self.block_tokens)
         if self.packs_pages:

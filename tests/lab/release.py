@@ -16,7 +16,7 @@ import torch
 
 from . import standins
 from .caches import layer_name, torch_dtype
-from .case import STATE_SHAPES, STATE_TOKENS, EngineSpec
+from .case import STATE_SHAPES, EngineSpec
 from .kinds import INDEXER_BYTES
 from .layer_kinds import KINDS
 
@@ -223,7 +223,9 @@ def _model_config(
 def model_config(spec: EngineSpec) -> Any:
     dtype = "bfloat16" if spec.dtype == "fp8" else spec.dtype
     # A plan has room for one request of the greatest length at least.
-    max_tokens = HYBRID_MODEL_TOKENS if spec.is_hybrid or spec.mixes_kinds else 8192
+    max_tokens = 8192
+    if spec.is_hybrid or spec.mixes_kinds:
+        max_tokens = max(HYBRID_MODEL_TOKENS, spec.state_tokens if spec.has_state else 0)
     return _model_config(
         spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
     )
@@ -355,7 +357,7 @@ def state_spec(spec: EngineSpec) -> Any:
     wanted = {
         "shapes": STATE_SHAPES,
         "dtypes": (torch_dtype(spec.dtype),) * len(STATE_SHAPES),
-        "block_size": STATE_TOKENS if spec.state_mode == "none" else spec.block_tokens,
+        "block_size": spec.state_tokens if spec.state_mode == "none" else spec.block_tokens,
         "mamba_cache_mode": spec.state_mode,
         "page_size_padded": _layer_spec(spec, spec.attention_layer).page_size_bytes,
     }

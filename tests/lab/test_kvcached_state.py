@@ -148,6 +148,19 @@ def test_blocks_that_both_backends_cut_otherwise(lab: Lab, prompt: int) -> None:
     assert report.moved_tokens >= prompt - 1
 
 
+@pytest.mark.parametrize(("p", "d"), [(560, 528), (528, 560)])
+def test_blocks_that_both_backends_cut_into_16_tokens(lab: Lab, p: int, d: int) -> None:
+    """35 kernel blocks to one side's blocks and 33 to the other's: a prompt ends in the first."""
+    prefill, decode = (
+        replace(_cut(tokens), parts=tokens // 16, state_tokens=640) for tokens in (p, d)
+    )
+
+    report = lab.run(Case("cut into 16", prefill, decode, 450))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens >= 449
+
+
 def test_a_peer_that_is_cut_into_blocks_of_ours(lab: Lab) -> None:
     report = lab.run(Case("cut", _cut(128), _cut(64), _PROMPT_TOKENS))
 
