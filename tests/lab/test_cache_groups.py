@@ -13,6 +13,7 @@ import pytest
 from allpairspy import AllPairs
 from packaging.version import Version
 
+from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Report, Sabotage
@@ -274,6 +275,29 @@ def test_windows_alone_of_peers_like_us(lab: Lab, prompt: int) -> None:
 
     assert report.outcome == "identical", report
     assert report.moved_tokens == prompt
+
+
+@pytest.mark.parametrize("prompt", [100, 159, 300])
+def test_windows_alone_of_engines_that_draft(lab: Lab, prompt: int) -> None:
+    """From 0.25 on lists end with the prompt.
+
+    In 0.23 and 0.24 nothing tells where they end: kvpatch refuses such a peer where the worker's
+    configuration has a draft model, which the lab's has not.
+    """
+    facts = FACTS[lab.release]
+    if not facts.has_cache_groups or (
+        facts.lists_drafted_blocks and not facts.reserves_drafted_blocks
+    ):
+        pytest.skip("whether a block more is named depends on the prompt (<= 0.22)")
+    case = _window_alone(16, prompt, cut=48)
+    drafting = {"lookahead_tokens": 40}
+    case = replace(
+        case, prefill=replace(case.prefill, **drafting), decode=replace(case.decode, **drafting)
+    )
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == ("corrupt" if facts.lists_drafted_blocks else "identical"), report
 
 
 def test_a_short_window(lab: Lab) -> None:
