@@ -17,6 +17,7 @@ from typing import Any
 
 import wrapt
 
+from kvpatch.connector.allowed_peers import allowed_peers
 from kvpatch.core import kvcacheds_patch, logs, ray_variables, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch.core.installed import InstalledVllm, installed_vllm
@@ -25,7 +26,6 @@ from kvpatch.core.releases import CONNECTORS, ReleaseFacts, facts_named, facts_o
 from kvpatch.core.status import PatchStatus, Status
 from kvpatch.core.version import __version__
 from kvpatch.patches import FRONT_ENDS, SLUGS, load, load_one
-from kvpatch.vllm.allowed_peers import allowed_peers
 
 _LOG = logging.getLogger("kvpatch")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvpatch.connector.state import connectors_of, engine_state, scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.legacy.aborts import Aborts
-from kvpatch.vllm.state import connectors_of, engine_state, scheduler_state
 
 
 def _finish_requests(

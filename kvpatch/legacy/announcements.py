@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from kvpatch.vllm.recent import Recent
+from kvpatch.connector.recent import Recent
 
 _ANNOUNCED = "kvpatch can read "
 

@@ -20,9 +20,9 @@ from kvpatch.legacy.evidence import (
 from kvpatch.legacy.samples import Landing, Sample, Sampled, plane_like, shared_heads
 
 if TYPE_CHECKING:
+    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.read_request import Order
     from kvpatch.legacy.evidence import Values
-    from kvpatch.vllm.orders import Order
-    from kvpatch.vllm.remote_ranks import Rank
 
 #: What is looked at of a prompt for its layout.
 _LAYOUT_TOKENS = 256

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from kvpatch.connector.read_request import engine_of
+from kvpatch.connector.registration import registration_step
+from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Site, Step, Wrapper
@@ -23,9 +26,6 @@ from kvpatch.legacy.failures import (
     whole_requests,
 )
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.vllm.orders import engine_of
-from kvpatch.vllm.registering import registration_step
-from kvpatch.vllm.state import worker_state
 
 
 def _read_or_leave_waiting(

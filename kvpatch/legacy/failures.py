@@ -8,9 +8,9 @@ from queue import Empty, Queue
 from typing import Any
 from weakref import ref
 
+from kvpatch.connector.read_request import groups
 from kvpatch.legacy.aborts import Loads
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.vllm.orders import groups
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
 

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvpatch.connector.read_request import Order
 from kvpatch.transfer.joined import JoinedRead
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.staged import StagedRead
-from kvpatch.vllm.orders import Order
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from kvpatch.connector.drafts import reserves_slots
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.reading.reader import Destination
+from kvpatch.connector.state import scheduler_state, worker_state
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.legacy.announcements import Announcements, Introductions
@@ -17,11 +22,6 @@ from kvpatch.legacy.proofs import SAMPLE_BYTES, Proofs
 from kvpatch.legacy.samples import sampled_of
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
-from kvpatch.vllm.drafts import reserves_slots
-from kvpatch.vllm.groups import Group
-from kvpatch.vllm.local_geometry import LocalGeometry
-from kvpatch.vllm.reader import Destination
-from kvpatch.vllm.state import scheduler_state, worker_state
 
 #: On what a worker has its scheduler hand to peers, and nowhere on the wire.
 _MAY_LEAVE_OPEN = "kvpatch_may_leave_open"
@@ -70,7 +70,7 @@ def say_what_is_open(worker: Any, *, may_leave_open: bool) -> None:
     """Has the worker's scheduler know whether peers' handshakes may leave something open.
 
     A worker without kvpatch says nothing, and could prove nothing: what it would read wrongly it
-    cannot unpickle (:mod:`kvpatch.vllm.elsewhere`), and the rest is not kept from it.
+    cannot unpickle (:mod:`kvpatch.connector.other_processes`), and the rest is not kept from it.
     """
     metadata = getattr(worker, "xfer_handshake_metadata", None)  # from 0.11.1
     if metadata is not None:

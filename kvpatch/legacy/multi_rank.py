@@ -12,11 +12,11 @@ from typing import Any
 
 import wrapt
 
+from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.vllm.state import worker_state
 
 
 def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:

@@ -26,6 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpatch.connector.handshake.candidates import Name
+from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.recent import Recent
 from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import Plan
@@ -36,14 +39,11 @@ from kvpatch.legacy.samples import NOTHING, Landing, Sample, Sampled, bytes_of_b
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.pool import StagingPool
 from kvpatch.transfer.staged import StagedRead
-from kvpatch.vllm.candidates import Name
-from kvpatch.vllm.open_peers import OpenPeers
-from kvpatch.vllm.recent import Recent
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.local_geometry import LocalGeometry
-    from kvpatch.vllm.orders import Order
-    from kvpatch.vllm.remote_ranks import Rank
+    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.local.local_geometry import LocalGeometry
+    from kvpatch.connector.read_request import Order
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

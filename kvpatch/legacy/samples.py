@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvpatch.vllm.caches import LayerCache
-    from kvpatch.vllm.groups import Group
-    from kvpatch.vllm.local_geometry import LocalGeometry
-    from kvpatch.vllm.orders import Computed, Order
-    from kvpatch.vllm.remote_ranks import Rank
+    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.local.kv_cache_groups import Group
+    from kvpatch.connector.local.local_geometry import LocalGeometry
+    from kvpatch.connector.local.registered_caches import LayerCache
+    from kvpatch.connector.read_request import Computed, Order
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from kvpatch.connector import read_request
+from kvpatch.connector.state import WorkerState, connectors_of, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -13,8 +15,6 @@ from kvpatch.legacy.announcements import Announcements, announced
 from kvpatch.legacy.given_up import GivenUp
 from kvpatch.legacy.introducing import book_proof, hear_what_is_open, introductions_of
 from kvpatch.legacy.proofs import Proofs
-from kvpatch.vllm import orders
-from kvpatch.vllm.state import WorkerState, connectors_of, worker_state
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
@@ -52,7 +52,7 @@ def _get_num_new_matched_tokens(
         introductions = introductions_of(instance, facts)
         if introductions is None:
             return found
-        held = max((len(group) for group in orders.groups(blocks)), default=0)
+        held = max((len(group) for group in read_request.groups(blocks)), default=0)
         if introductions.allow(engine_id, held, num_computed_tokens + found[0]):
             return found
         return 0, False
@@ -108,7 +108,7 @@ def _start_load_kv(
     def start(metadata: Any) -> Any:
         state = worker_state(instance)
         proofs, announcements = _proofs_of(state), state.of(Announcements)
-        found = orders.orders_of(metadata)
+        found = read_request.orders_of(metadata)
         if proofs is not None and not facts.keeps_aborted_blocks:
             loads = {name: order for name, order in found if any(order.local_blocks)}
             state.of(GivenUp).begin(loads)
@@ -117,7 +117,7 @@ def _start_load_kv(
             if not any(order.local_blocks):
                 announcements.compute(request_id)
             if proofs is not None and order.computed is not None:
-                engine_id = orders.engine_of(metadata.reqs_to_recv[request_id])
+                engine_id = read_request.engine_of(metadata.reqs_to_recv[request_id])
                 proofs.computing(request_id, engine_id, order)
         return wrapped(metadata)
 

@@ -1,7 +1,7 @@
 """One problem per file, named by its slug; this is the order in which they are applied.
 
 Where two wrap one method the later one is outermost. What is done to the tensors of a KV cache
-has an order of its own, whichever patches are on: :mod:`kvpatch.vllm.registering`.
+has an order of its own, whichever patches are on: :mod:`kvpatch.connector.registration`.
 """
 
 from __future__ import annotations

@@ -32,15 +32,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvpatch.connector import host_buffer_links as links
+from kvpatch.connector.host_buffer import scheduler as saves
+from kvpatch.connector.host_buffer import worker as workers
+from kvpatch.connector.host_buffer.policy import is_wanted_here
+from kvpatch.connector.registration import registration_step
+from kvpatch.connector.state import scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.vllm import host_buffer_links as links
-from kvpatch.vllm import host_buffer_saves as saves
-from kvpatch.vllm import host_buffer_worker as workers
-from kvpatch.vllm.host_buffer import is_wanted_here
-from kvpatch.vllm.registering import registration_step
-from kvpatch.vllm.state import scheduler_state, worker_state
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 

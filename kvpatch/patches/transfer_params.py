@@ -37,14 +37,9 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from kvpatch.core import seams
-from kvpatch.core.errors import ParamsRefused
-from kvpatch.core.ledger import Patch, Site, Wrapper
-from kvpatch.core.releases import ReleaseFacts
-from kvpatch.core.text import shown
-from kvpatch.vllm.allowed_peers import allowed_peers
-from kvpatch.vllm.state import connectors_of
-from kvpatch.vllm.transfer_params import (
+from kvpatch.connector.allowed_peers import allowed_peers
+from kvpatch.connector.state import connectors_of
+from kvpatch.connector.transfer_params import (
     FIELD,
     Asked,
     check,
@@ -53,6 +48,11 @@ from kvpatch.vllm.transfer_params import (
     loads_nothing,
     names_blocks,
 )
+from kvpatch.core import seams
+from kvpatch.core.errors import ParamsRefused
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import shown
 
 _LOG = logging.getLogger("kvpatch.transfer_params")
 

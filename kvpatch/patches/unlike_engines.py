@@ -54,16 +54,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from kvpatch.connector import read_request
+from kvpatch.connector.handshake.compatibility import decide
+from kvpatch.connector.local.release_layouts import registration_of
+from kvpatch.connector.peer_admission import Handshake, local_cache
+from kvpatch.connector.read_dispatch import request_read
+from kvpatch.connector.registration import registration_step
+from kvpatch.connector.state import scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.vllm import orders
-from kvpatch.vllm.compatibility import decide
-from kvpatch.vllm.handshake import Handshake, local_cache
-from kvpatch.vllm.read_request import request_read
-from kvpatch.vllm.registering import registration_step
-from kvpatch.vllm.registration import registration_of
-from kvpatch.vllm.state import scheduler_state
 
 
 def _add_remote_agent(
@@ -113,7 +113,7 @@ def _build_connector_meta(
 ) -> Any:
     waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
-    orders.attach_orders(
+    read_request.attach_orders(
         instance,
         waiting,
         metadata,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpatch.connector.local.tensors import tensor_facts
 from kvpatch.geometry import DimensionOrder, KeyOrder, Plane, UnreadableGeometry, read_planes
-from kvpatch.vllm.tensors import tensor_facts
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from kvpatch.verify.compare import NULL_BLOCK
 from kvpatch.verify.fingerprint import digest_heads
 
 if TYPE_CHECKING:
-    from kvpatch.vllm.state import WorkerState
+    from kvpatch.connector.state import WorkerState
 
 PREFILLED = "prefilled"
 """Fingerprint a request when the whole prompt has been computed: prefill and single engines."""
@@ -199,7 +199,7 @@ def _states() -> list[WorkerState]:
     """Of this process's connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from kvpatch.vllm.state import worker_state
+    from kvpatch.connector.state import worker_state
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
     connectors = getattr(group, "_connectors", None) or (group,)

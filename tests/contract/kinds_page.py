@@ -6,7 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, SPECS, WITH_DTYPE, WITH_VARIABLE, Kind
+from kvpatch.connector.local.cache_kinds import (
+    BACKENDS,
+    DERIVED,
+    SPECS,
+    WITH_DTYPE,
+    WITH_VARIABLE,
+    Kind,
+)
 
 from .kinds_played import played
 
@@ -15,8 +22,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kinds.md"
 _HEAD = """\
 # Kinds of cache
 
-Written by `python -m tests.contract --write` from `kvpatch/vllm/cache_kinds.py`, which was read
-from the sources of all supported releases, on CUDA, ROCm, XPU, CPU and TPU.
+Written by `python -m tests.contract --write` from `kvpatch/connector/local/cache_kinds.py`, which
+was read from the sources of all supported releases, on CUDA, ROCm, XPU, CPU and TPU.
 
 What a block holds decides what may be done with it:
 

@@ -152,7 +152,7 @@ class Player(Engine):
 
     def slots(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
-        from kvpatch.vllm.state import scheduler_state
+        from kvpatch.connector.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
         saves = scheduler_state(connector.connector_scheduler).saves
@@ -162,7 +162,7 @@ class Player(Engine):
 
     def booked(self) -> set[str]:
         """Requests that kvpatch's account of P's host buffer still knows."""
-        from kvpatch.vllm.state import scheduler_state
+        from kvpatch.connector.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
         saves = scheduler_state(connector.connector_scheduler).saves
@@ -234,7 +234,7 @@ class Player(Engine):
             pool.save = spoilt(pool.save)
 
     def _pools(self) -> list[Any]:
-        from kvpatch.vllm.state import worker_state
+        from kvpatch.connector.state import worker_state
 
         states = [worker_state(release.nixl_of(w).connector_worker) for w in self.workers]
         return [state.host_buffer.pool for state in states if state.host_buffer is not None]
@@ -592,7 +592,7 @@ def _handles(agent: Any) -> int:
 def _reader_of(worker: Any) -> Any:
     """kvpatch's state of a worker; None where it is off."""
     try:
-        from kvpatch.vllm.state import worker_state
+        from kvpatch.connector.state import worker_state
     except ImportError:
         return None
     return worker_state(worker).reader

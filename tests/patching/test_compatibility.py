@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import FACTS
-from kvpatch.geometry import KeyOrder
-from kvpatch.vllm.cache_kinds import Holds, Kind, unknown
-from kvpatch.vllm.candidates import Declared
-from kvpatch.vllm.compatibility import (
+from kvpatch.connector.handshake.agent_metadata import Statement, read_statement
+from kvpatch.connector.handshake.candidates import Declared
+from kvpatch.connector.handshake.compatibility import (
     LocalCache,
     Outline,
     Prove,
@@ -23,12 +20,15 @@ from kvpatch.vllm.compatibility import (
     UnreadCache,
     decide,
 )
-from kvpatch.vllm.local_geometry import LocalGeometry
-from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.unstated import KernelSizes
-from kvpatch.vllm.wire import Statement, read_statement
+from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.unstated import KernelSizes
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry import KeyOrder
 
-from .test_peers import _metadata, ours_of, regions_of
+from .test_remote_geometry import _metadata, ours_of, regions_of
 
 pytestmark = pytest.mark.patching
 

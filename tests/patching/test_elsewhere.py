@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpatch.connector.host_buffer.scheduler import Copies
+from kvpatch.connector.other_processes import LikePeers
+from kvpatch.connector.read_request import Order
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.vllm.elsewhere import LikePeers
-from kvpatch.vllm.host_buffer_saves import Copies
-from kvpatch.vllm.orders import Order
 
 from .standin import run, write_tree
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvpatch.connector.host_buffer.groups import GroupBlocks
+from kvpatch.connector.host_buffer.host_block_table import SlotTable
+from kvpatch.connector.host_buffer.policy import block_bytes_of, is_wanted, refuse_shares, rows_in
+from kvpatch.connector.host_buffer.scheduler import Saves
+from kvpatch.connector.host_buffer.usage import UsageLog
+from kvpatch.connector.host_buffer.worker import is_own
+from kvpatch.connector.host_buffer_links import put_back
 from kvpatch.core.errors import HostBufferRefused
-from kvpatch.vllm.host_buffer import block_bytes_of, is_wanted, refuse_shares, rows_in
-from kvpatch.vllm.host_buffer_groups import GroupBlocks
-from kvpatch.vllm.host_buffer_links import put_back
-from kvpatch.vllm.host_buffer_saves import Saves
-from kvpatch.vllm.host_buffer_usage import UsageLog
-from kvpatch.vllm.host_buffer_worker import is_own
-from kvpatch.vllm.slots import SlotTable
 
 KNOWN = frozenset({"cuda", "tpu", "cpu"})
 

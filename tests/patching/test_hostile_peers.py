@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvpatch.connector.handshake.agent_metadata import Statement, read_statement
+from kvpatch.connector.handshake.candidates import Declared, candidates_of
+from kvpatch.connector.handshake.compatibility import is_like
+from kvpatch.connector.handshake.remote_geometry import peer_regions, refusal
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.read_request import Order
+from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.text import one_line
 from kvpatch.geometry import overlaps_of, plan_chunks, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
-from kvpatch.vllm.candidates import Declared, candidates_of
-from kvpatch.vllm.compatibility import is_like
-from kvpatch.vllm.groups import Group
-from kvpatch.vllm.orders import Order
-from kvpatch.vllm.remote_geometry import peer_regions, refusal
-from kvpatch.vllm.shares import shares_of
-from kvpatch.vllm.wire import Statement, read_statement
 
-from .test_peers import ours_of, regions_of
+from .test_remote_geometry import ours_of, regions_of
 
 pytestmark = pytest.mark.patching
 

@@ -8,10 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import FACTS
-from kvpatch.vllm.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
-from kvpatch.vllm.compatibility import (
+from kvpatch.connector.handshake.agent_metadata import read_statement
+from kvpatch.connector.handshake.compatibility import (
     Decision,
     LocalCache,
     Outline,
@@ -21,12 +19,14 @@ from kvpatch.vllm.compatibility import (
     decide,
     is_like,
 )
-from kvpatch.vllm.kinds_of_layers import has_slots, kind_of, kind_of_backend
-from kvpatch.vllm.remote_geometry import peer_regions
-from kvpatch.vllm.states import StatePages
-from kvpatch.vllm.wire import read_statement
+from kvpatch.connector.handshake.remote_geometry import peer_regions
+from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
+from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of, kind_of_backend
+from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import FACTS
 
-from .test_peers import _metadata, ours_of
+from .test_remote_geometry import _metadata, ours_of
 
 pytestmark = pytest.mark.patching
 
@@ -100,9 +100,9 @@ def test_packed_dtypes_have_scales_of_their_own() -> None:
 
 def test_shuffled_keys_by_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     aiter = backend("AiterFlashAttentionBackend")
-    monkeypatch.setattr("kvpatch.vllm.kinds_of_layers._is_set", lambda variable: True)
+    monkeypatch.setattr("kvpatch.connector.local.kinds_of_layers._is_set", lambda variable: True)
     assert kind_of_backend(aiter).holds is Holds.WHOLE
-    monkeypatch.setattr("kvpatch.vllm.kinds_of_layers._is_set", lambda variable: False)
+    monkeypatch.setattr("kvpatch.connector.local.kinds_of_layers._is_set", lambda variable: False)
     assert kind_of_backend(aiter) == BACKENDS["AiterFlashAttentionBackend"] == ROWS
 
 

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpatch.connector.kvcached import rdma_devices
+from kvpatch.connector.kvcached.rdma_devices import refuse_cards
 from kvpatch.core.errors import RegistrationRefused, SettingsError
 from kvpatch.transfer.network_cards import (
     Port,
@@ -19,8 +21,6 @@ from kvpatch.transfer.network_cards import (
     has_cards_transports,
     ports_in_play,
 )
-from kvpatch.vllm import kvcached_cards
-from kvpatch.vllm.kvcached_cards import refuse_cards
 
 pytestmark = pytest.mark.patching
 
@@ -125,7 +125,7 @@ def test_what_is_ucx():
 class TestRefusal:
     @pytest.fixture(autouse=True)
     def _two_cards(self, monkeypatch):
-        monkeypatch.setattr(kvcached_cards, "active_ports", lambda: PORTS)
+        monkeypatch.setattr(rdma_devices, "active_ports", lambda: PORTS)
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
 
@@ -163,7 +163,7 @@ class TestRefusal:
         refuse_cards(UCX, ON_A_GPU)
 
     def test_no_cards(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(kvcached_cards, "active_ports", lambda: active_ports(tmp_path))
+        monkeypatch.setattr(rdma_devices, "active_ports", lambda: active_ports(tmp_path))
 
         refuse_cards(UCX, ON_A_GPU)
 
@@ -179,7 +179,7 @@ class TestRefusal:
 
     @pytest.mark.parametrize("backends", [["LIBFABRIC"], ["UCX", "GDS"]])
     def test_another_backend_is_refused_without_a_card(self, monkeypatch, backends):
-        monkeypatch.setattr(kvcached_cards, "active_ports", tuple)
+        monkeypatch.setattr(rdma_devices, "active_ports", tuple)
         monkeypatch.setenv("UCX_TLS", "^ib")
         worker = SimpleNamespace(nixl_backends=backends)
 

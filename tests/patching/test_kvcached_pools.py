@@ -14,15 +14,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvpatch.connector.kvcached import pages as kvcached_pages
+from kvpatch.connector.kvcached.pools import Settings, check_pools, kvcacheds_settings
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.registered_caches import read_layers
+from kvpatch.connector.local.release_layouts import (
+    BLOCKS_FIRST,
+    KEYS_FIRST,
+    LATENT,
+    registration_of,
+)
+from kvpatch.connector.read_request import Order
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.transfer.backing import Driver, driver, filler_of
-from kvpatch.vllm import kvcached_pages
-from kvpatch.vllm.caches import read_layers
-from kvpatch.vllm.groups import Group
-from kvpatch.vllm.kvcached_pools import Settings, check_pools, kvcacheds_settings
-from kvpatch.vllm.orders import Order
-from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, registration_of
 
 pytestmark = pytest.mark.patching
 

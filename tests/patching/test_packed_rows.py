@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpatch.connector.handshake.cross_layer_form import packed_digest, places_digest
+from kvpatch.connector.local.misread_states import misread_states
+from kvpatch.connector.local.release_layouts import PACKED
+from kvpatch.connector.local.tensors import tensor_facts
 from kvpatch.geometry import UnreadableGeometry, read_packed_groups, read_planes
-from kvpatch.vllm.misread_states import misread_states
-from kvpatch.vllm.registration import PACKED
-from kvpatch.vllm.row_form import packed_digest, places_digest
-from kvpatch.vllm.tensors import tensor_facts
 
 pytestmark = pytest.mark.patching
 

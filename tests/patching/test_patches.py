@@ -12,15 +12,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpatch.connector.block_counts import common_blocks, is_as_planned
+from kvpatch.connector.cross_layer_blocks import whole_row
+from kvpatch.connector.local.recurrent_state import states_digest, states_in
+from kvpatch.connector.local.registered_caches import read_layers
+from kvpatch.connector.local.release_layouts import (
+    BLOCKS_FIRST,
+    KEYS_FIRST,
+    LATENT,
+    PACKED,
+    registration_of,
+)
+from kvpatch.connector.presentation import arrangement, first_layers, is_in_rows, is_split_inside
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import UnreadableGeometry, places_of
-from kvpatch.vllm.block_counts import common_blocks, is_as_planned
-from kvpatch.vllm.caches import read_layers
-from kvpatch.vllm.cross_layer_blocks import whole_row
-from kvpatch.vllm.presentation import arrangement, first_layers, is_in_rows, is_split_inside
-from kvpatch.vllm.registration import BLOCKS_FIRST, KEYS_FIRST, LATENT, PACKED, registration_of
-from kvpatch.vllm.states import states_digest, states_in
 
 pytestmark = pytest.mark.patching
 

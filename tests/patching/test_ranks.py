@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.connector.handshake.remote_geometry import heads_of
 from kvpatch.legacy.multi_rank import AskingOneRank, Met, ranks_to_read
-from kvpatch.vllm.remote_geometry import heads_of
 
 _SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))
 

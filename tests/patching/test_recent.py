@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvpatch.connector.handshake.remote_ranks import Peer
+from kvpatch.connector.reading.reader import Reader
+from kvpatch.connector.recent import MOST_ENGINES, Recent
 from kvpatch.legacy.announcements import Announcements, Introductions
 from kvpatch.legacy.proofs import Proofs
-from kvpatch.vllm.reader import Reader
-from kvpatch.vllm.recent import MOST_ENGINES, Recent
-from kvpatch.vllm.remote_ranks import Peer
 
 pytestmark = pytest.mark.patching
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from kvpatch.connector.handshake.cross_layer_form import (
+    RowForm,
+    form_in,
+    places_digest,
+    without_form,
+)
 from kvpatch.core.errors import UnknownForm
 from kvpatch.geometry import LAYER_AXES
-from kvpatch.vllm.row_form import RowForm, form_in, places_digest, without_form
 
 pytestmark = pytest.mark.patching
 

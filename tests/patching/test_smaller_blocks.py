@@ -10,16 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.connector.handshake.compatibility import (
+    Decision,
+    Outline,
+    Refuse,
+    Stock,
+    UnreadCache,
+    decide,
+)
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.read_request import _ORDER, Order, remote_blocks
+from kvpatch.connector.smaller_blocks import Blocks
+from kvpatch.connector.smaller_blocks_admission import why_misread
+from kvpatch.connector.smaller_blocks_pairing import Listed, mend_pairing, remote_slice
+from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import KeyOrder
-from kvpatch.vllm.compatibility import Decision, Outline, Refuse, Stock, UnreadCache, decide
-from kvpatch.vllm.groups import Group
-from kvpatch.vllm.orders import _ORDER, Order, remote_blocks
-from kvpatch.vllm.smaller_blocks import Blocks
-from kvpatch.vllm.smaller_blocks_admission import why_misread
-from kvpatch.vllm.smaller_blocks_pairing import Listed, mend_pairing, remote_slice
-from kvpatch.vllm.smaller_blocks_reading import paired
 
 _ATTENTION = (Group(frozenset("a"), window_tokens=0),)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.vllm.split_handles import blocks_undivided, watch_split_handles
+from kvpatch.connector.split_handles import blocks_undivided, watch_split_handles
 
 pytestmark = pytest.mark.patching
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.legacy.multi_rank import AskingOneRank
-from kvpatch.vllm.state import (
+from kvpatch.connector.state import (
     connectors_of,
     engine_state,
     scheduler_state,
     share_with_manager,
     worker_state,
 )
+from kvpatch.legacy.multi_rank import AskingOneRank
 
 pytestmark = pytest.mark.patching
 

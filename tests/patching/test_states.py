@@ -8,18 +8,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.handshake.cross_layer_form import RowForm
+from kvpatch.connector.handshake.remote_states import places_of_states, states_of_peer
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.local.recurrent_state import StatePages, pages_of
+from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.connector.local.release_layouts import BLOCKS_FIRST
+from kvpatch.connector.read_request import Order
+from kvpatch.connector.reading.state_runs import with_states
+from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides, plan_runs
-from kvpatch.vllm.caches import LayerCache
-from kvpatch.vllm.groups import Group
-from kvpatch.vllm.local_geometry import LocalGeometry
-from kvpatch.vllm.orders import Order
-from kvpatch.vllm.peer_states import places_of_states, states_of_peer, with_states
-from kvpatch.vllm.registration import BLOCKS_FIRST
-from kvpatch.vllm.row_form import RowForm
-from kvpatch.vllm.shares import state_pairs
-from kvpatch.vllm.states import StatePages, pages_of
-from kvpatch.vllm.wire import Statement
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvpatch.connector.allowed_peers import parse
+from kvpatch.connector.transfer_params import Asked, check, check_prompts, completed, loads_nothing
 from kvpatch.core import seams
 from kvpatch.core.errors import ParamsRefused, SettingsError
 from kvpatch.core.releases import FACTS, ReleaseFacts
@@ -19,8 +21,6 @@ from kvpatch.patches.transfer_params import (
     _get_child_info,
     _server_add_request,
 )
-from kvpatch.vllm.allowed_peers import parse
-from kvpatch.vllm.transfer_params import Asked, check, check_prompts, completed, loads_nothing
 from tests.bad_params import bad_params
 
 pytestmark = pytest.mark.patching

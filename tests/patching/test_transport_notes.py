@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.vllm import transport_notes
+from kvpatch.connector.kvcached import transport_notes
 
 pytestmark = pytest.mark.patching
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.connector.unstated import KernelSizes
 from kvpatch.core.releases import FACTS
 from kvpatch.legacy.announcements import Announcements, Introductions, announced, announcement
 from kvpatch.legacy.cuts import chunks_to_look_at, still_possible
@@ -19,7 +20,6 @@ from kvpatch.legacy.introducing import (
     introductions_of,
     say_what_is_open,
 )
-from kvpatch.vllm.unstated import KernelSizes
 
 pytestmark = pytest.mark.patching
 

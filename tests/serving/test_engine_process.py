@@ -179,7 +179,7 @@ def test_the_last_exception_of_a_log() -> None:
     log = (
         "(Worker pid=1) ERROR [x.py:1] Traceback (most recent call last):\n"
         "(Worker pid=1) ERROR [x.py:1]   raise PeerRefused(text)\n"
-        "(Worker pid=1) ERROR [x.py:1] kvpatch.vllm.wire.PeerRefused: engine 7 cannot be read\n"
+        "(Worker pid=1) ERROR [x.py:1] kvpatch.core.errors.PeerRefused: engine 7 cannot be read\n"
         "(APIServer pid=2) WARNING errors like OSError: [Errno 24] Too many open files\n"
         "ERROR: nothing named\n"
         "(APIServer pid=2) ERROR EngineDeadError: EngineCore encountered an issue.\n"

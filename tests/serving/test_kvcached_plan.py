@@ -109,8 +109,8 @@ class _Layer:
     block_tokens = 4
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        from kvpatch.connector.local.tensors import tensor_facts
         from kvpatch.geometry import DimensionOrder, read_planes
-        from kvpatch.vllm.tensors import tensor_facts
 
         order = DimensionOrder(("block", "kv", "token", "head", "channel"))
         self.name, self.tensor = name, tensor

@@ -1,0 +1,60 @@
+"""How many blocks are registered: as many as the tensors have, whatever was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.connector.local.registered_caches import LayerCache, read_layers
+from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.state import worker_state
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+
+
+def count_blocks(worker: Any, registration: Registration, kv_caches: Mapping[str, Any]) -> None:
+    """Has a worker plan as many blocks as its tensors have.
+
+    Raises:
+        RegistrationRefused: the tensors disagree.
+    """
+    layers = read_layers(registration, worker, kv_caches)
+    kernel_blocks = registration.kernel_blocks_per_block(worker) or 1
+    if not layers or is_as_planned(layers, registration.planned_blocks(worker), kernel_blocks):
+        return
+    if settings.is_kvcached_enabled() and not worker_state(worker).is_host_buffered:
+        # Says more than the counts below can; a host buffer's tensors are not kvcached's.
+        check_pools(kv_caches, layers, kvcacheds_settings())
+    registration.set_blocks(worker, common_blocks(layers, kernel_blocks))
+
+
+def is_as_planned(
+    layers: Mapping[str, LayerCache], planned: int | None, kernel_blocks_per_block: int
+) -> bool:
+    """Whether every tensor has the planned blocks, counted as logical or as kernel blocks.
+
+    The hybrid allocator hands out some of each where the two differ in size.
+    """
+    if planned is None:
+        return False
+    return {c.blocks for c in layers.values()} <= {planned, planned * kernel_blocks_per_block}
+
+
+def common_blocks(layers: Mapping[str, LayerCache], kernel_blocks_per_block: int) -> int:
+    """The number of logical blocks that every layer's tensor has.
+
+    Raises:
+        RegistrationRefused: they disagree, or a tensor ends in the middle of a
+            logical block; every layer's count is in the message.
+    """
+    kernel_blocks = {layer: cache.blocks for layer, cache in layers.items()}
+    counts = set(kernel_blocks.values())
+    if len(counts) > 1 or max(counts) % kernel_blocks_per_block:
+        listed = ", ".join(f"{layer}: {count}" for layer, count in kernel_blocks.items())
+        raise RegistrationRefused(
+            "all layers need one number of KV cache blocks, a multiple of "
+            f"{kernel_blocks_per_block} (kernel blocks in a block), and have {listed}: make the "
+            "allocator hand out tensors of one size"
+        )
+    return counts.pop() // kernel_blocks_per_block

@@ -1,0 +1,57 @@
+"""Whose blocks a handle of prepared descriptors stands for, and who is told of a read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpatch.connector.state import worker_state
+from kvpatch.core.errors import ReadRefused
+
+
+def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
+    """The peer's ranks that a handle of prepared descriptors stands for.
+
+    Raises:
+        ReadRefused: none of its ranks.
+    """
+    found = tuple(rank for rank, one in handles_of(worker, engine_id) if one == handle)
+    if not found:
+        raise ReadRefused(f"a transfer was prepared with none of the ranks of engine {engine_id}")
+    return found
+
+
+def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
+    """All that are told what one rank is told: of more ranks than ours the release knows one."""
+    reader = worker_state(worker).reader
+    if reader is not None and reader.ours.meets_one_rank:
+        # Handshakes add to it.
+        unproven = (reader.known(engine_id) for engine_id in reader.proofs.open_engines)
+        for peer in (*tuple(reader.peers.values()), *(peer for peer in unproven if peer)):
+            names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
+            if agent in names:
+                return names
+    return (agent,)
+
+
+def unlike_engine_of(worker: Any, handle: Any) -> str | None:
+    """The engine of another geometry whose descriptors a handle stands for."""
+    reader = worker_state(worker).reader
+    # Handshakes add to both.
+    for engine_id in (*tuple(reader.peers), *reader.proofs.open_engines) if reader else ():
+        if any(found == handle for _, found in handles_of(worker, engine_id)):
+            return engine_id
+    return None
+
+
+def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
+    """(rank, handle) of a peer's prepared descriptors."""
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if handles is None:
+        return []
+    if isinstance(handles, Mapping):  # from 0.14
+        return [(int(rank), handle) for rank, handle in list(handles.items())]
+    # One for the only rank that the release knows of; we may know of more.
+    reader = worker_state(worker).reader
+    peer = reader.known(engine_id) if reader else None
+    return [(rank, handles) for rank in list(peer.ranks)] if peer else []

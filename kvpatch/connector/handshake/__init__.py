@@ -1,0 +1,1 @@
+"""Handshakes: agent metadata, remote geometry, and the decision that is made of both sides."""

@@ -1,0 +1,449 @@
+"""A peer's planes, from what it states and from how our own layers lie.
+
+Both ends run one model and one attention backend (the release compares them),
+so the peer holds the same contents in the same form. In releases <= 0.28 a region of its holds
+what our region of the same number holds; only sizes and the order of heads and
+tokens differ, and those it states. From 0.29 on regions differ too, and follow
+from the layout's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from kvpatch.connector.handshake.agent_metadata import MOST_TOKENS, Statement
+from kvpatch.connector.handshake.block_shapes import (
+    Shape,
+    check_tokens,
+    heads_of,
+    shape_at_peer,
+    tokens_of,
+)
+from kvpatch.connector.handshake.cross_layer_form import RowForm, packed_digest, places_digest
+from kvpatch.connector.handshake.split_kv import by_peers_regions, kv_split_of_peer
+from kvpatch.connector.handshake.whole_blocks import check_blocks, check_planes
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.local.registered_caches import LayerCache, have_unlike_pages
+from kvpatch.core.errors import CutBlocks, PeerRefused, UnknownRegions, UnlikeShapes
+from kvpatch.geometry import (
+    BY_COLUMN,
+    HND,
+    LAYERS_INSIDE_BLOCKS,
+    NHD,
+    PACKED_HND,
+    PACKED_NHD,
+    Axes,
+    Content,
+    DenseBlocks,
+    KeyOrder,
+    Memory,
+    Plane,
+    UnreadableGeometry,
+    block_axes,
+    block_bytes,
+    inner_layout_of_axes,
+    places_of,
+    row_bytes,
+)
+from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
+
+
+def peer_regions(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+    """Every plane of one rank of a peer; those whose blocks lie inside one another together.
+
+    Raises:
+        PeerRefused: its regions are not those of our layers, or a block's bytes are
+            not what its sizes come to.
+    """
+    try:
+        check_blocks(ours, peer)
+        found = _regions_of(ours, peer)
+        planes = [plane for region in found for plane in region]
+        check_tokens(ours, peer, planes)
+        check_planes(ours, planes)
+        return found
+    except (UnlikeShapes, CutBlocks) as error:
+        raise refusal(ours, peer, str(error)) from error
+    except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
+        raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
+
+
+def _regions_of(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+    if peer.rows is not None:
+        return _in_rows(ours, peer, peer.rows)
+    if ours.units is None:
+        return _by_address(ours, peer)
+    return _by_layout(ours, ours.units, peer)
+
+
+def tokens_in_bytes(ours: LocalGeometry, peer: Statement) -> int:
+    """Tokens of a block of a peer that states its bytes only, if its items are like ours.
+
+    Raises:
+        PeerRefused: its regions are not those of our layers, or do not agree.
+    """
+    _check_regions(ours, peer)
+    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    found = {
+        divmod(
+            peer.block_bytes[region],
+            row_bytes(members) * (heads if _has_heads(layer) else 1),
+        )
+        for name, layer in ours.layers.items()
+        for region, members in _regions(name, layer, ours, peer).items()
+    }
+    tokens, rest = found.pop()
+    if found or rest or not 0 < tokens <= MOST_TOKENS:
+        raise refusal(
+            ours,
+            peer,
+            "its blocks' bytes are no whole number of our tokens, and this release's handshake "
+            "does not state the block size: use one model, --dtype and --kv-cache-dtype",
+        )
+    return tokens
+
+
+def peer_memory(ours: LocalGeometry, peer: Statement) -> Memory:
+    """Where a peer's regions lie; in memory of our kind where it does not say."""
+    return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
+
+
+def refusal(ours: LocalGeometry, peer: Statement, helps: str) -> PeerRefused:
+    """Both geometries and the setting that would help, in one sentence."""
+    why, _, cure = helps.rpartition(": ")
+    both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
+    return PeerRefused(f"{both}; {why}" if why else both, cure)
+
+
+def _in_rows(ours: LocalGeometry, peer: Statement, form: RowForm) -> tuple[tuple[Plane, ...], ...]:
+    """Rows of all layers, of any release: each layer's part follows the one before."""
+    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+        raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
+    if ours.row_groups is not None and packed_digest(ours.row_groups) == form.places:
+        return tuple(_in_packed_rows(ours, peer, form, ours.row_groups))
+    groups = ours.groups or (ours.layers.keys(),)
+    places = places_of([group & ours.layers.keys() for group in groups])
+    if (ours.row_places or places_digest(places)) != form.places:
+        raise refusal(
+            ours,
+            peer,
+            "its attention groups have other layers side by side than ours: both sides need one "
+            "model, one vLLM and the same of --disable-hybrid-kv-cache-manager and --speculative-"
+            "config, or KVCACHED_CONTIGUOUS_LAYOUT=false on P",
+        )
+    found = []
+    offset = 0
+    even_bytes = peer.block_bytes[0] // len(places)  # where shapes are unlike, kvcached's are
+    for name, is_last in _with_ends(places):
+        planes, size_bytes = _part_of_row(ours, peer, form, name, offset, even_bytes)
+        found.append(planes)
+        if is_last:
+            offset += size_bytes
+    _check_row(ours, peer, form, offset)
+    return tuple(found)
+
+
+def _in_packed_rows(
+    ours: LocalGeometry, peer: Statement, form: RowForm, groups: Sequence[Sequence[str]]
+) -> Iterator[tuple[Plane, ...]]:
+    """Rows that each group divides in its own way, in blocks of one number of tokens."""
+    ends = []
+    for group in groups:
+        offset = 0
+        for name in group:
+            page_bytes = _page_of(ours, peer, ours.layers[name], form.block_tokens)
+            planes, size_bytes = _part_of_row(ours, peer, form, name, offset, page_bytes)
+            yield planes
+            offset += size_bytes
+        ends.append(offset)
+    _check_row(ours, peer, form, max(ends))
+
+
+def _page_of(ours: LocalGeometry, peer: Statement, layer: LayerCache, tokens: int) -> int:
+    """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
+    _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    # One number of ranks is asked for; and a slot holds all heads of a rank.
+    if ours.unlike_shapes or layer.planes[0].content is Content.SLOT:
+        heads = layer.planes[0].counts.heads
+    return row_bytes(layer.planes) * (heads if _has_heads(layer) else 1) * tokens
+
+
+def _part_of_row(
+    ours: LocalGeometry, peer: Statement, form: RowForm, name: str, offset: int, part_size: int
+) -> tuple[tuple[Plane, ...], int]:
+    """A layer's planes `offset` bytes into a peer's rows, and how many bytes it has there."""
+    planes = ours.layers[name].planes
+    has_heads = _has_heads(ours.layers[name])
+    if has_heads != ("head" in form.axes) or len({plane.counts.channels for plane in planes}) > 1:
+        raise refusal(ours, peer, f"its rows {form} have no place for layer {name}: use one model")
+    shape = shape_at_peer(ours, peer, planes, part_size)
+    found = DenseBlocks(
+        peer.addresses[0] + offset,
+        peer.stride_bytes[0],
+        form.axes,
+        peer.blocks,
+        shape.heads,
+        shape.tokens,
+        shape.first_head,
+        peer_memory(ours, peer),
+    ).planes(planes)
+    return found, block_bytes(found)
+
+
+def _check_row(ours: LocalGeometry, peer: Statement, form: RowForm, size_bytes: int) -> None:
+    if size_bytes != peer.block_bytes[0]:
+        raise refusal(
+            ours,
+            peer,
+            f"{form.block_tokens} tokens of all our layers come to {size_bytes} bytes and not to "
+            f"{peer.block_bytes[0]}: both sides need one model, one --kv-cache-dtype and one "
+            "--pipeline-parallel-size",
+        )
+
+
+def _with_ends(places: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
+    """(layer, whether it is the last one of its place)."""
+    for layers in places:
+        for name in layers:
+            yield name, name == layers[-1]
+
+
+def _by_layout(
+    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: Statement
+) -> tuple[tuple[Plane, ...], ...]:
+    """From 0.29: a region is what its layout's name makes it."""
+    if ours.unlike_shapes:
+        _check_plan(ours, peer)
+    stated = peer.block_tokens or ours.block_tokens
+    shapes = {
+        name: shape_at_peer(
+            ours,
+            peer,
+            layer.planes,
+            _page_of(ours, peer, layer, stated)
+            if peer.layout in LAYERS_INSIDE_BLOCKS
+            else peer.block_bytes[0],
+        )
+        for name, layer in ours.layers.items()
+    }
+    sizes = {
+        name: LayerSizes(shapes[name].heads, row_bytes(layer.planes), shapes[name].tokens)
+        for name, layer in ours.layers.items()
+    }
+    is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
+    regions = Regions(str(peer.layout), peer.block_bytes, names_by_attention(ours, peer))
+    if is_packed:
+        # Layers of several groups may begin in one place, with pages of unlike sizes: only the
+        # rows that all lie in say where each is.
+        regions = Regions(str(peer.layout), peer.stride_bytes[:1], None)
+    try:
+        slices = regions.slices(units, ours.row_groups, sizes)
+    except UnknownRegions as error:
+        raise refusal(ours, peer, str(error)) from error
+    if is_packed:
+        _check_starts(slices, ours, peer)
+    _check_packed(slices, sizes, ours, peer)
+    return tuple(
+        _slice_planes(layer, piece, shapes[name], ours, peer)
+        for name, layer in ours.layers.items()
+        for piece in slices[name]
+    )
+
+
+def _check_plan(ours: LocalGeometry, peer: Statement) -> None:
+    """Whether the release plans the same groups for layers of several shapes on both sides.
+
+    Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
+    one size; where blocks are, they have one number of tokens, and pages lie packed.
+    """
+    is_packed = peer.layout in LAYERS_INSIDE_BLOCKS
+    if is_packed and len(tokens_of(ours.layers, ours.layers)) == 1:
+        return
+    if peer.layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
+        raise UnlikeShapes(
+            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC: "
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P"
+        )
+    if have_unlike_pages(ours.layers):
+        raise UnlikeShapes(
+            "our layers of several shapes are packed into rows, and its have pages of one size, "
+            "in other groups: use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D "
+            "(KVCACHED_CONTIGUOUS_LAYOUT=false with kvcached)"
+        )
+
+
+def _check_starts(
+    slices: Mapping[str, tuple[RegionSlice, ...]], ours: LocalGeometry, peer: Statement
+) -> None:
+    """Whether a peer's regions begin where layers do in the rows that its first one begins."""
+    starts = {piece.offset_bytes for of_layer in slices.values() for piece in of_layer}
+    found = {address - peer.addresses[0] for address in peer.addresses}
+    if not found <= starts or len(set(peer.stride_bytes)) > 1:
+        raise refusal(
+            ours,
+            peer,
+            f"its regions begin {sorted(found)} bytes behind the first, every "
+            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}: "
+            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
+        )
+
+
+def names_by_attention(ours: LocalGeometry, peer: Statement) -> tuple[str, ...] | None:
+    """Which attention layer's each of a peer's regions is; None where it names none.
+
+    A region is named after the layer that was registered first there, which in a hybrid model
+    may be one with recurrent state.
+    """
+    if peer.region_names is None:
+        return None
+    there = {layer.planes[0].address: name for name, layer in reversed(tuple(ours.layers.items()))}
+    states = {name: there.get(pages.address, name) for name, pages in ours.states.items()}
+    return tuple(states.get(name, name) for name in peer.region_names)
+
+
+def _check_packed(
+    slices: Mapping[str, tuple[RegionSlice, ...]],
+    sizes: Mapping[str, LayerSizes],
+    ours: LocalGeometry,
+    peer: Statement,
+) -> None:
+    """Where a peer says how layers follow one another in its rows, it must say the same."""
+    if not peer.packed_layers:
+        return
+    found = {(name, slices[name][0].offset_bytes, size.block_bytes) for name, size in sizes.items()}
+    if found != set(peer.packed_layers):
+        raise refusal(
+            ours,
+            peer,
+            "its layers follow one another in a block's row in another way than ours would: use "
+            "one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+        )
+
+
+def _slice_planes(
+    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: LocalGeometry, peer: Statement
+) -> tuple[Plane, ...]:
+    axes = block_axes(str(peer.layout))
+    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+        if inner_layout_of_axes(axes) == "NHD" and piece.heads > 1:
+            raise refusal(
+                ours, peer, "keys by column need a head's tokens in one piece: use LBHNC on P"
+            )
+        axes = BY_COLUMN
+    return DenseBlocks(
+        peer.addresses[piece.region] + piece.offset_bytes,
+        peer.stride_bytes[piece.region],
+        axes,
+        peer.blocks,
+        piece.heads,
+        shape.tokens,
+        shape.first_head + piece.first_head,
+        peer_memory(ours, peer),
+        ours.key_order,
+    ).planes(layer.planes)
+
+
+def _has_heads(layer: LayerCache) -> bool:
+    return layer.planes[0].content is not Content.LATENT
+
+
+def _by_address(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+    """In releases <= 0.28: a region holds what our region of the same number holds."""
+    _check_regions(ours, peer)
+    return tuple(
+        region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
+    )
+
+
+def _check_regions(ours: LocalGeometry, peer: Statement) -> None:
+    if len(peer.addresses) != len(ours.addresses) and kv_split_of_peer(ours, peer) is None:
+        raise refusal(
+            ours,
+            peer,
+            "both sides must register the same regions: use one model, one attention backend and "
+            "one --pipeline-parallel-size",
+        )
+    if ours.region_names and peer.region_names and ours.region_names != peer.region_names:
+        raise refusal(
+            ours,
+            peer,
+            f"its regions are {', '.join(peer.region_names)} and ours "
+            f"{', '.join(ours.region_names)}: use one model on both sides",
+        )
+
+
+def _planes(
+    name: str, layer: LayerCache, ours: LocalGeometry, peer: Statement
+) -> list[tuple[Plane, ...]]:
+    found = []
+    for region, members in _regions(name, layer, ours, peer).items():
+        by_turns = layer.has_heads_by_turns
+        packed = len(members) == 2 and (by_turns or "packed" in layer.order.dimensions)
+        # Heads by turns are a token's keys and values side by side, head by head.
+        at_peer = replace(peer, layout="NHD") if by_turns and packed else peer
+        found.append(_region_planes(members, region, packed, ours, at_peer))
+    return found
+
+
+def _regions(
+    name: str, layer: LayerCache, ours: LocalGeometry, peer: Statement
+) -> dict[int, list[Plane]]:
+    """Our planes of one layer by the number of the peer's region that they lie in."""
+    found: dict[int, list[Plane]] = {}
+    region = None
+    for plane in layer.planes:
+        if plane.address in ours.addresses:
+            region = ours.addresses.index(plane.address)
+        if region is None:
+            raise refusal(
+                ours, peer, f"layer {name} starts in none of our regions: use layout HND or NHD"
+            )
+        found.setdefault(region, []).append(plane)
+    return by_peers_regions(found, ours, peer)
+
+
+def _region_planes(
+    members: list[Plane], region: int, packed: bool, ours: LocalGeometry, peer: Statement
+) -> tuple[Plane, ...]:
+    first_head, heads, tokens = shape_at_peer(ours, peer, members, peer.block_bytes[region])
+    found = prod((heads, tokens, row_bytes(members)))
+    if found != peer.block_bytes[region]:
+        raise refusal(
+            ours,
+            peer,
+            f"{tokens} tokens of {heads} heads come to {found} bytes and "
+            f"not to {peer.block_bytes[region]}: both sides need one model, one "
+            "--kv-cache-dtype and one attention backend",
+        )
+    return DenseBlocks(
+        peer.addresses[region],
+        peer.stride_bytes[region],
+        _region_axes(packed, ours, peer),
+        peer.blocks,
+        heads,
+        tokens,
+        first_head,
+        peer_memory(ours, peer),
+        ours.key_order,
+    ).planes(members)
+
+
+def _region_axes(packed: bool, ours: LocalGeometry, peer: Statement) -> Axes:
+    """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
+    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+        return BY_COLUMN
+    # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
+    # <= 0.28 need not be what the name says, and which blocks of one head do not show.
+    layout = peer.inner_layout
+    if peer.layout in (None, ours.layout):
+        shows = ours.shows_layout or peer.layout is None
+        layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
+    if layout is None:
+        raise refusal(
+            ours, peer, f"blocks of layout {peer.layout} are not in one piece: use HND or NHD on P"
+        )
+    if layout == "HND":
+        return PACKED_HND if packed else HND
+    return PACKED_NHD if packed else NHD

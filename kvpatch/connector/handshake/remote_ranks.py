@@ -1,0 +1,55 @@
+"""The ranks of a peer of another geometry, as far as hands were shaken with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.geometry import Content, Overlap, Plane, missing_heads
+
+
+@dataclass
+class Rank:
+    """One rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
+
+    statement: Statement
+    planes: tuple[Plane, ...]
+    overlaps: tuple[Overlap, ...]
+    agent: str = ""
+    states: Mapping[str, StatePages] = field(default_factory=dict)
+
+    @cached_property
+    def block_tokens(self) -> Mapping[str, int]:
+        """Of its kernel blocks, by layer."""
+        return {plane.layer: plane.counts.block_tokens for plane in self.planes}
+
+    def heads(self) -> Iterator[tuple[str, Content, int]]:
+        """Every head of every content of every layer that it holds."""
+        for plane in self.planes:
+            for head in range(plane.first_head, plane.end_head):
+                yield plane.layer, plane.content, head
+
+
+@dataclass
+class Peer:
+    """A peer of another geometry, as far as its ranks have shaken hands.
+
+    Attributes:
+        missing: a head of ours that none of the ranks holds, in words.
+    """
+
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    missing: str | None = None
+
+    def add(self, rank: Rank, local: Sequence[Plane]) -> None:
+        """Books a rank, and what is still missing of our planes."""
+        self.ranks[rank.statement.tp_rank] = rank
+        held = [plane for rank in self.ranks.values() for plane in rank.planes]
+        missing = missing_heads(held, local)
+        self.missing = None
+        if missing:
+            layer, content, head = missing[0]
+            self.missing = f"{content.value} head {head} of layer {layer}"

@@ -1,0 +1,1 @@
+"""A bounded buffer in host memory, where NIXL cannot register the memory of the device."""

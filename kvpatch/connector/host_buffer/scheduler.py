@@ -1,0 +1,281 @@
+"""P's scheduler: which blocks go to the host buffer, and under which number D finds them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+from kvpatch.connector.host_buffer.groups import GroupBlocks
+from kvpatch.connector.host_buffer.host_block_table import SlotTable
+from kvpatch.connector.host_buffer.policy import NULL_ROWS, block_bytes_of, rows_in
+from kvpatch.connector.host_buffer.usage import UsageLog
+from kvpatch.connector.other_processes import require
+from kvpatch.connector.read_request import groups
+from kvpatch.core import settings
+from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+_ATTRIBUTE = "kvpatch_saves"
+#: In an answer's transfer parameters: why there is nothing to read.
+REFUSED = "kvpatch_refused"
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What a step's workers copy after the model ran.
+
+    Attributes:
+        blocks: of the device.
+        rows: of the host buffer, one for each block.
+        buffer_rows: how many the scheduler believes there are.
+        is_last: whether a prompt ends with this step, so that D may read after it.
+    """
+
+    blocks: tuple[int, ...]
+    rows: tuple[int, ...]
+    buffer_rows: int
+    is_last: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.blocks, self.rows, self.buffer_rows, self.is_last)
+
+
+def _unpickled(*values: Any) -> Copies:
+    """P's answers name rows of the buffer, of which a worker without kvpatch knows nothing."""
+    require("host_buffer")
+    return Copies(*values)
+
+
+def copies_of(metadata: Any) -> Copies | None:
+    """What the scheduler wrote onto a step's metadata; None where there is nothing to copy."""
+    found = getattr(metadata, _ATTRIBUTE, None)
+    return found if isinstance(found, Copies) else None
+
+
+class Saves:
+    """The host buffer as one connector's scheduler half sees it.
+
+    Args:
+        full_blocks_only: whether a last, partly filled block is not published (0.10.0).
+    """
+
+    def __init__(self, *, full_blocks_only: bool) -> None:
+        self._full_blocks_only = full_blocks_only
+        self._core: ReferenceType[Any] | None = None
+        self._table: SlotTable | None = None
+        self._rows = 0
+        self._block_bytes = 0
+        self._is_used = False
+        #: Why requests that are not over yet are not saved.
+        self._refusals: dict[str, str] = {}
+        self._groups: tuple[GroupBlocks, ...] = ()
+        self._usage = UsageLog()
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the engine's scheduler is known."""
+        return self._core is not None
+
+    @property
+    def table(self) -> SlotTable:
+        """Which slot holds which block.
+
+        Raises:
+            HostBufferRefused: the engine's scheduler has not been seen.
+        """
+        if self._table is None:
+            raise HostBufferRefused(
+                "a request came before vLLM's own Scheduler was seen: the host buffer needs it to "
+                "know when blocks are freed; use it, or KVPATCH_HOST_BUFFER=never"
+            )
+        return self._table
+
+    def link(self, core: Any, connector_scheduler: Any) -> None:
+        """Learns the blocks and their sizes from vLLM's scheduler."""
+        plan = core.kv_cache_config
+        self._block_bytes = block_bytes_of(plan)
+        self._rows = rows_in(settings.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks))
+        self._table = SlotTable(self._rows - NULL_ROWS)
+        found = getattr(plan, "transfer_groups", plan.kv_cache_groups)
+        windows = getattr(connector_scheduler, "blocks_per_sw", None) or [0] * len(found)
+        clips = getattr(connector_scheduler, "_is_hma_required", False)
+        self._groups = tuple(
+            GroupBlocks(int(group.kv_cache_spec.block_size), int(window) if clips else 0)
+            for group, window in zip(found, windows, strict=True)
+        )
+        self._core = ref(core)
+
+    # -- arrival -------------------------------------------------------------
+
+    def admit(self, request: Any) -> bool:
+        """Whether there is room for a request that D will read; it has to wait otherwise.
+
+        One that never fits loses its parameters: it is then a prompt like any other, its
+        answer says why, and D, which is told of nothing to read, computes it as well.
+        """
+        blocks = self._needed(request)
+        self._is_used = True
+        try:
+            return self.table.reserve(request.request_id, blocks)
+        except NeverFits:
+            why = (
+                f"request {request.request_id} needs {blocks * self._block_bytes} bytes of host "
+                f"buffer ({blocks} blocks) and there are "
+                f"{(self._rows - NULL_ROWS) * self._block_bytes}: the decode engine computes it "
+                "itself; set KVPATCH_HOST_BUFFER_BYTES to "
+                f"{(blocks + NULL_ROWS) * self._block_bytes} or more"
+            )
+            _LOG.warning("%s", why)
+            self._refusals[request.request_id] = why
+            request.kv_transfer_params = None
+            return True
+
+    def _needed(self, request: Any) -> int:
+        tokens = self._tokens(request)
+        return sum(
+            group.needed(tokens, full_blocks_only=self._full_blocks_only) for group in self._groups
+        )
+
+    def _tokens(self, request: Any) -> int:
+        """That the request has blocks for, drafted ones included."""
+        core = self._core() if self._core is not None else None
+        return tokens_to_compute(request) + int(getattr(core, "num_lookahead_tokens", 0) or 0)
+
+    # -- each step -----------------------------------------------------------
+
+    def plan(self, output: Any, metadata: Any) -> None:
+        """Writes what to copy after this step onto its metadata."""
+        core = self._core() if self._core is not None else None
+        if core is None or self._table is None or not self._is_used:
+            return  # a decode engine, or a prefill engine before its first request
+        for entry in metadata.reqs_to_recv.values():
+            self._table.written(b for group in groups(entry.local_block_ids) for b in group if b)
+        steps = [
+            (core.requests[request_id], int(count), self._blocks_of(core, request_id))
+            for request_id, count in (output.num_scheduled_tokens.items() if output else ())
+        ]
+        # All of them first: a request may hit a block that another one computes in this step.
+        for request, _, tables in steps:
+            held_by = request.request_id if is_complete(request) else None
+            for group, blocks in zip(self._groups, tables, strict=True):
+                self._table.written(
+                    group.written(blocks, request.num_computed_tokens), but_held_by=held_by
+                )
+        pairs: list[tuple[int, int]] = []
+        is_last = False
+        for request, count, tables in steps:
+            if not is_to_be_read(request) or is_complete(request):
+                continue
+            end = request.num_computed_tokens + count
+            is_last |= end >= request.num_prompt_tokens
+            for group, blocks in zip(self._groups, tables, strict=True):
+                ready = group.ready(
+                    blocks, end, request.num_prompt_tokens, full_blocks_only=self._full_blocks_only
+                )
+                try:
+                    pairs += self._table.save(request.request_id, ready)
+                except NotReserved as error:  # it is not published then
+                    _LOG.error("%s", error)
+        if pairs or is_last:
+            copies = Copies(
+                tuple(block for block, _ in pairs),
+                tuple(slot + NULL_ROWS for _, slot in pairs),
+                self._rows,
+                is_last,
+            )
+            setattr(metadata, _ATTRIBUTE, copies)
+        self._usage.look(self._table)
+
+    def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
+        found = core.kv_cache_manager.get_block_ids(request_id)
+        select = getattr(core.kv_cache_config, "select_transfer_block_ids", None)  # from 0.29
+        return found if select is None else select(found)  # type: ignore[no-any-return]
+
+    # -- the end -------------------------------------------------------------
+
+    def publish(self, request: Any, params: dict[str, Any]) -> None:
+        """Gives D the rows of a finished request's blocks in place of the blocks.
+
+        Raises:
+            NotSaved: one of them was not saved.
+        """
+        blocks = params.get("remote_block_ids")
+        if not blocks or not any(groups(blocks)):
+            return
+        tokens = self._tokens(request)
+        full = self._full_blocks_only
+        rows = [
+            self._rows_of(request.request_id, group.asked_for(found, tokens, full_blocks_only=full))
+            for group, found in zip(self._groups, groups(blocks), strict=True)
+        ]
+        is_grouped = hasattr(blocks[0], "__len__")
+        params["remote_block_ids"] = type(blocks)(rows) if is_grouped else rows[0]
+
+    def _rows_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
+        slots = self.table.slots_of(request_id, [block for block in blocks if block])
+        rows = iter(slots)
+        # A window's list begins with null blocks.
+        return [next(rows) + NULL_ROWS if block else 0 for block in blocks]
+
+    def refusal(self, request_id: str) -> dict[str, Any] | None:
+        """What to answer, once, to a request that could never be saved; None for any other.
+
+        Whoever passes it on to a decode engine asks that for an ordinary answer.
+        """
+        why = self._refusals.pop(request_id, None)
+        if why is None:
+            return None
+        return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED: why}
+
+    def release(self, request_id: str) -> None:
+        """A request's blocks are free."""
+        if self._table is not None:
+            self._table.release(request_id)
+            self._usage.look(self._table)
+
+
+def tokens_to_compute(request: Any) -> int:
+    """Of the prompt and the answer: nobody computes the last one's own keys."""
+    return int(request.num_prompt_tokens) + max(0, int(request.max_tokens) - 1)
+
+
+def is_complete(request: Any) -> bool:
+    """Whether earlier steps have computed all that was asked for.
+
+    To 0.11.0 a scheduler that does not wait for a step's tokens has one more computed. The answer
+    may be out before that step is over, so that it must change nothing of what is published.
+    """
+    return int(request.num_computed_tokens) >= tokens_to_compute(request)
+
+
+def is_to_be_read(request: Any) -> bool:
+    """Whether a decode engine will read this request's blocks."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_decode"))
+
+
+def finished(
+    saves: Saves, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
+) -> tuple[bool, Any]:
+    """The connector's answer to a finished request, with rows in place of blocks.
+
+    One whose blocks were not saved is let go of at once, and nobody is told of it.
+    """
+    keeps_blocks, params = answer
+    if not keeps_blocks or not params:
+        saves.release(request.request_id)
+        return keeps_blocks, params or saves.refusal(request.request_id)
+    try:
+        saves.publish(request, params)
+    except NotSaved as error:
+        _LOG.error("request %s is not published: %s", request.request_id, error)
+        connector_scheduler._reqs_need_send.pop(request.request_id, None)
+        dropped = getattr(connector_scheduler, "_reqs_not_processed", None)  # from 0.11.1
+        if dropped is not None:
+            dropped.add(request.request_id)
+        saves.release(request.request_id)
+        return False, None
+    return answer

@@ -1,0 +1,257 @@
+"""A worker's host buffer: what is registered with NIXL in place of the device's tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import wrapt
+
+from kvpatch.connector.host_buffer.policy import rows_in
+from kvpatch.connector.host_buffer.scheduler import Copies
+from kvpatch.connector.kvcached.pages import Pages, pages_behind
+from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.connector.local.local_geometry import call_layout_by_its_strides
+from kvpatch.connector.local.registered_caches import LayerCache, read_layers
+from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.core import settings
+from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
+from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
+from kvpatch.transfer.own_copies import Operation
+from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+
+
+@dataclass
+class Spent:
+    """What saving has taken of the steps so far."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostBuffer:
+    """One worker's buffer.
+
+    Attributes:
+        pool: whose tensors are registered.
+        tensors: the device's, by layer, or what geometry is shown where those have no storage.
+        rows: blocks that the pool holds.
+        pages: of kvcached's, behind the device's tensors; None where they cannot be told.
+        caches: what places reads on a device whose tensors have no storage; None elsewhere.
+        spent: on saves; on a device with streams, on asking for them.
+    """
+
+    pool: HostPool
+    tensors: Mapping[str, torch.Tensor]
+    rows: int
+    pages: Pages | None = None
+    caches: StoragelessCaches | None = None
+    spent: Spent = field(default_factory=Spent)
+
+    def save(self, copies: Copies) -> None:
+        """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
+
+        Raises:
+            HostBufferRefused: the scheduler believes in rows that there are not.
+        """
+        if copies.buffer_rows > self.rows:
+            raise HostBufferRefused(
+                f"the scheduler counts {copies.buffer_rows} blocks in the host buffer and this "
+                f"worker has room for {self.rows}: all ranks need tensors of one size"
+            )
+        started = perf_counter()
+        if copies.blocks:
+            self.pool.save(copies.blocks, copies.rows)
+        if copies.is_last:
+            self.pool.settle()
+        self.spent.blocks += len(copies.blocks)
+        self.spent.seconds += perf_counter() - started
+
+    def offer(self, operation: Operation) -> None:
+        """What the platform's runner copies with is used where it is the platform's own."""
+        if not is_own(operation):
+            return
+        name = f"{operation.__module__}.{getattr(operation, '__qualname__', operation)}"
+        try:
+            self.pool.use(operation)
+        except RegistrationRefused as error:
+            _LOG.warning("%s is not used to save blocks, torch copies them: %s", name, error)
+        else:
+            _LOG.info("blocks are saved by %s, the platform's own", name)
+
+
+_VLLMS_OPERATION = "vllm.distributed.kv_transfer.kv_connector.utils"
+
+
+def is_own(operation: Operation) -> bool:
+    """Whether a copy operation is more than indexing by torch, as vLLM's own is.
+
+    That one leaves the copies to the platform's class, which may be from elsewhere.
+    """
+    from vllm.platforms import current_platform
+
+    if operation.__module__ != _VLLMS_OPERATION:
+        return True
+    # Of the class: a platform's objects warn of what they do not have.
+    copies = getattr(type(current_platform), "swap_out_blocks_to_host", None)
+    return copies is not None and not copies.__module__.startswith("vllm.")
+
+
+def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) -> HostBuffer:
+    """The buffer for a worker's caches; registering again makes a new one.
+
+    Raises:
+        HostBufferRefused: a cache that is not attention in blocks.
+    """
+    # Recurrent state is a list of tensors to 0.26.
+    _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
+    is_storageless = not all(map(has_storage, kv_caches.values()))
+    tensors = {n: shown(c) for n, c in kv_caches.items()} if is_storageless else dict(kv_caches)
+    layers = read_layers(registration, worker, tensors)
+    _refuse(kv_caches.keys() - layers.keys())
+    block_tokens = {plane.counts.block_tokens for c in layers.values() for plane in c.planes}
+    parts = registration.kernel_blocks_per_block(worker)
+    if parts is None:  # these releases find out while they register
+        parts = int(worker.block_size) // min(block_tokens)
+    dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
+    blocks = blocks_of(layers, registration.planned_blocks(worker), parts)
+    size = block_bytes(kv_caches, dimensions, blocks)
+    rows = rows_in(settings.host_buffer_bytes(), size, blocks)
+    by_kvcached = settings.is_kvcached_enabled()
+    pages = None
+    if by_kvcached:
+        check_pools(kv_caches, layers, kvcacheds_settings())
+        pages = pages_behind(kv_caches, layers)
+    pool = HostPool(kv_caches, dimensions, blocks, rows, is_there_late=by_kvcached)
+    _LOG.info(
+        "host buffer of %d bytes for %d blocks of %d bytes; vLLM's own would take %d bytes",
+        pool.size_bytes,
+        rows,
+        size,
+        mirror_bytes(kv_caches),
+    )
+    caches = None
+    if is_storageless:
+        tensors = {name: shown(cache, dimensions[name]) for name, cache in kv_caches.items()}
+        caches = StoragelessCaches(kv_caches, tensors, dimensions)
+        _refuse_wrong_copies(caches)
+        # The pool has the layout of its shapes, whatever the device was asked for.
+        call_layout_by_its_strides(worker, read_layers(registration, worker, pool.tensors))
+    return HostBuffer(pool, tensors, rows, pages, caches)
+
+
+def _refuse(layers: Iterable[str]) -> None:
+    """Refuses layers that no slot can hold, if there are any.
+
+    Raises:
+        HostBufferRefused: with their names.
+    """
+    names = sorted(layers)
+    if names:
+        raise HostBufferRefused(
+            f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through a "
+            "host buffer; use KVPATCH_HOST_BUFFER=never"
+        )
+
+
+def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
+    """Copies a block onto the device, as the pool has copied one from it.
+
+    Raises:
+        RegistrationRefused: it cannot be copied, or is another one.
+    """
+    try:
+        wrong = caches.find_wrong()
+    except CANNOT as error:
+        raise RegistrationRefused(
+            f"KV caches without a storage cannot be written: {error}"
+        ) from error
+    if wrong:
+        raise RegistrationRefused(
+            f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
+            "copied to the device"
+        )
+
+
+def blocks_of(layers: Mapping[str, LayerCache], planned: int | None, parts: int) -> int:
+    """How many blocks ids count; a tensor may have them whole or in kernel blocks."""
+    counts = {cache.blocks for cache in layers.values()}
+    if planned is not None and counts <= {planned, planned * parts}:
+        return planned
+    return min(counts) // parts
+
+
+@contextmanager
+def taken_for_host_memory(
+    vllm_config: Any, supported: MutableMapping[str, tuple[str, ...]] | None
+) -> Iterator[None]:
+    """While inside, a worker can be made for this device, whatever the release knows of it.
+
+    Args:
+        supported: the release's table of devices and the memory they can use.
+    """
+    from vllm.platforms import current_platform
+
+    if supported is None:  # 0.10.0 does not ask
+        yield
+        return
+    transfer = vllm_config.kv_transfer_config
+    device, asked = current_platform.device_type, transfer.kv_buffer_device
+    known = supported.get(device)
+    supported[device] = ("cpu",)
+    transfer.kv_buffer_device = "cpu"
+    try:
+        yield
+    finally:
+        transfer.kv_buffer_device = asked
+        if known is None:
+            del supported[device]
+        else:
+            supported[device] = known
+
+
+def become_plain(worker: Any, *, only_known_devices: bool) -> None:
+    """Has a worker that was just made register what it is handed, as host memory.
+
+    Args:
+        only_known_devices: whether it looks at the device's name again when it registers
+            (0.10.1): any other than a TPU's tensors are shaped like CUDA's.
+    """
+    worker.nixl_memory_type = "DRAM"
+    if not hasattr(worker, "use_host_buffer"):  # 0.10.0
+        worker.nixl_wrapper = HostMemoryAgent(worker.nixl_wrapper)
+        return
+    worker.use_host_buffer = False
+    if worker.device_type != "cpu":
+        worker.kv_buffer_device = worker.device_type
+    if only_known_devices and worker.device_type != "tpu":
+        worker.device_type = "cuda"
+
+
+class HostMemoryAgent(wrapt.ObjectProxy[Any]):
+    """A NIXL agent of 0.10.0, which calls all memory VRAM and asks tensors for their device."""
+
+    def get_reg_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for host memory."""
+        if isinstance(descs, list):
+            descs = [(address, length, 0, tag) for address, length, _, tag in descs]
+        return self.__wrapped__.get_reg_descs(descs, "DRAM", *args, **kwargs)
+
+    def get_xfer_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for host memory."""
+        if isinstance(descs, list):
+            descs = [(address, length, 0) for address, length, _ in descs]
+        else:
+            descs = descs.copy()
+            descs[:, 2] = 0
+        return self.__wrapped__.get_xfer_descs(descs, "DRAM", *args, **kwargs)

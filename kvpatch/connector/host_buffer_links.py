@@ -1,0 +1,57 @@
+"""Finds the host buffer's account of a connector, of vLLM's scheduler and of its block manager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvpatch.connector.host_buffer.scheduler import Saves, is_to_be_read
+from kvpatch.connector.state import connectors_of, engine_state, scheduler_state, share_with_manager
+
+
+def saves_of(connector: Any) -> Saves | None:
+    """The account of a connector; None in workers, and without a host buffer."""
+    scheduler = getattr(connector, "connector_scheduler", None)
+    return None if scheduler is None else scheduler_state(scheduler).saves
+
+
+def link(core: Any) -> None:
+    """Brings vLLM's scheduler and the accounts of its connectors together."""
+    for connector in connectors_of(core):
+        saves = saves_of(connector)
+        if saves is not None and not saves.is_linked:
+            saves.link(core, connector.connector_scheduler)
+            engine_state(core).saves.append(saves)
+            share_with_manager(core)
+
+
+def freed(manager: Any, request_id: str) -> None:
+    """The block manager has let go of a request's blocks."""
+    for saves in engine_state(manager).saves:
+        saves.release(request_id)
+
+
+def without_room(core: Any) -> list[Any]:
+    """Requests in the queue that the host buffer has no room for yet (to 0.10.1)."""
+    accounts = [saves for saves in map(saves_of, connectors_of(core)) if saves is not None]
+    if not accounts:
+        return []
+    return [
+        request
+        for request in core.waiting
+        if request.num_computed_tokens == 0
+        and is_to_be_read(request)
+        and not all(saves.admit(request) for saves in accounts)
+    ]
+
+
+def put_back(queue: Any, order: Iterable[Any], held: Sequence[Any]) -> None:
+    """Puts requests back among those that are still in the queue, in the order from before.
+
+    Those that were not there before, as preempted ones, stay in front.
+    """
+    place = {request.request_id: number for number, request in enumerate(order)}
+    merged = sorted((*queue, *held), key=lambda request: place.get(request.request_id, -1))
+    queue.remove_requests(list(queue))
+    for request in merged:
+        queue.add_request(request)

@@ -1,0 +1,98 @@
+"""Which kind of cache each layer of a worker has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvpatch.connector.local.cache_kinds import (
+    BACKENDS,
+    DERIVED,
+    DERIVES,
+    ROWS,
+    SLOTS_BY_HEAD,
+    SPECS,
+    WITH_DTYPE,
+    WITH_VARIABLE,
+    Holds,
+    Kind,
+    unknown,
+)
+
+#: Whose classes the table is about; others may have the same names. The second is the project's own
+#: attention backend for a CPU, which no wheel has.
+_PACKAGES = ("vllm.", "experiments.engines.torch_attention")
+
+
+def kind_of(worker: Any, layer: str, *, has_slots: bool = False) -> Kind:
+    """The kind of a layer's cache, by its spec and by the backend that the layer itself names.
+
+    Args:
+        has_slots: whether a block has slots of all heads in place of heads (from 0.29).
+    """
+    spec, backend = _spec_of(worker, layer), backend_of(worker, layer)
+    of_spec = None if spec is None else _by_spec(spec)
+    found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
+    if found.holds is Holds.ROWS:
+        found = _by_dtype(worker) or found
+    if has_slots and found not in SLOTS_BY_HEAD:
+        return replace(found, holds=Holds.WHOLE, mixes_heads=True)
+    return found
+
+
+def has_slots(worker: Any, layer: str) -> bool:
+    """Whether a layer's blocks have slots in place of heads, by its spec (from 0.29)."""
+    return getattr(_spec_of(worker, layer), "num_head_slots", None) is not None
+
+
+def kind_of_backend(backend: type) -> Kind:
+    """What a backend's blocks hold; those that vLLM derives for a purpose hold what theirs do."""
+    name = backend.__name__
+    for kind in backend.__mro__:
+        of_vllm = kind.__module__.startswith(_PACKAGES)
+        if not of_vllm or kind.__name__ not in BACKENDS or not name.endswith(kind.__name__):
+            continue
+        prefix = name.removesuffix(kind.__name__)
+        if prefix in DERIVED:
+            return DERIVED[prefix]
+        if prefix and not DERIVES.fullmatch(prefix):
+            continue
+        variable = WITH_VARIABLE.get(kind.__name__)
+        return variable[1] if variable and _is_set(variable[0]) else BACKENDS[kind.__name__]
+    return unknown(f"{backend.__module__}.{name}, an attention backend")
+
+
+def _by_spec(spec: Any) -> Kind | None:
+    """What a spec says beside its backend; None for nothing."""
+    name = type(spec).__name__
+    if name not in SPECS or not type(spec).__module__.startswith(_PACKAGES):
+        return unknown(f"{type(spec).__module__}.{name}, a KVCacheSpec")
+    return SPECS[name]
+
+
+def _by_dtype(worker: Any) -> Kind | None:
+    config = getattr(worker, "vllm_config", None)
+    dtype = str(getattr(getattr(config, "cache_config", None), "cache_dtype", ""))
+    return next((kind for start, kind in WITH_DTYPE.items() if dtype.startswith(start)), None)
+
+
+def _spec_of(worker: Any, layer: str) -> Any:
+    """The layer's own spec; None to 0.17, where workers have none."""
+    spec = getattr(worker, "_layer_specs", {}).get(layer)
+    of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
+    return of_layers[layer] if of_layers else spec
+
+
+def backend_of(worker: Any, layer: str) -> Any:
+    """The layer's backend; None to 0.10.1, where layers do not say."""
+    config = getattr(worker, "vllm_config", None)
+    compilation = getattr(config, "compilation_config", None)
+    layers = getattr(compilation, "static_forward_context", {})
+    ask = getattr(layers.get(layer), "get_attn_backend", None)
+    return None if ask is None else ask()
+
+
+def _is_set(variable: str) -> bool:
+    from vllm import envs
+
+    return bool(getattr(envs, variable, False))

@@ -1,0 +1,280 @@
+"""Local geometry: what a worker registered, read back from it after the registration."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from kvpatch.connector.local.kv_cache_groups import packed_groups
+from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, page_bytes_of
+from kvpatch.connector.unstated import KernelSizes, kernel_sizes
+from kvpatch.geometry import (
+    LAYER_BY_LAYER,
+    LAYERS_INSIDE_BLOCKS,
+    NAMED_LAYOUTS,
+    Content,
+    InnerLayout,
+    KeyOrder,
+    Memory,
+    layer_by_layer,
+)
+
+_LOG = logging.getLogger("kvpatch.registration")
+
+
+KVSplit = Literal["together", "apart"]
+"""Whether keys and values of a block are in one region, or in two."""
+
+
+class SharesRead(NamedTuple):
+    """What a release makes of ranks that share heads.
+
+    Attributes:
+        counts_one_head: a P of as many ranks as heads is taken for one that shares them (<= 0.19).
+        reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks (from
+            0.24).
+    """
+
+    counts_one_head: bool
+    reads_its_share: bool
+
+
+#: From 0.24 on.
+_SHARES_READ = SharesRead(counts_one_head=False, reads_its_share=True)
+
+
+@dataclass(frozen=True)
+class LocalGeometry:
+    """What this worker registered, as far as a peer's cache is read against it.
+
+    Attributes:
+        layers: every attention layer's cache.
+        addresses: where each region starts, in the order that the peer uses too.
+        block_tokens: tokens of a kernel block.
+        kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
+        layout: its name, as it is sent to peers.
+        total_heads: KV heads of the whole model.
+        key_order: COLUMN_MAJOR on the CPU backend.
+        region_names: the layer that each region is named after; None in releases <= 0.29.
+        units: the layers of each tensor, in the order in which tensors are handed to the
+            registration; None in releases <= 0.28, and where keys and values are regions of their
+            own.
+        row_groups: each group's layers as they follow one another in a block's row, on both
+            sides; None where that is not known.
+        kernel_sizes: how the release cuts blocks; None where that is not known.
+        groups: the layers of each block table; None where there is one.
+        kv_split: whether keys and values are in one region, or in two, where the backend's own
+            blocks hold both, one behind the other; None where they do not.
+        meets_one_rank: whether the release shakes hands with one rank of a peer (<= 0.13).
+        shares_read: what the release makes of ranks that share heads.
+        misreads_blocks: whether block sizes that peers state are none (CPU, <= 0.11.2).
+        planned_layout: what the release would have stated of tensors to which an allocator has
+            given another layout, which is the one that is stated; else None.
+        row_places: what rows like ours state of their places, where they hold recurrent state.
+        states: the pages of each layer with recurrent state, as they were registered.
+        backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
+            is not known.
+    """
+
+    layers: Mapping[str, LayerCache]
+    addresses: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    block_tokens: int
+    kernel_blocks_per_block: int
+    layout: str
+    inner_layout: str
+    total_heads: int
+    tp_rank: int
+    tp_size: int
+    memory: Memory
+    backend: str
+    key_order: KeyOrder
+    region_names: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] | None = None
+    row_groups: tuple[tuple[str, ...], ...] | None = None
+    kernel_sizes: KernelSizes | None = None
+    groups: tuple[frozenset[str], ...] | None = None
+    kv_split: KVSplit | None = None
+    meets_one_rank: bool = False
+    shares_read: SharesRead = _SHARES_READ
+    misreads_blocks: bool = False
+    planned_layout: str | None = None
+    row_places: str | None = None
+    states: Mapping[str, StatePages] = field(default_factory=dict)
+    backend_layout: str | None = None
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether ranks hold heads; the latents of MLA are whole on each."""
+        planes = (plane for cache in self.layers.values() for plane in cache.planes)
+        return any(plane.content is not Content.LATENT for plane in planes)
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element of the first layer."""
+        return next(iter(self.layers.values())).planes[0].item_bytes
+
+    @cached_property
+    def shows_layout(self) -> bool:
+        """Whether our strides tell heads from tokens."""
+        planes = [plane for cache in self.layers.values() for plane in cache.planes]
+        return any(p.counts.heads > 1 and p.counts.block_tokens > 1 for p in planes)
+
+    @cached_property
+    def unlike_shapes(self) -> bool:
+        """Whether layers have several shapes."""
+        return are_unlike(self.layers)
+
+    @cached_property
+    def misses_pages(self) -> bool:
+        """Whether the release would read less of a layer's blocks than they hold.
+
+        From 0.30 on layers of several groups that begin in one place of a row have the region
+        of one of them, whose pages may be the smaller.
+        """
+        if self.layout not in LAYERS_INSIDE_BLOCKS:
+            return False
+        regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
+        pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
+        return not all(
+            any(low <= start and start + size <= high for low, high in regions)
+            for start, size in pages
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.block_tokens} tokens, layout {self.layout}, rank {self.tp_rank} of "
+            f"{self.tp_size}, {len(self.addresses)} regions"
+        )
+
+
+def local_geometry_of(
+    worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder
+) -> LocalGeometry:
+    """Facts that every generation has, under the names that it gives them."""
+    addresses = registered_addresses(worker)
+    block_bytes = getattr(worker, "block_len_per_layer", None)  # from 0.11
+    if block_bytes is None:
+        block_bytes = [worker.block_len] * len(addresses)
+    inner_layout = inner_layout_of(layers)
+    layout = getattr(worker, "kv_cache_layout", inner_layout)  # from 0.10.1
+    device_id = getattr(worker, "device_id", worker.tp_rank)  # the rank in releases <= 0.11.0
+    units = units_of(layers) if layout in NAMED_LAYOUTS else None
+    return LocalGeometry(
+        layers=layers,
+        addresses=addresses,
+        block_bytes=tuple(block_bytes),
+        block_tokens=int(worker.block_size),
+        kernel_blocks_per_block=int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1)),
+        layout=layout,
+        inner_layout=inner_layout,
+        total_heads=int(worker.model_config.get_total_num_kv_heads()),
+        tp_rank=int(worker.tp_rank),
+        tp_size=int(worker.world_size),
+        memory=Memory(getattr(worker, "nixl_memory_type", "VRAM"), device_id),  # from 0.10.1
+        backend=str(worker.backend_name),
+        key_order=key_order,
+        region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
+        units=units,
+        row_groups=None if units is None else row_groups_of(worker, layers, layout),
+        kernel_sizes=kernel_sizes(worker),
+    )
+
+
+def registered_addresses(worker: Any) -> tuple[int, ...]:
+    """Where each region of a worker starts."""
+    addresses = worker.kv_caches_base_addr[worker.engine_id]
+    if isinstance(addresses, Mapping):  # by rank, from 0.14
+        addresses = addresses[worker.tp_rank]
+    return tuple(addresses)
+
+
+def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | None:
+    """The layers of each tensor; None where keys and values are not in one row."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        if "kv" in layer.order.dimensions:
+            return None
+        found[layer.planes[0].address].append(name)
+    return tuple(tuple(names) for names in found.values())
+
+
+def row_groups_of(
+    worker: Any, layers: Mapping[str, LayerCache], layout: str
+) -> tuple[tuple[str, ...], ...] | None:
+    """Each group's layers as the release's plan lets them follow one another in a row.
+
+    None where that is not known. The plan is made of the model and the same on both sides,
+    whatever the layout, where all pages have one size: a tensor of it places its layers one
+    after the other behind those of the one before, and groups overlay one another. Where our
+    own layers lie in rows, they must lie in that order.
+    """
+    found = packed_groups(worker)
+    if found is None:
+        return None
+    with_layers = tuple(group for group in found if not layers.keys().isdisjoint(group))
+    if sorted(name for group in with_layers for name in group) != sorted(layers):
+        return None
+    for group in with_layers:
+        starts = [layers[name].planes[0].address for name in group]
+        if layout in LAYERS_INSIDE_BLOCKS and starts != sorted(starts):
+            return None
+    return with_layers
+
+
+#: What the handshake says of a worker's regions (from 0.30), by the worker's name for it.
+_STATED = {
+    "region_names": "region_names",
+    "region_group_ids": "region_group_ids",
+    "region_members": "region_members",
+    "packed_member_layouts": "_packed_member_layouts",
+}
+
+
+def own_regions(worker: Any) -> dict[str, Any]:
+    """What this worker states of its own regions, copied; empty in releases <= 0.29."""
+    found = {field: getattr(worker, name, None) for field, name in _STATED.items()}
+    return {field: copy.copy(value) for field, value in found.items() if value is not None}
+
+
+def inner_layout_of(layers: Mapping[str, LayerCache]) -> str:
+    """HND or NHD, by the strides; HND where the two are the same bytes."""
+    return layout_shown_by(layers) or "HND"
+
+
+def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
+    """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
+
+    None with one head, or blocks of one token: the two are the same bytes then.
+    """
+    for layer in layers.values():
+        plane = layer.planes[0]
+        if plane.counts.heads > 1 and plane.counts.block_tokens > 1:
+            strides = plane.strides_bytes
+            return "NHD" if strides.token > strides.head else "HND"
+    return None
+
+
+def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
+    """Has the worker state the layout that its tensors have, where it believes in another.
+
+    An allocator may hand out NHD where the release planned HND; a peer of other blocks
+    would read heads for tokens. One of a backend that has one layout knows what it states, as the
+    release does, which compares the names.
+    """
+    if any(layer.has_heads_by_turns for layer in layers.values()):
+        return
+    stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
+    shown = layout_shown_by(layers)
+    if stated is None or shown is None:
+        return
+    found = layer_by_layer(shown, like=stated)
+    if stated in LAYER_BY_LAYER and stated != found:
+        _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
+        worker.kv_cache_layout = found

@@ -1,0 +1,169 @@
+"""Reads the caches that a worker is about to register into planes, or refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.connector.local.cache_kinds import ROWS, Holds, Kind
+from kvpatch.connector.local.kinds_of_layers import kind_of
+from kvpatch.connector.local.release_layouts import ALL_LAYERS, Registration
+from kvpatch.connector.local.tensors import tensor_facts
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry import (
+    Content,
+    DimensionOrder,
+    KeyOrder,
+    Plane,
+    UnreadableGeometry,
+    block_bytes,
+    read_planes,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One attention layer's tensor, read."""
+
+    order: DimensionOrder
+    planes: tuple[Plane, ...]
+    kind: Kind = ROWS
+
+    @property
+    def blocks(self) -> int:
+        """Kernel blocks in the tensor."""
+        return self.planes[0].counts.blocks
+
+    @property
+    def has_heads_by_turns(self) -> bool:
+        """Whether a token's key and value heads lie by turns (TPU), in whatever layout is stated.
+
+        Such a backend has one layout, and states the one that the connector asked for.
+        """
+        return "packed_head" in self.order.dimensions
+
+
+def read_layers(
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    key_order: KeyOrder = KeyOrder.ROW_MAJOR,
+    first_head: int = 0,
+) -> dict[str, LayerCache]:
+    """Every attention layer's cache; recurrent state and flat buffers are left out.
+
+    Args:
+        key_order: how keys lie in a block; counting blocks does not need it.
+        first_head: the global number of this rank's first KV head.
+
+    Raises:
+        RegistrationRefused: a layer is missing.
+        UnreadableGeometry: a tensor cannot be what its layer needs.
+    """
+    if not kv_caches:
+        raise RegistrationRefused("no layer's KV cache was handed to the registration")
+    if ALL_LAYERS in kv_caches:
+        # One tensor of all layers, laid out by the release itself, which compares
+        # its block count with the plan.
+        return {}
+    _check_layers(registration.layers(worker), kv_caches)
+    found = {}
+    for layer, cache in kv_caches.items():
+        if registration.is_readable(worker, layer, cache):
+            read = _read(registration, worker, layer, cache, key_order, first_head)
+            if read is not None:
+                found[layer] = read
+    return found
+
+
+def _read(
+    registration: Registration,
+    worker: Any,
+    layer: str,
+    cache: torch.Tensor,
+    key_order: KeyOrder,
+    first_head: int,
+) -> LayerCache | None:
+    """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions.
+
+    Raises:
+        UnreadableGeometry: nobody knows the dimensions of one that holds rows.
+    """
+    try:
+        order = order_of(layer, cache, registration.orders(worker, layer))
+        planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
+    except UnreadableGeometry:
+        if kind_of(worker, layer).holds is Holds.ROWS:
+            raise
+        return None
+    kind = kind_of(worker, layer, has_slots="slot" in order.dimensions)
+    if kind.holds is not Holds.ROWS:
+        planes = tuple(replace(plane, is_whole=True) for plane in planes)
+    return LayerCache(order, planes, kind)
+
+
+def order_of(layer: str, cache: torch.Tensor, orders: tuple[DimensionOrder, ...]) -> DimensionOrder:
+    """The one of `orders` that a tensor's shape fits; earlier ones win.
+
+    Raises:
+        UnreadableGeometry: none does.
+    """
+    shape = tuple(cache.shape)
+    for order in orders:
+        if len(order.dimensions) != len(shape):
+            continue
+        if "kv" in order.dimensions and shape[order.dimensions.index("kv")] != 2:
+            continue
+        return order
+    known = " or ".join(f"[{', '.join(order.dimensions)}]" for order in orders)
+    raise UnreadableGeometry(
+        f"layer {layer}: a tensor of shape {shape} and strides {tuple(cache.stride())} is none of "
+        f"{known}, which this release's attention backend uses"
+    )
+
+
+def _check_layers(expected: frozenset[str] | int, kv_caches: Mapping[str, Any]) -> None:
+    if isinstance(expected, int):
+        if len(kv_caches) < expected:
+            raise RegistrationRefused(
+                f"{len(kv_caches)} layers were handed to the registration and the model has "
+                f"{expected}: {_listed(kv_caches)}"
+            )
+        return
+    missing = expected - kv_caches.keys()
+    if missing:
+        raise RegistrationRefused(
+            f"the registration was handed no KV cache for {_listed(missing)}: every layer of the "
+            f"plan needs one, or its blocks never move"
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def page_bytes_of(layer: LayerCache) -> int:
+    """Bytes of one of a layer's kernel blocks."""
+    return block_bytes(layer.planes)
+
+
+def have_unlike_pages(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether blocks of some layers have other bytes than those of others."""
+    return len({page_bytes_of(layer) for layer in layers.values()}) > 1
+
+
+def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether layers with heads have several shapes."""
+    shapes = {
+        (
+            layer.planes[0].counts.heads,
+            *((plane.counts.block_tokens, plane.counts.channels) for plane in layer.planes),
+        )
+        for layer in layers.values()
+        if layer.planes[0].content is not Content.LATENT
+    }
+    return len(shapes) > 1

@@ -1,0 +1,83 @@
+"""Objects that travel from a patched scheduler to workers, which may be in other processes.
+
+Workers get no more of a scheduler's environment than vLLM gives them: Ray's have vLLM's own
+variables, headless nodes those of their shells. One without kvpatch takes no notice of what it does
+not know, and reads as stock does. What it must not ignore cannot be unpickled there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from typing import Any
+
+from kvpatch.connector.local.kv_cache_groups import counted_group
+from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.releases import ReleaseFacts
+
+#: Engine ids are a peer's to choose; one that is forgotten is guarded again.
+_MOST_PEERS = 1024
+
+
+def require(slug: str) -> None:
+    """Called where such an object is unpickled.
+
+    Raises:
+        NotPatchedHere: this process has not applied that patch.
+    """
+    session = sys.modules.get("kvpatch.session")
+    if session is None or not session.SESSION.has_applied(slug):
+        raise NotPatchedHere(
+            f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this worker, "
+            "which would read wrong blocks: set ENABLE_KVPATCH and the KVPATCH_* variables alike "
+            "for every process of the engine (the shells of headless nodes; with Ray also "
+            "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVPATCH_,ENABLE_KVPATCH), and restart it"
+        )
+
+
+class LikePeers:
+    """The peers of one scheduler whose blocks have turned out to be as large as its own.
+
+    A stock worker reads those rightly, or refuses them itself. A prompt of one block tells
+    nothing; one of more has as many blocks at P only where they are as large, or are not
+    a part of D's, which the release refuses.
+    """
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, None] = OrderedDict()
+
+    def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
+        """Whether the peer is such a one.
+
+        Args:
+            blocks: that P names for a prompt.
+            own_blocks: that the prompt would fill here.
+        """
+        if blocks != own_blocks:
+            self._ids.pop(engine_id, None)
+            return False
+        if own_blocks > 1:
+            self._ids[engine_id] = None
+            while len(self._ids) > _MOST_PEERS:
+                self._ids.popitem(last=False)
+        return engine_id in self._ids
+
+
+def is_guarded(
+    scheduler: Any,
+    like_peers: LikePeers,
+    engine_id: str,
+    remote_tokens: int,
+    remote_blocks: tuple[tuple[int, ...], ...],
+    facts: ReleaseFacts,
+) -> bool:
+    """Whether a worker without kvpatch may read a request wrongly that one with it would not."""
+    number = counted_group(scheduler)
+    if number is None or number >= len(remote_blocks):
+        return True
+    tokens = int(scheduler.block_size)
+    if facts.has_cache_groups:
+        spec = scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        tokens = int(getattr(spec, "block_size", tokens))  # of several kinds has none
+    own = remote_tokens // tokens if facts.loads_whole_blocks_only else -(-remote_tokens // tokens)
+    return not like_peers.learn(engine_id, len(remote_blocks[number]), own)

@@ -1,0 +1,207 @@
+"""How tensors are shown to the release, which knows fewer ways for blocks to lie than there are.
+
+What it is handed is registered as it lies: keys and values that are far apart as regions of their
+own, blocks that hold all layers as rows of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvpatch.connector.cross_layer_blocks import register_rows
+from kvpatch.connector.kvcached.pages import pages_behind
+from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.connector.kvcached.rdma_devices import refuse_cards
+from kvpatch.connector.kvcached.transport_notes import note_transport
+from kvpatch.connector.local.backend_layouts import state_own_order
+from kvpatch.connector.local.local_geometry import call_layout_by_its_strides
+from kvpatch.connector.local.misread_states import misread_states
+from kvpatch.connector.local.registered_caches import LayerCache, read_layers
+from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.registered_strides import strides_checked
+from kvpatch.connector.state import worker_state
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry import DimensionOrder, Plane
+
+if TYPE_CHECKING:
+    import torch
+
+#: What takes the tensors next: the release's own registration, or what stands before it.
+Register = Callable[[Mapping[str, Any]], Any]
+
+#: How the blocks of one layer lie: keys and values inside a block, in a region
+#: each, or with other layers' between them.
+Arrangement = Literal["together", "apart", "interleaved"]
+
+
+def register_as_they_lie(
+    register: Register,
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    *,
+    is_read_by_us: bool,
+) -> Any:
+    """Registers tensors by the places where their blocks are.
+
+    Args:
+        is_read_by_us: whether the worker will have a reader, which knows rows.
+
+    Raises:
+        RegistrationRefused: the release would move other bytes.
+    """
+    state = worker_state(worker)
+    state.rows = state.planned_layout = None  # of an earlier registration
+    layers = read_layers(registration, worker, kv_caches)
+
+    def as_rows() -> Any:
+        _refuse_without_reader(worker, is_read_by_us=is_read_by_us)
+        result, state.rows = register_rows(register, registration, worker, kv_caches, layers)
+        return result
+
+    if settings.is_kvcached_enabled():
+        if not state.is_host_buffered:  # else they were looked at as that was made
+            _look_at_kvcacheds(worker, kv_caches, layers)
+        expected = {layer: registration.orders(worker, layer)[0] for layer in layers}
+        if is_in_rows(layers, expected, has_state=len(layers) < len(kv_caches)):
+            return as_rows()
+        # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
+        call_layout_by_its_strides(worker, layers)
+    elif misread_states(worker, kv_caches, layers):
+        try:
+            return as_rows()
+        except RegistrationRefused as error:
+            raise RegistrationRefused(
+                "recurrent state in blocks of all layers, which this vLLM reads from other "
+                "places than it lies in: set VLLM_KV_CACHE_LAYOUT=LBHNC. It cannot be read as "
+                f"kvcached's contiguous layout is either: {error}"
+            ) from error
+    elif not state.is_host_buffered and not getattr(worker, "use_host_buffer", False):
+        state.planned_layout = state_own_order(worker, layers)
+    shown = _with_keys_apart(registration, worker, kv_caches, layers)
+    with strides_checked(worker, layers):
+        return register(shown)
+
+
+def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch.Tensor]) -> Any:
+    """Registers a tensor that layers share with the first of them alone (<= 0.10.1).
+
+    Raises:
+        RegistrationRefused: the release has books by layer that need all of them.
+    """
+    owners = first_layers(kv_caches)
+    if len(owners) < len(kv_caches) and worker.model_config.hf_config.model_type == "llama4":
+        raise RegistrationRefused(
+            f"{len(kv_caches)} layers share {len(owners)} tensors, and this release keeps a "
+            "window per layer for llama4's local attention: disable the hybrid KV cache "
+            "manager (--disable-hybrid-kv-cache-manager)"
+        )
+    return register(owners)
+
+
+def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first layer of every tensor, in the order of registration."""
+    owners: dict[int, str] = {}
+    for layer, cache in kv_caches.items():
+        owners.setdefault(cache.data_ptr(), layer)
+    return {layer: kv_caches[layer] for layer in owners.values()}
+
+
+def _look_at_kvcacheds(
+    worker: Any, kv_caches: Mapping[str, Any], layers: Mapping[str, LayerCache]
+) -> None:
+    refuse_cards(worker, kv_caches)
+    note_transport(kv_caches)
+    check_pools(kv_caches, layers, kvcacheds_settings())
+    worker_state(worker).pages = pages_behind(kv_caches, layers)
+
+
+def _with_keys_apart(
+    registration: Registration,
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    layers: Mapping[str, LayerCache],
+) -> Mapping[str, Any]:
+    """The tensors with keys first, where keys and values are apart; else as they are."""
+    apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
+    if not apart:
+        return kv_caches
+    if apart != kv_caches.keys():
+        raise RegistrationRefused(
+            f"{', '.join(sorted(apart))} keep keys and values apart and "
+            f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register "
+            "one or the other; set ENABLE_KVCACHED=false for this model"
+        )
+    call_layout_by_its_strides(worker, layers)
+    return registration.show_split(worker, kv_caches)
+
+
+def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
+    """How one layer's blocks lie, from the distance between them."""
+    block_bytes = block_content_bytes(planes[0])
+    stride_bytes = planes[0].strides_bytes.block
+    if stride_bytes == block_bytes * len(planes):
+        return "together"
+    if stride_bytes == block_bytes:
+        return "apart"
+    return "interleaved"
+
+
+def block_content_bytes(plane: Plane) -> int:
+    """Bytes of one content in one block, without what may lie between them."""
+    counts = plane.counts
+    return counts.heads * counts.block_tokens * counts.channels * plane.item_bytes
+
+
+def is_split_inside(cache: LayerCache) -> bool:
+    """Whether keys and values are apart where the shape says that a block holds both.
+
+    A keys-first tensor is two regions to every release that has such tensors.
+    """
+    blocks_first = cache.order.dimensions[:2] == ("block", "kv")
+    return blocks_first and arrangement(cache.planes) == "apart"
+
+
+def is_in_rows(
+    layers: Mapping[str, LayerCache],
+    expected: Mapping[str, DimensionOrder],
+    *,
+    has_state: bool = False,
+) -> bool:
+    """Whether any layer's blocks have other layers' between them.
+
+    A single layer's have not, and are rows all the same where this release has keys and
+    values in regions of their own, or packed. Not in hybrid models, in which the release itself
+    has them together, so that a block may be a state's.
+    """
+    for layer, cache in layers.items():
+        arranged = arrangement(cache.planes)
+        as_expected = expected[layer].dimensions[:2] == ("block", "kv")
+        if arranged == "interleaved" or (
+            arranged == "together"
+            and "kv" in cache.order.dimensions
+            and not as_expected
+            and not has_state
+        ):
+            return True
+    return False
+
+
+def _refuse_without_reader(worker: Any, *, is_read_by_us: bool) -> None:
+    """Refuses a worker whose reads the release would do itself, which knows no rows.
+
+    Raises:
+        RegistrationRefused: with the setting that helps.
+    """
+    if not is_read_by_us:
+        raise RegistrationRefused(
+            "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
+            "off: leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    if not hasattr(worker, "_read_blocks_for_req"):
+        raise RegistrationRefused(
+            "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
+            "read: use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )

@@ -1,0 +1,226 @@
+"""What a request needs from its peer, carried from the scheduler to the worker.
+
+Pairing by token position needs the number of tokens, which only the scheduler
+knows in most releases, and the peer's blocks in the peer's own size, which some
+releases convert by our own before the worker can look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvpatch.connector.other_processes import LikePeers, is_guarded, require
+from kvpatch.core.releases import ReleaseFacts
+
+_ORDER = "kvpatch_order"
+_REMOTE_BLOCKS = "kvpatch_remote_blocks"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a request's own engine has of it when a step is over.
+
+    Attributes:
+        tokens: from the first one on.
+        blocks: per cache group, those that hold them, and may hold more.
+    """
+
+    tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclass(eq=False)
+class Want:
+    """Whether anybody waits for an order still; a worker's own."""
+
+    is_over: bool = False
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a request needs from its peer, as the scheduler knew it.
+
+    Attributes:
+        tokens: how many tokens of the prompt both sides hold in the end.
+        remote_tokens: how many the peer holds; its blocks end with the last of them.
+        local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
+        remote_blocks: per cache group, the peer's blocks, in the peer's own size.
+        hit_tokens: of D's own prefix hit; None where the length of a list tells it.
+        computed: what D computes itself in the step that this order comes with; None where
+            it loads the prompt, or nobody has to know.
+        want: over when its request is.
+        is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
+            unpickle the order then.
+    """
+
+    tokens: int
+    remote_tokens: int
+    local_blocks: tuple[tuple[int, ...], ...]
+    remote_blocks: tuple[tuple[int, ...], ...]
+    hit_tokens: int | None = None
+    computed: Computed | None = None
+    want: Want = field(default_factory=Want, compare=False)
+    arrived: float | None = None
+    is_guarded: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = _unpickled if self.is_guarded else Order
+        return make, tuple(getattr(self, one.name) for one in fields(self))
+
+
+def _unpickled(*values: Any) -> Order:
+    require("unlike_engines")
+    return Order(*values)
+
+
+def attach_orders(
+    scheduler: Any,
+    waiting: Mapping[str, Any],
+    metadata: Any,
+    facts: ReleaseFacts,
+    *,
+    like_peers: LikePeers,
+    step: Any = None,
+) -> None:
+    """Writes each request's order onto its entry in the connector's metadata.
+
+    Args:
+        like_peers: the scheduler's.
+        waiting: the scheduler's own record of requests to receive, by request id,
+            taken before it was cleared; each value starts with the request.
+        step: the scheduler's output, where workers have to know what D computes itself.
+    """
+    computed = _computed_in(step)
+    for request_id, entry in metadata.reqs_to_recv.items():
+        request = waiting[request_id][0]
+        prompt = prefilled_tokens(scheduler, request)
+        parameters = request.kv_transfer_params or {}
+        held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
+        # A prefill engine that reads back an earlier turn wants what there is of it.
+        tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
+        if facts.loads_whole_blocks_only:
+            tokens -= tokens % scheduler.block_size
+        local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry))
+        has_load = any(local)
+        order = Order(
+            tokens,
+            held,
+            local,
+            remote,
+            _hit_tokens(request) if facts.reserves_drafted_blocks else None,
+            None if has_load else computed.get(request_id),
+            is_guarded=has_load
+            and is_guarded(scheduler, like_peers, engine_of(entry), held, remote, facts),
+            arrived=request.arrival_time,
+        )
+        setattr(entry, _ORDER, order)
+
+
+def prefilled_tokens(scheduler: Any, request: Any) -> int:
+    """How many of a request's prompt P computes.
+
+    Not the last ones of a model with recurrent state, or where D's drafter needs them.
+    """
+    prompt = int(request.num_prompt_tokens)
+    loaded = getattr(scheduler, "_get_remote_prefill_token_count", None) or getattr(
+        scheduler, "_mamba_prefill_token_count", None
+    )  # from 0.25, and in 0.19 to 0.24
+    return prompt if loaded is None else int(loaded(prompt))
+
+
+def _computed_in(step: Any) -> dict[str, Computed]:
+    """By request, what of new ones the model has computed when a step is over."""
+    found = {}
+    for new in getattr(step, "scheduled_new_reqs", None) or ():
+        tokens = new.num_computed_tokens + step.num_scheduled_tokens.get(new.req_id, 0)
+        prompt = len(new.prompt_token_ids or ())  # none of a prompt of embeddings
+        found[new.req_id] = Computed(min(int(tokens), prompt), groups(new.block_ids))
+    return found
+
+
+def _hit_tokens(request: Any) -> int | None:
+    """Tokens of D's own prefix cache, as they were counted when the request came in."""
+    stats = getattr(request, "prefill_stats", None)
+    hit = getattr(stats, "num_local_cached_tokens", None)
+    return None if hit is None else int(hit)
+
+
+def order_of(entry: Any) -> Order | None:
+    """The order on an entry of the connector's metadata; None where there is none."""
+    found = getattr(entry, _ORDER, None)
+    return found if isinstance(found, Order) else None
+
+
+def orders_of(metadata: Any) -> list[tuple[str, Order]]:
+    """(request id, order) of what the connector's metadata asks a worker for."""
+    found = ((name, order_of(entry)) for name, entry in metadata.reqs_to_recv.items())
+    return [(name, order) for name, order in found if order is not None]
+
+
+def engine_of(entry: Any) -> str:
+    """The peer's engine id."""
+    remote = getattr(entry, "remote", None)  # from 0.13
+    return str(entry.remote_engine_id if remote is None else remote.engine_id)
+
+
+def remote_blocks(entry: Any) -> Any:
+    """The peer's blocks as the entry has them now."""
+    remote = getattr(entry, "remote", None)
+    return entry.remote_block_ids if remote is None else remote.block_ids
+
+
+def show_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
+    """Gives the entry others of the peer's blocks to be read, per cache group."""
+    found = remote_blocks(entry)
+    setattr(entry, _REMOTE_BLOCKS, found)
+    is_flat = not (len(found) and hasattr(found[0], "__len__"))  # to 0.17
+    _set_remote_blocks(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks])
+
+
+def pretend_alike(entry: Any, *, expanded: bool) -> None:
+    """Gives the entry as many remote blocks as local ones, all of them block 0.
+
+    The release pairs the two lists one to one; which bytes that means is ours.
+
+    Args:
+        expanded: whether kernel blocks are paired as they stand here, or logical
+            ones that the release goes on to expand.
+    """
+    local = getattr(entry, "local_physical_block_ids", None) if expanded else None
+    if local is None:
+        local = entry.local_block_ids
+    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry))
+    _set_remote_blocks(entry, _zeros(local))
+
+
+def stop_pretending(entry: Any) -> None:
+    """Undoes :func:`pretend_alike`.
+
+    A release that shakes hands again first (from 0.32) comes back with the same entry,
+    and the peer may have turned into one like us.
+    """
+    own = getattr(entry, _REMOTE_BLOCKS, None)
+    if own is not None:
+        _set_remote_blocks(entry, own)
+
+
+def _set_remote_blocks(entry: Any, blocks: Any) -> None:
+    if getattr(entry, "remote", None) is None:
+        entry.remote_block_ids = blocks
+    else:
+        entry.remote.block_ids = blocks
+
+
+def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:
+    """Block ids per cache group; a flat list (to 0.17) is the only group's."""
+    if len(blocks) and not hasattr(blocks[0], "__len__"):
+        return (tuple(blocks),)
+    return tuple(tuple(group) for group in blocks) or ((),)
+
+
+def _zeros(blocks: Any) -> Any:
+    if len(blocks) and hasattr(blocks[0], "__len__"):
+        return type(blocks)([0] * len(group) for group in blocks)
+    return [0] * len(blocks)

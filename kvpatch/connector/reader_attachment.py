@@ -1,0 +1,176 @@
+"""Gives a worker that has registered its caches the reader that fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from kvpatch.connector.cross_layer_blocks import RegisteredRows
+from kvpatch.connector.handles import agents_beside, ranks_of, unlike_engine_of
+from kvpatch.connector.handshake.cross_layer_form import places_digest
+from kvpatch.connector.handshake.remote_states import places_of_states
+from kvpatch.connector.handshake.split_kv import kv_split_of
+from kvpatch.connector.local.backend_layouts import backend_layouts
+from kvpatch.connector.local.local_geometry import LocalGeometry, SharesRead, local_geometry_of
+from kvpatch.connector.local.misread_blocks import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.connector.local.recurrent_state import StatePages, states_digest
+from kvpatch.connector.local.release_layouts import registration_of
+from kvpatch.connector.local_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
+from kvpatch.connector.reading.leases import leases_of
+from kvpatch.connector.reading.nixl_proxy import ReadingAgent
+from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.reading.reader import Destination, Reader
+from kvpatch.connector.reading.staging import staging_pool
+from kvpatch.connector.split_handles import watch_split_handles
+from kvpatch.connector.state import worker_state
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry import places_of
+
+
+def attach_reader(
+    worker: Any, facts: ReleaseFacts, kv_caches: Mapping[str, Any], own: OwnCache
+) -> None:
+    """Gives a worker its reader, where its cache is one that can be read into.
+
+    Raises:
+        RegistrationRefused: it is not, and nobody else knows how its blocks lie.
+    """
+    is_misread = (
+        facts.topology_has_block_size
+        and own.cache is not None
+        and takes_heads_for_tokens(worker, own.cache[0])
+    )
+    if is_misread:
+        take_planned_blocks(worker)
+    state = worker_state(worker)
+    can_read = _can_read(worker, own)
+    if state.rows is not None and not can_read:
+        raise RegistrationRefused(
+            "kvcached's contiguous layout cannot be read into here (context parallelism, "
+            "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
+            "states that are not one behind the other): set KVCACHED_CONTIGUOUS_LAYOUT=false"
+        )
+    if can_read and own.cache is not None and own.behind is not None:
+        agent = _own_agent(worker.nixl_wrapper)
+        ours = _local_geometry(worker, facts, own, own.cache, is_misread=is_misread)
+        reader = _reader(worker, facts, kv_caches, own, ours)
+        reader.leases = leases_of(worker)
+        state.reader = reader
+        worker.nixl_wrapper = ReadingAgent(
+            agent,
+            reader,
+            partial(ranks_of, worker),
+            partial(unlike_engine_of, worker),
+            partial(agents_beside, worker),
+        )
+        watch_split_handles(worker)
+        registration_of(facts).admit_peers(worker)
+    if not facts.states_kernel_blocks:
+        from kvpatch.legacy.introducing import say_what_is_open
+
+        say_what_is_open(worker, may_leave_open=_may_leave_open(state.reader))
+
+
+def _can_read(worker: Any, own: OwnCache) -> bool:
+    is_in_place = (
+        worker_state(worker).rows is not None
+        or not own.states
+        or are_in_regions(worker, own.states)
+    )
+    return (
+        own.cache is not None
+        and is_plain(worker)
+        and has_blocks_of(worker.block_size, own.cache)
+        and is_in_place
+    )
+
+
+def _may_leave_open(reader: Reader | None) -> bool:
+    """Whether a peer's handshake may leave something open that this worker would prove."""
+    if reader is None or settings.peer_block_size() is not None:
+        return False
+    sizes = reader.ours.kernel_sizes
+    return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)
+
+
+def _own_agent(agent: Any) -> Any:
+    """NIXL's own agent, where the worker has registered before."""
+    return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
+
+
+def _local_geometry(
+    worker: Any, facts: ReleaseFacts, own: OwnCache, cache: Cache, *, is_misread: bool
+) -> LocalGeometry:
+    layers, groups, key_order = cache
+    state = worker_state(worker)
+    ours = local_geometry_of(worker, layers if state.rows is None else state.rows.shown, key_order)
+    if own.blocks_hold_both:
+        ours = replace(ours, kv_split=kv_split_of(ours))
+    known = backend_layouts(worker)
+    ours = replace(
+        ours,
+        meets_one_rank=facts.meets_one_rank,
+        shares_read=SharesRead(facts.counts_one_head, facts.reads_its_share),
+        misreads_blocks=is_misread,
+        planned_layout=state.planned_layout,
+        backend_layout=next(iter(known)) if len(known) == 1 else None,
+    )
+    if len(groups) > 1:
+        ours = replace(ours, groups=tuple(group.layers for group in groups))
+    return _with_states(worker, ours, own.states, state.rows) if own.states else ours
+
+
+def _with_states(
+    worker: Any, ours: LocalGeometry, states: Mapping[str, StatePages], rows: RegisteredRows | None
+) -> LocalGeometry:
+    """Our side with its states' pages as the release was shown them."""
+    if rows is None:
+        ours = replace(ours, states=states)
+        groups = ours.groups or (frozenset(ours.layers),)
+        places = places_digest(places_of([group & ours.layers.keys() for group in groups]))
+        told = states_digest(places, places_of_states(ours), worker._layer_specs)
+        return replace(ours, row_places=told)
+    shown = {}
+    for name, state in rows.states.items():
+        blocks = states[name].blocks
+        page_bytes = rows.row.block_bytes * rows.row.blocks // (len(rows.row.layers) * blocks)
+        address = rows.row.address + state.place * page_bytes * blocks
+        shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
+    return replace(ours, states=shown, row_places=rows.form.places)
+
+
+def _reader(
+    worker: Any,
+    facts: ReleaseFacts,
+    kv_caches: Mapping[str, Any],
+    own: OwnCache,
+    ours: LocalGeometry,
+) -> Reader:
+    """The reader of what a worker has registered, or of the device's cache behind it."""
+    if own.cache is None or own.behind is None:
+        raise RegistrationRefused("a cache that cannot be read into has no reader")
+    layers, groups, _ = own.cache
+    state = worker_state(worker)
+    agent, buffer = _own_agent(worker.nixl_wrapper), state.host_buffer
+    device = kv_caches[next(iter(layers))].device
+    if buffer is None:
+        shown = None if state.rows is None else layers
+        destination = Destination(kv_caches, shown, state.rows, states=own.states)
+        pool = staging_pool(agent, ours.memory, device)
+        mode = settings.transfer_mode()
+    else:
+        caches = buffer.caches
+        copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
+        destination = Destination(buffer.tensors, own.behind[0], caches=caches)
+        pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
+        mode = "staged"
+    proofs = OpenPeers()
+    if not facts.states_kernel_blocks:
+        from kvpatch.legacy.introducing import proofs_of
+
+        proofs = proofs_of(worker, ours, groups, destination, pool)
+    return Reader(ours, groups, destination, pool, mode, proofs)

@@ -1,0 +1,51 @@
+"""How long P keeps what D has not read yet, as far as D can know.
+
+To 0.21 P lets go of a request's blocks a fixed time after it was computed
+(``VLLM_NIXL_ABORT_REQUEST_TIMEOUT``, which is to be the same on both sides), and D is told
+neither when that was nor how long it is. From 0.22 on P grants a lease, and D's scheduler
+renews the leases of all requests that are not received yet in some of its steps. In each
+step D's worker looks at its reads too: one that was not looked at for long is one whose
+lease was not renewed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from kvpatch.connector.read_request import Order
+from kvpatch.transfer.lifetime import Lifetime
+
+#: Of the fixed time. The rest is for what lies between P's answer and its arrival at D.
+_SHARE = 0.95
+#: D renews every sixth of a lease, by two thirds of it: half of it may pass without a step.
+_GAP_OF_EXTENSION = 0.75
+
+
+@dataclass(frozen=True)
+class Leases:
+    """What a worker knows of its peers' patience.
+
+    Attributes:
+        seconds: that P keeps blocks for, from when its request is finished.
+        gap_seconds: that D's steps may be apart.
+    """
+
+    seconds: float = inf
+    gap_seconds: float = inf
+
+    def lifetime(self, order: Order) -> Lifetime:
+        """Of the blocks that an order reads."""
+        ends = inf if order.arrived is None else order.arrived + self.seconds
+        return Lifetime(ends, self.gap_seconds)
+
+
+def leases_of(worker: Any) -> Leases:
+    """As the worker's release has them."""
+    extension = getattr(worker, "_lease_extension", None)
+    if extension is not None:
+        return Leases(gap_seconds=_GAP_OF_EXTENSION * extension)
+    import vllm.envs
+
+    return Leases(_SHARE * vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)

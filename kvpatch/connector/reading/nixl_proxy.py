@@ -1,0 +1,145 @@
+"""A worker's NIXL agent, as the release sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import wrapt
+
+from kvpatch.connector.reading.reader import Reader
+from kvpatch.core.errors import KvpatchError, ReadRefused
+from kvpatch.transfer.joined import JoinedRead
+from kvpatch.transfer.nixl import tell_over
+from kvpatch.transfer.staged import StagedRead
+
+
+class ReadingAgent(wrapt.ObjectProxy[Any]):
+    """Prepares the reader's transfers in place of the release's own while the reader reads.
+
+    Args:
+        ranks_of: (engine id, handle) -> the peer's ranks that it stands for: one, or all where
+            the release knows one handle for them.
+        engine_of: handle -> the unlike engine that it belongs to, if it does to one.
+        beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        reader: Reader,
+        ranks_of: Callable[[str, Any], Sequence[int]],
+        engine_of: Callable[[Any], str | None],
+        beside: Callable[[str], Sequence[str]],
+    ) -> None:
+        super().__init__(agent)
+        self._self_reader = reader
+        self._self_ranks_of = ranks_of
+        self._self_engine_of = engine_of
+        self._self_beside = beside
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_handle: Any,
+        local_indices: Any,
+        remote_handle: Any,
+        remote_indices: Any,
+        notif_msg: bytes = b"",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """As NIXL's own; the descriptors that are named are not the ones that are read.
+
+        Raises:
+            KvpatchError: the request is refused.
+            ReadRefused: a peer that was only shown as one like us would be read as one, or
+                blocks to fill are not there.
+        """
+        context = self._self_reader.context
+        if context is not None:
+            if context.refusal is not None:
+                self._let_go(context.engine_id, remote_handle, notif_msg)
+                raise context.refusal
+            context.check_blocks()
+        engine_id = self._self_reader.is_reading()
+        if engine_id is not None:
+            ranks = self._self_ranks_of(engine_id, remote_handle)
+            try:
+                return self._prepare(ranks, notif_msg)
+            except KvpatchError:
+                self._let_go(engine_id, remote_handle, notif_msg)
+                raise
+        unlike = self._self_engine_of(remote_handle)
+        if unlike is not None:
+            raise ReadRefused(
+                f"engine {unlike} has another geometry, and a transfer with it was prepared as if "
+                "it had ours: restart this engine, with kvpatch on or off for all of its life"
+            )
+        return self.__wrapped__.make_prepped_xfer(
+            operation,
+            local_handle,
+            local_indices,
+            remote_handle,
+            remote_indices,
+            notif_msg,
+            *args,
+            **kwargs,
+        )
+
+    def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
+        reader, nixl = self._self_reader, self.__wrapped__
+        if len(ranks) == 1:
+            return reader.prepare(nixl, ranks[0], notification)
+        needed = reader.holding_all(ranks)
+        others = [reader.agent(rank) for rank in ranks if rank not in needed]
+        with ExitStack() as prepared:
+            reads = []
+            for rank in needed:
+                reads.append(reader.prepare(nixl, rank, notification))
+                prepared.callback(self.release_xfer_handle, reads[-1])
+            prepared.pop_all()
+        read = JoinedRead(self, reads, lambda: tell_over(self.__wrapped__, others, notification))
+        read.owner = reader.order
+        return read
+
+    def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
+        """Tells a peer that a request is over: nobody will ever read its blocks."""
+        peer = self._self_reader.known(engine_id)
+        if peer is not None:
+            ranks = self._self_ranks_of(engine_id, remote_handle)
+            tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
+
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
+        """Sends a message to a rank, and to those beside it of which the release does not know."""
+        beside = self._self_beside(remote_agent_name)
+        others = (name for name in beside if name != remote_agent_name)
+        tell_over(self.__wrapped__, others, notif_msg)
+        if self._self_reader.proofs.post(self.__wrapped__, remote_agent_name, notif_msg):
+            return None  # it is told once a sample of its blocks has been read
+        return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
+
+    def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        """Starts a transfer."""
+        if isinstance(handle, StagedRead | JoinedRead):
+            return handle.start()
+        return self.__wrapped__.transfer(handle, *args, **kwargs)
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        """``DONE``, ``PROC`` or ``ERR``."""
+        if isinstance(handle, StagedRead | JoinedRead):
+            return handle.state()
+        return self.__wrapped__.check_xfer_state(handle)
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        """NIXL's counts of a transfer."""
+        if isinstance(handle, StagedRead | JoinedRead):
+            return handle.telemetry()
+        return self.__wrapped__.get_xfer_telemetry(handle)
+
+    def release_xfer_handle(self, handle: Any) -> Any:
+        """Lets go of a transfer."""
+        if isinstance(handle, StagedRead | JoinedRead):
+            return handle.release()
+        return self.__wrapped__.release_xfer_handle(handle)

@@ -1,0 +1,366 @@
+"""One worker's reads from peers of another geometry.
+
+The release goes on doing what it does for a peer like us: handshakes, books,
+notifications, completion, failures. Only the transfer that it prepares is
+another one, planned between the two geometries: the call that prepares it,
+``make_prepped_xfer``, is the same in every release from 0.10.0 on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpatch.connector.cross_layer_blocks import RegisteredRows
+from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.handshake.candidates import Name
+from kvpatch.connector.handshake.remote_geometry import peer_memory
+from kvpatch.connector.handshake.remote_ranks import Peer, Rank
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.connector.read_request import Order
+from kvpatch.connector.reading.leases import Leases
+from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.reading.request_context import Reading, RequestContext
+from kvpatch.connector.reading.state_runs import with_states
+from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
+from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
+from kvpatch.geometry import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    Content,
+    Overlap,
+    Share,
+    is_direct,
+    kernel_blocks,
+    pair_whole_blocks,
+    plan_chunks,
+    plan_runs,
+)
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
+from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.storageless import StoragelessCaches
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """What reads fill.
+
+    Attributes:
+        tensors: where they are placed.
+        layers: of `tensors`, where the release was shown others: a host buffer of the same
+            layout and other blocks, or what stands for cross-layer blocks; None where it was
+            `tensors`.
+        rows: what is registered, where blocks are cross-layer blocks.
+        caches: what places reads where `tensors` only stand for those of the device.
+        states: the pages of layers with recurrent state, where they really lie.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    layers: Mapping[str, LayerCache] | None = None
+    rows: RegisteredRows | None = None
+    caches: Caches | StoragelessCaches | None = None
+    states: Mapping[str, StatePages] = field(default_factory=dict)
+
+
+class Reader:
+    """What one worker reads from its peers.
+
+    Args:
+        pool: where staged reads land.
+        mode: ``auto``, ``direct`` or ``staged``.
+        proofs: of peers whose handshakes leave something open.
+    """
+
+    def __init__(
+        self,
+        ours: LocalGeometry,
+        groups: tuple[Group, ...],
+        destination: Destination,
+        pool: StagingPool,
+        mode: str,
+        proofs: OpenPeers,
+    ) -> None:
+        self.ours = ours
+        self.groups = groups
+        self.pool = pool
+        self.peers: dict[str, Peer] = {}
+        self._unbooked: frozenset[str] = frozenset()
+        self.mode = mode
+        tensors, caches = destination.tensors, destination.caches
+        self._rows = destination.rows
+        self._layers = ours.layers if destination.layers is None else destination.layers
+        if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
+            caches = Caches({name: tensors[name] for name in self._layers})
+        self._caches = caches
+        self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
+        self.proofs = proofs
+        self.context: RequestContext | None = None
+        self._states = destination.states
+        self.leases = Leases()
+
+    def peer(self, engine_id: str) -> Peer | None:
+        """The peer of that engine id, if it is one of another geometry."""
+        return self.peers.get(engine_id)
+
+    def keep(self, booked: Collection[str]) -> None:
+        """Forgets the engines that the release has let go of, or never took on.
+
+        It books an engine when all ranks have shaken hands, so that one that is on its way is not
+        booked either: those are forgotten that are not at two handshakes of others.
+
+        Args:
+            booked: the engines that the release knows, and the one that hands are shaken with.
+        """
+        held = frozenset((*self.peers, *self.proofs.open_engines))
+        unbooked = held.difference(booked)
+        for engine_id in unbooked & self._unbooked:
+            self.peers.pop(engine_id, None)
+            self.proofs.forget(engine_id)
+        self._unbooked = unbooked
+
+    def known(self, engine_id: str) -> Peer | None:
+        """As :meth:`peer`, and one of which nothing is read before it is proven what it is."""
+        found = self.peers.get(engine_id)
+        ranks = self.proofs.ranks(engine_id) if found is None else None
+        return Peer(ranks) if ranks else found
+
+    def admit(self, rank: Rank) -> None:
+        """Books a rank that the release has admitted; another number of ranks begins anew."""
+        self._book(self.peers, rank)
+
+    def admit_like(self, engine_id: str) -> None:
+        """Books a rank of a peer like us, which the release reads."""
+        self.peers.pop(engine_id, None)
+
+    def admit_unproven(
+        self,
+        candidates: Mapping[Name, Rank],
+        refusals: Mapping[Name, KvpatchError],
+        alike: Name | None,
+    ) -> None:
+        """Books a rank of a peer whose handshake leaves something open.
+
+        Args:
+            candidates: what it may be.
+            refusals: of what it may be and cannot be read as.
+            alike: the candidate that the release reads; None for none.
+        """
+        engine_id = next(iter(candidates.values())).statement.engine_id
+        self.peers.pop(engine_id, None)
+
+        def admit(name: Name) -> None:
+            if name == alike:
+                self.admit_like(engine_id)
+            else:
+                self.admit(candidates[name])
+
+        self.proofs.open(engine_id, candidates, refusals, admit)
+
+    def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
+        statement = rank.statement
+        peer = peers.get(statement.engine_id)
+        if peer is None or any(
+            known.statement.tp_size != statement.tp_size for known in peer.ranks.values()
+        ):
+            peer = peers[statement.engine_id] = Peer()
+        peer.add(rank, self.planes)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some of our layers have recurrent state."""
+        return bool(self._states)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether peers like us are read by us too: the release does not know our tensors."""
+        return self._layers is not self.ours.layers
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether peers like us are read by us for any reason."""
+        return self.is_for_all or self.ours.misreads_blocks
+
+    @contextmanager
+    def request(self, context: RequestContext) -> Iterator[None]:
+        """While inside, transfers that the release prepares are what a context makes of them."""
+        self.context = context
+        try:
+            yield
+        finally:
+            self.context = None
+
+    def is_reading(self) -> str | None:
+        """The engine that we read from; None outside a request, and where the release reads."""
+        context = self.context
+        return None if context is None or context.reading is None else context.engine_id
+
+    def prepare(self, nixl: Any, number: int, notification: bytes) -> Any:
+        """The transfer that replaces the release's own, of one rank of the peer.
+
+        Raises:
+            ReadRefused, UnpairableBlocks: the blocks do not hold the tokens.
+            PeerRefused: a head of ours is on none of the peer's ranks.
+        """
+        reading = self._being_read()
+        if reading.peer.missing is not None:
+            raise PeerRefused(
+                f"no rank of engine {self.is_reading()} that we read from holds "
+                f"{reading.peer.missing}"
+            )
+        rank = reading.peer.ranks[number]
+        statement = rank.statement
+        shares = shares_of(
+            self.ours, self.groups, statement, rank.overlaps, reading.order, rank.block_tokens
+        )
+        ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
+        whole = self._whole_rows(statement, shares, reading.order)
+        if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
+            return prepare_read(nixl, ends, *whole, notification)
+        if reading.tails_left:  # once a request, and not before its blocks were checked
+            self._zero_tails(reading.order)
+            reading.tails_left = False
+        direct, staged = self._split(shares)
+        plan = plan_runs(
+            (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
+            for share in direct
+        )
+        plan = with_states(plan, self.groups, statement, reading.order, self._states, rank.states)
+        if not staged:
+            runs = plan.remote_address, plan.local_address, plan.length
+            return prepare_read(nixl, ends, *runs, notification)
+        chunks = plan_chunks(staged, lambda: self.pool.chunk_bytes)
+        read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, chunks)
+        read.owner = reading.order
+        read.lifetime = self.leases.lifetime(reading.order)
+        return read
+
+    def holding_all(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the ranks that it takes to read every head that any of them holds.
+
+        Raises:
+            ReadRefused: nothing is being read.
+        """
+        ranks = self._being_read().peer.ranks
+        held: set[tuple[str, Content, int]] = set()
+        found = []
+        for number in numbers:
+            heads = set(ranks[number].heads())
+            if not heads <= held:
+                found.append(number)
+            held |= heads
+        return found
+
+    def agent(self, number: int) -> str:
+        """NIXL's name of a rank of the peer that is being read.
+
+        Raises:
+            ReadRefused: nothing is being read.
+        """
+        return self._being_read().peer.ranks[number].agent
+
+    def _being_read(self) -> Reading:
+        if self.context is None or self.context.reading is None:
+            raise ReadRefused("a transfer was prepared outside a request")
+        return self.context.reading
+
+    @property
+    def order(self) -> Order:
+        """What is being read.
+
+        Raises:
+            ReadRefused: nothing is.
+        """
+        return self._being_read().order
+
+    def _has_our_rows(self, statement: Statement) -> bool:
+        rows = self._rows
+        return (
+            rows is not None
+            and statement.rows == rows.form
+            and statement.block_bytes[0] == rows.row.block_bytes
+            and statement.tp_size == self.ours.tp_size
+        )
+
+    def _whole_rows(
+        self, statement: Statement, shares: Sequence[Share], order: Order
+    ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
+        """(remote address, local address, bytes) of each row, where rows are read as they are."""
+        rows = self._rows
+        if rows is None or not self._has_our_rows(statement):
+            return None
+        if self.mode == "staged":
+            return None
+        # A block is one group's: the row is that group's layers, whichever it is.
+        full = [share for share in shares if len(share.segments)]
+        pairs = [pair_whole_blocks(share.segments) for share in full]
+        whole = [pair for pair in pairs if pair is not None]
+        ends = [rows.end_of(overlap.layer for overlap in share.overlaps) for share in full]
+        parts = self.ours.kernel_blocks_per_block
+        for _, remote_block, local_block in state_pairs(self.groups, statement, order):
+            if remote_block >= statement.blocks // parts:
+                raise ReadRefused(
+                    f"the request names block {remote_block} of engine {statement.engine_id}, "
+                    f"which has {statement.blocks // parts}"
+                )
+            whole.append(
+                (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))
+            )
+            pairs.append(whole[-1])
+            ends.append(rows.row.block_bytes)
+        if not whole or len(whole) < len(pairs):
+            return None
+        remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))
+        return (
+            statement.addresses[0] + remote * statement.stride_bytes[0],
+            rows.row.address + local * rows.row.block_bytes,
+            np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
+        )
+
+    def _split(self, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
+        """What goes straight to its place, and what goes through the pool."""
+        direct: list[Share] = []
+        staged: list[Share] = []
+        for share in shares:
+            if not len(share.segments):
+                continue
+            straight: list[Overlap] = []
+            rest: list[Overlap] = []
+            known: dict[Any, bool] = {}  # layers that are strided alike are judged once
+            for overlap in share.overlaps:
+                if overlap.shape not in known:
+                    known[overlap.shape] = self._is_direct(overlap, share)
+                (straight if known[overlap.shape] else rest).append(overlap)
+            for overlaps, kind in ((straight, direct), (rest, staged)):
+                if overlaps:
+                    kind.append(replace(share, overlaps=tuple(overlaps)))
+        return direct, staged
+
+    def _is_direct(self, overlap: Overlap, share: Share) -> bool:
+        if self.mode != "auto":
+            return self.mode == "direct"
+        if overlap.slot_bytes > self.pool.size_bytes:
+            return True
+        costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
+        return is_direct(overlap, share.segments, costs)
+
+    def _zero_tails(self, order: Order) -> None:
+        for layers, tail in tails_of(self.ours, self.groups, order):
+            for name in layers:
+                for plane in self._layers[name].planes:
+                    if not plane.is_whole:
+                        self._caches.zero(name, plane, tail)

@@ -1,0 +1,50 @@
+"""What becomes of the transfers that the release prepares while it reads one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpatch.connector.handshake.remote_ranks import Peer
+from kvpatch.connector.read_request import Order
+from kvpatch.core.errors import KvpatchError
+
+
+@dataclass
+class Reading:
+    """A request that we read.
+
+    Attributes:
+        tails_left: whether what is behind its last token is still to be zeroed.
+    """
+
+    peer: Peer
+    order: Order
+    tails_left: bool = True
+
+
+@dataclass
+class RequestContext:
+    """One request, from when the release begins to prepare its transfers to when it has.
+
+    Attributes:
+        check: of the blocks to fill, ours or the release's; called until it has nothing to say.
+        refusal: is raised in place of preparing a transfer. From 0.11.1 on the release fails one
+            request there; an error anywhere before that would end the engine.
+        reading: what ours are planned from, in place of the release's; None where its stand.
+    """
+
+    request_id: str
+    engine_id: str
+    check: Callable[[], None] | None = None
+    refusal: KvpatchError | None = None
+    reading: Reading | None = None
+
+    def check_blocks(self) -> None:
+        """Calls the check.
+
+        There, and not before, the release makes a failed load of what it raises.
+        """
+        if self.check is not None:
+            self.check()
+            self.check = None

@@ -1,0 +1,54 @@
+"""The runs that bring a peer's recurrent states, each layer's whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.read_request import Order
+from kvpatch.connector.reading.token_pairing import state_pairs
+from kvpatch.core.errors import ReadRefused
+from kvpatch.geometry import Plan
+
+
+def with_states(
+    plan: Plan,
+    groups: Iterable[Group],
+    peer: Statement,
+    order: Order,
+    ours: Mapping[str, StatePages],
+    theirs: Mapping[str, StatePages],
+) -> Plan:
+    """A plan, and the runs that bring each layer's states whole.
+
+    Raises:
+        ReadRefused: a group has several blocks, or one that the peer has not.
+    """
+    runs = []
+    for group, remote_block, local_block in state_pairs(groups, peer, order):
+        for name in sorted(group.layers):
+            remote, local = theirs[name], ours[name]
+            if remote_block >= remote.blocks or local_block >= local.blocks:
+                raise ReadRefused(
+                    f"the request names blocks {remote_block} and {local_block} of the states of "
+                    f"layer {name}, of {remote.blocks} and {local.blocks}"
+                )
+            runs.append(
+                (
+                    remote.address + remote_block * remote.stride_bytes,
+                    local.address + local_block * local.stride_bytes,
+                    local.size_bytes,
+                )
+            )
+    if not runs:
+        return plan
+    remote_address, local_address, length = np.asarray(runs, dtype=np.int64).T
+    return Plan(
+        np.concatenate((plan.remote_address, remote_address)),
+        np.concatenate((plan.local_address, local_address)),
+        np.concatenate((plan.length, length)),
+    )

@@ -1,0 +1,114 @@
+"""Whether what a worker has registered is where its tensors' blocks lie.
+
+To 0.28 a release computes a block's address from the bytes of its shape, and never asks the
+tensor for its strides; what it has computed stands on the worker as it registers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import wrapt
+
+from kvpatch.connector.local.local_geometry import registered_addresses
+from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry import Plane, extent_bytes
+
+
+@dataclass(frozen=True)
+class _Region:
+    address: int
+    block_bytes: int
+
+
+@contextmanager
+def strides_checked(worker: Any, layers: Mapping[str, LayerCache]) -> Iterator[None]:
+    """While inside, a registration is refused once it has computed other places than blocks have.
+
+    Before it prepares any transfer: NIXL's handles of a worker that was never made outlive their
+    agent, and end the process without a word.
+
+    Args:
+        layers: what the worker is handed, read.
+
+    Raises:
+        RegistrationRefused: a layer's blocks are not where the release takes them to be.
+    """
+    agent = worker.nixl_wrapper
+    checked = _CheckedFirst(agent, partial(_refuse_other_strides, worker, layers))
+    worker.nixl_wrapper = checked
+    try:
+        yield
+    finally:
+        worker.nixl_wrapper = agent
+    checked.check()
+
+
+class _CheckedFirst(wrapt.ObjectProxy[Any]):
+    """A NIXL agent that has something looked at before it prepares its first transfer."""
+
+    def __init__(self, agent: Any, check: Callable[[], None]) -> None:
+        super().__init__(agent)
+        self._self_check: Callable[[], None] | None = check
+
+    def check(self) -> None:
+        """Once."""
+        check, self._self_check = self._self_check, None
+        if check is not None:
+            check()
+
+    def prep_xfer_dlist(self, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own."""
+        self.check()
+        return self.__wrapped__.prep_xfer_dlist(*args, **kwargs)
+
+
+def _refuse_other_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
+    if getattr(worker, "use_host_buffer", False):  # what is registered is the release's own
+        return
+    if hasattr(worker, "block_stride_per_layer"):  # from 0.29 the release asks for strides
+        return
+    regions = tuple(_regions(worker))
+    for name, cache in layers.items():
+        for plane in cache.planes:
+            if not any(_is_read(worker, plane, region) for region in regions):
+                raise RegistrationRefused(_refusal(name, plane, regions))
+
+
+def _regions(worker: Any) -> Iterator[_Region]:
+    addresses = registered_addresses(worker)
+    lengths = getattr(worker, "block_len_per_layer", None)  # from 0.11
+    if lengths is None:
+        lengths = [worker.block_len] * len(addresses)
+    for address, length in zip(addresses, lengths, strict=True):
+        yield _Region(address, length)
+
+
+def _is_read(worker: Any, plane: Plane, region: _Region) -> bool:
+    """Whether blocks of a region, as the release counts them, hold this content's."""
+    # Of several groups' layers some may have blocks that are not cut, or of more tokens.
+    parts = max(1, plane.counts.block_tokens // int(worker.block_size))
+    return any(_lies_in(plane, region, number) for number in {1, parts})
+
+
+def _lies_in(plane: Plane, region: _Region, parts: int) -> bool:
+    if plane.counts.blocks > 1 and plane.strides_bytes.block != region.block_bytes * parts:
+        return False
+    offset = plane.address - region.address
+    extent = extent_bytes(plane.axes[1:], plane.item_bytes)
+    return offset >= 0 and offset + extent <= region.block_bytes * parts
+
+
+def _refusal(name: str, plane: Plane, regions: tuple[_Region, ...]) -> str:
+    found = sorted({region.block_bytes for region in regions})
+    return (
+        f"blocks of {name} lie {plane.strides_bytes.block} bytes apart, and this vLLM takes them "
+        f"to lie {', '.join(map(str, found))} apart: it would move other bytes. Expected a tensor "
+        "of the backend's own strides; where kvcached has made it, set ENABLE_KVCACHED=true in "
+        "every process of the engine, and of another allocator give each layer its own memory"
+    )

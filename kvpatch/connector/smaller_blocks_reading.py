@@ -1,0 +1,97 @@
+"""A request of a peer of smaller blocks: the release reads it rightly, or it fails alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import wrapt
+
+from kvpatch.connector import read_request
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.smaller_blocks import Blocks, shares_tokens
+from kvpatch.connector.smaller_blocks_pairing import mend_pairing
+from kvpatch.core.errors import ReadRefused
+from kvpatch.transfer.nixl import tell_over
+
+
+@contextmanager
+def paired(
+    worker: Any, meta: Any, groups: Sequence[Group], ours: Blocks, theirs: Blocks | None
+) -> Iterator[None]:
+    """While inside, the release reads a request of a peer of smaller blocks, or fails it."""
+    try:
+        mend_pairing(worker, meta, groups, ours, theirs)
+    except ReadRefused as error:
+        read_request.show_remote_blocks(meta, _preparable(worker, meta, groups, ours, theirs))
+        with _refusing(worker, read_request.engine_of(meta), error):
+            yield
+    else:
+        yield
+
+
+class _RefusingAgent(wrapt.ObjectProxy[Any]):
+    """Raises where the release prepares a transfer: there it makes one failed load of it."""
+
+    def __init__(self, agent: Any, worker: Any, engine_id: str, error: ReadRefused) -> None:
+        super().__init__(agent)
+        self._self_worker = worker
+        self._self_engine_id = engine_id
+        self._self_error = error
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_handle: Any,
+        local_indices: Any,
+        remote_handle: Any,
+        remote_indices: Any,
+        notif_msg: bytes = b"",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Raises:
+        ReadRefused: always; P is told that nobody will read its blocks.
+        """
+        agents = _agents_behind(self._self_worker, self._self_engine_id, remote_handle)
+        tell_over(self.__wrapped__, agents, notif_msg)
+        raise self._self_error
+
+
+def _preparable(
+    worker: Any, meta: Any, groups: Sequence[Group], ours: Blocks, theirs: Blocks | None
+) -> list[list[int]]:
+    """As many blocks of P's, all of them block 0, as have the release prepare a transfer."""
+    ratio = 1.0 if theirs is None else ours.tokens / theirs.tokens
+    shares = getattr(worker, "dcp_size", 1)
+    in_front = max(getattr(meta, "local_num_computed_blocks", ()), default=0) + 1
+    lengths = []
+    for group, local in zip(groups, read_request.groups(meta.local_block_ids), strict=True):
+        length = len(local) if group.has_state else math.ceil(len(local) * ratio)
+        if shares_tokens(worker, read_request.engine_of(meta)):
+            length = (length + in_front) * shares
+        lengths.append(length)
+    return [[0] * length for length in lengths]
+
+
+@contextmanager
+def _refusing(worker: Any, engine_id: str, error: ReadRefused) -> Iterator[None]:
+    agent = worker.nixl_wrapper
+    worker.nixl_wrapper = _RefusingAgent(agent, worker, engine_id, error)
+    try:
+        yield
+    finally:
+        worker.nixl_wrapper = agent
+
+
+def _agents_behind(worker: Any, engine_id: str, handle: Any) -> list[str]:
+    """NIXL's names of the ranks that a handle of prepared descriptors stands for."""
+    handles = worker.dst_xfer_side_handles[engine_id]
+    agents = worker._remote_agents[engine_id]
+    if not isinstance(handles, Mapping):  # to 0.13: one rank
+        return list(agents.values())
+    ranks = [rank for rank, found in handles.items() if found == handle]
+    names = (agents.get(rank, agents.get((0, rank))) for rank in ranks)  # pairs from 0.27
+    return [name for name in names if name is not None]

@@ -1,0 +1,123 @@
+"""All that kvpatch knows of one worker, and of one scheduler; it lives and ends with them.
+
+It stands on the object that it belongs to, under one name, so that two engines of one process
+have nothing in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvpatch.connector.cross_layer_blocks import RegisteredRows
+from kvpatch.connector.host_buffer.scheduler import Saves
+from kvpatch.connector.host_buffer.worker import HostBuffer
+from kvpatch.connector.kvcached.pages import Pages
+from kvpatch.connector.other_processes import LikePeers
+from kvpatch.connector.reading.reader import Reader
+
+_NAME = "_kvpatch_state"
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(eq=False)
+class _State:
+    """What has a state, with room for what only old releases need (``kvpatch.legacy``)."""
+
+    _kept: dict[type, Any] = field(default_factory=dict, init=False)
+
+    def of(self, kind: type[_Kind]) -> _Kind:
+        """Its one object of a kind; made when it is first asked for."""
+        found: _Kind | None = self._kept.get(kind)
+        # Handshakes have threads of their own: one of two that ask wins.
+        return self._kept.setdefault(kind, kind()) if found is None else found
+
+    def held(self, kind: type[_Kind]) -> _Kind | None:
+        """Its object of a kind; None where it was neither asked for nor handed one."""
+        return self._kept.get(kind)
+
+    def hold(self, value: object) -> None:
+        """Hands it an object of another's state."""
+        self._kept[type(value)] = value
+
+
+@dataclass(eq=False)
+class WorkerState(_State):
+    """Of a connector's worker half.
+
+    Attributes:
+        is_host_buffered: whether its KV goes through a host buffer.
+        host_buffer: the buffer; None before it registers.
+        pages: of kvcached's, behind its tensors; None where they cannot be told.
+        rows: registered in place of its tensors; None where it has none.
+        planned_layout: what it would state of a layout that an allocator has changed.
+        reader: of peers; None before it registers, and where nothing can be read into.
+    """
+
+    is_host_buffered: bool = False
+    host_buffer: HostBuffer | None = None
+    pages: Pages | None = None
+    rows: RegisteredRows | None = None
+    planned_layout: str | None = None
+    reader: Reader | None = None
+
+
+@dataclass(eq=False)
+class SchedulerState(_State):
+    """Of a connector's scheduler half.
+
+    Attributes:
+        saves: to the host buffer; None without one.
+        like_peers: whose blocks are as large as its own.
+    """
+
+    saves: Saves | None = None
+    like_peers: LikePeers = field(default_factory=LikePeers)
+
+
+@dataclass(eq=False)
+class EngineState(_State):
+    """Of vLLM's own scheduler, which has one connector or several; its block manager's too.
+
+    Attributes:
+        saves: of its connectors, to their host buffers.
+    """
+
+    saves: list[Saves] = field(default_factory=list)
+
+
+def worker_state(worker: Any) -> WorkerState:
+    """Of a connector's worker half; made when it is first asked for."""
+    return _state(worker, WorkerState)
+
+
+def scheduler_state(scheduler: Any) -> SchedulerState:
+    """Of a connector's scheduler half; made when it is first asked for."""
+    return _state(scheduler, SchedulerState)
+
+
+def engine_state(core: Any) -> EngineState:
+    """Of vLLM's own scheduler, or of its block manager once they were brought together."""
+    return _state(core, EngineState)
+
+
+def share_with_manager(core: Any) -> None:
+    """Has the block manager of vLLM's scheduler find the scheduler's state."""
+    vars(core.kv_cache_manager)[_NAME] = engine_state(core)
+
+
+def connectors_of(core: Any) -> Iterator[Any]:
+    """The scheduler's connector, or those that a MultiConnector stands for."""
+    connector = getattr(core, "connector", None)
+    if connector is not None:
+        yield from getattr(connector, "_connectors", None) or (connector,)
+
+
+def _state(owner: Any, kind: type[_Kind]) -> _Kind:
+    held = vars(owner)
+    found = held.get(_NAME)
+    if found is None:  # handshakes have threads of their own: one of two that ask wins
+        found = held.setdefault(_NAME, kind())
+    state: _Kind = found
+    return state

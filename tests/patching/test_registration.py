@@ -1,0 +1,159 @@
+"""Which steps a registration takes, for every set of patches that are on."""
+
+from __future__ import annotations
+
+import sys
+import types
+from itertools import chain, combinations
+from types import SimpleNamespace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.connector import registration
+from kvpatch.connector.state import worker_state
+from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.ledger import Ledger, Site, Step
+from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.legacy import failures
+from kvpatch.patches import load
+
+pytestmark = pytest.mark.patching
+
+MODULE = "kvpatch_registering_target"
+SITE = Site(MODULE, "Worker", "register_kv_caches", "function", ("self", "kv_caches"))
+TENSORS, BUFFERED = {"a": "the device's"}, {"a": "the buffer's"}
+
+#: What a step does, in the order in which all of them are taken.
+DOES = {
+    "host_buffer": "host buffer",
+    "failed_loads": "watch failed loads",
+    "unlike_engines": "inspect",
+    "block_count": "count blocks",
+    "kvcached_regions": "show as they lie",
+    "shared_tensors": "leave in once",
+}
+ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines"}
+
+
+class _Pool:
+    tensors = BUFFERED
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[str]:
+    """What was done, in order; nothing of it is."""
+    done: list[str] = []
+
+    def note(what: str, found: object = None):
+        def step(*args: object) -> object:
+            done.append(what)
+            return found
+
+        return step
+
+    def before_the_release(what: str):
+        def step(register, *more, **named):
+            done.append(what + (" for a reader" if named.get("is_read_by_us") else ""))
+            return register(more[-1])
+
+        return step
+
+    buffer = SimpleNamespace(pool=_Pool(), pages=None)
+    monkeypatch.setattr(registration.host_buffer_worker, "make", note("host buffer", buffer))
+    monkeypatch.setattr(failures, "watch_failed_loads", note("watch failed loads"))
+    monkeypatch.setattr(registration, "inspect", note("inspect", "own"))
+    monkeypatch.setattr(registration, "count_blocks", note("count blocks"))
+    monkeypatch.setattr(
+        registration, "register_as_they_lie", before_the_release("show as they lie")
+    )
+    monkeypatch.setattr(registration, "register_once", before_the_release("leave in once"))
+    monkeypatch.setattr(registration, "attach_reader", note("attach"))
+
+    class Worker:
+        def register_kv_caches(self, kv_caches):
+            done.append(f"register {kv_caches['a']}")
+            return "registered"
+
+        def _read_blocks_for_req(self):
+            raise NotImplementedError
+
+    module = types.ModuleType(MODULE)
+    module.Worker = Worker
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    return done
+
+
+def _steps(facts) -> dict[str, Step]:
+    """The patches that have a step on a release, in the order in which they are applied."""
+    found = {}
+    for patch in load():
+        for site, wrapper in patch.sites(facts).items():
+            if site.name == "register_kv_caches":
+                assert isinstance(wrapper, Step), f"{patch.slug} wraps it by itself"
+                found[patch.slug] = wrapper
+    return found
+
+
+def _subsets(slugs):
+    return chain.from_iterable(combinations(slugs, count) for count in range(len(slugs) + 1))
+
+
+def _expected(on: frozenset[str], *, is_buffered: bool) -> list[str]:
+    steps = [does for slug, does in DOES.items() if slug in on]
+    if not is_buffered and "host_buffer" in on:
+        steps.remove("host buffer")
+    reads = "unlike_engines" in on
+    steps = [f"{s} for a reader" if reads and s == "show as they lie" else s for s in steps]
+    tensors = BUFFERED if is_buffered and "host_buffer" in on else TENSORS
+    return [*steps, f"register {tensors['a']}", *(["attach"] if reads else [])]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("is_buffered", [False, True])
+@pytest.mark.parametrize("order", [1, -1])
+def test_every_set_of_patches_takes_its_steps(release, is_buffered, order, taken):
+    kind = sys.modules[MODULE].Worker
+    original, every = vars(kind)["register_kv_caches"], _steps(FACTS[release])
+
+    for on in map(frozenset, _subsets(every)):
+        ledger, worker = Ledger(), kind()
+        worker_state(worker).is_host_buffered = is_buffered
+        for slug in list(every)[::order]:
+            if slug in on:
+                ledger.apply(slug, {SITE: every[slug]})
+        taken.clear()
+        if is_buffered and "host_buffer" in on and "unlike_engines" not in on:
+            with pytest.raises(HostBufferRefused, match="leave it on"):
+                worker.register_kv_caches(TENSORS)
+            assert taken == []
+        else:
+            assert worker.register_kv_caches(kv_caches=TENSORS) == "registered"
+            assert taken == _expected(on, is_buffered=is_buffered), sorted(on)
+        assert ledger.undo() == []
+        assert vars(kind)["register_kv_caches"] is original
+
+
+def test_in_push_mode_nothing_goes_through_a_host_buffer(taken):
+    kind = sys.modules[MODULE].Worker
+    del kind._read_blocks_for_req
+    ledger, worker = Ledger(), kind()
+    worker_state(worker).is_host_buffered = True
+    for slug, step in _steps(FACTS[RELEASES[-1]]).items():
+        ledger.apply(slug, {SITE: step})
+
+    with pytest.raises(HostBufferRefused, match="push mode"):
+        worker.register_kv_caches(TENSORS)
+    assert taken == []
+
+
+def test_which_patches_have_a_step():
+    """Layers that share tensors <= 0.10.1.1, failed loads from 0.11.1 to 0.29."""
+    more = {release: set(_steps(FACTS[release])) - ALL for release in RELEASES}
+
+    for release, found in more.items():
+        number = Version(release)
+        shares = {"shared_tensors"} if number < Version("0.10.2") else set()
+        fails = {"failed_loads"} if Version("0.11.1") <= number < Version("0.30") else set()
+        assert found == shares | fails, release
+    assert all(set(_steps(FACTS[release])) >= ALL for release in RELEASES)

@@ -1,0 +1,654 @@
+"""What a peer may state at the handshake, and what is refused of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.connector.drafts import hides_ends_of_lists
+from kvpatch.connector.handshake import candidates
+from kvpatch.connector.handshake.agent_metadata import as_alike, of_blocks, read_statement
+from kvpatch.connector.handshake.block_shapes import heads_of
+from kvpatch.connector.handshake.compatibility import LocalCache, Read, Refuse, decide, is_like
+from kvpatch.connector.handshake.remote_geometry import peer_regions
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry, row_groups_of, units_of
+from kvpatch.connector.local.registered_caches import read_layers
+from kvpatch.connector.local.release_layouts import INTERLEAVED_HEADS, PACKED, registration_of
+from kvpatch.connector.peer_admission import alike_block_bytes, refuse_endless
+from kvpatch.connector.read_request import Order
+from kvpatch.connector.reading.token_pairing import shares_of
+from kvpatch.connector.unstated import KernelSizes
+from kvpatch.core.errors import PeerRefused, ReadRefused
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
+from kvpatch.geometry.layout import NAMED_LAYOUTS
+from tests.geometry.whole_caches import CacheSizes, named_layout
+
+pytestmark = pytest.mark.patching
+
+HEADS, CHANNELS, ITEM = 4, 8, 4
+_FACTS = FACTS["0.10.0"]
+#: Regions of two layers, by layout.
+_COUNTS = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 8, "BLHNC": 2, "BLNHC": 1, "BHLNC": 1}
+TOKEN = HEADS * 2 * CHANNELS * ITEM
+
+
+def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
+    heads = HEADS // tp_size
+    tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in names}
+    registration = replace(
+        registration_of(FACTS["0.10.0"]),
+        orders=lambda worker, layer: (PACKED,),
+        layers=lambda worker: len(names),
+    )
+    layers = read_layers(registration, None, tensors)
+    return tensors, LocalGeometry(
+        layers=layers,
+        addresses=tuple(t.data_ptr() for t in tensors.values()),
+        block_bytes=(block_tokens * TOKEN // tp_size,) * len(names),
+        block_tokens=block_tokens,
+        kernel_blocks_per_block=1,
+        layout=layout,
+        inner_layout="HND",
+        total_heads=HEADS,
+        tp_rank=0,
+        tp_size=tp_size,
+        memory=Memory("DRAM"),
+        backend="FLASH_ATTN",
+        key_order=KeyOrder.ROW_MAJOR,
+        units=units_of(layers),
+        row_groups=(tuple(names),),
+    )
+
+
+@pytest.mark.parametrize("stated", ["HND", "NHD"])
+def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
+    """A token's heads are K0 V0 K1 V1 ...: no layout but NHD, and HND is what was asked for."""
+    registration = replace(
+        registration_of(FACTS["0.13.0"]),
+        orders=lambda worker, layer: (INTERLEAVED_HEADS,),
+        layers=lambda worker: 2,
+    )
+    tensors = {name: torch.zeros(10, 16, 2 * HEADS, CHANNELS) for name in "ab"}
+    _, ours = ours_of(layout="HND")
+    ours = replace(
+        ours,
+        layers=read_layers(registration, None, tensors),
+        addresses=tuple(t.data_ptr() for t in tensors.values()),
+        units=None,
+    )
+
+    keys, values = peer_regions(ours, _statement(kv_cache_layout=stated))[0]
+
+    row = CHANNELS * ITEM
+    for plane in (keys, values):
+        assert (plane.strides_bytes.token, plane.strides_bytes.head) == (TOKEN, 2 * row)
+    assert (keys.address, values.address - keys.address) == (1 << 20, row)
+
+
+def _metadata(block_tokens=64, blocks=6, **changes):
+    length = block_tokens * TOKEN
+    stated = {
+        "engine_id": "p",
+        "agent_metadata": b"",
+        "kv_caches_base_addr": [1 << 20, 1 << 30],
+        "device_id": 0,
+        "num_blocks": blocks,
+        "block_lens": [length, length],
+        "block_strides": [length, length],
+        "kv_cache_layout": "LBHNC",
+        "block_size": block_tokens,
+        "attn_backend_name": "FLASH_ATTN",
+        "physical_blocks_per_logical_kv_block": 1,
+    }
+    return SimpleNamespace(**{**stated, **changes})
+
+
+def _statement(**changes):
+    return read_statement(_metadata(**changes), 0, 1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": -1},
+        {"num_blocks": 1 << 80},
+        {"num_blocks": None},
+        {"num_blocks": True},
+        {"num_blocks": "6"},
+        {"block_size": 0},
+        {"block_size": 2.5},
+        {"block_lens": []},
+        {"block_lens": [4096]},
+        {"block_lens": None},
+        {"block_lens": [-8, 8]},
+        {"block_strides": [1, 1]},
+        {"block_strides": "abc"},
+        {"kv_caches_base_addr": []},
+        {"kv_caches_base_addr": [-1, 5]},
+        {"device_id": -1},
+        {"physical_blocks_per_logical_kv_block": 0},
+        {"region_num_blocks": [0, 3]},
+    ],
+)
+def test_a_statement_of_no_meaning_is_refused(changes):
+    with pytest.raises(PeerRefused, match="handshake has"):
+        _statement(**changes)
+
+
+_JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.text(max_size=5),
+    st.lists(st.integers(-(1 << 66), 1 << 66), max_size=4),
+)
+
+
+@given(st.sampled_from(sorted(vars(_metadata()))), _JUNK)
+def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, value):
+    _, ours = ours_of()
+    try:
+        peer = read_statement(_metadata(**{name: value}), 0, 1)
+        if is_like(ours, peer):
+            return
+        planes = [plane for region in peer_regions(ours, peer) for plane in region]
+    except PeerRefused:
+        return
+    for plane in planes:
+        start, end = plane.span()
+        region = max(a for a in peer.addresses if a <= start)
+        stride = peer.stride_bytes[peer.addresses.index(region)]
+        assert end <= region + peer.blocks * stride
+
+
+def test_a_refusal_has_both_geometries_and_what_helps():
+    _, ours = ours_of()
+    with pytest.raises(PeerRefused) as refused:
+        peer_regions(ours, _statement(block_lens=[4096, 4096], block_strides=[4096, 4096]))
+
+    message = str(refused.value)
+    assert "blocks of 64 tokens" in message and "blocks of 16 tokens" in message
+    assert "4096" in message and "--kv-cache-dtype" in message
+
+
+def regions_of(layout, blocks=6, block_tokens=64, heads=HEADS, layers=2, start=1 << 20):
+    """What a stock worker states of a cache in one buffer, by the rules of the release."""
+    page = block_tokens * heads * 2 * CHANNELS * ITEM
+    if layout in ("LBHNC", "LBNHC"):
+        places = [(start + i * blocks * page, page, page) for i in range(layers)]
+    elif layout == "LHBNC":
+        head = page // heads
+        places = [(start + i * blocks * head, head, head) for i in range(layers * heads)]
+    elif layout == "BLHNC":
+        places = [(start + i * page, page, layers * page) for i in range(layers)]
+    else:
+        places = [(start, layers * page, layers * page)]
+    addresses, lengths, strides = (list(column) for column in zip(*places, strict=True))
+    return {
+        "kv_cache_layout": layout,
+        "kv_caches_base_addr": addresses,
+        "block_lens": lengths,
+        "block_strides": strides,
+    }
+
+
+def _rows(planes):
+    """How each head of each layer lies, however planes divide the heads."""
+    return {
+        (plane.layer, plane.content, plane.first_head + head): (
+            plane.address + head * plane.strides_bytes.head,
+            plane.strides_bytes._replace(head=0),
+            plane.counts._replace(heads=1),
+        )
+        for plane in planes
+        for head in range(plane.counts.heads)
+    }
+
+
+class TestNamedLayouts:
+    """From 0.29: regions follow from the layout's name."""
+
+    @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+    @pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2), (2, 4)])
+    def test_every_head_is_where_the_layout_puts_it(self, layout, rank, size):
+        _, ours = ours_of(names="abc")
+        heads = HEADS // size
+        regions = regions_of(layout, heads=heads, layers=3)
+        peer = read_statement(_metadata(**regions), rank, size)
+        sizes = CacheSizes(3, 6, heads, 64, CHANNELS, ITEM)
+        expected = named_layout(layout).planes(
+            sizes, 1 << 20, Memory("DRAM"), "abc", first_head=rank * heads
+        )
+
+        found = [plane for region in peer_regions(ours, peer) for plane in region]
+
+        assert _rows(found) == _rows(expected)
+
+    @pytest.mark.parametrize("layout", ["LHBNC", "BLHNC"])
+    def test_names_tell_the_order_of_the_regions(self, layout):
+        _, ours = ours_of()
+        regions = regions_of(layout)
+        count = len(regions["kv_caches_base_addr"]) // 2
+        swapped = _statement(**regions, region_names=["b"] * count + ["a"] * count)
+        unnamed = _statement(**regions)
+
+        def start(peer, layer):
+            planes = [p for region in peer_regions(ours, peer) for p in region]
+            return min(p.address for p in planes if p.layer == layer)
+
+        assert start(swapped, "b") == start(unnamed, "a")
+        assert start(swapped, "a") == start(unnamed, "b")
+
+    @pytest.mark.parametrize(
+        "names", [["a", "c"], ["a", "a"], ["a"], ["a", "b", "a"], []], ids=",".join
+    )
+    def test_names_that_are_not_our_layers(self, names):
+        _, ours = ours_of()
+        with pytest.raises(PeerRefused, match="cannot be read"):
+            peer_regions(ours, _statement(region_names=names))
+
+    def test_a_region_of_two_layers(self):
+        _, ours = ours_of()
+        regions = regions_of("LHBNC")
+        with pytest.raises(PeerRefused, match="one model"):
+            peer_regions(ours, _statement(**regions, region_names=["a"] * 3 + ["b"] * 5))
+
+    @pytest.mark.parametrize("layout", ["NHD", "XYZ", None])
+    def test_an_unknown_layout_is_refused(self, layout):
+        _, ours = ours_of()
+        with pytest.raises(PeerRefused, match=f"layout {layout}"):
+            peer_regions(ours, _statement(kv_cache_layout=layout))
+
+    @pytest.mark.parametrize(
+        ("stated", "regions"),
+        [
+            (a, b)
+            for a in NAMED_LAYOUTS
+            for b in NAMED_LAYOUTS
+            # Rows of BLHNC are what latents have.
+            if _COUNTS[a] != _COUNTS[b] and not (a == "BLHNC" and _COUNTS[b] == 1)
+        ],
+    )
+    def test_regions_of_another_layout_are_refused(self, stated, regions):
+        _, ours = ours_of()
+        found = {**regions_of(regions), "kv_cache_layout": stated}
+        with pytest.raises(PeerRefused, match=f"layout {stated}"):
+            peer_regions(ours, _statement(**found))
+
+    @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+    @pytest.mark.parametrize("change", [ITEM, -ITEM])
+    def test_blocks_of_other_lengths_are_refused(self, layout, change):
+        _, ours = ours_of()
+        regions = regions_of(layout)
+        regions["block_lens"][-1] += change  # padding, or a narrower cache
+        regions["block_strides"][-1] += ITEM
+        with pytest.raises(PeerRefused, match="--kv-cache-dtype"):
+            peer_regions(ours, _statement(**regions))
+
+    @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
+    def test_rows_of_an_unknown_order_are_refused(self, layout):
+        _, ours = ours_of()
+        with pytest.raises(PeerRefused, match="whose order is not known"):
+            peer_regions(replace(ours, row_groups=None), _statement(**regions_of(layout)))
+
+    @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
+    def test_a_row_is_read_in_the_order_of_the_plan(self, layout):
+        _, ours = ours_of()
+        peer = _statement(**regions_of(layout))
+        turned = peer_regions(replace(ours, row_groups=(("b", "a"),)), peer)
+        first = min((p for region in turned for p in region), key=lambda plane: plane.address)
+        assert first.layer == "b"
+
+    @pytest.mark.parametrize(
+        ("layout", "plan", "groups", "expected"),
+        [
+            ("LBHNC", ("ab",), ("ab",), ("ab",)),
+            ("LBHNC", ("b", "a"), ("ab",), ("ba",)),
+            ("BLNHC", ("a", "b"), ("ab",), ("ab",)),
+            ("BLNHC", ("b", "a"), ("ab",), None),
+            ("LBHNC", ("a",), ("ab",), None),
+            ("LBHNC", ("ab", "a"), ("ab",), None),
+            ("LBHNC", ("a", "b"), ("b", "a"), ("b", "a")),
+            ("LBHNC", ("a", "s", "b"), ("ab", "s"), ("ab",)),
+            ("LBHNC", ("a", "s", "b"), ("as", "b"), None),
+        ],
+    )
+    def test_the_order_of_a_row_is_the_plans(self, layout, plan, groups, expected):
+        whole = torch.zeros(10, 2, HEADS, 16, 2 * CHANNELS)
+        registration = replace(
+            registration_of(FACTS["0.10.0"]),
+            orders=lambda worker, layer: (PACKED,),
+            layers=lambda worker: 2,
+        )
+        layers = read_layers(registration, None, {"a": whole[:, 0], "b": whole[:, 1]})
+        tensors = [SimpleNamespace(layers=list(names)) for names in plan]
+        found = [SimpleNamespace(layer_names=list(names)) for names in groups]
+        config = SimpleNamespace(kv_cache_tensors=tensors, kv_cache_groups=found)
+        worker = SimpleNamespace(kv_cache_config=config)
+        rows = None if expected is None else tuple(map(tuple, expected))
+        assert row_groups_of(worker, layers, layout) == rows
+
+    def test_a_row_whose_order_the_peer_contradicts_is_refused(self):
+        _, ours = ours_of()
+        regions = regions_of("BLNHC")
+        page = regions["block_lens"][0] // 2
+        told = {"a": (0, page), "b": (page, page)}
+        turned = {"a": (page, page), "b": (0, page)}
+        assert peer_regions(ours, _statement(**regions, packed_member_layouts=told))
+        with pytest.raises(PeerRefused, match="another way"):
+            peer_regions(ours, _statement(**regions, packed_member_layouts=turned))
+
+    @pytest.mark.parametrize("found", [[1], {"a": 1}, {"a": (0,)}, {1: (0, 1)}, {"a": (0, -1)}])
+    def test_packed_layers_of_no_meaning(self, found):
+        with pytest.raises(PeerRefused, match="packed_member_layouts"):
+            _statement(packed_member_layouts=found)
+
+    def test_heads_outside_blocks_are_no_pieces_of_a_block(self):
+        for layout, alike in (("LBHNC", True), ("LHBNC", False), ("BHLNC", False)):
+            _, ours = ours_of(layout=layout, tp_size=2)
+            peer = _statement(block_tokens=16, kv_cache_layout=layout)
+            assert is_like(ours, peer) is alike, layout
+
+    @pytest.mark.parametrize("stated", ["LBNHC", "LBHNC"])
+    def test_mla_has_no_heads_to_be_unlike(self, stated):
+        """So that the release reads it, a P with decode context parallelism too."""
+        _, ours = ours_of(layout="LBNHC")
+        latents = {
+            name: replace(
+                cache, planes=tuple(replace(p, content=Content.LATENT) for p in cache.planes[:1])
+            )
+            for name, cache in ours.layers.items()
+        }
+        peer = read_statement(_metadata(block_tokens=16, kv_cache_layout=stated), 1, 4)
+        assert is_like(replace(ours, layers=latents, inner_layout="NHD"), peer)
+        assert not is_like(replace(ours, inner_layout="NHD"), peer)
+
+    @pytest.mark.parametrize("count", [1, 3, 8])
+    @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
+    def test_the_peer_like_us_has_as_many_regions_as_we_do(self, layout, count):
+        regions = regions_of(layout)
+        peer = _statement(**regions)
+        own = {"region_names": ["x"] * count, "packed_member_layouts": {"x": (0, 1)}}
+        metadata = _metadata(**regions, region_names=["a"], packed_member_layouts={})
+        alike = as_alike(metadata, peer, 16, 1, "LBHNC", (4096,) * count, own)
+
+        start, end = 1 << 20, (1 << 20) + 2 * 6 * 64 * TOKEN
+        assert len(alike.kv_caches_base_addr) == len(alike.block_lens) == count
+        for address, length in zip(alike.kv_caches_base_addr, alike.block_lens, strict=True):
+            assert start <= address and address + alike.num_blocks * length <= end
+        assert (alike.region_names, alike.packed_member_layouts) == tuple(own.values())
+
+    def test_our_rows_find_room_over_regions_that_touch(self):
+        """A head's region of the peer's is smaller than a row of ours."""
+        peer = _statement(**regions_of("LHBNC"))
+        row = 3 * peer.blocks * peer.block_bytes[0]
+        alike = as_alike(_metadata(), peer, 16, 1, "LBHNC", (row,))
+        assert alike.num_blocks == 2
+        with pytest.raises(PeerRefused, match="more KV cache"):
+            as_alike(_metadata(), peer, 16, 1, "LBHNC", (3 * row,))
+
+
+def test_another_backend_is_refused_where_the_geometry_differs():
+    _, ours = ours_of()
+    with pytest.raises(PeerRefused, match="VLLM_ATTENTION_BACKEND"):
+        is_like(ours, _statement(attn_backend_name="FLASHINFER"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "alike"),
+    [
+        ({"block_tokens": 16}, True),
+        ({"block_tokens": 64}, False),
+        ({"block_tokens": 16, "kv_cache_layout": "LBNHC"}, False),
+    ],
+)
+def test_like_peers_are_told_from_unlike_ones(changes, alike):
+    _, ours = ours_of()
+    assert is_like(ours, _statement(**changes)) is alike
+
+
+def test_the_peer_like_us_lies_within_what_the_peer_registered():
+    _, ours = ours_of(block_tokens=48)
+    peer = _statement(block_tokens=64, blocks=7)
+    alike = as_alike(_metadata(blocks=7), peer, 48, 1, "LBHNC", alike_block_bytes(ours, peer))
+
+    assert alike.block_size == 48
+    assert alike.num_blocks * alike.block_lens[0] <= 7 * peer.block_bytes[0]
+    assert (alike.num_blocks + 1) * alike.block_lens[0] > 7 * peer.block_bytes[0]
+
+
+def test_what_is_shown_of_a_large_peer_needs_one_block():
+    """Llama-70B over 8 ranks, 50 GB of rows of all layers: 486 million descriptors were made."""
+    layers, page = 80, 16 * 2 * 128 * 2
+    rows = 50 * 10**9 // (layers * page)
+    peer = _statement(
+        kv_caches_base_addr=[1 << 40],
+        block_lens=[layers * page],
+        block_strides=[layers * page],
+        num_blocks=rows,
+        region_num_blocks=[rows],
+        kv_cache_layout="kvpatch_rows:1x16:HNKC",
+    )
+    metadata = _metadata(blocks=rows, region_num_blocks=[rows])
+    alike = as_alike(metadata, peer, 16, 1, "LBHNC", (page,) * layers)
+    assert alike.num_blocks * layers > 480_000_000
+
+    shown = of_blocks(alike, 4)
+
+    assert (shown.num_blocks, shown.region_num_blocks) == (4, [4] * layers)
+    assert of_blocks(shown, 5).num_blocks == 4
+
+
+def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():
+    worker = SimpleNamespace(num_blocks=100)
+    refuse_endless(worker, _metadata(blocks=1 << 23))
+    with pytest.raises(PeerRefused, match="16777218 blocks in 2 regions"):
+        refuse_endless(worker, _metadata(blocks=(1 << 23) + 1))
+    with pytest.raises(PeerRefused, match="are the most"):
+        refuse_endless(worker, _metadata(region_num_blocks=[1, 1 << 40]))
+    refuse_endless(SimpleNamespace(num_blocks=1 << 22), _metadata(blocks=1 << 25))
+
+
+def test_a_peer_smaller_than_a_block_of_ours_is_refused():
+    _, ours = ours_of(block_tokens=128)
+    peer = _statement(block_tokens=16, blocks=3)
+    with pytest.raises(PeerRefused, match="more KV cache"):
+        as_alike(_metadata(), peer, 128, 1, "LBHNC", alike_block_bytes(ours, peer))
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "expected"), [(0, 1, (0, 4)), (1, 2, (2, 2)), (5, 8, (2, 1))]
+)
+def test_heads_of_a_rank(rank, size, expected):
+    assert heads_of(4, rank, size) == expected
+
+
+def _candidates(ours, stated):
+    return candidates.candidates_of(ours, stated, candidates.declared(_FACTS))
+
+
+def _to_0110(ours, **changes):
+    stated = replace(_statement(**changes), block_tokens=None, kernel_blocks_per_block=None)
+    return _candidates(ours, stated)
+
+
+@pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
+def test_an_unstated_block_size_follows_from_the_bytes_and_has_to_be_proven(block_tokens, alike):
+    _, ours = ours_of(block_tokens=16)
+    found = _to_0110(ours, block_tokens=block_tokens)
+    (peer,) = found.statements
+
+    assert found.is_open, "its items may be of another size"
+    assert peer.block_tokens == block_tokens
+    assert is_like(ours, peer) is alike
+
+
+def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
+    _, ours = ours_of(block_tokens=16)
+    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "64")
+    assert not _to_0110(ours, block_tokens=64).is_open
+    with pytest.raises(PeerRefused, match="KVPATCH_PEER_BLOCK_SIZE declares blocks of 64"):
+        _to_0110(ours, block_tokens=32)
+    stated = _statement(block_tokens=32, physical_blocks_per_logical_kv_block=2)
+    assert _candidates(ours, stated).statements == (stated,)
+    with pytest.raises(PeerRefused, match="comes to blocks of 32"):
+        _candidates(ours, replace(stated, kernel_blocks_per_block=1))
+
+
+def test_a_declared_layout_is_checked_and_needs_no_proof(monkeypatch):
+    _, ours = ours_of(block_tokens=16)
+    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["HND", "NHD"]
+    monkeypatch.setenv("KVPATCH_PEER_LAYOUT", "nhd")
+    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["NHD"]
+    assert _candidates(ours, _statement(kv_cache_layout="NHD")).statements
+    with pytest.raises(PeerRefused, match="KVPATCH_PEER_LAYOUT declares NHD"):
+        _candidates(ours, _statement(kv_cache_layout="HND"))
+
+
+def test_bytes_that_are_no_whole_tokens_are_refused():
+    _, ours = ours_of()
+    with pytest.raises(PeerRefused, match="no whole number of our tokens"):
+        _to_0110(ours, block_lens=[16 * TOKEN, 16 * TOKEN + 4])
+    with pytest.raises(PeerRefused, match="no whole number of our tokens"):
+        _to_0110(ours, block_lens=[16 * TOKEN, 32 * TOKEN])
+
+
+def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
+    _, ours = ours_of()
+    peer = _to_0110(ours, kv_cache_layout=None).statements[0]
+    peer = replace(peer, layout=None)
+    assert candidates.has_two_layouts(ours, peer)
+    assert not candidates.has_two_layouts(ours, replace(peer, layout="HND"))
+    assert not candidates.has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
+    assert not candidates.has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
+
+
+def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
+    _, ours = ours_of(block_tokens=16)
+    assert not is_like(ours, _statement(block_tokens=16, physical_blocks_per_logical_kv_block=2))
+
+
+def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
+    _, ours = ours_of(block_tokens=16)
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
+    with pytest.raises(PeerRefused, match="may cut blocks"):
+        is_like(ours, stated)
+    whole = replace(ours, kernel_sizes=KernelSizes(((),), ((16,),)))
+    found = _candidates(whole, stated)
+    (peer,) = found.statements
+    assert not found.is_open and peer.kernel_blocks_per_block == 1
+    assert not is_like(whole, peer)
+
+
+def _parts(found):
+    return [statement.kernel_blocks_per_block for statement in found.statements]
+
+
+def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_blocks_allow():
+    _, ours = ours_of(block_tokens=64)
+    sizes = KernelSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
+    cut = replace(ours, kernel_sizes=sizes)
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
+
+    found = _candidates(cut, replace(stated, blocks=40))
+    assert found.is_open and _parts(found) == [1, 2, 4]
+    assert _parts(_candidates(cut, replace(stated, blocks=42))) == [1, 2]
+    found = _candidates(cut, replace(stated, blocks=41))
+    assert not found.is_open and _parts(found) == [1], "an odd number of kernel blocks"
+
+
+def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
+    _, ours = ours_of(block_tokens=64)
+    cut = replace(ours, kernel_sizes=KernelSizes(((16, 32, 64),), ((),)))
+    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
+    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
+    found = _candidates(cut, stated)
+    assert not found.is_open and _parts(found) == [2]
+    monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "96")
+    with pytest.raises(PeerRefused, match="comes to kernel blocks of 64 tokens"):
+        _candidates(cut, stated)
+
+
+def test_two_byte_keys_by_column_are_refused():
+    _, ours = ours_of(block_tokens=16)
+    by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
+    assert not is_like(by_column, _statement(block_tokens=64)), "4 bytes an item: no AMX"
+    halves = dict(ours.layers)
+    for name, cache in ours.layers.items():
+        planes = tuple(replace(p, item_bytes=2) for p in cache.planes)
+        halves[name] = replace(cache, planes=planes)
+    with pytest.raises(PeerRefused, match="AMX"):
+        is_like(replace(by_column, layers=halves), _statement(block_tokens=64))
+
+
+class TestRequests:
+    """Blocks that do not hold the tokens, or lie outside the peer, are refused."""
+
+    @pytest.fixture
+    def ours(self):
+        return ours_of()[1]
+
+    def _plan(self, ours, tokens, local, remote, held=None):
+        statement = _statement()
+        planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+        overlaps = overlaps_of(peer_regions(ours, statement), planes)
+        order = Order(tokens, held or tokens, (local,), (remote,))
+        groups = (Group(frozenset("ab"), window_tokens=0),)
+        shares = shares_of(ours, groups, statement, overlaps, order)
+        return plan_runs((s.segments, [c for x in s.overlaps for c in x.copies]) for s in shares)
+
+    def test_all_bytes_of_all_tokens_are_planned(self, ours):
+        plan = self._plan(ours, 100, tuple(range(7)), (3, 1))
+        assert plan.length.sum() == 100 * TOKEN * 2
+
+    def test_a_prefix_hit_is_left_out(self, ours):
+        plan = self._plan(ours, 100, (5, 6), (3, 1))
+        assert plan.length.sum() == (100 - 80) * TOKEN * 2
+
+    @pytest.mark.parametrize("remote", [(3, 6), (3, 1000)])
+    def test_a_block_that_the_peer_does_not_have(self, ours, remote):
+        with pytest.raises(ReadRefused, match="which has 6"):
+            self._plan(ours, 100, tuple(range(7)), remote)
+
+    def test_more_blocks_than_the_prompt_fills(self, ours):
+        with pytest.raises(ReadRefused, match="no more than it fills"):
+            self._plan(ours, 16, (1, 2), (3,))
+
+    def test_a_prompt_that_the_peer_has_only_a_part_of(self, ours):
+        with pytest.raises(ReadRefused, match="same prompt"):
+            self._plan(ours, 101, tuple(range(7)), (3, 1), held=100)
+
+
+@pytest.mark.parametrize(
+    ("method", "windows", "refused"),
+    [
+        ("eagle", (64,), True),
+        ("mtp", (64, 128), True),
+        ("eagle", (64, 0), False),  # full attention tells where a table ends
+        ("ngram", (64,), False),
+        (None, (64,), False),
+    ],
+)
+def test_windows_alone_with_a_draft_model(method, windows, refused):
+    speculation = None if method is None else SimpleNamespace(method=method)
+    config = SimpleNamespace(speculative_config=speculation)
+    groups = [Group(frozenset("ab"), window) for window in windows]
+    _, ours = ours_of()
+    hides_ends = hides_ends_of_lists(config, groups, has_unlike_shapes=ours.unlike_shapes)
+    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+    local = LocalCache(ours, planes, hides_ends=hides_ends)
+    found = decide(local, read_statement(_metadata(), 0, 1), FACTS["0.20.1"])
+    if not refused:
+        assert isinstance(found, Read)
+        return
+    assert isinstance(found, Refuse)
+    assert "drafted tokens" in found.reason
