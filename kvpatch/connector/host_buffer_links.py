@@ -32,7 +32,7 @@ def freed(manager: Any, request_id: str) -> None:
 
 
 def without_room(core: Any) -> list[Any]:
-    """Requests in the queue that the host buffer has no room for yet (to 0.10.1)."""
+    """Requests in the queue that the host buffer has no room for yet (<= 0.10.1)."""
     accounts = [saves for saves in map(saves_of, connectors_of(core)) if saves is not None]
     if not accounts:
         return []

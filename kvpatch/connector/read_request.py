@@ -175,7 +175,7 @@ def show_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
     """Gives the entry others of the peer's blocks to be read, per cache group."""
     found = remote_blocks(entry)
     setattr(entry, _REMOTE_BLOCKS, found)
-    is_flat = not (len(found) and hasattr(found[0], "__len__"))  # to 0.17
+    is_flat = not (len(found) and hasattr(found[0], "__len__"))  # <= 0.17
     _set_remote_blocks(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks])
 
 
@@ -214,7 +214,7 @@ def _set_remote_blocks(entry: Any, blocks: Any) -> None:
 
 
 def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:
-    """Block ids per cache group; a flat list (to 0.17) is the only group's."""
+    """Block ids per cache group; a flat list (<= 0.17) is the only group's."""
     if len(blocks) and not hasattr(blocks[0], "__len__"):
         return (tuple(blocks),)
     return tuple(tuple(group) for group in blocks) or ((),)

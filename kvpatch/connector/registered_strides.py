@@ -1,6 +1,6 @@
 """Whether what a worker has registered is where its tensors' blocks lie.
 
-To 0.28 a release computes a block's address from the bytes of its shape, and never asks the
+<= 0.28 a release computes a block's address from the bytes of its shape, and never asks the
 tensor for its strides; what it has computed stands on the worker as it registers them.
 """
 

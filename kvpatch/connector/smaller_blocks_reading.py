@@ -90,7 +90,7 @@ def _agents_behind(worker: Any, engine_id: str, handle: Any) -> list[str]:
     """NIXL's names of the ranks that a handle of prepared descriptors stands for."""
     handles = worker.dst_xfer_side_handles[engine_id]
     agents = worker._remote_agents[engine_id]
-    if not isinstance(handles, Mapping):  # to 0.13: one rank
+    if not isinstance(handles, Mapping):  # <= 0.13: one rank
         return list(agents.values())
     ranks = [rank for rank, found in handles.items() if found == handle]
     names = (agents.get(rank, agents.get((0, rank))) for rank in ranks)  # pairs from 0.27

@@ -1,10 +1,10 @@
 """What handshakes do not say of a peer's blocks, and what they may be for all that they say.
 
-To 0.11.0 a handshake states a block's bytes and not its tokens. Divided by our own bytes
+<= 0.11.0 a handshake states a block's bytes and not its tokens. Divided by our own bytes
 of a token they come to a number of tokens, which is wrong where the peer's items are of
 another size (fp8 beside bf16), and nothing in such a handshake tells the two apart. 0.10.0
 does not state the layout either. From 0.11.1 on the tokens and the bytes of a kernel block
-are stated, and to 0.20 not how many kernel blocks a block is cut into; block ids count
+are stated, and <= 0.20 not how many kernel blocks a block is cut into; block ids count
 blocks. What is left open is proven by content (:mod:`kvpatch.legacy.proofs`), or declared.
 """
 
@@ -69,7 +69,7 @@ class KernelSizes:
 def kernel_sizes(worker: Any) -> KernelSizes | None:
     """How this release cuts blocks for the worker's backends; None where nobody can tell.
 
-    And where nobody asks: to 0.11.0 none is cut, and from 0.21 on the handshake says it.
+    And where nobody asks: <= 0.11.0 none is cut, and from 0.21 on the handshake says it.
     """
     backends = _backends(worker)
     if not backends or _states_parts(worker):
@@ -85,7 +85,7 @@ def kernel_sizes(worker: Any) -> KernelSizes | None:
                 return None
             exact.append(tuple(size for size in sizes if isinstance(size, int)))
             multiples.append(tuple(size.base for size in sizes if not isinstance(size, int)))
-    allowed = get_args(getattr(cache, "BlockSize", None))  # to 0.17
+    allowed = get_args(getattr(cache, "BlockSize", None))  # <= 0.17
     return KernelSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
 
 

@@ -18,7 +18,7 @@ _LOADING = "WAITING_FOR_REMOTE_KVS"
 class Aborts:
     """One scheduler's requests that are over while their loads are not.
 
-    To 0.13 clients choose the names of requests, and one may come back under the name of
+    <= 0.13 clients choose the names of requests, and one may come back under the name of
     one that it gave up. So the request is booked, not its name: its blocks are taken out of
     the release's tables, in which the next one has its own. Workers report by name: the next
     one's load is withheld from them until they have reported this one.
@@ -92,7 +92,7 @@ def is_loading(request: Any) -> bool:
 
 
 class Loads:
-    """One worker's loads, where the release knows none that failed (to 0.11.0).
+    """One worker's loads, where the release knows none that failed (<= 0.11.0).
 
     A load that failed is not reported: it waits until its client gives it up. Then it is,
     so that the scheduler knows that nothing is written to its blocks any more.

@@ -205,7 +205,7 @@ def pop_one_by_one(
 
 def _let_go(worker: Any, handles: Iterable[Any]) -> None:
     for entry in handles:
-        handle = entry[0] if isinstance(entry, tuple) else entry  # with a time to 0.12
+        handle = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
         try:
             worker.nixl_wrapper.release_xfer_handle(handle)
         except errors_of(worker.nixl_wrapper) as error:

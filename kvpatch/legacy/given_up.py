@@ -61,7 +61,7 @@ class GivenUp:
                 worker._recving_transfers[request_id] = left
 
     def _take(self, request_id: str, entry: Any) -> bool:
-        read = entry[0] if isinstance(entry, tuple) else entry  # with a time to 0.12
+        read = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
         if not isinstance(read, StagedRead | JoinedRead):
             return False
         order = read.owner

@@ -1,7 +1,7 @@
 """Proof by content: what a peer's blocks are, where its handshake does not say all of them.
 
 D computes the first prompt of such an engine itself, and P holds the same prompt: so some
-of P's blocks of it are read, and only then is P told that it may let go of them. To 0.11.0
+of P's blocks of it are read, and only then is P told that it may let go of them. <= 0.11.0
 they show the items, and on 0.10.0 the layout: that under which they hold what D has
 computed, and much nearer than under the other. From 0.11.1 to 0.20 they show how blocks are
 cut (:mod:`kvpatch.legacy.cuts`). Ids come from a client, and say only where to look: of one

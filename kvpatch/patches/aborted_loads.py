@@ -1,7 +1,7 @@
 """The blocks of an aborted request are not handed out while they are being written to.
 
 Why:
-    A client that gives up while D loads its prompt ends the request, and to 0.15 its
+    A client that gives up while D loads its prompt ends the request, and <= 0.15 its
     blocks are free at once. The read goes on and writes into them, whoever has
     them by then: another request answers with tokens of the wrong prompt.
 Where:
@@ -9,7 +9,7 @@ Where:
 How:
     As 0.16 does, the blocks of a request that ends while it is loaded are kept until the
     workers report the load, done or failed. What was reported and not yet scheduled
-    is forgotten, so that a later request of the same name is not taken for it. To 0.13
+    is forgotten, so that a later request of the same name is not taken for it. On releases <= 0.13
     clients choose names: a request that comes back under its name gets blocks of its own,
     and is loaded when the workers have reported the first load, for they report by name.
 Upstream:

@@ -16,7 +16,7 @@ How:
 Upstream:
     kvcached #311 and #312; vLLM has the assertion, and no issue of its own.
 Remove when:
-    The connector counts blocks in the tensors again, as it did up to 0.17.
+    The connector counts blocks in the tensors again, as it did <= 0.17.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Why:
     A P that dies, or a handshake that is refused, ought to fail one request. To
     0.11.0 D knows no failed load: ``KeyError`` on the engine that was never met, or
     NIXL's error, ends it. From 0.11.1 to 0.21 `get_finished` looks up the block size
-    of the refused engine: ``KeyError`` again; and to 0.13.0 a read that breaks off
+    of the refused engine: ``KeyError`` again; and <= 0.13.0 a read that breaks off
     takes its metadata along, which `get_finished` asserts. From 0.18 to 0.29, with
     several cache groups (the hybrid allocator), a failed load is reported as received,
     and the model goes on over memory that nobody wrote.
@@ -17,9 +17,9 @@ How:
     With several cache groups the blocks of all of them are booked as invalid, and the
     scheduler, whose account of invalid blocks is of one group, fails the request, or has
     all of it computed. From 0.22 on a request is reported when the last of its transfers
-    is over. To 0.11.0, which knows no way to fail one request, it is left waiting with an
+    is over. <= 0.11.0, which knows no way to fail one request, it is left waiting with an
     error in the log, until its client gives it up: then it is reported, and its blocks are
-    free. To 0.11.0 a peer is first asked on a socket of our own, for 5 s at most as from
+    free. <= 0.11.0 a peer is first asked on a socket of our own, for 5 s at most as from
     0.11.1 on: the release waits for the answer of a dead one for ever, and so do the
     handshakes behind it.
 Upstream:

@@ -6,7 +6,7 @@ Why:
     this engine again before it is restarted. It takes no access to the side channel: a client
     that sends D another `tp_size` than P's has D ask for such a rank (from 0.11.1 on).
 Where:
-    P, or whoever is read from: its scheduler, and to 0.11.0 its workers.
+    P, or whoever is read from: its scheduler, and <= 0.11.0 its workers.
 How:
     Who asks for a rank that there is not gets an empty answer, which fails that handshake. After
     a message of another shape the listener begins anew.

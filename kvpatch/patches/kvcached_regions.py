@@ -8,7 +8,7 @@ Why:
     steps 16384, sends keys where values belong, and never sends a value. Its default,
     contiguous layout has the layers of a block side by side in one pool,
     ``[blocks, layers, 2, 16, 8, 128]``: stock computes addresses from one layer's page
-    and moves other layers' bytes, to 0.23 and in part later without an error.
+    and moves other layers' bytes, <= 0.23 and in part later without an error.
 Where:
     The worker, on P and on D.
 How:

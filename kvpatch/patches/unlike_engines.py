@@ -9,7 +9,7 @@ Why:
     in HND (0.26 to 0.31), and wherever the CPU backend stores keys by column.
     0.11.1 and 0.11.2 fail every handshake of a decode engine that cuts its blocks
     into kernel blocks, and on a CPU they take the number of heads for the block size.
-    To 0.13 a prefill engine of more ranks fails every handshake, and on most releases pairs
+    <= 0.13 a prefill engine of more ranks fails every handshake, and on most releases pairs
     of unlike ranks do where there are more ranks than KV heads on either side.
 Where:
     D's scheduler and worker. P needs nothing.
@@ -18,13 +18,13 @@ How:
     and shows the release a peer like itself, within the memory that P registered.
     The release goes on to keep its books, notify and complete as ever; the one
     transfer that it prepares for a request is replaced by the byte runs between
-    the two geometries, paired by token position. Like pairs are left to it. To 0.13 D
+    the two geometries, paired by token position. Like pairs are left to it. On releases <= 0.13 D
     shakes hands with one rank of P alone: of a P with more ranks than D's it is led to
     each that it needs, one after the other, and a request's reads from all are one to it.
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:
-    To 0.20 the handshake does not say all of a block: the data type to 0.11.0, the layout on
+    <= 0.20 the handshake does not say all of a block: the data type <= 0.11.0, the layout on
     0.10.0, and then how blocks are cut, where a backend may cut them (FlashInfer, FlashMLA).
     There D computes the first prompt of a P itself, of one like it too, reads some of what P's
     blocks hold of it, and loads later ones once they have shown the rest; nothing is loaded
@@ -32,8 +32,8 @@ Limits:
     a model whose keys and values do not depend on a token's place, is not told apart.
     ``KVPATCH_PEER_BLOCK_SIZE`` (and ``KVPATCH_PEER_LAYOUT``) leave the proof out. On 0.10.0 what
     ends behind P's whole blocks D computes, and with a draft model every prompt.
-    To 0.13 the ranks of a P with more than D are a multiple of D's.
-    Refused are keys that AMX tiles, and to 0.24 models of windows alone, or of groups of unlike
+    On releases <= 0.13 the ranks of a P with more than D are a multiple of D's.
+    Refused are keys that AMX tiles, and <= 0.24 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A

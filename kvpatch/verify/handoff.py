@@ -58,7 +58,7 @@ async def prefill_then_decode(
 ) -> Completion:
     """Prefill on one engine, hand its cache to the other, and complete there.
 
-    Both requests carry one ``request_id``: releases up to 0.12 find a request's blocks by it.
+    Both requests carry one ``request_id``: releases <= 0.12 find a request's blocks by it.
     """
     started = time.perf_counter()
     ask = {**_request(model, token_ids, 1), "kv_transfer_params": dict(_ASK_PREFILL)}

@@ -211,7 +211,7 @@ def build(
             inner = [dim for dim in order if dim not in ("layer", "block", "kv")]
             order = ("layer", "block", *(("kv",) if "kv" in dims else ()), *inner)
     dtype = torch_dtype(spec.dtype)
-    # To 0.28 each layer has an allocation of its own; from 0.29 on all share
+    # On releases <= 0.28 each layer has an allocation of its own; from 0.29 on all share
     # one, unless they come from kvcached, which is when the counts differ.
     by_kvcached = spec.tensor_blocks is not None or spec.allocation in ("split_half", *ODD)
     own = hasattr(backend, "get_kv_cache_shape") or by_kvcached
@@ -243,7 +243,7 @@ def build(
 
 
 def _beside_indexers(spec: EngineSpec, dims: tuple[str, ...]) -> Caches:
-    """To 0.28 each layer has an allocation of its own, of its own bytes."""
+    """On releases <= 0.28 each layer has an allocation of its own, of its own bytes."""
     layers, memory = [], []
     for layer in range(spec.layers):
         sizes = _sizes(spec, layer, range(spec.layers))
@@ -271,7 +271,7 @@ def _state_layer(spec: EngineSpec, layer: int, store: torch.Tensor, page_bytes: 
 
 
 def states_apart() -> bool:
-    """Whether the release's runner hands over a tensor for each state (to 0.26), or pages."""
+    """Whether the release's runner hands over a tensor for each state (<= 0.26), or pages."""
     utils = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
     kinds = [kind for kind in vars(utils).values() if isinstance(kind, type)]
     return any("get_transfer_cache_regions" in vars(kind) for kind in kinds)

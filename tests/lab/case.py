@@ -59,7 +59,7 @@ class EngineSpec:
 
     `family` names an attention backend, not a shape: the shape is the one the
     release's own class of that backend gives. FlashAttention is
-    ``[2, B, N, H, D]`` to 0.22, ``[B, 2, N, H, D]`` from 0.23 to 0.25 and
+    ``[2, B, N, H, D]`` <= 0.22, ``[B, 2, N, H, D]`` from 0.23 to 0.25 and
     packed ``[B, H, N, 2D]`` from 0.26 on; FlashInfer has K and V inside a
     block wherever they are not packed.
 
@@ -280,7 +280,7 @@ class Case:
     def introduced(self) -> Case:
         """The same case behind a prompt that fills four blocks of P's and most of a fifth.
 
-        To 0.20 D computes it, and finds out by it what the handshake does not say of P's blocks.
+        <= 0.20 D computes it, and finds out by it what the handshake does not say of P's blocks.
         """
         if self.introduction_tokens:
             return self

@@ -39,7 +39,7 @@ class CoreScheduler:
             "block_size": math.lcm(*self._block_tokens),
             "hash_block_size": math.gcd(*self._block_tokens),
         }
-        if not accepted(Scheduler, {"hash_block_size": 0}):  # to 0.19 one is both
+        if not accepted(Scheduler, {"hash_block_size": 0}):  # <= 0.19 one is both
             wanted["block_size"] = wanted["hash_block_size"]
         kind = AsyncScheduler if spec.schedules_ahead else Scheduler
         self._core = kind(**accepted(Scheduler, wanted))
@@ -170,7 +170,7 @@ class CoreScheduler:
                 as_listed([_ANSWER_TOKEN] if tokens.stop >= tracked.tokens else [])
                 for tracked, tokens in computation.computed
             ],
-            "spec_token_ids": None,  # to 0.10
+            "spec_token_ids": None,  # <= 0.10
             "logprobs": None,
             "prompt_logprobs_dict": {},
             "pooler_output": [],
@@ -268,7 +268,7 @@ def _block_hasher(config: Any, block_tokens: int) -> Any:
 def _hash_function(name: str) -> Any:
     try:
         from vllm.utils.hashing import get_hash_fn_by_name
-    except ImportError:  # to 0.11.0
+    except ImportError:  # <= 0.11.0
         import vllm.utils
 
         by_name = getattr(vllm.utils, "get_hash_fn_by_name", None)  # from 0.10.2

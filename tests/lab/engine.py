@@ -51,7 +51,7 @@ class LoadFailed(RuntimeError):
     """The release reported blocks that could not be loaded."""
 
 
-#: To 0.11.0 kvpatch can only log that a load has failed.
+#: On releases <= 0.11.0 kvpatch can only log that a load has failed.
 _LOGGERS = ("vllm", "kvpatch")
 
 

@@ -10,7 +10,7 @@ own allocation or, where there is none, with one that all unmapped pages share, 
 page of zeros is.
 
 What the layouts are, their strides, and how many blocks a reservation holds is all
-decided by kvcached's own ``alloc_kv_cache``, which is its way to 0.28; for later releases
+decided by kvcached's own ``alloc_kv_cache``, which is its way <= 0.28; for later releases
 see :mod:`kvcached_planned`.
 """
 

@@ -136,7 +136,7 @@ def layout_name(spec: EngineSpec) -> str:
 
 
 def use_layout(layout: str) -> None:
-    """Makes `layout` the process's KV cache layout (to 0.28, where it is one)."""
+    """Makes `layout` the process's KV cache layout (<= 0.28, where it is one)."""
     from vllm.v1.attention.backends import utils
 
     if not hasattr(utils, "set_kv_cache_layout"):
@@ -279,7 +279,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     config.parallel_config.world_size = spec.tp_size
     if spec.is_hybrid or spec.mixes_kinds:
         cache.num_gpu_blocks_override = spec.planned_blocks
-    if spec.has_core:  # the engine's own defaults, which to 0.11.0 its arguments set
+    if spec.has_core:  # the engine's own defaults, which <= 0.11.0 its arguments set
         cache.enable_prefix_caching = not spec.has_state or spec.state_mode != "none"
         for name in ("enable_chunked_prefill", "chunked_prefill_enabled"):
             if hasattr(config.scheduler_config, name):
@@ -393,7 +393,7 @@ def slots(spec: EngineSpec, plan: Any) -> list[int]:
     """For each layer the number of the memory that it shares, from the plan."""
     if not spec.is_hybrid:
         return [spec.content_of(layer) for layer in range(spec.layers)]
-    # Tensor i belongs to the i-th layers of all groups (in so many words to 0.28,
+    # Tensor i belongs to the i-th layers of all groups (in so many words <= 0.28,
     # as overlaid address ranges from 0.29 on).
     place = {name: i for group in plan.kv_cache_groups for i, name in enumerate(group.layer_names)}
     found = [place[layer_name(layer)] for layer in range(spec.layers)]

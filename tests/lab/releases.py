@@ -61,12 +61,12 @@ def has_named_layouts(release: str) -> bool:
 
 
 def states_block_size(release: str) -> bool:
-    """Up to 0.11.0 the handshake has a block's bytes, and not its tokens."""
+    """On releases <= 0.11.0 the handshake has a block's bytes, and not its tokens."""
     return FACTS[release].states_block_size
 
 
 def states_kernel_blocks(release: str) -> bool:
-    """Up to 0.20 the handshake does not say how many kernel blocks a block has."""
+    """On releases <= 0.20 the handshake does not say how many kernel blocks a block has."""
     return FACTS[release].states_kernel_blocks
 
 
@@ -76,7 +76,7 @@ def cuts_flash_attention(release: str) -> bool:
 
 
 def tells_blocks(release: str) -> bool:
-    """Whether a handshake says all of a block; to 0.20 D may have to find it out."""
+    """Whether a handshake says all of a block; <= 0.20 D may have to find it out."""
     return states_block_size(release) and states_kernel_blocks(release)
 
 
@@ -97,12 +97,12 @@ def must_prove(decode: EngineSpec, release: str) -> bool:
 
 
 def meets_one_rank(release: str) -> bool:
-    """To 0.13 a worker shakes hands with one rank of its peer, and needs as many ranks or more."""
+    """<= 0.13 a worker shakes hands with one rank of its peer, and needs as many ranks or more."""
     return FACTS[release].meets_one_rank
 
 
 def registers_cpu_caches(release: str) -> bool:
-    """To 0.11.0 a connector has no CPU backend; 0.23 to 0.25 take blocks for keys and values."""
+    """<= 0.11.0 a connector has no CPU backend; 0.23 to 0.25 take blocks for keys and values."""
     version = Version(release)
     return version >= Version("0.11.1") and not Version("0.23") <= version < Version("0.26")
 

@@ -53,7 +53,7 @@ def cpu_platform() -> Any:
 def torch_names() -> None:
     """Names of functions in torch that moved since.
 
-    Why: to 0.18 the CPU backend asks ``torch._C._cpu`` whether this processor has
+    Why: <= 0.18 the CPU backend asks ``torch._C._cpu`` whether this processor has
     AMX, which the torch that runs here answers under ``torch.cpu``.
     Releases: 0.11.1 to 0.18.
     """

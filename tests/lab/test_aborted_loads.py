@@ -1,6 +1,6 @@
 """A client that gives up while D loads its prompt: whose are the blocks meanwhile?
 
-Both schedulers are the release's own. To 0.15 it hands out blocks that NIXL is writing to.
+Both schedulers are the release's own. <= 0.15 it hands out blocks that NIXL is writing to.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_stock_hands_them_out_at_once(stage: Stage, lab: Lab) -> None:
 
 
 def test_blocks_come_back_when_the_peer_dies(stage: Stage) -> None:
-    """Its load fails; to 0.11.0, where no load can, it is reported since nobody waits for it."""
+    """Its load fails; <= 0.11.0, where no load can, it is reported since nobody waits for it."""
     pair = _pair(stage)
 
     prompt, before = pair.ask_and_hang_up()
@@ -159,7 +159,7 @@ def test_a_load_that_failed_before_its_client_gave_up(stage: Stage, lab: Lab) ->
 
 @pytest.mark.parametrize("way", ["release's own", "staged"])
 def test_a_retry_under_the_same_name(stage: Stage, lab: Lab, way: str) -> None:
-    """To 0.13 a client chooses the name, and a retry may come before the first read is over."""
+    """<= 0.13 a client chooses the name, and a retry may come before the first read is over."""
     if has_own_names(lab.release):
         pytest.skip("this release makes every name its own")
     if way == "staged" and not states_layout(lab.release):

@@ -157,7 +157,7 @@ _WITH_A_BLOCK_MORE = (96, 158, 159, 256)
 @pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
 def test_a_speculating_prefillengine_of(lab: Lab, sizes: str, prompt: int) -> None:
-    """To 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
+    """<= 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
     case = _speculating(BLOCK_TOKENS[sizes], prompt)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
@@ -170,7 +170,7 @@ def test_a_speculating_prefillengine_of(lab: Lab, sizes: str, prompt: int) -> No
 
 
 def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
-    """The same pair without kvpatch: a like one, which stock reads a block off to 0.24."""
+    """The same pair without kvpatch: a like one, which stock reads a block off <= 0.24."""
     case = _speculating((32, 32), 159)
 
     report = lab.run(case)
@@ -204,7 +204,7 @@ _AT_THE_EDGE = 158
 
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
 def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
-    """To 0.19 P counts its answer's token too, and frees a block that D still looks at."""
+    """<= 0.19 P counts its answer's token too, and frees a block that D still looks at."""
     case = _case("two groups", BLOCK_TOKENS[sizes], _AT_THE_EDGE)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
@@ -217,14 +217,14 @@ def test_a_block_at_the_edge_of_the_window(lab: Lab, sizes: str) -> None:
 
 
 def test_a_block_at_the_edge_of_the_window_alone(lab: Lab) -> None:
-    """The same without kvpatch and with like engines: stock reads one token too few to 0.19."""
+    """The same without kvpatch and with like engines: stock reads one token too few <= 0.19."""
     report = lab.run(_case("two groups", (32, 32), _AT_THE_EDGE))
 
     frees_too_much = Version(lab.release) < Version("0.20")
     assert report.outcome == ("corrupt" if frees_too_much else "identical"), report
 
 
-# --- blocks that FlashInfer may have cut, to 0.20 ---
+# --- blocks that FlashInfer may have cut, <= 0.20 ---
 
 
 @pytest.mark.parametrize("prompt", [10, 40, 100])

@@ -1,6 +1,6 @@
 """A load that fails where the model has several cache groups: one request fails, and no more.
 
-D's scheduler is the release's own. To 0.29 stock calls such a load received, and the model
+D's scheduler is the release's own. <= 0.29 stock calls such a load received, and the model
 would go on over memory that nobody wrote.
 """
 

@@ -1,8 +1,8 @@
 """Requests that are aborted, peers that die, come back or cannot be read, while others go on.
 
 A load that fails takes nothing else with it: from 0.11.1 on its request is failed, before
-that it is left waiting. In stock a NIXL error or a failed handshake ends D's engine, to 0.13
-and to 0.21.
+that it is left waiting. In stock a NIXL error or a failed handshake ends D's engine, <= 0.13
+and <= 0.21.
 D stages all it reads, through a pool of two blocks: the longest way there is.
 """
 
@@ -48,17 +48,17 @@ UNREADABLE = {"block_tokens": 512, "planned_blocks": 10}
 
 
 def reports_failures(release: str) -> bool:
-    """Whether a load can fail alone; to 0.11.0 it is left waiting."""
+    """Whether a load can fail alone; <= 0.11.0 it is left waiting."""
     return Version(release) >= Version("0.11.1")
 
 
 def stock_survives_dead_peers(release: str) -> bool:
-    """To 0.11.2 NIXL's errors are not caught; 0.12.0 and 0.13.0 stumble over their own report."""
+    """<= 0.11.2 NIXL's errors are not caught; 0.12.0 and 0.13.0 stumble over their own report."""
     return Version(release) >= Version("0.14")
 
 
 def stock_survives_refusals(release: str) -> bool:
-    """To 0.21 `get_finished` looks up the block size of a peer that was refused."""
+    """On releases <= 0.21 `get_finished` looks up the block size of a peer that was refused."""
     return Version(release) >= Version("0.22")
 
 
@@ -265,7 +265,7 @@ def test_death_before_the_read(stage: Stage, lab: Lab) -> None:
 
 
 def test_death_before_the_handshake(stage: Stage, lab: Lab) -> None:
-    """To 0.11.0 stock waits for its answer for ever, and with it the handshakes behind it."""
+    """<= 0.11.0 stock waits for its answer for ever, and with it the handshakes behind it."""
     specs, decoding = unlike(lab.release), STAGED
     if not states_block_size(lab.release):  # D loads no first prompt, but of declared blocks
         told = (PEER_BLOCK_SIZE, str(SPEC.block_tokens))
@@ -381,7 +381,7 @@ def _outcome(stage: Stage, release: str, prefill: Actor, decode: Actor) -> str:
 
 def unreadable(release: str) -> EngineSpec:
     """One that is refused at the handshake."""
-    # To 0.11.0 D asks for nothing of the large ones before it knows them: another model.
+    # <= 0.11.0 D asks for nothing of the large ones before it knows them: another model.
     other_model = {"block_tokens": 25, "head_dim": 18}
     return engine(**(UNREADABLE if states_block_size(release) else other_model))
 

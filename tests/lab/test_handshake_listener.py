@@ -65,7 +65,7 @@ def test_odd_messages_end_no_listener(stage: Stage, lab: Lab) -> None:
     assert right is not None
     for frames in odd:
         answer = _ask(prefill, *frames)
-        if Version(lab.release) >= Version("0.11.1"):  # to 0.11.0 all that ask are answered
+        if Version(lab.release) >= Version("0.11.1"):  # <= 0.11.0 all that ask are answered
             assert answer is None or right[1] not in answer, frames
         again = _ask(prefill, b"", good)
         assert again is not None, frames

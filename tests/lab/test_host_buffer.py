@@ -150,7 +150,7 @@ def test_ranks(lab: Lab) -> None:
 def test_windows(lab: Lab) -> None:
     """Several cache groups over shared tensors: a block of any of them is a row."""
     if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (to 0.19)")
+        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
     windows = {
         "window_tokens": (0, 64),
         "layers": 4,
@@ -421,7 +421,7 @@ def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
 
 @pytest.mark.parametrize("tokens", [TOKENS, REQUEST_BLOCKS * BLOCK_TOKENS])
 def test_what_is_answered_is_there_while_the_next_step_is_under_way(lab: Lab, tokens: int) -> None:
-    """To 0.11.0 a step that is scheduled ahead computes a token more than was asked for."""
+    """<= 0.11.0 a step that is scheduled ahead computes a token more than was asked for."""
     with Stage(lab) as stage:
         prefill = stage.start(prefilling(ROOM, planned_blocks=99, schedules_ahead=True))
         decode = stage.prefill(replace(SPEC, planned_blocks=99))
@@ -473,7 +473,7 @@ def test_slots_are_taken_and_given_back_in_a_multi_connector(lab: Lab) -> None:
 def test_tensors_that_layers_share_are_there_once(lab: Lab) -> None:
     """The hybrid allocator's: four layers in two tensors are two in the buffer."""
     if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (to 0.19)")
+        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
     windows = {"window_tokens": (0, 64), "layers": 4, "own_scheduler": True}
     with Stage(lab) as stage:
         prefill = stage.start(buffered(20, **windows))

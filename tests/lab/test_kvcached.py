@@ -115,7 +115,7 @@ def test_a_plain_p_that_may_be_kvcacheds_is_refused_by_halves(lab: Lab) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
 def test_heads_first_and_unlike_blocks(lab: Lab, p: int, d: int, layout: str) -> None:
-    """Packed tensors alone can be HND; to 0.25 kvcached's are NHD, whatever is asked."""
+    """Packed tensors alone can be HND; <= 0.25 kvcached's are NHD, whatever is asked."""
     rows = replace(spec("flash", LAYOUTS[layout]), patched=True, patches=SLUGS)
     prefill = replace(rows, layout="HND", block_tokens=p)
     decode = replace(rows, layout="NHD", block_tokens=d)

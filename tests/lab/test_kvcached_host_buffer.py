@@ -104,7 +104,7 @@ def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
     ("layout", "p", "d"), [("contiguous", 16, 64), ("contiguous", 64, 16), ("split-half", 64, 16)]
 )
 def test_unlike_blocks_and_layouts(lab: Lab, layout: str, p: int, d: int) -> None:
-    """Packed tensors alone can be HND; to 0.25 kvcached's are NHD, whatever is asked."""
+    """Packed tensors alone can be HND; <= 0.25 kvcached's are NHD, whatever is asked."""
     found = _pair("flash", layout, layout, "P D")
     prefill = replace(found.prefill, block_tokens=p, layout="HND")
     wanted = replace(found, prefill=prefill, decode=replace(found.decode, block_tokens=d))
@@ -140,7 +140,7 @@ def test_blocks_that_are_cut(lab: Lab) -> None:
 
 
 def _told(engine: EngineSpec) -> EngineSpec:
-    """One that does not have to find out what blocks its peers have (to 0.11.0)."""
+    """One that does not have to find out what blocks its peers have (<= 0.11.0)."""
     declared = (PEER_BLOCK_SIZE, str(engine.block_tokens))
     return replace(engine, settings=(*engine.settings, declared))
 
@@ -244,7 +244,7 @@ def test_a_layout_that_the_variable_denies_is_refused(lab: Lab) -> None:
 
 def _needs_groups(lab: Lab) -> None:
     if Version(lab.release) < Version("0.20"):
-        pytest.skip("no cache groups, or P frees a block that D looks at (to 0.19)")
+        pytest.skip("no cache groups, or P frees a block that D looks at (<= 0.19)")
 
 
 @pytest.mark.parametrize(("layout", "p_tokens"), [("contiguous", 64), ("split-half", 32)])

@@ -102,7 +102,7 @@ def test_a_stock_d_refuses_rows(lab: Lab, family: Family, layout: str, layers: i
 
     report = _run(lab, _on(rows), plain)
 
-    # To 0.21 an engine ends over a handshake that failed.
+    # On releases <= 0.21 an engine ends over a handshake that failed.
     allowed = ("refused", "failed") if layers > 1 else ("refused", "failed", "identical")
     assert report.outcome in allowed, report
 

@@ -91,7 +91,7 @@ def staged_pair(stage: Stage, *settings: tuple[str, str]) -> tuple[Actor, Actor]
 
 
 def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: Lab) -> None:
-    """To 0.13 a client chooses the name; it may hang up and come again between two steps."""
+    """<= 0.13 a client chooses the name; it may hang up and come again between two steps."""
     with Stage(lab) as stage:
         prefill, decode = given_up_reads(lab, stage)
         first, given_up, other = stage.prompts(3, 300)
@@ -109,7 +109,7 @@ def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: La
 
 
 def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
-    """To 0.15 its blocks are free at once, and may be another request's by now."""
+    """On releases <= 0.15 its blocks are free at once, and may be another request's by now."""
     with Stage(lab) as stage:
         prefill, decode = given_up_reads(lab, stage)
         first, given_up, kept = stage.prompts(3, 300)
@@ -148,6 +148,6 @@ def test_a_read_that_waited_until_the_peer_let_go_of_its_blocks_fails(lab: Lab) 
         seen = decode.watch(first_of_two, waits, seconds=5.0)
 
         assert waits.name not in seen.received, decode.wrong(waits)
-        # To 0.11.0 no single load can fail.
+        # On releases <= 0.11.0 no single load can fail.
         assert waits.name in (seen.failed if states_block_size(lab.release) else seen.waiting)
         assert decode.strays() == 0

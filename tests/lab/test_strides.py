@@ -31,7 +31,7 @@ def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
     ("family", "allocation"), [*(("flash", own) for own in _OWN), ("flashinfer", "pool")]
 )
 def test_blocks_that_lie_elsewhere(lab: Lab, family: Family, allocation: Allocation) -> None:
-    """Stock moves other bytes without a word: all of a pool's to 0.25, all padded ones to 0.28."""
+    """Stock moves other bytes without a word: all of a pool's <= 0.25, all padded ones <= 0.28."""
     spec = replace(_SPEC, family=family, allocation=allocation)
     stock = _run(lab, spec, spec)
 
@@ -62,7 +62,7 @@ def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("p", "d"), [(16, 64), (64, 16)])
 def test_backends_that_keep_their_order_whatever_is_stated(lab: Lab, p: int, d: int) -> None:
-    """Triton's tensors are NHD to 0.17, and its handshake says HND: heads were read for tokens."""
+    """Triton's tensors are NHD <= 0.17, and its handshake says HND: heads were read for tokens."""
     if lab.release == "0.11.0":
         pytest.skip("0.11.0's connector does not know Triton's shape, and stock fails over it")
     spec = replace(_SPEC, family="triton")

@@ -146,7 +146,7 @@ _OTHER_ITEMS = [
 def test_items_of_another_size_are_never_read(
     lab: Lab, p: int, p_dtype: str, d: int, d_dtype: str, prompt_tokens: int
 ) -> None:
-    """To 0.12 no hash of the model is compared, and to 0.11.0 bytes are all there is."""
+    """<= 0.12 no hash of the model is compared, and <= 0.11.0 bytes are all there is."""
     if states_kernel_blocks(lab.release):
         pytest.skip("this release compares a hash and both sizes")
     case = _other_items(p, p_dtype, d, d_dtype, prompt_tokens)
@@ -168,7 +168,7 @@ def test_stock_reads_items_of_another_size(lab: Lab) -> None:
 
 
 def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
-    """To 0.21 a step after a handshake that failed raises in stock; later ones fail the load."""
+    """<= 0.21 a step after a handshake that failed raises in stock; later ones fail the load."""
     report = lab.run(_pair(p=128, d=32).stock())
 
     survives = Version(lab.release) >= Version("0.22")

@@ -62,7 +62,7 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
         {**_OWN, "remote_block_ids": []},
         {**_OWN, "remote_block_ids": [[], []]},
         {**_OWN, "remote_block_ids": ([1, 2], (3,))},
-        {**_OWN, "remote_block_ids": [1, 2, 3]},  # as to 0.17; vLLM's own tests have them later
+        {**_OWN, "remote_block_ids": [1, 2, 3]},  # as <= 0.17; vLLM's own tests have them later
         {**_OWN, "remote_host": "prefill-0.pool.svc"},
         {**_OWN, "remote_host": "fe80::1%eth0"},
         {**_OWN, "remote_host": "[::1]"},

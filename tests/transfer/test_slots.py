@@ -323,7 +323,7 @@ def test_a_request_that_never_fits_is_told_at_once_and_blocks_nobody():
 
 
 def test_another_prompt_under_the_same_id_does_not_publish_what_the_first_one_saved():
-    """To 0.13 ids are the clients', who may send one twice."""
+    """On releases <= 0.13 ids are the clients', who may send one twice."""
     table = SlotTable(8)
     assert table.reserve("a", 2)
     table.save("a", [7, 8])

@@ -1,7 +1,7 @@
 """How a worker says at the handshake that its blocks are rows of all layers.
 
 No release has a field for it. The layout's name carries it, which every release from
-0.11.1 on compares with its own, and the attention backend's, which those to 0.12
+0.11.1 on compares with its own, and the attention backend's, which those <= 0.12
 compare: a peer that does not know the words refuses the handshake.
 """
 

@@ -121,7 +121,7 @@ def rows_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
 def block_bytes_of(plan: Any) -> int:
     """Bytes of one block over all tensors of a worker, from the scheduler's plan.
 
-    To 0.28 each tensor of the plan is memory of its own. From 0.29 on they are ranges of
+    <= 0.28 each tensor of the plan is memory of its own. From 0.29 on they are ranges of
     one allocation, which each of them states.
     """
     tensors = [t for t in plan.kv_cache_tensors if not getattr(t, "host_resident", False)]

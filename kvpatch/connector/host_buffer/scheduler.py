@@ -245,7 +245,7 @@ def tokens_to_compute(request: Any) -> int:
 def is_complete(request: Any) -> bool:
     """Whether earlier steps have computed all that was asked for.
 
-    To 0.11.0 a scheduler that does not wait for a step's tokens has one more computed. The answer
+    <= 0.11.0 a scheduler that does not wait for a step's tokens has one more computed. The answer
     may be out before that step is over, so that it must change nothing of what is published.
     """
     return int(request.num_computed_tokens) >= tokens_to_compute(request)

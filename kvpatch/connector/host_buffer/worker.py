@@ -113,7 +113,7 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     Raises:
         HostBufferRefused: a cache that is not attention in blocks.
     """
-    # Recurrent state is a list of tensors to 0.26.
+    # Recurrent state is a list of tensors <= 0.26.
     _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
     is_storageless = not all(map(has_storage, kv_caches.values()))
     tensors = {n: shown(c) for n, c in kv_caches.items()} if is_storageless else dict(kv_caches)

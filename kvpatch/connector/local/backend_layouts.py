@@ -1,6 +1,6 @@
 """HND or NHD, as a release lays out caches for its own backends, whatever layout it states.
 
-Backends without an order of their own (Triton to 0.17, FlexAttention, ROCm's) have NHD on
+Backends without an order of their own (Triton <= 0.17, FlexAttention, ROCm's) have NHD on
 every engine, while the connector asks for HND and states it (0.10.1 to 0.28).
 """
 
@@ -22,7 +22,7 @@ from kvpatch.geometry import (
     inner_layout_of_axes,
 )
 
-#: To 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
+#: On releases <= 0.11.0 workers keep a backend's name alone: those that lay out what is stated.
 _AS_STATED = ("FLASH_ATTN_VLLM_V1", "FLASHINFER_VLLM_V1", "FLASH_ATTN", "FLASHINFER")
 
 

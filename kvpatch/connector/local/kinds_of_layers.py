@@ -77,14 +77,14 @@ def _by_dtype(worker: Any) -> Kind | None:
 
 
 def _spec_of(worker: Any, layer: str) -> Any:
-    """The layer's own spec; None to 0.17, where workers have none."""
+    """The layer's own spec; None on <= 0.17, where workers have none."""
     spec = getattr(worker, "_layer_specs", {}).get(layer)
     of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
     return of_layers[layer] if of_layers else spec
 
 
 def backend_of(worker: Any, layer: str) -> Any:
-    """The layer's backend; None to 0.10.1, where layers do not say."""
+    """The layer's backend; None on <= 0.10.1, where layers do not say."""
     config = getattr(worker, "vllm_config", None)
     compilation = getattr(config, "compilation_config", None)
     layers = getattr(compilation, "static_forward_context", {})

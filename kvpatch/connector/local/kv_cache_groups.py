@@ -28,7 +28,7 @@ class Group:
 
 
 def one_group(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
-    """Up to 0.17 every layer has the one block table."""
+    """On releases <= 0.17 every layer has the one block table."""
     return (Group(frozenset(layers), window_tokens=0),)
 
 
@@ -59,7 +59,7 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
 
 
 def packed_groups(worker: Any) -> tuple[tuple[str, ...], ...] | None:
-    """The layers of each block table as the plan places them in rows of blocks; None to 0.28.
+    """The layers of each block table as the plan places them in rows of blocks; None on <= 0.28.
 
     From 0.29 on, where blocks are outermost, a row is divided by each group in its own way:
     its layers follow one another, those with one page together.

@@ -112,7 +112,7 @@ def pages_of(cache: Any, spec: Any) -> StatePages | None:
     """The pages of a layer's states; None where they do not lie as every peer takes them to.
 
     Args:
-        cache: what was handed to the registration: a tensor for each state (to 0.26), or one
+        cache: what was handed to the registration: a tensor for each state (<= 0.26), or one
             of pages of bytes.
         spec: of the layer, in the release's plan.
     """

@@ -1,6 +1,6 @@
 """How each generation's worker reads the caches that it registers.
 
-Up to 0.17 the worker takes the number of blocks from the tensors; from 0.18 it
+On releases <= 0.17 the worker takes the number of blocks from the tensors; from 0.18 it
 takes it from the plan. Which tensor dimension means what is told by flags, by
 the topology's backend, by the worker's backends, or, from 0.29, by the one
 logical shape that is left.

@@ -1,6 +1,6 @@
 """How long P keeps what D has not read yet, as far as D can know.
 
-To 0.21 P lets go of a request's blocks a fixed time after it was computed
+On releases <= 0.21 P lets go of a request's blocks a fixed time after it was computed
 (``VLLM_NIXL_ABORT_REQUEST_TIMEOUT``, which is to be the same on both sides), and D is told
 neither when that was nor how long it is. From 0.22 on P grants a lease, and D's scheduler
 renews the leases of all requests that are not received yet in some of its steps. In each

@@ -74,7 +74,7 @@ def state_pairs(
 ) -> Iterator[tuple[Group, int, int]]:
     """(group, remote block, local block) of each with recurrent state, as ids count them.
 
-    P names one block, or, where its prefix cache keeps states at blocks' ends (to 0.26, and
+    P names one block, or, where its prefix cache keeps states at blocks' ends (<= 0.26, and
     from 0.27 on in mode "all"), one for each of its blocks: null where it has let go of the
     state. Scratch for drafted tokens may follow either, which only a null block tells apart.
 
@@ -129,7 +129,7 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, order: Order
         raise ReadRefused(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
             f"{order.tokens}, and the sliding window of {group.window_tokens} with {seen}: it has "
-            "let go of a block that is needed (vLLM to 0.19, or to 0.24 while it speculates)"
+            "let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates)"
         )
     return min(max(local.first_token, remote.first_token), order.tokens)
 
@@ -141,7 +141,7 @@ def _remote_blocks(
     parts = peer.kernel_blocks_per_block or 1
     found = order.remote_blocks[number]
     if groups[number].window_tokens:
-        # Groups have equally many blocks, slots for drafted tokens included (to 0.24),
+        # Groups have equally many blocks, slots for drafted tokens included (<= 0.24),
         # and a window's list is the end of them. Where blocks are unlike nobody drafts.
         whole = [
             len(blocks)
