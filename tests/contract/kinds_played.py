@@ -41,11 +41,12 @@ PLAYED: Mapping[str, tuple[str, str]] = {
         "test_kinds.py",
         "test_slots_of_all_heads_are_never_cut",
     ),
-    "what two backends hold": ("test_layer_kinds.py", "composite"),
 }
 
 #: The same, and the reason.
 NOT_PLAYED: Mapping[str, str] = {
+    "what two backends hold": "vLLM makes such backends of two with rows alone, and those are "
+    "played as rows (`test_layer_kinds.py`, composite)",
     "nothing of its own": "the backend of models without attention (0.10), of which nothing is "
     "registered",
 }

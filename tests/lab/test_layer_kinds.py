@@ -122,11 +122,11 @@ _MODELS = {
         _IDENTICAL,
         _everywhere(*_IDENTICAL),
     ),
-    # The table does not know it: two backends made into one.
+    # Two backends of rows made into one, with a name of its own.
     "composite": Model(
         replace(_HEADS, kinds=("composite",)),
-        ("refused", "TritonFlashAttentionBackend"),
-        _everywhere("refused", "TritonFlashAttentionBackend"),
+        _IDENTICAL,
+        _everywhere(*_IDENTICAL),
         since="0.30",
     ),
 }

@@ -20,7 +20,7 @@ from kvpatch.connector.handshake.compatibility import (
     is_like,
 )
 from kvpatch.connector.handshake.remote_geometry import peer_regions
-from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, LATENT, ROWS, Holds
+from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.core.errors import PeerRefused
@@ -84,6 +84,25 @@ def test_what_is_not_in_the_table_is_unknown(found: type) -> None:
 
     assert not kind.is_known and kind.holds is Holds.WHOLE
     assert found.__name__ in kind.contents
+
+
+def _composite(general: type, causal: type) -> type:
+    made = backend("MadeOfTwoBackend")
+    made.general_backend_cls, made.causal_backend_cls = general, causal  # type: ignore[attr-defined]
+    return made
+
+
+def test_what_vllm_makes_of_two_backends_holds_what_both_do() -> None:
+    triton = backend("TritonAttentionBackend")
+
+    assert kind_of_backend(_composite(triton, FLASH)) == ROWS
+    assert kind_of_backend(_composite(FLASH, INDEXER)) == OF_SEVERAL
+    assert (
+        kind_of_backend(_composite(INDEXER, INDEXER)).contents
+        == BACKENDS[INDEXER.__name__].contents
+    )
+    for made in (_composite(FLASH, STRANGE), _composite(STRANGE, FLASH)):
+        assert not kind_of_backend(made).is_known
 
 
 def test_an_unknown_spec_is_unknown_whatever_the_backend() -> None:

@@ -59,7 +59,8 @@ FP4 = Kind(
 )
 _FP4_BY_HEAD = Kind(Holds.WHOLE, "packed values of all tokens of a head, then their scales")
 _POOLED = Kind(Holds.WHOLE, "several positions to a token")
-_BOTH = Kind(Holds.WHOLE, "what two backends hold")
+#: Of a backend that is made of others whose blocks are not of one kind.
+OF_SEVERAL = Kind(Holds.WHOLE, "what two backends hold")
 _NONE = Kind(Holds.WHOLE, "nothing of its own")
 
 #: The variable that has AITER's FlashAttention shuffle keys (0.15 on).
@@ -187,7 +188,7 @@ BACKENDS: Mapping[str, Kind] = {
     **dict.fromkeys(_OF_STATE, _STATE),
     **dict.fromkeys(_OF_SLOTS, _SLOTS),
     **dict.fromkeys(_OF_TILES, _TILES),
-    "CompositeAttentionBackend": _BOTH,
+    "CompositeAttentionBackend": OF_SEVERAL,
     "CompressorBackend": RING,
     "KpoolTailBackend": RING,
     "MiniMaxM3SparseMSANvfp4Backend": _FP4_BY_HEAD,

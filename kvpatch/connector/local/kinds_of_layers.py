@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ from kvpatch.connector.local.cache_kinds import (
     BACKENDS,
     DERIVED,
     DERIVES,
+    OF_SEVERAL,
     ROWS,
     SLOTS_BY_HEAD,
     SPECS,
@@ -48,6 +50,9 @@ def has_slots(worker: Any, layer: str) -> bool:
 def kind_of_backend(backend: type) -> Kind:
     """What a backend's blocks hold; those that vLLM derives for a purpose hold what theirs do."""
     name = backend.__name__
+    routed = _routed_to(backend)
+    if routed:
+        return _common([kind_of_backend(each) for each in routed])
     for kind in backend.__mro__:
         of_vllm = kind.__module__.startswith(_PACKAGES)
         if not of_vllm or kind.__name__ not in BACKENDS or not name.endswith(kind.__name__):
@@ -60,6 +65,22 @@ def kind_of_backend(backend: type) -> Kind:
         variable = WITH_VARIABLE.get(kind.__name__)
         return variable[1] if variable and _is_set(variable[0]) else BACKENDS[kind.__name__]
     return unknown(f"{backend.__module__}.{name}, an attention backend")
+
+
+def _routed_to(backend: type) -> tuple[type, ...]:
+    """The two backends of one that vLLM has made of them, under another name (from 0.30)."""
+    if not backend.__module__.startswith(_PACKAGES):
+        return ()
+    found = (getattr(backend, f"{route}_backend_cls", None) for route in ("general", "causal"))
+    return tuple(each for each in found if isinstance(each, type))
+
+
+def _common(kinds: Sequence[Kind]) -> Kind:
+    """What blocks hold that several backends read and write; they have one spec."""
+    strange = next((kind for kind in kinds if not kind.is_known), None)
+    if strange is not None:
+        return strange
+    return kinds[0] if all(kind == kinds[0] for kind in kinds) else OF_SEVERAL
 
 
 def _by_spec(spec: Any) -> Kind | None:
