@@ -44,8 +44,8 @@ from kvpatch.geometry import (
 )
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
-from kvpatch.transfer.pool import StagingPool
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")

@@ -23,8 +23,8 @@ from rich.table import Table
 from kvpatch.geometry import Chunk, Memory, Placement
 from kvpatch.geometry.plan import Plan
 from kvpatch.transfer.nixl import Ends
-from kvpatch.transfer.pool import StagingPool
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
 
 GOAL_MS = 1.0
 GOAL_READS = 1000

@@ -19,7 +19,7 @@ from kvpatch.connector.local.local_geometry import call_layout_by_its_strides
 from kvpatch.connector.local.misread_states import misread_states
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers
 from kvpatch.connector.local.release_layouts import Registration
-from kvpatch.connector.registered_strides import strides_checked
+from kvpatch.connector.registration_check import strides_checked
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused

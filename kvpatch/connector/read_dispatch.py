@@ -12,8 +12,8 @@ from kvpatch.connector.handshake.remote_ranks import Peer
 from kvpatch.connector.kvcached.pages import refuse_unmapped
 from kvpatch.connector.local.release_layouts import registration_of
 from kvpatch.connector.reading.named_blocks import refuse_misnamed
+from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
-from kvpatch.connector.reading.request_context import Reading, RequestContext
 from kvpatch.connector.smaller_blocks import smaller_blocks
 from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.connector.state import worker_state

@@ -22,7 +22,7 @@ from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
 from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.reader import Destination, Reader
-from kvpatch.connector.reading.staging import staging_pool
+from kvpatch.connector.reading.worker_staging_pool import staging_pool
 from kvpatch.connector.split_handles import watch_split_handles
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings

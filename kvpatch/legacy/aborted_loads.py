@@ -9,7 +9,7 @@ from kvpatch.connector.state import connectors_of, engine_state, scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.legacy.aborts import Aborts
+from kvpatch.legacy.aborted_blocks import Aborts
 
 
 def _finish_requests(

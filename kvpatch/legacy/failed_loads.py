@@ -14,7 +14,7 @@ from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.legacy.aborts import Loads
+from kvpatch.legacy.aborted_blocks import Loads
 from kvpatch.legacy.answers import require_answer
 from kvpatch.legacy.failures import (
     Failures,

@@ -9,7 +9,7 @@ from typing import Any
 from weakref import ref
 
 from kvpatch.connector.read_request import groups
-from kvpatch.legacy.aborts import Loads
+from kvpatch.legacy.aborted_blocks import Loads
 from kvpatch.transfer.nixl import errors_of
 
 _LOG = logging.getLogger("kvpatch.failed_loads")

@@ -20,7 +20,7 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.legacy.announcements import Announcements, Introductions
 from kvpatch.legacy.proofs import SAMPLE_BYTES, Proofs
 from kvpatch.legacy.samples import sampled_of
-from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
 
 #: On what a worker has its scheduler hand to peers, and nowhere on the wire.

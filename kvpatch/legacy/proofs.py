@@ -37,8 +37,8 @@ from kvpatch.legacy.comparing import blocks_of_layout, chunks_of_cuts, chunks_se
 from kvpatch.legacy.cuts import Chunk, still_possible
 from kvpatch.legacy.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
 from kvpatch.transfer.nixl import Ends, errors_of
-from kvpatch.transfer.pool import StagingPool
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.remote_ranks import Rank

@@ -11,8 +11,8 @@ from kvpatch.connector.state import WorkerState, connectors_of, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.legacy.aborted_reads import GivenUp
 from kvpatch.legacy.announcements import Announcements, announced
-from kvpatch.legacy.given_up import GivenUp
 from kvpatch.legacy.introducing import book_proof, hear_what_is_open, introductions_of
 from kvpatch.legacy.proofs import Proofs
 

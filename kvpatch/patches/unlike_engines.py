@@ -57,7 +57,7 @@ from typing import Any
 from kvpatch.connector import read_request
 from kvpatch.connector.handshake.compatibility import decide
 from kvpatch.connector.local.release_layouts import registration_of
-from kvpatch.connector.peer_admission import Handshake, local_cache
+from kvpatch.connector.peer_handshake import Handshake, local_cache
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import scheduler_state

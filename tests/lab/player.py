@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvpatch.transfer import staged
+from kvpatch.transfer import staged_read
 
 from . import release
 from .core import CoreScheduler
@@ -33,7 +33,7 @@ class Player(Engine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        staged._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
+        staged_read._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}

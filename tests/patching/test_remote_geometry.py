@@ -20,7 +20,7 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_layouts import INTERLEAVED_HEADS, PACKED, registration_of
-from kvpatch.connector.peer_admission import alike_block_bytes, refuse_endless
+from kvpatch.connector.peer_handshake import alike_block_bytes, refuse_endless
 from kvpatch.connector.read_request import Order
 from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.connector.unstated import KernelSizes

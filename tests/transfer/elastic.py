@@ -121,7 +121,7 @@ def resize() -> dict[str, Any]:
 
 
 def stray() -> dict[str, Any]:
-    """Reads a row that is not there, which must not pass for a read."""
+    """Reads a row that is not there, whose bytes must not pass for a row's."""
     ends = _Ends()
     ends.read([2, 4], [2, 4])
     fill = ends.prefill.fill

@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.lab
 
+#: Of 4 bytes, in a row that a process of `elastic` reads.
+_WORDS_IN_ROW = 1 << 18
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -38,12 +40,10 @@ def test_a_resize_in_mid_transfer_moves_the_right_bytes() -> None:
     assert found["control"]["wrong"] == 1
 
 
-def test_a_page_that_is_not_there_cannot_be_read_by_mistake() -> None:
-    """The negative control: a descriptor outside the mapped pages shows."""
+def test_a_page_that_is_not_there_does_not_pass_for_one_that_is() -> None:
+    """The negative control: such a page reads as zeros, as kvcached's do, which the check shows."""
     answer = _run("stray")
 
-    if answer.returncode == 0:
-        found = json.loads(answer.stdout.splitlines()[-1])["stray"]
-        assert found["state"] != "DONE", found
-    else:
-        assert answer.returncode < 0, "the process ended by itself and not by a signal"
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    found = json.loads(answer.stdout.splitlines()[-1])["stray"]
+    assert found["wrong"] >= _WORDS_IN_ROW - 1, found  # one word of what was expected is zero

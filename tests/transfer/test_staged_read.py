@@ -24,12 +24,12 @@ from kvpatch.geometry import (
     plan_runs,
 )
 from kvpatch.transfer import caches as caches_module
-from kvpatch.transfer import staged as staged_module
+from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of
-from kvpatch.transfer.pool import StagingPool
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 pytestmark = pytest.mark.lab

@@ -1,6 +1,6 @@
 """Whether a peer is left to the release, read by us, or refused: the decision of a handshake.
 
-:func:`decide` is made of values alone; :mod:`kvpatch.connector.peer_admission` reads them and acts.
+:func:`decide` is made of values alone; :mod:`kvpatch.connector.peer_handshake` reads them and acts.
 """
 
 from __future__ import annotations

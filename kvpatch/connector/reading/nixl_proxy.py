@@ -10,9 +10,9 @@ import wrapt
 
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
-from kvpatch.transfer.joined import JoinedRead
+from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import tell_over
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
 
 
 class ReadingAgent(wrapt.ObjectProxy[Any]):

@@ -28,7 +28,7 @@ from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.read_request import Order
 from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.reading.open_peers import OpenPeers
-from kvpatch.connector.reading.request_context import Reading, RequestContext
+from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.state_runs import with_states
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
@@ -46,8 +46,8 @@ from kvpatch.geometry import (
 )
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
-from kvpatch.transfer.pool import StagingPool
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
 
 if TYPE_CHECKING:

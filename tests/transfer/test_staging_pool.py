@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import PoolExhausted
-from kvpatch.transfer.pool import StagingPool
-from kvpatch.transfer.room import Room
+from kvpatch.transfer.free_space import Room
+from kvpatch.transfer.staging_pool import StagingPool
 
 pytestmark = pytest.mark.patching
 

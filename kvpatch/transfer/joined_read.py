@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.staged import StagedRead, Telemetry, sum_of
+from kvpatch.transfer.staged_read import StagedRead, Telemetry, sum_of
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

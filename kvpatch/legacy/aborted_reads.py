@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvpatch.connector.read_request import Order
-from kvpatch.transfer.joined import JoinedRead
+from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.staged import StagedRead
+from kvpatch.transfer.staged_read import StagedRead
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 from kvpatch.core.errors import PoolExhausted
+from kvpatch.transfer.free_space import Room, Space
 from kvpatch.transfer.pace import Pace
-from kvpatch.transfer.room import Room, Space
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry import Chunk, Placement, Plan
+from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
-from kvpatch.transfer.pool import StagingPool, Turn
-from kvpatch.transfer.room import Space
+from kvpatch.transfer.staging_pool import StagingPool, Turn
 
 if TYPE_CHECKING:
     import torch

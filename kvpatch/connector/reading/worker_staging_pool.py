@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.geometry import Memory
-from kvpatch.transfer.pool import StagingPool
+from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:
     import torch
