@@ -35,6 +35,7 @@ TOOLING = (
     "KVPATCH_TEST_CACHE",
     "KVPATCH_TEST_FULL",
     "KVPATCH_TEST_RELEASES",
+    "KVPATCH_TEST_SHARE",
 )
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
