@@ -1,4 +1,4 @@
-"""How tests are spread over processes: a release's lab tests all go to one.
+"""How tests are spread over processes: a release's lab tests all go to one. And no test is timed.
 
 Importing a release takes as long as many of its tests. pytest-xdist's own ``loadgroup`` does the
 same by marks, and from pytest 9.2 on, without a word, no longer does.
@@ -10,6 +10,11 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a busy machine an example of microseconds may take a second: that is no failure.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 _RELEASE = re.compile(r"[\[-](\d+(?:\.\d+){2,3})[\]-]")
 
