@@ -69,3 +69,51 @@ def test_every_error_is_in_one_file() -> None:
 
     assert len(known) > 20
     assert elsewhere == set()
+
+
+#: The settings, the gate that asks whether one is set before anything of ours is imported, and
+#: what hands this process's environment on to the engines that it starts.
+_READ_THE_ENVIRONMENT = {
+    "kvpatch/core/settings.py",
+    "kvpatch/plugin.py",
+    "kvpatch/verify/engine.py",
+}
+_ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+def _asks_for_the_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in _ENVIRONMENT and ast.unparse(node.value) in ("os", "posix")
+    if isinstance(node, ast.ImportFrom):
+        names = {alias.name for alias in node.names}
+        return node.module in ("os", "posix") and bool(names & (_ENVIRONMENT | {"*"}))
+    # Under another name the environment would be read past the first check.
+    return isinstance(node, ast.Import) and any(
+        alias.name in ("os", "posix") and alias.asname not in (None, alias.name)
+        for alias in node.names
+    )
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    found = {
+        path.relative_to(_ROOT).as_posix()
+        for path in (_ROOT / "kvpatch").rglob("*.py")
+        if any(map(_asks_for_the_environment, ast.walk(ast.parse(path.read_text()))))
+    }
+
+    assert found == _READ_THE_ENVIRONMENT
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("os.environ['A']", True),
+        ("os.getenv('A')", True),
+        ("from os import environ", True),
+        ("import os as system", True),
+        ("import os", False),
+        ("environment['A']", False),
+    ],
+)
+def test_what_reads_the_environment(line: str, expected: bool) -> None:
+    assert any(map(_asks_for_the_environment, ast.walk(ast.parse(line)))) is expected
