@@ -20,9 +20,9 @@ import wrapt
 from kvpatch.connector.allowed_peers import allowed_peers
 from kvpatch.core import kvcacheds_patch, logs, ray_variables, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
-from kvpatch.core.installed import InstalledVllm, installed_vllm
+from kvpatch.core.installed import InstalledVllm, installed_facts, installed_vllm
 from kvpatch.core.ledger import Ledger, Patch
-from kvpatch.core.releases import CONNECTORS, ReleaseFacts, facts_named, facts_of
+from kvpatch.core.releases import CONNECTORS, ReleaseFacts
 from kvpatch.core.status import PatchStatus, Status
 from kvpatch.core.version import __version__
 from kvpatch.patches import FRONT_ENDS, SLUGS, load, load_one
@@ -99,8 +99,7 @@ class Session:
         self._vllm, self._facts, self._problem = None, None, ""
         try:
             self._vllm = installed_vllm()
-            override = settings.generation_override()
-            self._facts = facts_named(override) if override else facts_of(self._vllm.version)
+            self._facts = installed_facts()
         except ReleaseNotKnown as error:
             self._problem = str(error)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from kvpatch.connector.cross_layer_blocks import RegisteredRows
@@ -16,6 +17,8 @@ from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.pages import Pages
 from kvpatch.connector.other_processes import LikePeers
 from kvpatch.connector.reading.reader import Reader
+from kvpatch.core.installed import installed_facts
+from kvpatch.core.releases import ReleaseFacts
 
 _NAME = "_kvpatch_state"
 _Kind = TypeVar("_Kind")
@@ -26,6 +29,11 @@ class _State:
     """What has a state, with room for what only old releases need (``kvpatch.legacy``)."""
 
     _kept: dict[type, Any] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def facts(self) -> ReleaseFacts:
+        """Of this process's release; a test of another release's sets them."""
+        return installed_facts()
 
     def of(self, kind: type[_Kind]) -> _Kind:
         """Its one object of a kind; made when it is first asked for."""

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from kvpatch.core import settings
 from kvpatch.core.errors import ReleaseNotKnown
+from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ def installed_vllm() -> InstalledVllm:
             "vLLM with pip, so that its version can be read"
         ) from None
     return InstalledVllm(found.metadata["Name"], found.version)
+
+
+def installed_facts() -> ReleaseFacts:
+    """The facts of the installed vLLM, or of the release that ``KVPATCH_GENERATION`` names.
+
+    Raises:
+        ReleaseNotKnown: they are not in the table.
+    """
+    override = settings.generation_override()
+    return facts_named(override) if override else facts_of(installed_vllm().version)
 
 
 def _module_root() -> Path:

@@ -15,6 +15,7 @@ from kvpatch.connector.state import (
     share_with_manager,
     worker_state,
 )
+from kvpatch.core.releases import FACTS
 from kvpatch.legacy.multi_rank import AskingOneRank
 
 pytestmark = pytest.mark.patching
@@ -66,3 +67,13 @@ def test_a_multi_connector_stands_for_several() -> None:
     assert list(connectors_of(SimpleNamespace(connector=one))) == [one]
     several = SimpleNamespace(_connectors=[one, two])
     assert list(connectors_of(SimpleNamespace(connector=several))) == [one, two]
+
+
+@pytest.mark.parametrize("state_of", [worker_state, scheduler_state, engine_state])
+def test_it_has_the_facts_of_this_processs_release(state_of, monkeypatch) -> None:
+    monkeypatch.setenv("KVPATCH_GENERATION", "0.13.0")
+    owner = SimpleNamespace()
+
+    assert state_of(owner).facts is FACTS["0.13.0"]
+    monkeypatch.setenv("KVPATCH_GENERATION", "0.14.0")
+    assert state_of(owner).facts is FACTS["0.13.0"]
