@@ -25,6 +25,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from experiments.engines.checkout import importable_in_engines
+from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.run import HOST_BUFFER
 from kvpatch.verify.engine import Engine, EngineSpec
 from kvpatch.verify.model import make_tiny_llama
@@ -81,7 +83,7 @@ def pair_of(name: str, model: str, *, is_buffered: bool) -> list[EngineSpec]:
             f"{name.replace(' ', '-')}-{side}",
             model,
             "float32",
-            ("--block-size", str(BLOCK_TOKENS)),
+            (*LAB_PROBE, "--block-size", str(BLOCK_TOKENS)),
             True,
             True,
             settings,
@@ -182,6 +184,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here too")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 132)
+    importable_in_engines()
     rows = until_signal(run(arguments, console))
     show(rows, console)
     if arguments.json:

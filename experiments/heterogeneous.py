@@ -1,9 +1,8 @@
-"""Unlike pairs of real engines, held against one; experiments/heterogeneous.sh runs this."""
+"""Heterogeneous pairs of real engines, held against one; experiments/heterogeneous.sh runs this."""
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import choose
 from experiments.engines.shown import show_pairs
-from kvpatch.core.errors import Interrupted, KvpatchError
+from kvpatch.cli import exit_statuses, results_folder
 from kvpatch.verify.setups import Options, require_release
 
 _PIPE_COLUMNS = 132
@@ -39,16 +38,15 @@ def heterogeneous(
         float, typer.Option(help="Seconds that an engine may take to start.")
     ] = 900.0,
 ) -> None:
-    """Serve unlike pairs, stock beside kvpatch on the decode side, against one single engine.
+    """Serve heterogeneous pairs, stock beside kvpatch on D, against one single engine.
 
     Exit status: 0 every pair identical with kvpatch and every spoiled cache noticed, 1 not,
     2 could not run, 128 + n stopped by signal n.
     """
     # A pipe has no width of its own, and the table should not be cut there.
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    errors = Console(stderr=True)
     importable_in_engines()
-    try:
+    with exit_statuses():
         chosen = choose(rows)
         if list_rows:
             for row in chosen:
@@ -56,16 +54,12 @@ def heterogeneous(
             return
         if release is not None:
             require_release(release)
-        folder = (work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        options = Options(work_dir=folder, max_tokens=max_tokens, startup_timeout_s=startup_timeout)
+        options = Options(
+            work_dir=results_folder(work_dir),
+            max_tokens=max_tokens,
+            startup_timeout_s=startup_timeout,
+        )
         passed = show_pairs(chosen, options, console, "matrix", with_stock=stock)
-    except Interrupted as stopped:
-        errors.print(f"{stopped}; every engine has been stopped", soft_wrap=True)
-        raise typer.Exit(128 + stopped.number) from None
-    except KvpatchError as error:
-        errors.print(f"error: {error}", markup=False, soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
     if not passed:
         raise typer.Exit(1)
 

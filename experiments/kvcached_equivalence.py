@@ -172,6 +172,7 @@ def main(given: Sequence[str]) -> int:
             bring_stand_ins()
         else:
             require_here()
+            importable_in_engines()
         if asked.release is not None:
             require_release(asked.release)
         return 0 if run(asked, rows) else 1

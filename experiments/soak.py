@@ -37,6 +37,9 @@ from typing import Any, NamedTuple
 import httpx
 from rich.console import Console
 
+from experiments.engines.checkout import importable_in_engines
+from experiments.engines.pairs import LAB_PROBE
+from experiments.engines.run import forget_prefixes
 from kvpatch.core.errors import RequestFailed
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.verify.handoff import Completion, prefill_then_decode
@@ -105,6 +108,7 @@ def engine(
         "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
     }
     arguments = (
+        *LAB_PROBE,
         *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
         *("--num-gpu-blocks-override", str(CACHE_TOKENS // block_tokens)),
     )
@@ -363,7 +367,7 @@ class Soak:
         if answer.token_ids != self.references.whole.answer:
             raise RequestFailed("a prompt that needs every slot is answered wrongly")
         for side in (self.prefill, self.decode):
-            await side.forget_prefixes(self.client)
+            await forget_prefixes(side, self.client)
         return time.monotonic() - started
 
     async def end(self) -> tuple[float, float]:
@@ -555,6 +559,7 @@ def main() -> int:
         "--work-dir", type=Path, help="for logs, the model and the single engine's answers; kept"
     )
     console = Console(width=None if sys.stdout.isatty() else 132)
+    importable_in_engines()
     passed = until_signal(soak(parser.parse_args(), console))
     console.print("passed" if passed else "FAILED")
     return 0 if passed else 1

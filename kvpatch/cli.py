@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from kvpatch.doctor import Diagnosis
+    from kvpatch.verify.compare import Comparison
+    from kvpatch.verify.setups import Options
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Moves KV caches between unlike vLLM engines: byte-identical, or refused.",
+    help="Moves KV caches between heterogeneous vLLM engines: byte-identical, or refused.",
 )
 
 
@@ -68,93 +77,146 @@ def _show(diagnosis: Diagnosis) -> None:
         console.print(f"refused: {problem}", markup=False, style="red", soft_wrap=True)
 
 
-@app.command()
-def verify(
-    release: Annotated[
-        str | None, typer.Option(help="vLLM release that must be installed.")
-    ] = None,
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The options of ``kvpatch verify``, as they were typed."""
+
+    release: Annotated[str | None, typer.Option(help="vLLM release that must be installed.")] = None
     model: Annotated[
         str | None, typer.Option(help="Folder or hub name; by default a tiny random Llama.")
-    ] = None,
-    setups: Annotated[
-        str, typer.Option(help="Which to run; the first is the reference.")
-    ] = "single,stock,kvpatch",
+    ] = None
+    setups: Annotated[str, typer.Option(help="Which to run; the first is the reference.")] = (
+        "single,stock,kvpatch"
+    )
     engine_args: Annotated[
         str, typer.Option(help="Server arguments of every engine, quoted as one.")
-    ] = "",
-    p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = "",
-    d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = "",
+    ] = ""
+    p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = ""
+    d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = ""
     kvpatch_on: Annotated[
         str, typer.Option(help="Sides with kvpatch: both, prefill or decode.")
-    ] = "both",
-    dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24,
+    ] = "both"
+    dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32"
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24
     negative_control: Annotated[
         bool, typer.Option(help="Also spoil a block on purpose; the comparison must notice.")
-    ] = True,
-    work_dir: Annotated[
-        Path | None, typer.Option(help="For logs, model and results; kept.")
-    ] = None,
+    ] = True
+    work_dir: Annotated[Path | None, typer.Option(help="For logs, model and results; kept.")] = None
     startup_timeout: Annotated[
         float, typer.Option(help="Seconds that an engine may take to start.")
-    ] = 600.0,
-) -> None:
+    ] = 600.0
+
+    def parsed(self) -> Options:
+        """What a run is made of; makes the folder.
+
+        Raises:
+            BadOptions: no run can be made of them.
+        """
+        from kvpatch.verify import setups
+
+        if self.release is not None:
+            setups.require_release(self.release)
+        return setups.Options(
+            work_dir=results_folder(self.work_dir),
+            model=self.model,
+            setups=setups.parse_setups(self.setups),
+            dtype=self.dtype,
+            engine_arguments=setups.parse_arguments(self.engine_args),
+            prefill_arguments=setups.parse_arguments(self.p_args),
+            decode_arguments=setups.parse_arguments(self.d_args),
+            kvpatch_on=setups.parse_side(self.kvpatch_on),
+            max_tokens=self.max_tokens,
+            negative_control=self.negative_control,
+            startup_timeout_s=self.startup_timeout,
+        )
+
+
+def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Gives a command an option for each field of a dataclass, and hands it the dataclass."""
+
+    def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+        def called(**given: Any) -> None:
+            command(options(**given))
+
+        called.__doc__ = command.__doc__
+        called.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        called.__annotations__ = get_type_hints(options, include_extras=True)
+        return called
+
+    return with_options
+
+
+def results_folder(asked: Path | None) -> Path:
+    """Where logs and results go: where the user says, or into a new temporary folder."""
+    folder = (asked or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def exit_statuses() -> Iterator[None]:
+    """Ends the command with 128 + n after signal n and with 2 where it could not run, and says why.
+
+    Raises:
+        typer.Exit: in place of the errors.
+    """
+    from kvpatch.core.errors import Interrupted, KvpatchError
+
+    try:
+        yield
+    except Interrupted as stopped:
+        typer.echo(f"{stopped}; every engine has been stopped", err=True)
+        raise typer.Exit(128 + stopped.number) from None
+    except KvpatchError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _require_extra() -> None:
+    from kvpatch.core.errors import BadOptions
+
+    missing = [name for name in ("httpx", "numpy") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadOptions(
+            f"kvpatch verify needs {' and '.join(missing)}: pip install 'kvpatch[serve]'"
+        )
+
+
+@app.command("verify")
+@takes(VerifyOptions)
+def verify(asked: VerifyOptions) -> None:
     """Compare a prefill/decode pair with a single engine: greedy tokens and cache bytes.
 
     Exit status: 0 identical, 1 different, 2 could not run, 128 + n stopped by signal n.
     """
     from rich.console import Console
 
-    from kvpatch.core.errors import Interrupted, KvpatchError
-    from kvpatch.verify.report import errors as request_errors
-    from kvpatch.verify.report import json_lines, summary, table, write_json_lines
-    from kvpatch.verify.run import until_signal
-    from kvpatch.verify.run import verify as run
-    from kvpatch.verify.setups import (
-        Options,
-        parse_arguments,
-        parse_setups,
-        parse_side,
-        require_release,
-    )
+    console = Console()
+    with exit_statuses():
+        _require_extra()
+        from kvpatch.verify.run import until_signal
+        from kvpatch.verify.run import verify as run
 
-    console, errors = Console(), Console(stderr=True)
-    folder = (work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        options = Options(
-            work_dir=folder,
-            model=model,
-            setups=parse_setups(setups),
-            dtype=dtype,
-            engine_arguments=parse_arguments(engine_args),
-            prefill_arguments=parse_arguments(p_args),
-            decode_arguments=parse_arguments(d_args),
-            kvpatch_on=parse_side(kvpatch_on),
-            max_tokens=max_tokens,
-            negative_control=negative_control,
-            startup_timeout_s=startup_timeout,
-        )
-        if release is not None:
-            require_release(release)
-        console.print(f"logs and results: {folder}", soft_wrap=True, highlight=False)
-        result = until_signal(run(options, console))
-    except Interrupted as stopped:
-        errors.print(f"{stopped}; every engine has been stopped", soft_wrap=True)
-        raise typer.Exit(128 + stopped.number) from None
-    except KvpatchError as error:
-        errors.print(f"error: {error}", markup=False, soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
-    results = folder / "equivalence.jsonl"
-    write_json_lines(results, json_lines(result.cases, result.observations, result.comparison))
-    console.print(table(result.cases, result.comparison))
+        options = asked.parsed()
+        console.print(f"logs and results: {options.work_dir}", soft_wrap=True, highlight=False)
+        comparison = until_signal(run(options, console))
+    _show_comparison(comparison, options, console)
+    if not comparison.passed:
+        raise typer.Exit(1)
+
+
+def _show_comparison(comparison: Comparison, options: Options, console: Console) -> None:
+    """Tables and conclusions; the details go to a file."""
+    from kvpatch.verify.report import errors, json_lines, summary, table, write_json_lines
+
+    results = options.work_dir / "equivalence.jsonl"
+    write_json_lines(results, json_lines(comparison))
+    console.print(table(comparison))
     if options.negative_control:
-        console.print(table(result.cases, result.comparison, control=True))
-    for line in (*request_errors(result.observations), *summary(result.comparison)):
+        console.print(table(comparison, control=True))
+    for line in (*errors(comparison), *summary(comparison)):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     console.print(f"one JSON line per case: {results}", soft_wrap=True, highlight=False)
-    if not result.comparison.passed:
-        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,11 @@ DTYPE = "float32"
 CUDA_DTYPE = "bfloat16"
 """FlashAttention takes no float32."""
 
+LAB_PROBE = ("--worker-extension-cls", "experiments.engines.lab_probe.LabProbe")
+"""Arguments of an engine of which more is asked than ``kvpatch verify`` does."""
+
 _CUDA = (
+    *LAB_PROBE,
     *("--attention-backend", "FLASH_ATTN", "--gpu-memory-utilization", "0.2"),
     *("--kv-transfer-config", json.dumps({**TRANSFER_CONFIG, "kv_buffer_device": "cuda"})),
 )

@@ -7,8 +7,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from experiments.engines.run import RowResult
-from kvpatch.verify.compare import Observation, Verdict, prefix_hit_blocks
-from kvpatch.verify.prompts import Case, prefix_pairs, steps
+from kvpatch.verify.compare import NULL_BLOCK, Comparison, Observation, Snapshot, Verdict
+from kvpatch.verify.prompts import Case, steps
 from kvpatch.verify.report import errors, json_lines
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def pairs_table(results: Sequence[RowResult]) -> Table:
             f"{spoiled - len(result.unnoticed)}/{spoiled}",
             _hits_cell(result),
             "/".join(
-                first_token_cell(result.cases, found) for found in result.observations.values()
+                first_token_cell(result.comparison.cases, found)
+                for found in result.comparison.observations.values()
             ),
         )
     return drawn
@@ -96,17 +97,41 @@ def first_token_cell(cases: Sequence[Case], found: Mapping[str, Observation]) ->
 def _hits_cell(result: RowResult) -> str:
     if result.row.single.has_state:  # prefix caching is off, and blocks are used again
         return "-"
-    return "+".join(map(str, prefix_hits(result.cases, result.observations["kvpatch"])))
+    return "+".join(map(str, prefix_hits(result.comparison)))
 
 
-def prefix_hits(cases: Sequence[Case], found: Mapping[str, Observation]) -> list[int]:
+def prefix_hits(comparison: Comparison) -> list[int]:
     """For each pair of prompts with a shared prefix, how many blocks the later one found on D."""
+    cases, found = comparison.cases, comparison.observations["kvpatch"]
     hits = []
     for pair in prefix_pairs(cases):
         caches = [found[case.name].decode for case in pair if case.name in found]
         if len(caches) == 2 and caches[0] is not None and caches[1] is not None:
             hits.append(prefix_hit_blocks(caches[0], caches[1]))
     return hits
+
+
+def prefix_pairs(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
+    """The pairs of prompts that share a prefix, first the one that is sent first."""
+    shared = [case for case in cases if case.name.startswith("prefix-")]
+    return list(zip(shared[::2], shared[1::2], strict=True))
+
+
+def prefix_hit_blocks(earlier: Snapshot, later: Snapshot) -> int:
+    """How many of its first blocks a request shares with an earlier one, in its longest group."""
+    return max(
+        (_shared(*groups) for groups in zip(earlier.block_ids, later.block_ids, strict=True)),
+        default=0,
+    )
+
+
+def _shared(earlier: Sequence[int], later: Sequence[int]) -> int:
+    same = 0
+    for left, right in zip(earlier, later, strict=False):
+        if left != right or left == NULL_BLOCK:
+            break
+        same += 1
+    return same
 
 
 def coloured(text: str) -> str:
@@ -122,7 +147,7 @@ def problems(results: Sequence[RowResult]) -> list[str]:
         name = result.row.name
         if result.failure:
             lines.append(f"{name}: {result.failure}")
-        lines += [f"{name}: {line}" for line in errors(result.observations)]
+        lines += [f"{name}: {line}" for line in errors(result.comparison)]
         lines += [f"{name}: {setup}: {reason}" for setup, reason in result.reasons.items()]
         ours = [d for d in result.comparison.differences if d.startswith("kvpatch/")]
         if ours:
@@ -145,5 +170,5 @@ def pairs_json_lines(results: Sequence[RowResult]) -> list[dict[str, Any]]:
     return [
         {"row": result.row.name, "passed": result.passed, **record}
         for result in results
-        for record in json_lines(result.cases, result.observations, result.comparison)
+        for record in json_lines(result.comparison)
     ]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from experiments.engines.kvcached_pairs import require_layouts
@@ -13,6 +15,7 @@ from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, 
 from kvpatch.core.errors import EngineFailed
 from kvpatch.verify.compare import Comparison, Observation, compare
 from kvpatch.verify.engine import Engine, require_environment, stop_all
+from kvpatch.verify.handoff import complete
 from kvpatch.verify.observe import Serving
 from kvpatch.verify.prompts import Case, build_cases
 from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
@@ -23,11 +26,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _PATCH = "unlike_engines"
+_FORGET_TIMEOUT_S = 120.0
 
 HOST_BUFFER = re.compile(
     r"host buffer of (\d+) bytes for (\d+) blocks of (\d+) bytes; vLLM's own would take (\d+) bytes"
 )
 """What each worker logs of its own: bytes, blocks, bytes of one, bytes of vLLM's mirror."""
+
+_EXCEPTION = re.compile(
+    r"^.*\bERROR\b.*?\b([A-Z]\w*(?:Error|Exception|Refused): .+)$", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -35,14 +43,12 @@ class RowResult:
     """One row, judged against its single engine.
 
     Attributes:
-        observations: set-up -> case name -> observation; ``single`` is the reference.
+        comparison: of ``stock`` and ``kvpatch`` with ``single``.
         failure: why an engine could not be started or observed.
         reasons: set-up -> what its decode engine's log says went wrong last.
     """
 
     row: Row
-    cases: tuple[Case, ...]
-    observations: dict[str, dict[str, Observation]]
     comparison: Comparison
     failure: str = ""
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +110,7 @@ async def run_pairs(
 
 def _not_run(row: Row, failure: str) -> RowResult:
     observations: dict[str, dict[str, Observation]] = {"single": {}, "stock": {}, "kvpatch": {}}
-    return RowResult(row, (), observations, compare((), observations), failure)
+    return RowResult(row, compare((), observations), failure)
 
 
 async def _observe_single(
@@ -116,8 +122,38 @@ async def _observe_single(
         if single.has_state:  # of one token nothing is transferred, and P keeps the state behind it
             cases = tuple(case for case in cases if case.tokens > 1)
         serving = Serving(f"single ({single})", engines, (), client, options, console)
-        await serving.rehearse(cases)
+        await _rehearse(serving, cases)
         return cases, await serving.observe(cases)
+
+
+async def _rehearse(serving: Serving, cases: Sequence[Case]) -> None:
+    """Has every prefill engine compute prompts as long as these, and forget them.
+
+    A length costs most the first time, in kernels that are made for it: the set-up that is served
+    first would pay for those behind it, in its times to first token.
+    """
+    model = serving.prefill[0].spec.model
+    for engine in serving.prefill:
+        for case in cases:
+            backwards, name = case.token_ids[::-1], f"kvpatch{uuid.uuid4().hex}"
+            await complete(serving.client, engine.url, model, backwards, 1, name)
+        await forget_prefixes(engine, serving.client)
+
+
+async def forget_prefixes(engine: Engine, client: httpx.AsyncClient) -> None:
+    """Empties an engine's prefix cache; blocks that a request still holds stay."""
+    response = await client.post(f"{engine.url}/reset_prefix_cache", timeout=_FORGET_TIMEOUT_S)
+    response.raise_for_status()
+
+
+def last_exception(log: Path) -> str:
+    """The last line of a log that names an exception, from its name on; empty if none does.
+
+    That the engine is dead, as its front end says, is not why.
+    """
+    text = log.read_text(errors="replace") if log.exists() else ""
+    named = (match.group(1).strip() for match in _EXCEPTION.finditer(text))
+    return next(reversed([name for name in named if not name.startswith("EngineDead")]), "")
 
 
 @dataclass
@@ -139,9 +175,7 @@ class _RowRun:
         except EngineFailed as error:
             failure = str(error)
         comparison = compare(self.cases, observations, same_prefill=self.row.same_prefill)
-        return RowResult(
-            self.row, self.cases, observations, comparison, failure, dict(self.reasons)
-        )
+        return RowResult(self.row, comparison, failure, dict(self.reasons))
 
     async def _observe(self, observations: dict[str, dict[str, Observation]]) -> None:
         """kvpatch first and stock after it, on the same prefill engines.
@@ -157,13 +191,13 @@ class _RowRun:
             self._require_host_buffers(engines)
             await self._require_layouts(engines, (*self.row.prefill, self.row.decode))
             serving = Serving(self.row.name, prefill, (), self.client, self.options, self.console)
-            await serving.rehearse(self.cases)
+            await _rehearse(serving, self.cases)
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             stop_all(decode)
             if not self.with_stock:
                 return
             for engine in prefill:
-                await engine.forget_prefixes(self.client)
+                await forget_prefixes(engine, self.client)
             try:
                 async with running(stock.decode, self.client, self.options, self.console) as decode:
                     await self._require_layouts(decode, (self.row.decode,))
@@ -180,7 +214,7 @@ class _RowRun:
         name = f"{self.row.name}, {setup.name}"
         serving = Serving(name, prefill, decode, self.client, options, self.console)
         observations = await serving.observe(self.cases)
-        reason = "; ".join(filter(None, (engine.last_exception() for engine in decode)))
+        reason = "; ".join(filter(None, (last_exception(engine.log) for engine in decode)))
         if reason and any(found.error for found in observations.values()):
             self.reasons[setup.name] = reason
         return observations

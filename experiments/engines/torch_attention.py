@@ -25,13 +25,13 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvpatch.verify.probe import CacheProbe
+from experiments.engines.lab_probe import LabProbe
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
 
-class TorchCacheProbe(CacheProbe):
+class TorchCacheProbe(LabProbe):
     """The probe; that its module was imported is what brings the backend in."""
 
 

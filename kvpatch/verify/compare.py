@@ -71,23 +71,6 @@ def judge(case: Case, observed: Observation, reference: Observation, alone: bool
     )
 
 
-def prefix_hit_blocks(earlier: Snapshot, later: Snapshot) -> int:
-    """How many of its first blocks a request shares with an earlier one, in its longest group."""
-    return max(
-        (_shared(*groups) for groups in zip(earlier.block_ids, later.block_ids, strict=True)),
-        default=0,
-    )
-
-
-def _shared(earlier: Sequence[int], later: Sequence[int]) -> int:
-    same = 0
-    for left, right in zip(earlier, later, strict=False):
-        if left != right or left == NULL_BLOCK:
-            break
-        same += 1
-    return same
-
-
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Index of the first token that differs, or at which one of the two ends; None if equal."""
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
@@ -140,14 +123,21 @@ class Comparison:
     """A whole run, judged.
 
     Attributes:
-        reference: the set-up that the others are held against.
+        observations: set-up -> case name -> observation, in the order in which the set-ups ran.
+            The others are held against the first, the reference.
         verdicts: set-up -> case name -> verdict, of the cases that must be identical.
         control: the same, of the cases whose cache was spoiled on purpose.
     """
 
-    reference: str
+    cases: tuple[Case, ...]
+    observations: Mapping[str, Mapping[str, Observation]]
     verdicts: Mapping[str, Mapping[str, Verdict]]
     control: Mapping[str, Mapping[str, Verdict]]
+
+    @property
+    def reference(self) -> str:
+        """The set-up that the others are held against."""
+        return next(iter(self.observations))
 
     @property
     def differences(self) -> list[str]:
@@ -187,7 +177,6 @@ def compare(
 ) -> Comparison:
     """Judge every set-up but the first, which is the reference.
 
-    ``observations`` is set-up -> case name -> observation, in the order in which the set-ups ran.
     ``same_prefill`` says that prefill engines compute as the reference does, to the last bit; with
     another number of ranks sums are split otherwise, and only tokens can be held to be equal.
     """
@@ -209,4 +198,4 @@ def compare(
             for setup in others
         }
 
-    return Comparison(reference, verdicts(False), verdicts(True))
+    return Comparison(tuple(cases), observations, verdicts(False), verdicts(True))

@@ -8,13 +8,12 @@ import importlib.util
 import json
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -34,10 +33,6 @@ _RPC_TIMEOUT_S = 120.0
 
 _SIDE_CHANNEL_PORTS = 8
 """A worker listens at the side channel's port plus its rank, so a run of ports must be free."""
-
-_EXCEPTION = re.compile(
-    r"^.*\bERROR\b.*?\b([A-Z]\w*(?:Error|Exception|Refused): .+)$", re.MULTILINE
-)
 
 _PORTS = (15_000, 32_000)
 _PORT_TAKEN = "Address already in use"
@@ -92,24 +87,12 @@ def free_ports(count: int) -> int:
     one before the server, which needs half a minute to get to it, listens there.
     """
     for _ in range(100):
-        sockets: list[socket.socket] = []
         first = random.randrange(*_PORTS)
-        try:
-            for offset in range(count):
-                _bind(sockets, first + offset)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            for port in range(first, first + count):
+                opened.enter_context(socket.socket()).bind((HOST, port))
             return first
-        except OSError:
-            continue
-        finally:
-            for opened in sockets:
-                opened.close()
     raise EngineFailed(f"found no {count} consecutive free ports on {HOST}")
-
-
-def _bind(sockets: list[socket.socket], port: int) -> None:
-    opened = socket.socket()
-    sockets.append(opened)
-    opened.bind((HOST, port))
 
 
 def command(spec: EngineSpec, port: int) -> list[str]:
@@ -263,11 +246,6 @@ class Engine:
         """Call a method of the probe on every rank; one result per rank."""
         return await call_rpc(client, self.url, method, *arguments)
 
-    async def forget_prefixes(self, client: httpx.AsyncClient) -> None:
-        """Empty the prefix cache; blocks that a request still holds stay."""
-        response = await client.post(f"{self.url}/reset_prefix_cache", timeout=_RPC_TIMEOUT_S)
-        response.raise_for_status()
-
     def stop(self) -> None:
         """End the process and everything in its group. Blocks, so that nothing can interrupt it."""
         if self._process is None:
@@ -277,22 +255,9 @@ class Engine:
         self._process.wait()
         self._process = None
 
-    def last_exception(self) -> str:
-        """What the engine's log says went wrong last; empty if nothing did."""
-        return last_exception(self.log.read_text(errors="replace")) if self.log.exists() else ""
-
     def _log_tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         return "\n".join([f"the end of {self.log}:", *lines[-_LOG_TAIL_LINES:]])
-
-
-def last_exception(log: str) -> str:
-    """The last line of a log that names an exception, from its name on.
-
-    That the engine is dead, as its front end says, is not why.
-    """
-    named = (match.group(1).strip() for match in _EXCEPTION.finditer(log))
-    return next(reversed([name for name in named if not name.startswith("EngineDead")]), "")
 
 
 async def call_rpc(client: httpx.AsyncClient, url: str, method: str, *arguments: str) -> list[Any]:
@@ -319,11 +284,10 @@ async def call_rpc(client: httpx.AsyncClient, url: str, method: str, *arguments:
     return results
 
 
-def stop_all(engines: Sequence[Engine], report: Callable[[str], None] = lambda _: None) -> None:
+def stop_all(engines: Sequence[Engine]) -> None:
     """Stop every engine; all are asked first, so that they end side by side."""
     for engine in engines:
         if engine._process is not None:
-            report(f"stopping {engine.spec.name}")
             _signal_group(engine._process, signal.SIGTERM)
     for engine in engines:
         engine.stop()

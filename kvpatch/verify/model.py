@@ -7,24 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-MAX_POSITIONS = 2048
-"""Longest sequence of the model in tokens."""
-
 _SYLLABLES = (
-    "ba",
-    "ke",
-    "li",
-    "mo",
-    "nu",
-    "ra",
-    "se",
-    "ti",
-    "vo",
-    "zu",
-    "shan",
-    "trel",
-    "quor",
-    "ling",
+    *("ba", "ke", "li", "mo", "nu", "ra", "se", "ti", "vo", "zu"),
+    *("shan", "trel", "quor", "ling"),
 )
 _COMPLETE = "tokenizer.json"
 
@@ -33,7 +18,7 @@ SIZES: Mapping[str, Any] = {
     "intermediate_size": 512,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
-    "max_position_embeddings": MAX_POSITIONS,
+    "max_position_embeddings": 2048,
     # Ten times the usual value: with the usual one a random model's greedy tokens hardly depend on
     # its KV cache and a wrong cache would go unnoticed.
     "initializer_range": 0.2,

@@ -58,19 +58,6 @@ class Serving:
                 progress.advance(task, len(step))
         return observations
 
-    async def rehearse(self, cases: Sequence[Case]) -> None:
-        """Have every prefill engine compute prompts as long as these, and forget them.
-
-        A length costs most the first time, in kernels that are made for it: the set-up that is
-        served first would pay for those behind it, in its times to first token.
-        """
-        model = self.prefill[0].spec.model
-        for engine in self.prefill:
-            for case in cases:
-                backwards, name = case.token_ids[::-1], f"kvpatch{uuid.uuid4().hex}"
-                await complete(self.client, engine.url, model, backwards, 1, name)
-            await engine.forget_prefixes(self.client)
-
     async def _step(self, step: Sequence[Case], numbers: dict[str, int]) -> dict[str, Observation]:
         """The cases of one step, sent together."""
         routes = [self._route(numbers[case.name]) for case in step]

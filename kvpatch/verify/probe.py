@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpatch.verify.caches import (
     LayerCache,
     StateCache,
-    describe,
     layer_caches,
     plane_view,
     read_rows,
@@ -22,9 +21,6 @@ from kvpatch.verify.caches import (
 )
 from kvpatch.verify.compare import NULL_BLOCK
 from kvpatch.verify.fingerprint import digest_heads
-
-if TYPE_CHECKING:
-    from kvpatch.connector.state import WorkerState
 
 PREFILLED = "prefilled"
 """Fingerprint a request when the whole prompt has been computed: prefill and single engines."""
@@ -167,44 +163,11 @@ class CacheProbe:
         records, watch.records = watch.records, []
         return records
 
-    def kvpatch_layout(self) -> list[dict[str, Any]]:
-        """Shape, strides, place and planes of every layer's cache."""
-        return [describe(layer) for layer in layer_caches(self)]
-
-    def kvpatch_held(self) -> dict[str, int]:
-        """What kvpatch holds in this process of requests: all 0 once they are over.
-
-        Slots of host buffers are the scheduler's, which says so in its log.
-        """
-        readers = [state.reader for state in _states()]
-        return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers if reader)}
-
-    def kvpatch_saved(self) -> dict[str, float]:
-        """What saving to this process's host buffers has taken so far."""
-        found = [state.host_buffer for state in _states() if state.host_buffer is not None]
-        return {
-            "blocks": sum(buffer.spent.blocks for buffer in found),
-            "seconds": sum(buffer.spent.seconds for buffer in found),
-            "bytes_per_block": sum(buffer.pool.size_bytes // buffer.rows for buffer in found),
-        }
-
     def kvpatch_process_status(self) -> dict[str, Any]:
         """What kvpatch has done in this worker's process."""
         import kvpatch
 
         return kvpatch.status().as_dict()
-
-
-def _states() -> list[WorkerState]:
-    """Of this process's connectors."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-    from kvpatch.connector.state import worker_state
-
-    group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    connectors = getattr(group, "_connectors", None) or (group,)
-    workers = [getattr(connector, "connector_worker", None) for connector in connectors]
-    return [worker_state(worker) for worker in workers if worker is not None]
 
 
 _WATCH = "_kvpatch_watch"

@@ -74,12 +74,6 @@ def build_cases(vocabulary: Sequence[int], seed: int = 0) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def prefix_pairs(cases: Sequence[Case]) -> list[tuple[Case, Case]]:
-    """The pairs of prompts that share a prefix, first the one that is sent first."""
-    shared = [case for case in cases if case.name.startswith("prefix-")]
-    return list(zip(shared[::2], shared[1::2], strict=True))
-
-
 def steps(cases: Sequence[Case]) -> list[list[Case]]:
     """The cases grouped by step, in the order of the steps."""
     by_step: dict[int, list[Case]] = {}

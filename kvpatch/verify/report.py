@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.verify.compare import Comparison, Observation, Verdict
+from kvpatch.verify.compare import Comparison, Verdict
 from kvpatch.verify.prompts import Case
 
 if TYPE_CHECKING:
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 _SAME = "identical"
 
 
-def json_lines(
-    cases: Sequence[Case],
-    observations: Mapping[str, Mapping[str, Observation]],
-    comparison: Comparison,
-) -> list[dict[str, Any]]:
+def json_lines(comparison: Comparison) -> list[dict[str, Any]]:
     """One record per case: what each set-up answered, its fingerprints, and the verdict."""
     return [
         {
@@ -36,11 +32,11 @@ def json_lines(
                     **asdict(by_case[case.name]),
                     "verdict": _verdict_record(comparison, setup, case),
                 }
-                for setup, by_case in observations.items()
+                for setup, by_case in comparison.observations.items()
                 if case.name in by_case
             },
         }
-        for case in cases
+        for case in comparison.cases
     ]
 
 
@@ -55,7 +51,7 @@ def _verdict_record(comparison: Comparison, setup: str, case: Case) -> dict[str,
     return None if verdict is None else {**asdict(verdict), "identical": verdict.identical}
 
 
-def table(cases: Sequence[Case], comparison: Comparison, control: bool = False) -> Table:
+def table(comparison: Comparison, control: bool = False) -> Table:
     """A row per prompt; per set-up its tokens, and its cache from prefill to decode."""
     from rich.table import Table
 
@@ -71,7 +67,7 @@ def table(cases: Sequence[Case], comparison: Comparison, control: bool = False) 
     for setup in verdicts:
         drawn.add_column(f"{setup}: tokens")
         drawn.add_column(f"{setup}: cache")
-    for case in cases:
+    for case in comparison.cases:
         if case.control is not control:
             continue
         cells: list[str] = []
@@ -102,10 +98,10 @@ def _coloured(problem: str, expected_same: bool) -> str:
     return f"[{colour}]{escape(problem or _SAME)}[/{colour}]"
 
 
-def errors(observations: Mapping[str, Mapping[str, Observation]]) -> list[str]:
+def errors(comparison: Comparison) -> list[str]:
     """What failed requests were answered with, each answer once, with its first set-up and case."""
     found: dict[str, str] = {}
-    for setup, by_case in observations.items():
+    for setup, by_case in comparison.observations.items():
         for case, observation in by_case.items():
             if observation.error:
                 found.setdefault(f"{setup}: {observation.error}", f"{setup}/{case}")

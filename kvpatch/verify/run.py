@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvpatch.core.errors import Interrupted
@@ -24,15 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Everything that a run has seen."""
-
-    cases: tuple[Case, ...]
-    observations: dict[str, dict[str, Observation]]
-    comparison: Comparison
 
 
 def until_signal(work: Coroutine[Any, Any, T]) -> T:
@@ -63,7 +52,7 @@ def until_signal(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(guarded())
 
 
-async def verify(options: Options, console: Console) -> Result:
+async def verify(options: Options, console: Console) -> Comparison:
     """Run every set-up that ``options`` ask for, and compare.
 
     Raises:
@@ -87,24 +76,7 @@ async def verify(options: Options, console: Console) -> Result:
                     setup.name, engines[:split], engines[split:], client, options, console
                 )
                 observations[setup.name] = await serving.observe(cases)
-    return Result(cases, observations, compare(cases, observations))
-
-
-async def layout_of_tiny_engine(console: Console) -> list[Any]:
-    """The cache layout of a tiny engine that is started for the purpose."""
-    import tempfile
-
-    import httpx
-
-    with tempfile.TemporaryDirectory(prefix="kvpatch-layout-") as folder:
-        options = Options(work_dir=Path(folder))
-        require_environment(kvpatch=False)
-        spec = build_setups(options, _model(options, console))[0].specs[0]
-        async with (
-            httpx.AsyncClient(trust_env=False) as client,
-            running((spec,), client, options, console) as engines,
-        ):
-            return await engines[0].rpc(client, "kvpatch_layout")
+    return compare(cases, observations)
 
 
 def _model(options: Options, console: Console) -> str:

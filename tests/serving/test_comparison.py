@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from experiments.engines.report import prefix_hit_blocks, prefix_pairs
 from kvpatch.verify.compare import (
     Comparison,
     Observation,
     Snapshot,
     compare,
     first_difference,
-    prefix_hit_blocks,
 )
 from kvpatch.verify.handoff import Completion
-from kvpatch.verify.prompts import Case, build_cases, prefix_pairs, steps
+from kvpatch.verify.prompts import Case, build_cases, steps
 from kvpatch.verify.report import errors, json_lines, summary, table, write_json_lines
 
 pytestmark = pytest.mark.serving
@@ -192,8 +192,8 @@ def test_report(tmp_path: Path) -> None:
     comparison = compare(cases, observations)
     out = io.StringIO()
     console = Console(file=out, width=160)
-    console.print(table(cases, comparison))
-    console.print(table(cases, comparison, control=True))
+    console.print(table(comparison))
+    console.print(table(comparison, control=True))
     row, control_row = (
         next(line for line in out.getvalue().splitlines() if f" {case.name} " in line)
         for case in cases
@@ -204,10 +204,10 @@ def test_report(tmp_path: Path) -> None:
         "1 of 2 differ: stock/one",
         "negative control: differs (as it must), 2 of 2",
     ]
-    assert errors(observations) == ["stock/one: HTTP 500: no"]
+    assert errors(comparison) == ["stock/one: HTTP 500: no"]
 
     path = tmp_path / "lines.jsonl"
-    write_json_lines(path, json_lines(cases, observations, comparison))
+    write_json_lines(path, json_lines(comparison))
     first, second = map(json.loads, path.read_text().splitlines())
     assert first["case"] == "one" and first["prompt_tokens"] == 10
     assert first["setups"]["kvpatch"]["decode"]["fingerprints"] == _CACHE.fingerprints

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments.engines.run import last_exception
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.verify import engine
 from kvpatch.verify.engine import Engine, EngineSpec, stop_all
@@ -175,8 +176,10 @@ def test_environment_of_a_stock_engine_never_has_kvpatch_on() -> None:
     assert on["ENABLE_KVPATCH"] == "true" and on["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5000"
 
 
-def test_the_last_exception_of_a_log() -> None:
-    log = (
+def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    assert last_exception(log) == ""
+    log.write_text(
         "(Worker pid=1) ERROR [x.py:1] Traceback (most recent call last):\n"
         "(Worker pid=1) ERROR [x.py:1]   raise PeerRefused(text)\n"
         "(Worker pid=1) ERROR [x.py:1] kvpatch.core.errors.PeerRefused: engine 7 cannot be read\n"
@@ -184,8 +187,9 @@ def test_the_last_exception_of_a_log() -> None:
         "ERROR: nothing named\n"
         "(APIServer pid=2) ERROR EngineDeadError: EngineCore encountered an issue.\n"
     )
-    assert engine.last_exception(log) == "PeerRefused: engine 7 cannot be read"
-    assert engine.last_exception("all is well\n") == ""
+    assert last_exception(log) == "PeerRefused: engine 7 cannot be read"
+    log.write_text("all is well\n")
+    assert last_exception(log) == ""
 
 
 def test_a_spec_has_the_last_word_in_its_environment() -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS, complain_of, layout_found
+from experiments.engines.lab_probe import describe
 from experiments.engines.pairs import Side, choose, row_setups, single_setup
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.verify.caches import describe
 from kvpatch.verify.engine import command, environment
 
 pytestmark = pytest.mark.serving

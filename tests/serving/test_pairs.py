@@ -52,9 +52,7 @@ def _result(ours: Observation, control: Observation = _NOTICED, failure: str = "
         "stock": dict.fromkeys(ordinary, _FAILED),
         "kvpatch": {**dict.fromkeys(ordinary, ours), "control-10": control},
     }
-    return RowResult(
-        choose("128-32")[0], _CASES, observations, compare(_CASES, observations), failure
-    )
+    return RowResult(choose("128-32")[0], compare(_CASES, observations), failure)
 
 
 def _drawn(result: RowResult) -> list[str]:
@@ -72,7 +70,7 @@ def test_a_row_passes_whatever_stock_does() -> None:
     assert _drawn(result) == [
         *("128-32", "128 -> 32", "failed 3/3", "identical", "identical", "1/1", "2", "40/-/40")
     ]
-    assert prefix_hits(_CASES, result.observations["kvpatch"]) == [2]
+    assert prefix_hits(result.comparison) == [2]
     result = replace(result, reasons={"stock": "AssertionError: local block size"})
     assert problems([result]) == [
         "128-32: stock/len-10: http://host: HTTP 500: no",
@@ -101,7 +99,7 @@ def test_anything_else_fails_the_row(result: RowResult, says: str) -> None:
 def test_a_row_without_answers_or_with_a_failure_fails() -> None:
     assert not _result(_GOOD, failure="decode ended with status 1").passed
     nothing = {"single": {}, "stock": {}, "kvpatch": {}}
-    empty = RowResult(choose("128-32")[0], _CASES, nothing, compare(_CASES, nothing))
+    empty = RowResult(choose("128-32")[0], compare(_CASES, nothing))
     assert not empty.passed
     assert "not run" in _drawn(empty)
 

@@ -1,25 +1,48 @@
-"""Print the geometry of a running engine's cache: ``python -m kvpatch.verify.layout URL``."""
+"""Prints the geometry of a running engine's cache; experiments/layout_dump.sh runs this."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+import tempfile
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from experiments.engines.checkout import importable_in_engines
+from experiments.engines.pairs import LAB_PROBE
+from kvpatch.core.errors import KvpatchError
+from kvpatch.verify.engine import call_rpc, require_environment
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.running import running
+from kvpatch.verify.setups import Options, small_engine
+
+_METHOD = "kvpatch_layout"
 
 
-async def fetch(url: str) -> list[list[dict[str, Any]]]:
+async def layout_of(url: str) -> list[list[dict[str, Any]]]:
     """Per rank, the description of every layer of the engine at ``url``."""
-    import httpx
-
-    from kvpatch.verify.engine import call_rpc
-
     async with httpx.AsyncClient() as client:
-        return await call_rpc(client, url.rstrip("/"), "kvpatch_layout")
+        return await call_rpc(client, url.rstrip("/"), _METHOD)
+
+
+async def layout_of_tiny_engine(console: Console) -> list[list[dict[str, Any]]]:
+    """The same of a tiny engine that is started for the purpose."""
+    require_environment(kvpatch=False)
+    importable_in_engines()
+    with tempfile.TemporaryDirectory(prefix="kvpatch-layout-") as folder:
+        options = Options(work_dir=Path(folder))
+        model = str(make_tiny_llama(options.work_dir / "model"))
+        spec = small_engine("single", model, options.dtype, LAB_PROBE, False, False)
+        async with (
+            httpx.AsyncClient(trust_env=False) as client,
+            running((spec,), client, options, console) as engines,
+        ):
+            return await engines[0].rpc(client, _METHOD)
 
 
 def print_layout(console: Console, ranks: list[list[dict[str, Any]]]) -> None:
@@ -43,8 +66,6 @@ def _alike(layers: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _planes_table(rank: int, kind: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     first = kind[0]
     title = (
         f"rank {rank}, {len(kind)} alike layers: {first['dtype']} {first['device']}, "
@@ -66,8 +87,6 @@ def _planes_table(rank: int, kind: list[dict[str, Any]]) -> Table:
 
 
 def _places_table(kind: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
     table = Table()
     table.add_column("layer", overflow="fold")
     for heading in ("address", "in storage at", "storage"):
@@ -83,19 +102,15 @@ def _places_table(kind: list[dict[str, Any]]) -> Table:
 
 
 def main(arguments: list[str]) -> int:
-    """``URL [--json]``; without a URL a tiny engine is started for the purpose."""
-    from rich.console import Console
-
-    from kvpatch.core.errors import KvpatchError
-    from kvpatch.verify.run import layout_of_tiny_engine
-
+    """``[URL] [--json]``; without a URL a tiny engine is started for the purpose."""
     as_json = "--json" in arguments
     urls = [argument for argument in arguments if argument != "--json"]
     if len(urls) > 1 or any(url.startswith("-") for url in urls):
-        print("usage: python -m kvpatch.verify.layout [URL] [--json]", file=sys.stderr)
+        print("usage: experiments/layout_dump.sh [URL] [--json]", file=sys.stderr)
         return 2
+    console = Console(stderr=True)
     try:
-        ranks = asyncio.run(fetch(urls[0]) if urls else layout_of_tiny_engine(Console(stderr=True)))
+        ranks = asyncio.run(layout_of(urls[0]) if urls else layout_of_tiny_engine(console))
     except KvpatchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

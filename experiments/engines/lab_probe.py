@@ -1,0 +1,85 @@
+"""The probe, and what only this project's experiments ask of an engine's workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.connector.state import WorkerState, worker_state
+from kvpatch.verify.caches import LayerCache, layer_caches
+from kvpatch.verify.probe import CacheProbe
+
+
+class LabProbe(CacheProbe):
+    """Brought into every worker by ``--worker-extension-cls``."""
+
+    def kvpatch_layout(self) -> list[dict[str, Any]]:
+        """Shape, strides, place and planes of every layer's cache."""
+        return [describe(layer) for layer in layer_caches(self)]
+
+    def kvpatch_held(self) -> dict[str, int]:
+        """What kvpatch holds in this process of requests: all 0 once they are over.
+
+        Blocks of host buffers are the scheduler's, which says so in its log.
+        """
+        readers = [state.reader for state in _states()]
+        return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers if reader)}
+
+    def kvpatch_saved(self) -> dict[str, float]:
+        """What saving to this process's host buffers has taken so far."""
+        found = [state.host_buffer for state in _states() if state.host_buffer is not None]
+        return {
+            "blocks": sum(buffer.spent.blocks for buffer in found),
+            "seconds": sum(buffer.spent.seconds for buffer in found),
+            "bytes_per_block": sum(buffer.pool.size_bytes // buffer.rows for buffer in found),
+        }
+
+
+def _states() -> list[WorkerState]:
+    """Of this process's connectors."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    connectors = getattr(group, "_connectors", None) or (group,)
+    workers = [getattr(connector, "connector_worker", None) for connector in connectors]
+    return [worker_state(worker) for worker in workers if worker is not None]
+
+
+def describe(layer: LayerCache) -> dict[str, Any]:
+    """One layer's tensor and planes as plain data. Addresses and strides in bytes."""
+    tensor = layer.tensor
+    storage = tensor.untyped_storage()
+    item_bytes = tensor.element_size()
+    return {
+        "layer": layer.name,
+        "group": layer.group,
+        "shape": list(tensor.shape),
+        "strides_bytes": [stride * item_bytes for stride in tensor.stride()],
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": str(tensor.device),
+        "address": tensor.data_ptr(),
+        "storage_address": storage.data_ptr(),
+        "storage_bytes": storage.nbytes(),
+        "block_tokens": layer.block_tokens,
+        "window_tokens": layer.window_tokens,
+        "planes": [
+            {
+                "content": plane.content.value,
+                "address": plane.address,
+                "counts": [
+                    plane.counts.blocks,
+                    plane.counts.heads,
+                    plane.counts.block_tokens,
+                    plane.counts.channels,
+                ],
+                "strides_bytes": [
+                    plane.strides_bytes.block,
+                    plane.strides_bytes.head,
+                    plane.strides_bytes.token,
+                    plane.strides_bytes.channel,
+                ],
+                "item_bytes": plane.item_bytes,
+                "first_head": plane.first_head,
+            }
+            for plane in layer.planes
+        ],
+    }
