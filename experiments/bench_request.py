@@ -107,7 +107,7 @@ def stock(pair: Pair) -> Callable[[], tuple[int, float, float, float]]:
     return run
 
 
-def unlike(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, float]]:
+def heterogeneous(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, float]]:
     """A read from blocks of other sizes, straight to its place."""
     theirs, ours = pair.planes("P", "LBHNC", p_tokens), pair.planes("D", "LBHNC", TOKENS)
     regions = [theirs[at : at + 2] for at in range(0, len(theirs), 2)]
@@ -162,7 +162,7 @@ def main() -> None:
         pair = Pair()
     ways = {
         "stock, like": stock(pair),
-        "direct, P's blocks of 64": unlike(pair, 64),
+        "direct, P's blocks of 64": heterogeneous(pair, 64),
         "staged, P's blocks of 64 in LBNHC, first round": staged(pair, 64),
     }
     with console.status("measuring") as status:

@@ -1,4 +1,4 @@
-"""How fast unlike caches are read, beside stock's read of the same bytes between like ones.
+"""How fast a cache is read into one of another geometry, beside stock's read into a like one.
 
     python experiments/bench_transfer.py [--mib 128] [--repeat 9] [--json FILE]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main example: P and D unlike in block size, layout or ranks, stock beside kvpatch on D alone.
+# The main example: P and D of different block sizes, layouts or ranks, stock beside kvpatch on D alone.
 #
 #   experiments/heterogeneous.sh                        the whole table, most of an hour on 2 cores
 #   experiments/heterogeneous.sh --rows 128-32,32-128   some rows

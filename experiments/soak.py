@@ -1,6 +1,6 @@
 """Many requests through host buffers on P and D; experiments/soak.sh runs this.
 
-P and D are unlike (64 and 32 tokens in a block) and send KV through host buffers with room for
+P and D have blocks of 64 and 32 tokens and send KV through host buffers with room for
 about four requests. Some clients give up while P computes or while D answers, and some after P's
 answer, which leaves rows to the lease. In the middle P is stopped and another one takes its place;
 what was under way is asked again.

@@ -30,7 +30,7 @@ def _row(name: str, prefill: Side, decode: Side) -> Row:
 
 
 def _rows_of(layout: Kvcached) -> tuple[Row, ...]:
-    """Both sides alike, of unlike blocks both ways, and one side without kvcached."""
+    """Both sides alike, of different block sizes both ways, and one side without kvcached."""
     large, small = Side(128, kvcached=layout), Side(32, kvcached=layout)
     return (
         _row(layout, small, small),

@@ -60,8 +60,8 @@ def make_tiny_mla(folder: Path) -> Path:
     """A DeepSeek-V2 without experts: one latent of 512 + 64 channels, the one width that vLLM's
     CPU backend has a kernel for.
 
-    For ``kvpatch verify --model``. Not in the table of unlike pairs, because that backend has
-    blocks of 16 tokens whatever it is asked for.
+    For ``kvpatch verify --model``. Not in the table of heterogeneous pairs, because that backend
+    has blocks of 16 tokens whatever it is asked for.
     """
 
     def build(vocabulary: int) -> Any:

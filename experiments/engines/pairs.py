@@ -1,4 +1,4 @@
-"""The table of unlike pairs: which engines each row is made of. Pure."""
+"""The table of heterogeneous pairs: which engines each row is made of. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of unlike pairs as a table for people and as JSON lines for programs."""
+"""The table of heterogeneous pairs as a table for people and as JSON lines for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pairs_table(results: Sequence[RowResult]) -> Table:
     from rich.table import Table
 
     drawn = Table(
-        title="unlike pairs, held against one single engine",
+        title="heterogeneous pairs, held against one single engine",
         title_justify="left",
         caption="spoiled: caches spoiled on purpose that were noticed; prefix hits: blocks that D "
         "had itself, for each shared prefix; first token: single/stock/kvpatch",

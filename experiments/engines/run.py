@@ -1,4 +1,4 @@
-"""Runs the table of unlike pairs: each single engine once, then row after row."""
+"""Runs the table of heterogeneous pairs: each single engine once, then row after row."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Setup:
 def route(case: int, prefill: int, decode: int) -> tuple[int, int | None]:
     """The numbers of the prefill and the decode engine that serve a case.
 
-    Neighbours go to unlike prefill engines and, until these are through, to one decode engine, so
-    that prompts with a shared prefix meet there.
+    Neighbours go to different prefill engines and, until each has had one, to one decode engine,
+    so that prompts with a shared prefix meet there.
     """
     return case % prefill, case // prefill % decode if decode else None
 

@@ -36,7 +36,7 @@ _GOOD_EVERY = 20
 
 
 class Pair:
-    """P, stock, and D with kvpatch; prompts unlike one another."""
+    """P, stock, and D with kvpatch; prompts that share nothing."""
 
     def __init__(self, client: httpx.AsyncClient, engines: list[Engine], words: list[int]) -> None:
         self.client = client

@@ -54,12 +54,12 @@ def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
     fingerprints = [
         json.dumps(record["setups"]["single"]["prefill"]["fingerprints"]) for record in records
     ]
-    assert len(set(fingerprints)) == len(records), "unlike prompts must have unlike fingerprints"
+    assert len(set(fingerprints)) == len(records), "other prompts must have other fingerprints"
 
 
 @pytest.mark.engines
 @pytest.mark.quick
-def test_an_unlike_pair_behind_host_buffers(
+def test_a_heterogeneous_pair_behind_host_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both caches are out of NIXL's reach; the buffers hold a 32nd of them."""

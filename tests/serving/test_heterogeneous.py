@@ -1,4 +1,4 @@
-"""Unlike pairs of real engines: kvpatch on the decode side, held against one single engine.
+"""Heterogeneous pairs of real engines: kvpatch on the decode side, held against one single engine.
 
 The rows that tell most; experiments/heterogeneous.sh has all of them.
 """
@@ -54,7 +54,7 @@ def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.quick
-def test_unlike_block_sizes(tmp_path: Path) -> None:
+def test_other_block_sizes(tmp_path: Path) -> None:
     """Larger and smaller blocks at P, with prefix hits at D."""
     rows = _run(tmp_path, "128-32,32-128")
     for records in rows.values():
@@ -62,8 +62,8 @@ def test_unlike_block_sizes(tmp_path: Path) -> None:
         assert _stock_is_wrong_or_fails(records)
 
 
-def test_unlike_ranks_and_several_peers(tmp_path: Path) -> None:
-    """Heads split and joined, and two unlike P for one D."""
+def test_other_ranks_and_several_peers(tmp_path: Path) -> None:
+    """Heads split and joined, and two different P for one D."""
     rows = _run(tmp_path, "tp1-tp2,tp2-tp1,2p1d", "--no-stock")
     for records in rows.values():
         require_identical(records, layers=4)
@@ -85,7 +85,7 @@ def test_recurrent_state(tmp_path: Path) -> None:
         require_identical(records, layers=4, prompts=PROMPTS - 1)  # none of one token
 
 
-def test_unlike_layouts(tmp_path: Path) -> None:
+def test_other_layouts(tmp_path: Path) -> None:
     """An NHD cache read into an HND one, with blocks of another size."""
     rows = _run(tmp_path, "nhd-hnd-128-32", "--no-stock")
     for records in rows.values():

@@ -44,7 +44,7 @@ def _run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_both_layouts_both_ways_and_unlike_blocks_are_in_the_table() -> None:
+def test_both_layouts_both_ways_and_other_block_sizes_are_in_the_table() -> None:
     pairs = {(row.prefill[0], row.decode) for row in ROWS}
 
     for layout in ("contiguous", "split-half"):

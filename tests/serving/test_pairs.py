@@ -1,4 +1,4 @@
-"""The table of unlike pairs: its rows, its engines, and what it says."""
+"""The table of heterogeneous pairs: its rows, its engines, and what it says."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_rows_are_chosen_in_the_order_of_the_table() -> None:
             choose(text)
 
 
-def test_rows_say_what_is_unlike() -> None:
+def test_rows_say_what_differs() -> None:
     said = {row.name: str(row) for row in ROWS}
     assert said["2p1d"] == "128 + 32 -> 64"
     assert said["tp1-tp2"] == "128 -> 32 TP2"

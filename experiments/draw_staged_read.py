@@ -1,6 +1,6 @@
 """Draws a staged read: P's blocks, the staging pool, D's blocks, each byte coloured by its token.
 
-    python experiments/draw_unlike.py docs/pictures/staged_read.png
+    python experiments/draw_staged_read.py docs/pictures/staged_read.png
 
 The bytes are moved by the code that engines use (rounds and numpy copies): what is drawn is
 what lies in the three memories afterwards.
