@@ -52,6 +52,9 @@ class ReleaseFacts:
         agent_metadata: the fields of what a worker states at the handshake.
         request_metadata: the fields of a request to receive, in the connector's metadata.
         core_output: the scheduler's name of what its workers report to it.
+        device_table: where the worker's module lists the devices that it can be made for.
+        tpu_flag: the worker's name of whether its tensors are a TPU's.
+        context_sizes: of how many ranks share out the tokens of a block, in the configuration.
         cache_shape: how FlashAttention's tensors begin.
         shape_source: where a worker finds out the shape of its caches.
         failed_loads: what a worker makes of a load that failed.
@@ -64,9 +67,13 @@ class ReleaseFacts:
         registers_shared_tensors_once: layers that share a tensor are registered once.
         listens_in_scheduler: the scheduler answers handshakes, and not each worker.
         listens_by_host: the listener is handed its host.
+        books_unprocessed: the scheduler tells P's worker which finished requests nobody will read.
+        encodes_metadata: a worker keeps what it states encoded, beside a hash of it.
         meets_one_rank: a worker shakes hands with one rank of its peer.
         compares_block_sizes_first: larger blocks fail a handshake before anything is read of it.
         topology_has_block_size: the worker's topology keeps a block size of its own.
+        cuts_blocks: a worker counts kernel blocks where its kernel has smaller ones.
+        backends_tell_state: an attention backend says whether its layers have recurrent state.
         keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
         expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
         has_cache_groups: the connector is handed the plan, which has groups of layers.
@@ -77,6 +84,8 @@ class ReleaseFacts:
         reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
         lists_drafted_blocks: P's lists may go on behind the prompt where P drafts tokens.
         throttles_prefills: a step of the scheduler can leave new prompts out.
+        plans_transfers: the plan says which groups are transferred, and where in a tensor its
+            layers lie.
         names_layouts: a layout is a name, and the regions of a peer have strides.
         pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
     """
@@ -92,6 +101,9 @@ class ReleaseFacts:
     agent_metadata: frozenset[str]
     request_metadata: frozenset[str]
     core_output: str
+    device_table: str
+    tpu_flag: str
+    context_sizes: tuple[str, ...]
     cache_shape: CacheShape
     shape_source: ShapeSource
     failed_loads: FailedLoads
@@ -104,9 +116,13 @@ class ReleaseFacts:
     registers_shared_tensors_once: bool = True
     listens_in_scheduler: bool = True
     listens_by_host: bool = False
+    books_unprocessed: bool = True
+    encodes_metadata: bool = True
     meets_one_rank: bool = False
     compares_block_sizes_first: bool = False
     topology_has_block_size: bool = False
+    cuts_blocks: bool = True
+    backends_tell_state: bool = False
     keeps_aborted_blocks: bool = True
     expands_remote_blocks: bool = False
     has_cache_groups: bool = False
@@ -117,6 +133,7 @@ class ReleaseFacts:
     reserves_drafted_blocks: bool = False
     lists_drafted_blocks: bool = False
     throttles_prefills: bool = False
+    plans_transfers: bool = False
     names_layouts: bool = False
     pairs_heads_by_layout: bool = False
 
@@ -129,6 +146,21 @@ class ReleaseFacts:
     def states_block_size(self) -> bool:
         """Whether a handshake has the tokens of a block, and not its bytes alone."""
         return "block_size" in self.agent_metadata
+
+    @property
+    def states_device(self) -> bool:
+        """Whether a handshake has the number of the worker's device; that is its rank elsewhere."""
+        return "device_id" in self.agent_metadata
+
+    @property
+    def has_bytes_by_region(self) -> bool:
+        """Whether a worker keeps the bytes of a block for each region, and not one number."""
+        return "block_lens" in self.agent_metadata
+
+    @property
+    def names_regions(self) -> bool:
+        """Whether regions have a name, a group, a count of blocks and a kind of memory."""
+        return "region_names" in self.agent_metadata
 
     @property
     def states_kernel_blocks(self) -> bool:
@@ -181,6 +213,9 @@ _0_10_0 = ReleaseFacts(
     | {"attn_backend_name"},
     request_metadata=_ADDRESS | {"local_block_ids", "tp_size"},
     core_output="model_runner_output",
+    device_table="",
+    tpu_flag="",
+    context_sizes=(),
     cache_shape="keys first",
     shape_source="flags",
     failed_loads="unknown",
@@ -190,7 +225,10 @@ _0_10_0 = ReleaseFacts(
     can_answer_later=False,
     registers_shared_tensors_once=False,
     listens_in_scheduler=False,
+    books_unprocessed=False,
+    encodes_metadata=False,
     meets_one_rank=True,
+    cuts_blocks=False,
     keeps_aborted_blocks=False,
     counts_one_head=True,
     reserves_drafted_blocks=True,
@@ -202,6 +240,8 @@ _0_10_1 = replace(
     generation="g0101",
     agent_metadata=_0_10_0.agent_metadata | {"kv_cache_layout"},
     core_output="kv_connector_output",
+    device_table="_NIXL_SUPPORTED_XPUS",
+    tpu_flag="_use_pallas_v1",
     loads_whole_blocks_only=False,
     asks_for_layout=True,
     has_host_buffer=True,
@@ -213,6 +253,7 @@ _0_10_2 = replace(
     _0_10_1_1,
     release="0.10.2",
     generation="g0102",
+    context_sizes=("decode_context_parallel_size",),
     checks_device_again=False,
     can_answer_later=True,
     registers_shared_tensors_once=True,
@@ -222,6 +263,8 @@ _0_11_0 = replace(
     release="0.11.0",
     generation="g0110",
     agent_metadata=_0_10_2.agent_metadata - {"block_len"} | {"block_lens"},
+    device_table="_NIXL_SUPPORTED_DEVICE",
+    tpu_flag="_use_pallas",
 )
 _0_11_1 = replace(
     _0_11_0,
@@ -234,23 +277,33 @@ _0_11_1 = replace(
     failed_loads="as received",
     forgets_failed_reads=True,
     listens_in_scheduler=True,
+    books_unprocessed=True,
     compares_block_sizes_first=True,
     topology_has_block_size=True,
+    cuts_blocks=True,
     expands_remote_blocks=True,
 )
 _0_11_2 = replace(_0_11_1, release="0.11.2")
-_0_12_0 = replace(_0_11_2, release="0.12.0", generation="g0120", topology_has_block_size=False)
+_0_12_0 = replace(
+    _0_11_2,
+    release="0.12.0",
+    generation="g0120",
+    context_sizes=("decode_context_parallel_size", "prefill_context_parallel_size"),
+    topology_has_block_size=False,
+)
 _0_13_0 = replace(
     _0_12_0,
     release="0.13.0",
     generation="g0130",
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
+    encodes_metadata=True,
 )
 _0_14_0 = replace(
     _0_13_0,
     release="0.14.0",
     generation="g0140",
+    tpu_flag="",
     forgets_failed_reads=False,
     meets_one_rank=False,
     compares_block_sizes_first=False,
@@ -294,6 +347,7 @@ _0_20_0 = replace(
     reader=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
     scheduler=Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
     agent_metadata=_0_19_1.agent_metadata | {"attn_backend_name"},
+    backends_tell_state=True,
     expands_remote_blocks=False,
     counts_one_head=False,
 )
@@ -366,6 +420,7 @@ _0_29_0 = replace(
     agent_metadata=_0_28_0.agent_metadata | {"block_strides", "dcp_size", "pcp_size"},
     request_metadata=_0_28_0.request_metadata | {"dcp_size", "local_num_computed_blocks"},
     shape_source="layout name",
+    plans_transfers=True,
     names_layouts=True,
 )
 _0_30_0 = replace(

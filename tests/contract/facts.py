@@ -7,6 +7,7 @@ field, a statement of the body in which the fact shows.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -14,12 +15,13 @@ from typing import Any
 
 from kvpatch.core.releases import CacheShape, FailedLoads, Place, ReleaseFacts, ShapeSource
 
-from .source import Method, classes, method
+from .source import Method, classes, method, text
 
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
+_INTERFACE = "vllm.v1.kv_cache_interface"
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,15 @@ class Source:
             self.scheduler.module,
             _UTILS,
         )
-        for module in modules:
-            for found in classes(self.release, module):
-                if found.name == name:
-                    targets = (s.target for s in found.body if isinstance(s, ast.AnnAssign))
-                    return frozenset(t.id for t in targets if isinstance(t, ast.Name))
+        found = (self.fields_in(module, name) for module in modules)
+        return next(filter(None, found), frozenset())
+
+    def fields_in(self, module: str, name: str) -> frozenset[str]:
+        """The annotated fields of a module's class, none where there is no such class."""
+        for found in classes(self.release, module):
+            if found.name == name:
+                targets = (s.target for s in found.body if isinstance(s, ast.AnnAssign))
+                return frozenset(t.id for t in targets if isinstance(t, ast.Name))
         return frozenset()
 
     def _place(self, *candidates: tuple[str, str], defines: str) -> Place:
@@ -175,6 +181,34 @@ def _has_cache_groups(source: Source) -> bool:
     return all("kv_cache_config" in parameters for parameters in inits)
 
 
+def _device_table(source: Source) -> str:
+    modules = (source.worker.module, f"{_CONNECTORS}.nixl.utils")
+    found = "".join(text(source.release, module) for module in modules)
+    names = ("_NIXL_SUPPORTED_DEVICE", "_NIXL_SUPPORTED_XPUS")
+    return next((name for name in names if re.search(rf"(?m)^{name}\b", found)), "")
+
+
+def _tpu_flag(source: Source) -> str:
+    body = source.body(source.worker, "__init__")
+    names = ("_use_pallas", "_use_pallas_v1")
+    return next((name for name in names if f"self.{name} = " in body), "")
+
+
+def _context_sizes(source: Source) -> tuple[str, ...]:
+    modules = ("vllm.config", "vllm.config.parallel")
+    found = frozenset[str]().union(*(source.fields_in(m, "ParallelConfig") for m in modules))
+    names = ("decode_context_parallel_size", "prefill_context_parallel_size")
+    return tuple(name for name in names if name in found)
+
+
+def _plans_transfers(source: Source) -> bool:
+    tensor = source.fields_in(_INTERFACE, "KVCacheTensor")
+    chooses = source.method(_INTERFACE, "KVCacheConfig.transfer_groups") is not None
+    found = {chooses, {"layers", "layer_stride"} <= tensor}
+    assert len(found) == 1, f"{source.release} does one of the two"
+    return chooses
+
+
 _HANDLE_FAILED = "_handle_failed_transfer"
 
 #: What the source of a release says of each fact.
@@ -188,6 +222,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "agent_metadata": lambda s: s.fields("NixlAgentMetadata"),
     "request_metadata": lambda s: s.fields("ReqMeta"),
     "core_output": lambda s: s.parameters(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished")[1],
+    "device_table": _device_table,
+    "tpu_flag": _tpu_flag,
+    "context_sizes": _context_sizes,
     "cache_shape": _cache_shape,
     "shape_source": _shape_source,
     "failed_loads": _failed_loads,
@@ -209,11 +246,22 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "listens_in_scheduler": lambda s: s.method(s.scheduler, "_nixl_handshake_listener") is not None,
     "listens_by_host": lambda s: "host" in s.parameters(s.scheduler, "_nixl_handshake_listener"),
+    "books_unprocessed": lambda s: (
+        "self._reqs_not_processed" in s.body(s.scheduler, "build_connector_meta")
+    ),
+    "encodes_metadata": lambda s: "agent_metadata_bytes" in s.fields("NixlHandshakePayload"),
     "meets_one_rank": lambda s: "return {p_remote_rank: " in s.body(s.worker, "_nixl_handshake"),
     "compares_block_sizes_first": lambda s: (
         "metadata.block_size <= self.block_size" in s.body(s.worker, "_nixl_handshake")
     ),
     "topology_has_block_size": lambda s: "block_size" in s.fields("TpKVTopology"),
+    "cuts_blocks": lambda s: (
+        "self._physical_blocks_per_logical_kv_block = "
+        in s.body(s.worker, "__init__") + s.body(s.worker, "register_kv_caches")
+    ),
+    "backends_tell_state": lambda s: (
+        s.method("vllm.v1.attention.backend", "AttentionBackend.is_ssm") is not None
+    ),
     "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
     "expands_remote_blocks": _expands_remote_blocks,
     "has_cache_groups": _has_cache_groups,
@@ -235,6 +283,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "throttles_prefills": lambda s: (
         "throttle_prefills" in s.parameters(_SCHEDULER, "Scheduler.schedule")
     ),
+    "plans_transfers": _plans_transfers,
     "names_layouts": lambda s: (
         "KVCacheLayout[" in s.body(s.worker, "post_process_device_kv_on_receive")
         or "block_stride_per_layer" in s.body(s.worker, "register_kv_caches")

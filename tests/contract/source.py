@@ -56,6 +56,12 @@ def classes(release: str, module: str) -> list[ast.ClassDef]:
     return [node for node in found if isinstance(node, ast.ClassDef)]
 
 
+def text(release: str, module: str) -> str:
+    """A module's text, empty where there is no such module."""
+    path = _path(release, module)
+    return "" if path is None else path.read_text(encoding="utf-8")
+
+
 def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
     decorators = {ast.unparse(d) for d in function.decorator_list}
     kind = next((d for d in ("classmethod", "staticmethod") if d in decorators), "function")
