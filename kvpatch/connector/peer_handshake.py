@@ -182,13 +182,8 @@ class Handshake:
             agent = self.as_release()
         else:
             agent = self._add_like(peer, _reader(state))
-        if not self.facts.states_kernel_blocks:
-            if peer is None:  # nobody here would ever prove anything
-                from kvpatch.legacy.announcements import Announcements
-
-                state.of(Announcements).settle(self.metadata.engine_id)
-            else:
-                _reader(state).proofs.settle(peer.engine_id, _block_tokens(peer))
+        block_tokens = 0 if peer is None else _block_tokens(peer)
+        state.open_peers.settle(self.metadata.engine_id, block_tokens)
         return agent
 
     def as_release(self) -> Any:

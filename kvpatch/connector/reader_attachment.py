@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from kvpatch.connector.local.release_layouts import registration_of
 from kvpatch.connector.local_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
-from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.reader import Destination, Reader
 from kvpatch.connector.reading.worker_staging_pool import staging_pool
 from kvpatch.connector.split_handles import watch_split_handles
@@ -32,9 +31,17 @@ from kvpatch.geometry import places_of
 
 
 def attach_reader(
-    worker: Any, facts: ReleaseFacts, kv_caches: Mapping[str, Any], own: OwnCache
+    worker: Any,
+    facts: ReleaseFacts,
+    kv_caches: Mapping[str, Any],
+    own: OwnCache,
+    prove_peers: Callable[[Any], None] | None = None,
 ) -> None:
     """Gives a worker its reader, where its cache is one that can be read into.
+
+    Args:
+        prove_peers: has the worker prove of peers what their handshakes leave open; None where
+            they leave nothing open.
 
     Raises:
         RegistrationRefused: it is not, and nobody else knows how its blocks lie.
@@ -69,10 +76,8 @@ def attach_reader(
         )
         watch_split_handles(worker)
         registration_of(facts).admit_peers(worker)
-    if not facts.states_kernel_blocks:
-        from kvpatch.legacy.introducing import say_what_is_open
-
-        say_what_is_open(worker, may_leave_open=_may_leave_open(state.reader))
+    if prove_peers is not None:
+        prove_peers(worker)
 
 
 def _can_read(worker: Any, own: OwnCache) -> bool:
@@ -87,14 +92,6 @@ def _can_read(worker: Any, own: OwnCache) -> bool:
         and has_blocks_of(worker.block_size, own.cache)
         and is_in_place
     )
-
-
-def _may_leave_open(reader: Reader | None) -> bool:
-    """Whether a peer's handshake may leave something open that this worker would prove."""
-    if reader is None or settings.peer_block_size() is not None:
-        return False
-    sizes = reader.ours.kernel_sizes
-    return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)
 
 
 def _own_agent(agent: Any) -> Any:
@@ -168,9 +165,4 @@ def _reader(
         destination = Destination(buffer.tensors, own.behind[0], caches=caches)
         pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
         mode = "staged"
-    proofs = OpenPeers()
-    if not facts.states_kernel_blocks:
-        from kvpatch.legacy.introducing import proofs_of
-
-        proofs = proofs_of(worker, ours, groups, destination, pool)
-    return Reader(ours, groups, destination, pool, mode, proofs)
+    return Reader(ours, groups, destination, pool, mode)

@@ -9,12 +9,13 @@ shared_tensors  those that layers share are left in once
                 the release registers what is left
 unlike_engines  the worker is given its reader
 
-Each is a patch's, and is left out where that is off or not needed.
+Each is a patch's, and is left out where that is off or not needed. What only old releases need
+(``kvpatch.legacy``) their patches hand over with their steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,10 +32,17 @@ from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Site, Step
 from kvpatch.core.releases import ReleaseFacts
 
+_Steps = dict[Site, Step]
 
-def registration_step(facts: ReleaseFacts) -> dict[Site, Step]:
-    """A patch's part in the wrapper; which part that is its slug says."""
-    return {seams.register_kv_caches(facts): Step(partial(register_kv_caches, facts=facts))}
+
+def registration_step(facts: ReleaseFacts, part: Callable[..., None] | None = None) -> _Steps:
+    """A patch's part in the wrapper; which part that is its slug says.
+
+    Args:
+        part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what proves of
+            peers what their handshakes leave open, where they do.
+    """
+    return {seams.register_kv_caches(facts): Step(partial(register_kv_caches, facts=facts), part)}
 
 
 def register_kv_caches(
@@ -43,17 +51,17 @@ def register_kv_caches(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
-    steps: Set[str],
+    steps: Mapping[str, Any],
     facts: ReleaseFacts,
 ) -> Any:
     """Wraps a worker's own.
 
     Args:
-        steps: the patches whose steps are taken.
+        steps: the parts that are taken, by their patches.
     """
 
     def register(kv_caches: Mapping[str, Any]) -> Any:
-        return Registering(instance, facts, frozenset(steps)).run(wrapped, kv_caches)
+        return Registering(instance, facts, dict(steps)).run(wrapped, kv_caches)
 
     return register(*args, **kwargs)
 
@@ -64,7 +72,7 @@ class Registering:
 
     worker: Any
     facts: ReleaseFacts
-    steps: frozenset[str]
+    steps: Mapping[str, Any]
 
     def run(self, release: Register, kv_caches: Mapping[str, Any]) -> Any:
         """Registers the tensors with `release`, and returns what that returns.
@@ -76,9 +84,7 @@ class Registering:
         if "host_buffer" in self.steps:
             kv_caches = self._through_host_buffer(kv_caches)
         if "failed_loads" in self.steps:
-            from kvpatch.legacy.failures import Failures, watch_failed_loads
-
-            watch_failed_loads(worker, worker_state(worker).of(Failures))
+            self.steps["failed_loads"](worker)
         own = inspect(worker, registration, kv_caches) if reads else None
         if "block_count" in self.steps:
             count_blocks(worker, registration, kv_caches)
@@ -90,7 +96,7 @@ class Registering:
             )
         result = release(kv_caches)
         if own is not None:
-            attach_reader(worker, self.facts, kv_caches, own)
+            attach_reader(worker, self.facts, kv_caches, own, self.steps["unlike_engines"])
         return result
 
     @property

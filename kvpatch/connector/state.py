@@ -16,6 +16,7 @@ from kvpatch.connector.host_buffer.scheduler import Saves
 from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.pages import Pages
 from kvpatch.connector.other_processes import LikePeers
+from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import ReleaseFacts
@@ -61,6 +62,7 @@ class WorkerState(_State):
         rows: registered in place of its tensors; None where it has none.
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
+        open_peers: what is booked of peers' handshakes, and of what they leave open.
     """
 
     is_host_buffered: bool = False
@@ -69,6 +71,7 @@ class WorkerState(_State):
     rows: RegisteredRows | None = None
     planned_layout: str | None = None
     reader: Reader | None = None
+    open_peers: OpenPeers = field(default_factory=OpenPeers)
 
 
 @dataclass(eq=False)

@@ -32,11 +32,13 @@ class Step:
     """A patch's part in a wrapper that several patches share, and which is set once.
 
     Attributes:
-        pipeline: the shared one: as a :data:`Wrapper`, and ``steps``, the slugs of the patches
-            whose parts are on.
+        pipeline: the shared one: as a :data:`Wrapper`, and ``steps``, the parts that are on, by
+            the slugs of their patches.
+        part: what the pipeline is handed of the patch, where it asks for something.
     """
 
     pipeline: Callable[..., Any]
+    part: Any = None
 
 
 Kind = Literal["function", "classmethod", "staticmethod"]
@@ -94,7 +96,7 @@ class _Change:
     """One thing that was set.
 
     Attributes:
-        steps: of a shared wrapper, the patches whose parts are on; None of any other.
+        steps: of a shared wrapper, the parts that are on; None of any other.
     """
 
     slug: str
@@ -104,7 +106,7 @@ class _Change:
     site: Site | None
     ours: Any = None
     active: bool = True
-    steps: set[str] | None = None
+    steps: dict[str, Any] | None = None
 
     def is_active(self) -> bool:
         """Asked at every call: a wrapper that could not be taken out does nothing."""
@@ -146,9 +148,9 @@ class Ledger:
         behind = [str(s) for owner, target, s, _ in new if vars(owner)[s.name] is not target]
         for owner, target, site, wrapper in new:
             self._wrap(slug, owner, site.name, target, wrapper, site)
-        for change, steps in self._shared_by(sites).items():
+        for change, (steps, step) in self._shared_by(sites).items():
             change.active = True
-            steps.add(slug)
+            steps[slug] = step.part
         return behind
 
     def guard(self, slug: str, owner: type, wrapper: Wrapper) -> None:
@@ -215,10 +217,16 @@ class Ledger:
         self._changes = left[::-1]
         return [f"{_named(c.owner)}.{c.name}" for c in left]
 
-    def _shared_by(self, sites: Mapping[Site, Wrapper | Step]) -> dict[_Change, set[str]]:
-        """The shared wrappers that stand where these sites take a step, and whose steps are on."""
-        at = {site for site, wrapper in sites.items() if isinstance(wrapper, Step)}
-        return {c: c.steps for c in self._changes if c.steps is not None and c.site in at}
+    def _shared_by(
+        self, sites: Mapping[Site, Wrapper | Step]
+    ) -> dict[_Change, tuple[dict[str, Any], Step]]:
+        """The shared wrappers that stand where these sites take a step: what is on, the step."""
+        taken = {site: step for site, step in sites.items() if isinstance(step, Step)}
+        return {
+            change: (change.steps, taken[change.site])
+            for change in self._changes
+            if change.steps is not None and change.site in taken
+        }
 
     def _of(self, slug: str) -> list[_Change]:
         return [change for change in self._changes if change.slug == slug]
@@ -234,7 +242,7 @@ class Ledger:
     ) -> None:
         change = _Change(slug, owner, name, vars(owner).get(name, _MISSING), site)
         if isinstance(wrapper, Step):
-            change.steps = set()
+            change.steps = {}
             wrapper = partial(wrapper.pipeline, steps=change.steps)
         if kind_of(target) == "staticmethod":
             # Else what an instance looks up holds that instance: the thread that a worker

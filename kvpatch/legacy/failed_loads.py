@@ -23,6 +23,7 @@ from kvpatch.legacy.failures import (
     leave_waiting,
     pop_one_by_one,
     report_failed,
+    watch_failed_loads,
     whole_requests,
 )
 from kvpatch.transfer.nixl import errors_of
@@ -201,7 +202,7 @@ def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         found[seams.nixl_handshake(facts)] = partial(_handshake_with_the_living, facts=facts)
         found[seams.pop_done_transfers(facts)] = _pop_done_or_leave_waiting
     if facts.failed_loads in ("as received", "by the first"):
-        found |= registration_step(facts)
+        found |= registration_step(facts, watch_failed_loads)
     if facts.failed_loads == "as received":
         found[seams.worker_get_finished(facts)] = _worker_get_finished
     if facts.forgets_failed_reads:  # and <= 0.11.2 NIXL's errors are not caught either

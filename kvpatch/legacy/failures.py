@@ -9,6 +9,7 @@ from typing import Any
 from weakref import ref
 
 from kvpatch.connector.read_request import groups
+from kvpatch.connector.state import worker_state
 from kvpatch.legacy.aborted_blocks import Loads
 from kvpatch.transfer.nixl import errors_of
 
@@ -137,17 +138,14 @@ class LastToFirst:
         return None
 
 
-def watch_failed_loads(worker: Any, failures: Failures) -> None:
-    """Has a worker keep its failed requests where the release reports them too early, or wrongly.
-
-    Args:
-        failures: is told of them where the model has several cache groups.
-    """
+def watch_failed_loads(worker: Any) -> None:
+    """Has a worker keep failed requests that the release reports too early, or wrongly."""
     own = worker._failed_recv_reqs
     if isinstance(own, Queue):  # from 0.22
         worker._failed_recv_reqs = LastToFirst(worker, own)
     elif not isinstance(own, (Unreported, LastToFirst)):
-        worker._failed_recv_reqs = Unreported(own, failures if has_several_groups(worker) else None)
+        failures = worker_state(worker).of(Failures) if has_several_groups(worker) else None
+        worker._failed_recv_reqs = Unreported(own, failures)
 
 
 def has_several_groups(worker: Any) -> bool:

@@ -11,16 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvpatch.connector.drafts import reserves_slots
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.reading.reader import Destination
+from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.state import scheduler_state, worker_state
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.legacy.announcements import Announcements, Introductions
 from kvpatch.legacy.proofs import SAMPLE_BYTES, Proofs
 from kvpatch.legacy.samples import sampled_of
-from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
 
 #: On what a worker has its scheduler hand to peers, and nowhere on the wire.
@@ -66,6 +64,45 @@ def book_proof(scheduler: Any, engine_id: str, block_tokens: int) -> None:
         found.prove(engine_id, block_tokens)
 
 
+def prove_peers(worker: Any) -> None:
+    """Has a worker that has registered prove of its peers what their handshakes leave open."""
+    state = worker_state(worker)
+    reader = state.reader
+    announcements = state.of(Announcements)
+    if reader is None:
+        state.open_peers = _NothingToProve(announcements)
+    elif not isinstance(reader.proofs, Proofs):
+        state.open_peers = reader.proofs = _proofs_of(reader, announcements)
+    say_what_is_open(worker, may_leave_open=_may_leave_open(reader))
+
+
+class _NothingToProve(OpenPeers):
+    """Of a worker whose cache cannot be read into: any peer is the release's to read."""
+
+    def __init__(self, announcements: Announcements) -> None:
+        self._announcements = announcements
+
+    def settle(self, engine_id: str, block_tokens: int = 0) -> None:
+        self._announcements.settle(engine_id, block_tokens)
+
+
+def _proofs_of(reader: Reader, announcements: Announcements) -> Proofs:
+    """What a worker is to prove of its peers, by what is read into its cache."""
+    ours, destination = reader.ours, reader.destination
+    layers = ours.layers if destination.layers is None else destination.layers
+    caches = destination.caches if isinstance(destination.caches, StoragelessCaches) else None
+    sampled = sampled_of(ours, reader.groups, layers, destination.tensors, caches)
+    return Proofs(ours, sampled, reader.pool.aside(SAMPLE_BYTES), announcements)
+
+
+def _may_leave_open(reader: Reader | None) -> bool:
+    """Whether a peer's handshake may leave something open that this worker would prove."""
+    if reader is None or settings.peer_block_size() is not None:
+        return False
+    sizes = reader.ours.kernel_sizes
+    return reader.ours.misreads_blocks or (sizes is not None and sizes.cuts_some)
+
+
 def say_what_is_open(worker: Any, *, may_leave_open: bool) -> None:
     """Has the worker's scheduler know whether peers' handshakes may leave something open.
 
@@ -82,18 +119,3 @@ def hear_what_is_open(scheduler: Any, metadata: Iterable[Any]) -> None:
     said = [vars(one).pop(_MAY_LEAVE_OPEN, False) for one in metadata]
     if said and not any(said):
         scheduler_state(scheduler).hold(_NothingOpen())
-
-
-def proofs_of(
-    worker: Any,
-    ours: LocalGeometry,
-    groups: tuple[Group, ...],
-    destination: Destination,
-    pool: StagingPool,
-) -> Proofs:
-    """What a worker is to prove of its peers, by what is read into its cache."""
-    layers = ours.layers if destination.layers is None else destination.layers
-    caches = destination.caches if isinstance(destination.caches, StoragelessCaches) else None
-    sampled = sampled_of(ours, groups, layers, destination.tensors, caches)
-    announcements = worker_state(worker).of(Announcements)
-    return Proofs(ours, sampled, pool.aside(SAMPLE_BYTES), announcements)

@@ -7,19 +7,26 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector import read_request
+from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import WorkerState, connectors_of, worker_state
 from kvpatch.core import seams
-from kvpatch.core.ledger import Site, Wrapper
+from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.legacy.aborted_reads import GivenUp
 from kvpatch.legacy.announcements import Announcements, announced
-from kvpatch.legacy.introducing import book_proof, hear_what_is_open, introductions_of
+from kvpatch.legacy.introducing import (
+    book_proof,
+    hear_what_is_open,
+    introductions_of,
+    prove_peers,
+)
 from kvpatch.legacy.proofs import Proofs
 
 
-def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     """What is wrapped in a release that needs it."""
-    found: dict[Site, Wrapper] = {
+    found: dict[Site, Wrapper | Step] = {
+        **registration_step(facts, prove_peers),
         seams.scheduler_matched_tokens(facts): partial(_get_num_new_matched_tokens, facts=facts),
         seams.start_load_kv(facts): partial(_start_load_kv, facts=facts),
         seams.update_from_kv_xfer_finished(facts): _update_from_kv_xfer_finished,

@@ -22,24 +22,13 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
-from kvpatch.core.releases import ReleaseFacts
-
-
-def _sites(facts: ReleaseFacts) -> Mapping[Site, Wrapper | Step]:
-    if facts.keeps_aborted_blocks:
-        return {}
-    from kvpatch.legacy import aborted_loads
-
-    return aborted_loads.sites(facts)
-
+from kvpatch.core.ledger import Patch
+from kvpatch.patches import old_releases
 
 PATCH = Patch(
     slug="aborted_loads",
     wire_affecting=False,
-    sites=_sites,
+    sites=old_releases.aborted_loads,
     not_needed="since 0.16 the release keeps them itself",
     document=__doc__,
 )

@@ -64,6 +64,7 @@ from kvpatch.connector.state import scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.patches import old_releases
 
 
 def _add_remote_agent(
@@ -135,27 +136,9 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.add_remote_agent(facts): partial(_add_remote_agent, facts=facts),
         seams.read_blocks_for_req(facts): partial(_read_blocks_for_req, facts=facts),
         seams.build_connector_meta(facts): partial(_build_connector_meta, facts=facts),
-        **_sites_of_handshakes(facts),
-        **_sites_of_proofs(facts),
+        **old_releases.multi_rank_handshakes(facts),
+        **old_releases.content_proof(facts),  # which has a registration step of its own
     }
-
-
-def _sites_of_handshakes(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """In releases <= 0.13 a worker shakes hands with one rank of its peer alone."""
-    if not facts.meets_one_rank:
-        return {}
-    from kvpatch.legacy import multi_rank
-
-    return multi_rank.sites(facts)
-
-
-def _sites_of_proofs(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """In releases <= 0.20 a handshake does not say all of a block: D finds it out by content."""
-    if facts.states_kernel_blocks:
-        return {}
-    from kvpatch.legacy import unstated_blocks
-
-    return unstated_blocks.sites(facts)
 
 
 PATCH = Patch(slug="unlike_engines", wire_affecting=False, sites=_sites, document=__doc__)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from kvpatch.connector.handshake.remote_ranks import Peer
+from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.recent import MOST_ENGINES, Recent
-from kvpatch.legacy.announcements import Announcements, Introductions
-from kvpatch.legacy.proofs import Proofs
 
 pytestmark = pytest.mark.patching
 
@@ -27,26 +24,25 @@ def test_the_oldest_is_forgotten_and_the_last_booked_is_not():
     assert (found["e0"], found["new"]) == (7, 8)
 
 
-def test_a_hundred_thousand_engines_are_not_kept():
-    introductions, announcements = Introductions(16), Announcements()
-    for number in range(100_000):
-        introductions.prove(f"e{number}", 16)
-        announcements.settle(f"e{number}", 16)
-
-    assert len(introductions._known) == len(announcements._settled) == MOST_ENGINES
-    assert introductions.allow("e99999", 1, 16)
-    assert not introductions.allow("e0", 1, 16)
-
-
 def _reader(*engines: str) -> Reader:
     """Its books alone; making one takes caches and NIXL."""
     reader = object.__new__(Reader)
     reader.peers = {engine: Peer() for engine in engines}
     reader._unbooked = frozenset()
-    reader.proofs = object.__new__(Proofs)
-    reader.proofs._unproven = {"open": SimpleNamespace()}
-    reader.proofs._announcements = Announcements()
+    reader.proofs = _OnePeerOpen()
     return reader
+
+
+class _OnePeerOpen(OpenPeers):
+    def __init__(self) -> None:
+        self.engines = {"open"}
+
+    @property
+    def open_engines(self) -> tuple[str, ...]:
+        return tuple(self.engines)
+
+    def forget(self, engine_id: str) -> None:
+        self.engines.discard(engine_id)
 
 
 def test_engines_that_the_release_has_let_go_of_are_forgotten_at_the_second_handshake():

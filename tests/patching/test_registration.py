@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
+from dataclasses import replace
+from functools import partial
 from itertools import chain, combinations
 from types import SimpleNamespace
 
@@ -15,7 +17,6 @@ from kvpatch.connector.state import worker_state
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Ledger, Site, Step
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.legacy import failures
 from kvpatch.patches import load
 
 pytestmark = pytest.mark.patching
@@ -61,7 +62,6 @@ def taken(monkeypatch) -> list[str]:
 
     buffer = SimpleNamespace(pool=_Pool(), pages=None)
     monkeypatch.setattr(registration.host_buffer_worker, "make", note("host buffer", buffer))
-    monkeypatch.setattr(failures, "watch_failed_loads", note("watch failed loads"))
     monkeypatch.setattr(registration, "inspect", note("inspect", "own"))
     monkeypatch.setattr(registration, "count_blocks", note("count blocks"))
     monkeypatch.setattr(
@@ -115,6 +115,9 @@ def _expected(on: frozenset[str], *, is_buffered: bool) -> list[str]:
 def test_every_set_of_patches_takes_its_steps(release, is_buffered, order, taken):
     kind = sys.modules[MODULE].Worker
     original, every = vars(kind)["register_kv_caches"], _steps(FACTS[release])
+    if "failed_loads" in every:
+        watch = partial(taken.append, "watch failed loads")
+        every["failed_loads"] = replace(every["failed_loads"], part=lambda worker: watch())
 
     for on in map(frozenset, _subsets(every)):
         ledger, worker = Ledger(), kind()

@@ -16,7 +16,6 @@ from kvpatch.connector.state import (
     worker_state,
 )
 from kvpatch.core.releases import FACTS
-from kvpatch.legacy.multi_rank import AskingOneRank
 
 pytestmark = pytest.mark.patching
 
@@ -43,12 +42,6 @@ def test_it_ends_with_its_owner(state_of) -> None:
     gc.collect()
 
     assert ended() is None
-
-
-def test_a_worker_that_asks_for_one_rank_is_that_worker() -> None:
-    worker = SimpleNamespace()
-
-    assert worker_state(AskingOneRank(worker, 1, 2)) is worker_state(worker)
 
 
 def test_a_block_manager_has_its_schedulers_state() -> None:

@@ -83,6 +83,8 @@ class Reader:
     Args:
         pool: where staged reads land.
         mode: ``auto``, ``direct`` or ``staged``.
+
+    Attributes:
         proofs: of peers whose handshakes leave something open.
     """
 
@@ -93,10 +95,10 @@ class Reader:
         destination: Destination,
         pool: StagingPool,
         mode: str,
-        proofs: OpenPeers,
     ) -> None:
         self.ours = ours
         self.groups = groups
+        self.destination = destination
         self.pool = pool
         self.peers: dict[str, Peer] = {}
         self._unbooked: frozenset[str] = frozenset()
@@ -108,7 +110,7 @@ class Reader:
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
         self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
-        self.proofs = proofs
+        self.proofs = OpenPeers()
         self.context: RequestContext | None = None
         self._states = destination.states
         self.leases = Leases()

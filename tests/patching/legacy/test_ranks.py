@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.connector.handshake.remote_geometry import heads_of
+from kvpatch.connector.state import worker_state
 from kvpatch.legacy.multi_rank import AskingOneRank, Met, ranks_to_read
 
 _SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))
@@ -77,3 +80,9 @@ def test_the_first_rank_stands_for_one_that_was_not_met() -> None:
 
     assert (met[3], met[1]) == ("agent-3", "agent-2")
     assert set(met.values()) == {"agent-2", "agent-3"}
+
+
+def test_a_worker_that_asks_for_one_rank_is_that_worker() -> None:
+    worker = SimpleNamespace()
+
+    assert worker_state(AskingOneRank(worker, 1, 2)) is worker_state(worker)

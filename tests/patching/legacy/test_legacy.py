@@ -6,7 +6,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 
-from .standin import run, write_tree
+from ..standin import run, write_tree
 
 pytestmark = pytest.mark.patching
 
