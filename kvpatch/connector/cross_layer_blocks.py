@@ -158,7 +158,7 @@ def whole_row(
         raise RegistrationRefused(
             f"the blocks of {len(kv_caches)} layers hold keys and values side by side, or others' "
             f"between them, and lie in {len(pools)} allocations: expected kvcached's contiguous "
-            "layout, which has one pool of all layers"
+            "layout, which has one pool of all layers: set KVCACHED_CONTIGUOUS_LAYOUT=true"
         )
     try:
         if packed is not None and all(layers.keys() >= set(group) for group in packed):

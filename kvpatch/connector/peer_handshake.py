@@ -262,7 +262,10 @@ class Handshake:
 
 def _reader(state: WorkerState) -> Reader:
     if state.reader is None:
-        raise PeerRefused("a worker registered its caches anew in the middle of a handshake")
+        raise PeerRefused(
+            "a worker registered its caches anew in the middle of a handshake",
+            "send the request again",
+        )
     return state.reader
 
 

@@ -175,6 +175,7 @@ def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, asked: Asked)
         raise ParamsRefused(
             f"{FIELD}.remote_host {shown(host)} with port {port} is not among the peers that "
             "KVPATCH_ALLOWED_PEERS lists (a name is compared with names, an address with networks)"
+            ": have the operator of D list it there, if it is a prefill engine of theirs"
         )
 
 

@@ -76,7 +76,8 @@ class NeverFits(KvpatchError):
 
     def __init__(self, request_id: str, blocks: int, slots: int) -> None:
         super().__init__(
-            f"request {request_id} needs {blocks} slots of the host buffer, which has {slots}"
+            f"request {request_id} needs {blocks} slots of the host buffer, which has {slots}: "
+            "set KVPATCH_HOST_BUFFER_BYTES to more"
         )
         self.blocks = blocks
         self.slots = slots

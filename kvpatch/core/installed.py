@@ -72,7 +72,10 @@ def _module_root() -> Path:
     if origin is None:
         spec = importlib.util.find_spec("vllm") if module is None else None
         if spec is None or spec.origin is None:
-            raise ReleaseNotKnown("vLLM is not installed in this Python environment")
+            raise ReleaseNotKnown(
+                "vLLM is not installed in this Python environment: install it, or use the Python "
+                "that serves"
+            )
         origin = spec.origin
     return Path(origin).resolve().parent.parent
 

@@ -507,5 +507,5 @@ def facts_named(name: str) -> ReleaseFacts:
     raise ReleaseNotKnown(
         f"KVPATCH_GENERATION={name!r} names no generation; there are "
         f"{', '.join(f'{slug} ({of[0]} to {of[-1]})' for slug, of in GENERATIONS.items())}, "
-        "and each of these releases"
+        "and each of these releases: set one of them, or unset it"
     )

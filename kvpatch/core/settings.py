@@ -111,11 +111,9 @@ def generation_override() -> str | None:
 def log_level() -> str | None:
     """The level for kvpatch's own loggers, or None to leave them alone."""
     value = os.environ.get(LOG_LEVEL, "").upper()
-    if not value:
-        return None
-    if value not in _LOG_LEVELS:
-        raise _settings_error(f"{LOG_LEVEL}={value!r} is not one of {', '.join(_LOG_LEVELS)}")
-    return value
+    if value:
+        _check_choice(LOG_LEVEL, value, _LOG_LEVELS)
+    return value or None
 
 
 def host_buffer() -> str:
@@ -139,15 +137,18 @@ def peer_block_size() -> int | None:
     if not value:
         return None
     if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise _settings_error(f"{PEER_BLOCK_SIZE}={value!r} is not a whole number of tokens")
+        raise _settings_error(
+            f"{PEER_BLOCK_SIZE}={value!r} is not a whole number of tokens: "
+            "set the --block-size of P, or unset it"
+        )
     return int(value)
 
 
 def peer_layout() -> str | None:
     """The layout of every P's cache, as the operator declares it; None where unset."""
     value = os.environ.get(PEER_LAYOUT, "").upper()
-    if value and value not in _LAYOUTS:
-        raise _settings_error(f"{PEER_LAYOUT}={value!r} is not one of {', '.join(_LAYOUTS)}")
+    if value:
+        _check_choice(PEER_LAYOUT, value, _LAYOUTS)
     return value or None
 
 
@@ -203,16 +204,25 @@ def _byte_count(name: str, default: int) -> int:
     if not value:
         return default
     if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise _settings_error(f"{name}={value!r} is not a whole number of bytes above 0")
+        raise _settings_error(
+            f"{name}={value!r} is not a whole number of bytes above 0: "
+            f"set one ({default} say), or unset it"
+        )
     return int(value)
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str:
     """One of the choices, the first where nothing is set."""
     value = os.environ.get(name, "").lower() or choices[0]
-    if value not in choices:
-        raise _settings_error(f"{name}={value!r} is not one of {', '.join(choices)}")
+    _check_choice(name, value, choices)
     return value
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise _settings_error(
+            f"{name}={value!r} is not one of {', '.join(choices)}: set one of them, or unset it"
+        )
 
 
 def _settings_error(message: str) -> SettingsError:

@@ -54,7 +54,7 @@ def refusals() -> list[Refusal]:
         for tree in trees()
         for error, arguments in _raised(tree, makers)
         if error in errors
-        for text in _joined(_sentences(tree, arguments), error in with_cures)
+        for text in _joined(_sentences(arguments), error in with_cures)
     ]
     return list(dict.fromkeys(found))
 
@@ -72,19 +72,30 @@ def _raised(tree: ast.Module, makers: dict[str, str]) -> Iterator[tuple[str, lis
             yield name, [*node.args, *(word.value for word in node.keywords)]
 
 
-def _sentences(tree: ast.Module, arguments: Sequence[ast.expr]) -> Iterator[str]:
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+def _sentences(arguments: Sequence[ast.expr]) -> Iterator[str]:
     for argument in arguments:
-        node = constants.get(argument.id) if isinstance(argument, ast.Name) else argument
-        for text in _texts(node):
+        for text in _texts(argument):
             if " " in text.replace(GAP, "").strip():
                 yield text
+
+
+@cache
+def _constants() -> dict[str, str]:
+    """Names that stand for one string wherever they are assigned."""
+    values: dict[str, set[str | None]] = {}
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+                text = node.value.value if is_text else None
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        values.setdefault(target.id, set()).add(text)
+    return {
+        name: text
+        for name, (text, *others) in values.items()
+        if text is not None and not others and " " in text
+    }
 
 
 def _errors() -> set[str]:
@@ -135,9 +146,12 @@ def _texts(node: ast.AST | None) -> list[str]:
     """What a string comes out as; nothing where a node is none."""
     if isinstance(node, ast.Constant):
         return [_FORMAT.sub(GAP, node.value)] if isinstance(node.value, str) else []
+    if isinstance(node, ast.Name) and node.id in _constants():
+        return [_constants()[node.id]]
+    if isinstance(node, ast.FormattedValue):
+        return _texts(node.value) if isinstance(node.value, ast.Name) else []
     if isinstance(node, ast.JoinedStr):
-        parts = (v.value if isinstance(v, ast.Constant) else GAP for v in node.values)
-        return ["".join(map(str, parts))]
+        return ["".join((_texts(part) or [GAP])[0] for part in node.values)]
     if isinstance(node, ast.IfExp):
         return _texts(node.body) + _texts(node.orelse)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -67,7 +67,8 @@ class HostBuffer:
         if copies.buffer_rows > self.rows:
             raise HostBufferRefused(
                 f"the scheduler counts {copies.buffer_rows} blocks in the host buffer and this "
-                f"worker has room for {self.rows}: all ranks need tensors of one size"
+                f"worker has room for {self.rows}: all ranks need tensors of one size; set "
+                "KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine"
             )
         started = perf_counter()
         if copies.blocks:

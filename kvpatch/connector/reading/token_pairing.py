@@ -129,7 +129,8 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, order: Order
         raise ReadRefused(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
             f"{order.tokens}, and the sliding window of {group.window_tokens} with {seen}: it has "
-            "let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates)"
+            "let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates); use "
+            "a later one on P, or --disable-hybrid-kv-cache-manager on both sides"
         )
     return min(max(local.first_token, remote.first_token), order.tokens)
 
