@@ -121,8 +121,8 @@ def _start_load_kv(
             state.of(GivenUp).begin(loads)
         for request_id, order in found:
             announcements.listen()
-            if not any(order.local_blocks):
-                announcements.compute(request_id)
+            book = announcements.load if any(order.local_blocks) else announcements.compute
+            book(request_id)
             if proofs is not None and order.computed is not None:
                 engine_id = read_request.engine_of(metadata.reqs_to_recv[request_id])
                 proofs.computing(request_id, engine_id, order)

@@ -219,6 +219,15 @@ def test_a_request_that_is_computed_is_never_received() -> None:
     assert announcements.received({"computed"}, set()) == {"computed"}, "a new one of that id"
 
 
+def test_a_request_that_is_loaded_under_the_name_of_a_computed_one_is_received() -> None:
+    """<= 0.13 a client chooses the name, and the first may end with the step of the second."""
+    announcements = Announcements()
+    announcements.compute("chosen")
+    announcements.load("chosen")
+
+    assert announcements.received({"chosen"}, {"chosen"}) == {"chosen"}
+
+
 def test_no_announcement_is_lost_between_threads() -> None:
     announcements = Announcements()
     announcements.listen()
