@@ -42,12 +42,14 @@ play_without_engines() { play -m "$1" --numprocesses "$processes" --dist loadsco
 play_engines() { play tests/serving -m "$1" --numprocesses 2 --dist load; }
 
 # The results that the documentation shows, with today's date and this commit: docs/data and its pages.
+# The engines' are README's table, an hour of its own.
 # $1 is all, or a list of releases.
 play_results() {
     local releases=()
     [[ "$1" == all ]] || IFS=", " read -ra releases <<<"$1"
     "$python" -m tests.lab.table --write --processes "$processes" "${releases[@]/#/--release=}" >/dev/null
     "$python" -m tests.lab.kvcached_cells --write "${releases[@]}"
+    experiments/heterogeneous.sh --write
     "$python" -m tests.contract --pages
 }
 
