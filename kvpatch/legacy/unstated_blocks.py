@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpatch.connector import read_request
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import WorkerState, connectors_of, worker_state
+from kvpatch.connector.state import WorkerState, schedulers_of, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -136,9 +136,9 @@ def _update_from_kv_xfer_finished(
 ) -> Any:
     def update(output: Any) -> Any:
         news = announced(output.finished_recving or ())
-        for connector in connectors_of(instance) if news else ():
+        for scheduler in schedulers_of(instance) if news else ():
             for engine_id, block_tokens in news.values():
-                book_proof(connector.connector_scheduler, engine_id, block_tokens)
+                book_proof(scheduler, engine_id, block_tokens)
         if news:  # which are no requests
             output.finished_recving = set(output.finished_recving) - news.keys()
         return wrapped(output)
