@@ -7,26 +7,26 @@ from typing import Any
 
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers
-from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 
 
-def count_blocks(worker: Any, registration: Registration, kv_caches: Mapping[str, Any]) -> None:
+def count_blocks(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> None:
     """Has a worker plan as many blocks as its tensors have.
 
     Raises:
         RegistrationRefused: the tensors disagree.
     """
-    layers = read_layers(registration, worker, kv_caches)
-    kernel_blocks = registration.kernel_blocks_per_block(worker) or 1
-    if not layers or is_as_planned(layers, registration.planned_blocks(worker), kernel_blocks):
+    layers = read_layers(release, kv_caches)
+    kernel_blocks = release.planned_kernel_blocks or 1
+    if not layers or is_as_planned(layers, release.planned_blocks, kernel_blocks):
         return
-    if settings.is_kvcached_enabled() and not worker_state(worker).is_host_buffered:
+    if settings.is_kvcached_enabled() and not worker_state(release.worker).is_host_buffered:
         # Says more than the counts below can; a host buffer's tensors are not kvcached's.
         check_pools(kv_caches, layers, kvcacheds_settings())
-    registration.set_blocks(worker, common_blocks(layers, kernel_blocks))
+    release.set_blocks(common_blocks(layers, kernel_blocks))
 
 
 def is_as_planned(

@@ -32,7 +32,7 @@ from kvpatch.connector.local.registered_caches import (
     page_bytes_of,
     read_layers,
 )
-from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import (
     CrossLayerBlocks,
@@ -78,8 +78,7 @@ class RegisteredRows:
 
 def register_rows(
     wrapped: Callable[..., Any],
-    registration: Registration,
-    worker: Any,
+    release: ReleaseWorker,
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
 ) -> tuple[Any, RegisteredRows]:
@@ -92,17 +91,17 @@ def register_rows(
         RegistrationRefused: they are not such rows throughout, or this worker cannot read
             into rows.
     """
-    groups = registration.groups(worker, layers)
+    worker = release.worker
+    groups = release.groups(layers)
     places = places_of([group.layers & layers.keys() for group in groups])
-    packed = packed_groups(worker) if have_unlike_pages(layers) else None
+    packed = packed_groups(worker, release.facts) if have_unlike_pages(layers) else None
     row = whole_row({name: kv_caches[name] for name in layers}, layers, places, packed)
-    parts = registration.kernel_blocks_per_block(worker) or 1
+    parts = release.planned_kernel_blocks or 1
     states = states_in(kv_caches, layers, row, parts)
     first = layers[row.layers[0]].planes[0]
     axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
     shown: dict[str, Any] = shown_tensors(
-        registration,
-        worker,
+        release,
         kv_caches,
         layers,
         row,
@@ -115,19 +114,20 @@ def register_rows(
     # Regions are numbered as layers come: as a plain cache of this model has them.
     shown = {name: shown[name] for name in kv_caches}
     if "head" in row.axes:
-        _state_layout(worker, axes_only.inner_layout)
+        _state_layout(release, axes_only.inner_layout)
     told = places_digest(places) if packed is None else packed_digest(packed)
     # The thread that answers handshakes never ends, and is not to keep the worker.
-    this_worker = ref(worker)
+    this_worker, facts = ref(worker), release.facts
 
     def restate(metadata: Any) -> Any:
-        return restated(metadata, row, _form_of(this_worker(), row, layers, told, states))
+        asked = ReleaseWorker(this_worker(), facts)
+        return restated(metadata, row, _form_of(asked, row, layers, told, states))
 
-    with _as_one_region(worker, row), _listener_told(worker, restate):
+    with _as_one_region(worker, row), _listener_told(release, restate):
         result = wrapped(shown)
-    form = _form_of(worker, row, layers, told, states)
-    _restate_payload(worker, row, form)
-    read = read_layers(registration, worker, shown, first_head=first.first_head)
+    form = _form_of(release, row, layers, told, states)
+    _restate_payload(release, row, form)
+    read = read_layers(release, shown, first_head=first.first_head)
     _LOG.info(
         "%d blocks of all %d layers are registered as rows of %d bytes",
         row.blocks,
@@ -198,8 +198,7 @@ def _ends(row: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str, 
 
 
 def shown_tensors(
-    registration: Registration,
-    worker: Any,
+    release: ReleaseWorker,
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
     row: CrossLayerBlocks,
@@ -225,7 +224,7 @@ def shown_tensors(
             kv_caches[name],
             layers[name],
             starts[name],
-            registration.orders(worker, name)[0],
+            release.orders(name)[0],
             inner_layout,
             blocks_outermost=blocks_outermost,
         )
@@ -309,11 +308,11 @@ class _DeviceBytes:
         }
 
 
-def _state_layout(worker: Any, inner_layout: InnerLayout) -> None:
+def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
     """The worker believes in the layout of what it is shown."""
-    stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
+    stated = release.stated_layout
     if stated is not None:
-        worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
+        release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
 
 
 class _OneRegion(wrapt.ObjectProxy[Any]):
@@ -384,27 +383,28 @@ def restated(metadata: Any, row: CrossLayerBlocks, form: RowForm) -> Any:
 
 
 def _form_of(
-    worker: Any,
+    release: ReleaseWorker,
     row: CrossLayerBlocks,
     layers: Mapping[str, LayerCache],
     places: str,
     states: Mapping[str, State],
 ) -> RowForm:
     """Asked once the worker knows its kernel blocks; <= 0.17 it finds out as it registers."""
-    parts = int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1))
     tokens = min(tokens_of(layers, layers))
-    specs = worker._layer_specs if states else {}  # from 0.18, as groups
+    specs = {name: release.spec_of(name) for name in states}
     held = {name: state.place for name, state in states.items()}
-    return RowForm(tokens, parts, row.axes, states_digest(places, held, specs))
+    digest = states_digest(places, held, specs)
+    return RowForm(tokens, release.kernel_blocks_per_block, row.axes, digest)
 
 
 @contextmanager
-def _listener_told(worker: Any, restate: Callable[[Any], Any]) -> Iterator[None]:
+def _listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iterator[None]:
     """In releases <= 0.11.0 a worker starts to answer handshakes while it registers."""
-    listen = getattr(worker, "_nixl_handshake_listener", None)
-    if listen is None:
+    if release.facts.listens_in_scheduler:
         yield
         return
+    worker = release.worker
+    listen = worker._nixl_handshake_listener
 
     def listener(metadata: Any, *more: Any, **named: Any) -> Any:
         return listen(restate(metadata), *more, **named)
@@ -416,19 +416,19 @@ def _listener_told(worker: Any, restate: Callable[[Any], Any]) -> Iterator[None]
         del worker._nixl_handshake_listener
 
 
-def _restate_payload(worker: Any, row: CrossLayerBlocks, form: RowForm) -> None:
+def _restate_payload(release: ReleaseWorker, row: CrossLayerBlocks, form: RowForm) -> None:
     """From 0.11.1 a worker's metadata waits to be fetched."""
-    payload = getattr(worker, "xfer_handshake_metadata", None)
-    if payload is None:
+    worker, facts = release.worker, release.facts
+    if not facts.listens_in_scheduler:
         return
-    encoded = getattr(payload, "agent_metadata_bytes", None)
-    if encoded is None:  # <= 0.12 it is the metadata itself
+    payload = worker.xfer_handshake_metadata
+    if not facts.encodes_metadata:
         worker.xfer_handshake_metadata = restated(payload, row, form)
         return
     import msgspec
 
     kind = vars(sys.modules[type(payload).__module__])["NixlAgentMetadata"]
-    metadata = msgspec.msgpack.decode(encoded, type=kind)
+    metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=kind)
     told = copy.copy(payload)
     told.agent_metadata_bytes = msgspec.msgpack.encode(restated(metadata, row, form))
     worker.xfer_handshake_metadata = told

@@ -9,10 +9,9 @@ from typing import Any
 
 from kvpatch.connector.handshake.block_shapes import heads_of, tokens_of
 from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import registered_addresses
 from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, read_layers
-from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.state import worker_state
 from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder
 
@@ -37,24 +36,26 @@ class OwnCache:
     blocks_hold_both: bool
 
 
-def inspect(worker: Any, registration: Registration, kv_caches: Mapping[str, Any]) -> OwnCache:
+def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> OwnCache:
     """Reads what a worker is handed: what registering makes of it is not what it is.
 
     Split tensors are shown otherwise, and the worker may come to believe that its backend's
     blocks no longer hold keys first.
     """
-    cache = read_cache(registration, worker, kv_caches, leave_state=True)
-    buffer = worker_state(worker).host_buffer
+    cache = read_cache(release, kv_caches, leave_state=True)
+    buffer = worker_state(release.worker).host_buffer
     states: Mapping[str, StatePages] = {}
     if cache is not None and len(cache[0]) < len(kv_caches):
-        states = read_states(worker, kv_caches, cache)
+        states = read_states(release, kv_caches, cache)
         cache = cache if states and buffer is None else None
-    behind = cache if buffer is None else read_cache(registration, worker, buffer.tensors)
-    both = cache is not None and has_both_in_blocks(registration, worker, cache)
+    behind = cache if buffer is None else read_cache(release, buffer.tensors)
+    both = cache is not None and has_both_in_blocks(release, cache)
     return OwnCache(cache, behind, states, both)
 
 
-def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict[str, StatePages]:
+def read_states(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], cache: Cache
+) -> dict[str, StatePages]:
     """The pages of all layers that are no attention; none where one is no such page.
 
     Args:
@@ -64,9 +65,8 @@ def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict
     if not all(map(_is_a_page, layers.values())):
         return {}
     found = {}
-    specs = getattr(worker, "_layer_specs", {})  # from 0.18
     for name in sorted(kv_caches.keys() - layers.keys()):
-        spec = specs.get(name)
+        spec = release.spec_of(name)
         pages = pages_of(kv_caches[name], spec) if hasattr(spec, "shapes") else None
         if pages is None:
             return {}
@@ -74,10 +74,10 @@ def read_states(worker: Any, kv_caches: Mapping[str, Any], cache: Cache) -> dict
     return found
 
 
-def are_in_regions(worker: Any, states: Mapping[str, StatePages]) -> bool:
+def are_in_regions(release: ReleaseWorker, states: Mapping[str, StatePages]) -> bool:
     """Whether a peer's pages follow from its regions: each layer's begin where a region does."""
-    addresses = registered_addresses(worker)
-    is_by_layer = worker.kv_cache_layout in LAYER_BY_LAYER
+    addresses = release.addresses
+    is_by_layer = release.stated_layout in LAYER_BY_LAYER
     return is_by_layer and all(pages.address in addresses for pages in states.values())
 
 
@@ -87,18 +87,16 @@ def _is_a_page(layer: LayerCache) -> bool:
     return max(starts) - min(starts) < layer.planes[0].strides_bytes.block
 
 
-def is_plain(worker: Any) -> bool:
+def is_plain(release: ReleaseWorker) -> bool:
     """Whether reads go straight to the registered cache, all tokens of it.
 
     Not through a host buffer, to memory of two kinds, or to a share of the tokens
     (context parallelism): there the release's own rules hold.
     """
-    parallel = worker.vllm_config.parallel_config
     return not (
-        getattr(worker, "use_host_buffer", False)  # from 0.10.1
-        or getattr(worker, "_mixed_mem_types", False)  # from 0.30
-        or getattr(parallel, "decode_context_parallel_size", 1) > 1
-        or getattr(parallel, "prefill_context_parallel_size", 1) > 1
+        release.has_own_mirror
+        or (release.facts.names_regions and release.worker._mixed_mem_types)
+        or max(release.context_sizes, default=1) > 1
     )
 
 
@@ -120,11 +118,7 @@ def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
 
 
 def read_cache(
-    registration: Registration,
-    worker: Any,
-    kv_caches: Mapping[str, Any],
-    *,
-    leave_state: bool = False,
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], *, leave_state: bool = False
 ) -> Cache | None:
     """All layers, where copies need every byte named; None where one cannot be.
 
@@ -133,21 +127,21 @@ def read_cache(
     Args:
         leave_state: whether layers that are no attention may be left out.
     """
-    key_order = registration.key_order(worker)
+    worker, key_order = release.worker, release.key_order()
     if key_order is None:
         return None
     total_heads = worker.model_config.get_total_num_kv_heads()
     first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
-    layers = read_layers(registration, worker, kv_caches, key_order, first_head)
+    layers = read_layers(release, kv_caches, key_order, first_head)
     if not layers or (len(layers) < len(kv_caches) and not leave_state):
         return None
-    return layers, registration.groups(worker, layers), key_order
+    return layers, release.groups(layers), key_order
 
 
-def has_both_in_blocks(registration: Registration, worker: Any, cache: Cache) -> bool:
+def has_both_in_blocks(release: ReleaseWorker, cache: Cache) -> bool:
     """Whether the backend's own blocks hold keys, and then values, in rows."""
     layers, _, key_order = cache
-    orders = [registration.orders(worker, layer)[0] for layer in layers]
+    orders = [release.orders(layer)[0] for layer in layers]
     return key_order is KeyOrder.ROW_MAJOR and all(
         order.dimensions[:2] == ("block", "kv") for order in orders
     )

@@ -72,7 +72,7 @@ def is_guarded(
     facts: ReleaseFacts,
 ) -> bool:
     """Whether a worker without kvpatch may read a request wrongly that one with it would not."""
-    number = counted_group(scheduler)
+    number = counted_group(scheduler, facts)
     if number is None or number >= len(remote_blocks):
         return True
     tokens = int(scheduler.block_size)

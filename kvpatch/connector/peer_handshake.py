@@ -41,7 +41,7 @@ from kvpatch.connector.handshake.remote_ranks import Rank
 from kvpatch.connector.local.cache_kinds import Kind
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of
 from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
-from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.split_handles import blocks_undivided
@@ -56,14 +56,12 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 # --- what is known ----------------------------------------------------------------------
 
 
-def local_cache(
-    worker: Any, registration: Registration, facts: ReleaseFacts
-) -> LocalCache | UnreadCache:
+def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
     """This worker's cache, as far as a peer of its is judged by it."""
-    state = worker_state(worker)
-    reader, misread = state.reader, partial(why_misread, worker, registration, facts)
+    state = worker_state(release.worker)
+    reader, misread = state.reader, partial(why_misread, release)
     if reader is None:
-        return _unread_cache(worker, registration, misread)
+        return _unread_cache(release, misread)
     staging_bytes = reader.pool.size_bytes if reader.mode == "staged" else None
     return LocalCache(
         reader.ours,
@@ -72,18 +70,16 @@ def local_cache(
         reads_all=reader.reads_all,
         is_shown=reader.is_for_all,
         hides_ends=hides_ends_of_lists(
-            worker.vllm_config, reader.groups, has_unlike_shapes=reader.ours.unlike_shapes
+            release.worker.vllm_config, reader.groups, has_unlike_shapes=reader.ours.unlike_shapes
         ),
         has_sure_layout=_has_sure_layout(state, reader.ours),
-        declared=declared(facts),
+        declared=declared(release.facts),
         misreads_smaller=misread,
     )
 
 
-def _unread_cache(
-    worker: Any, registration: Registration, misread: Callable[[], str]
-) -> UnreadCache:
-    knows_keys = registration.key_order(worker) is not None
+def _unread_cache(release: ReleaseWorker, misread: Callable[[], str]) -> UnreadCache:
+    worker, knows_keys = release.worker, release.key_order() is not None
     return UnreadCache(
         worker.block_size,
         worker.world_size,
@@ -92,14 +88,14 @@ def _unread_cache(
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
-        kinds=partial(_kinds_of, worker),
+        kinds=partial(_kinds_of, release),
         misreads_smaller=misread,
     )
 
 
-def _kinds_of(worker: Any) -> Mapping[str, Kind]:
-    layers = getattr(worker, "device_kv_caches", ())
-    return {layer: kind_of(worker, layer, has_slots=has_slots(worker, layer)) for layer in layers}
+def _kinds_of(release: ReleaseWorker) -> Mapping[str, Kind]:
+    layers = getattr(release.worker, "device_kv_caches", ())
+    return {layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers}
 
 
 def _layout_of(worker: Any) -> Any:

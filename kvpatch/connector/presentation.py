@@ -15,10 +15,11 @@ from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.connector.kvcached.rdma_devices import refuse_cards
 from kvpatch.connector.kvcached.transport_notes import note_transport
 from kvpatch.connector.local.backend_layouts import state_own_order
-from kvpatch.connector.local.local_geometry import call_layout_by_its_strides
+from kvpatch.connector.local.local_geometry import state_layout_of_strides
 from kvpatch.connector.local.misread_states import misread_states
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers
-from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.local.split_registration import shown_apart
 from kvpatch.connector.registration_check import strides_checked
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
@@ -38,8 +39,7 @@ Arrangement = Literal["together", "apart", "interleaved"]
 
 def register_as_they_lie(
     register: Register,
-    registration: Registration,
-    worker: Any,
+    release: ReleaseWorker,
     kv_caches: Mapping[str, Any],
     *,
     is_read_by_us: bool,
@@ -52,24 +52,27 @@ def register_as_they_lie(
     Raises:
         RegistrationRefused: the release would move other bytes.
     """
-    state = worker_state(worker)
+    state = worker_state(release.worker)
     state.rows = state.planned_layout = None  # of an earlier registration
-    layers = read_layers(registration, worker, kv_caches)
+    layers = read_layers(release, kv_caches)
 
     def as_rows() -> Any:
-        _refuse_without_reader(worker, is_read_by_us=is_read_by_us)
-        result, state.rows = register_rows(register, registration, worker, kv_caches, layers)
+        _refuse_without_reader(release, is_read_by_us=is_read_by_us)
+        result, state.rows = register_rows(register, release, kv_caches, layers)
         return result
 
     if settings.is_kvcached_enabled():
         if not state.is_host_buffered:  # else they were looked at as that was made
-            _look_at_kvcacheds(worker, kv_caches, layers)
-        expected = {layer: registration.orders(worker, layer)[0] for layer in layers}
+            refuse_cards(release.nixl_backends, kv_caches)
+            note_transport(kv_caches)
+            check_pools(kv_caches, layers, kvcacheds_settings())
+            state.pages = pages_behind(kv_caches, layers)
+        expected = {layer: release.orders(layer)[0] for layer in layers}
         if is_in_rows(layers, expected, has_state=len(layers) < len(kv_caches)):
             return as_rows()
         # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
-        call_layout_by_its_strides(worker, layers)
-    elif misread_states(worker, kv_caches, layers):
+        state_layout_of_strides(release, layers)
+    elif misread_states(release, kv_caches, layers):
         try:
             return as_rows()
         except RegistrationRefused as error:
@@ -78,10 +81,10 @@ def register_as_they_lie(
                 "places than it lies in: set VLLM_KV_CACHE_LAYOUT=LBHNC. It cannot be read as "
                 f"kvcached's contiguous layout is either: {error}"
             ) from error
-    elif not state.is_host_buffered and not getattr(worker, "use_host_buffer", False):
-        state.planned_layout = state_own_order(worker, layers)
-    shown = _with_keys_apart(registration, worker, kv_caches, layers)
-    with strides_checked(worker, layers):
+    elif not state.is_host_buffered and not release.has_own_mirror:
+        state.planned_layout = state_own_order(release, layers)
+    shown = _with_keys_apart(release, kv_caches, layers)
+    with strides_checked(release, layers):
         return register(shown)
 
 
@@ -109,20 +112,8 @@ def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     return {layer: kv_caches[layer] for layer in owners.values()}
 
 
-def _look_at_kvcacheds(
-    worker: Any, kv_caches: Mapping[str, Any], layers: Mapping[str, LayerCache]
-) -> None:
-    refuse_cards(worker, kv_caches)
-    note_transport(kv_caches)
-    check_pools(kv_caches, layers, kvcacheds_settings())
-    worker_state(worker).pages = pages_behind(kv_caches, layers)
-
-
 def _with_keys_apart(
-    registration: Registration,
-    worker: Any,
-    kv_caches: Mapping[str, Any],
-    layers: Mapping[str, LayerCache],
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], layers: Mapping[str, LayerCache]
 ) -> Mapping[str, Any]:
     """The tensors with keys first, where keys and values are apart; else as they are."""
     apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
@@ -134,8 +125,8 @@ def _with_keys_apart(
             f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register "
             "one or the other; set ENABLE_KVCACHED=false for this model"
         )
-    call_layout_by_its_strides(worker, layers)
-    return registration.show_split(worker, kv_caches)
+    state_layout_of_strides(release, layers)
+    return shown_apart(release, kv_caches)
 
 
 def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
@@ -189,7 +180,7 @@ def is_in_rows(
     return False
 
 
-def _refuse_without_reader(worker: Any, *, is_read_by_us: bool) -> None:
+def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> None:
     """Refuses a worker whose reads the release would do itself, which knows no rows.
 
     Raises:
@@ -200,7 +191,7 @@ def _refuse_without_reader(worker: Any, *, is_read_by_us: bool) -> None:
             "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
             "off: leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
         )
-    if not hasattr(worker, "_read_blocks_for_req"):
+    if not release.pulls:
         raise RegistrationRefused(
             "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
             "read: use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false"

@@ -10,13 +10,12 @@ from typing import Any
 from kvpatch.connector import read_request
 from kvpatch.connector.handshake.remote_ranks import Peer
 from kvpatch.connector.kvcached.pages import refuse_unmapped
-from kvpatch.connector.local.release_layouts import registration_of
 from kvpatch.connector.reading.named_blocks import refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.smaller_blocks import smaller_blocks
 from kvpatch.connector.smaller_blocks_reading import paired
-from kvpatch.connector.state import worker_state
+from kvpatch.connector.state import release_worker, worker_state
 from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.core.releases import ReleaseFacts
 
@@ -37,7 +36,7 @@ def request_read(worker: Any, facts: ReleaseFacts, request_id: str, meta: Any) -
                 context.check = partial(refuse_unmapped, state.pages, reader.groups, order, parts)
             inside.enter_context(reader.request(context))
         if smaller is not None:
-            groups = registration_of(facts).groups(worker, ())
+            groups = release_worker(worker).groups(())
             inside.enter_context(paired(worker, meta, groups, *smaller))
         elif reader is not None:
             inside.enter_context(_taken_over(worker, facts, meta, reader, context))

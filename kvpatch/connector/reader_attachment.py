@@ -16,7 +16,7 @@ from kvpatch.connector.local.backend_layouts import backend_layouts
 from kvpatch.connector.local.local_geometry import LocalGeometry, SharesRead, local_geometry_of
 from kvpatch.connector.local.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.connector.local.recurrent_state import StatePages, states_digest
-from kvpatch.connector.local.release_layouts import registration_of
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
@@ -26,13 +26,11 @@ from kvpatch.connector.split_handles import watch_split_handles
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import places_of
 
 
 def attach_reader(
-    worker: Any,
-    facts: ReleaseFacts,
+    release: ReleaseWorker,
     kv_caches: Mapping[str, Any],
     own: OwnCache,
     prove_peers: Callable[[Any], None] | None = None,
@@ -46,15 +44,16 @@ def attach_reader(
     Raises:
         RegistrationRefused: it is not, and nobody else knows how its blocks lie.
     """
+    worker = release.worker
     is_misread = (
-        facts.topology_has_block_size
+        release.facts.topology_has_block_size
         and own.cache is not None
         and takes_heads_for_tokens(worker, own.cache[0])
     )
     if is_misread:
         take_planned_blocks(worker)
     state = worker_state(worker)
-    can_read = _can_read(worker, own)
+    can_read = _can_read(release, own)
     if state.rows is not None and not can_read:
         raise RegistrationRefused(
             "kvcached's contiguous layout cannot be read into here (context parallelism, "
@@ -63,8 +62,8 @@ def attach_reader(
         )
     if can_read and own.cache is not None and own.behind is not None:
         agent = _own_agent(worker.nixl_wrapper)
-        ours = _local_geometry(worker, facts, own, own.cache, is_misread=is_misread)
-        reader = _reader(worker, facts, kv_caches, own, ours)
+        ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
+        reader = _reader(worker, kv_caches, own, ours)
         reader.leases = leases_of(worker)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
@@ -75,22 +74,21 @@ def attach_reader(
             partial(agents_beside, worker),
         )
         watch_split_handles(worker)
-        registration_of(facts).admit_peers(worker)
+        release.admit_larger_blocks()
     if prove_peers is not None:
         prove_peers(worker)
 
 
-def _can_read(worker: Any, own: OwnCache) -> bool:
-    is_in_place = (
-        worker_state(worker).rows is not None
-        or not own.states
-        or are_in_regions(worker, own.states)
-    )
+def _can_read(release: ReleaseWorker, own: OwnCache) -> bool:
     return (
         own.cache is not None
-        and is_plain(worker)
-        and has_blocks_of(worker.block_size, own.cache)
-        and is_in_place
+        and is_plain(release)
+        and has_blocks_of(release.worker.block_size, own.cache)
+        and (
+            worker_state(release.worker).rows is not None
+            or not own.states
+            or are_in_regions(release, own.states)
+        )
     )
 
 
@@ -100,14 +98,15 @@ def _own_agent(agent: Any) -> Any:
 
 
 def _local_geometry(
-    worker: Any, facts: ReleaseFacts, own: OwnCache, cache: Cache, *, is_misread: bool
+    release: ReleaseWorker, own: OwnCache, cache: Cache, *, is_misread: bool
 ) -> LocalGeometry:
     layers, groups, key_order = cache
-    state = worker_state(worker)
-    ours = local_geometry_of(worker, layers if state.rows is None else state.rows.shown, key_order)
+    state, facts = worker_state(release.worker), release.facts
+    shown = layers if state.rows is None else state.rows.shown
+    ours = local_geometry_of(release, shown, key_order)
     if own.blocks_hold_both:
         ours = replace(ours, kv_split=kv_split_of(ours))
-    known = backend_layouts(worker)
+    known = backend_layouts(release)
     ours = replace(
         ours,
         meets_one_rank=facts.meets_one_rank,
@@ -118,7 +117,7 @@ def _local_geometry(
     )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
-    return _with_states(worker, ours, own.states, state.rows) if own.states else ours
+    return _with_states(release.worker, ours, own.states, state.rows) if own.states else ours
 
 
 def _with_states(
@@ -141,11 +140,7 @@ def _with_states(
 
 
 def _reader(
-    worker: Any,
-    facts: ReleaseFacts,
-    kv_caches: Mapping[str, Any],
-    own: OwnCache,
-    ours: LocalGeometry,
+    worker: Any, kv_caches: Mapping[str, Any], own: OwnCache, ours: LocalGeometry
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it."""
     if own.cache is None or own.behind is None:

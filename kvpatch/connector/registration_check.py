@@ -14,8 +14,8 @@ from typing import Any
 
 import wrapt
 
-from kvpatch.connector.local.local_geometry import registered_addresses
 from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import Plane, extent_bytes
 
@@ -27,7 +27,7 @@ class _Region:
 
 
 @contextmanager
-def strides_checked(worker: Any, layers: Mapping[str, LayerCache]) -> Iterator[None]:
+def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> Iterator[None]:
     """While inside, a registration is refused once it has computed other places than blocks have.
 
     Before it prepares any transfer: NIXL's handles of a worker that was never made outlive their
@@ -39,8 +39,9 @@ def strides_checked(worker: Any, layers: Mapping[str, LayerCache]) -> Iterator[N
     Raises:
         RegistrationRefused: a layer's blocks are not where the release takes them to be.
     """
+    worker = release.worker
     agent = worker.nixl_wrapper
-    checked = _CheckedFirst(agent, partial(_refuse_other_strides, worker, layers))
+    checked = _CheckedFirst(agent, partial(_refuse_other_strides, release, layers))
     worker.nixl_wrapper = checked
     try:
         yield
@@ -68,32 +69,18 @@ class _CheckedFirst(wrapt.ObjectProxy[Any]):
         return self.__wrapped__.prep_xfer_dlist(*args, **kwargs)
 
 
-def _refuse_other_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
-    if getattr(worker, "use_host_buffer", False):  # what is registered is the release's own
+def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
+    # From 0.29 the release asks for strides; of its own host buffer it has made them.
+    if release.has_own_mirror or release.facts.names_layouts:
         return
-    if hasattr(worker, "block_stride_per_layer"):  # from 0.29 the release asks for strides
-        return
-    regions = tuple(_regions(worker))
+    regions = tuple(map(_Region, release.addresses, release.region_block_bytes))
+    block_tokens = int(release.worker.block_size)
     for name, cache in layers.items():
         for plane in cache.planes:
-            if not any(_is_read(worker, plane, region) for region in regions):
+            # Of several groups' layers some may have blocks that are not cut, or of more tokens.
+            parts = {1, max(1, plane.counts.block_tokens // block_tokens)}
+            if not any(_lies_in(plane, region, number) for region in regions for number in parts):
                 raise RegistrationRefused(_refusal(name, plane, regions))
-
-
-def _regions(worker: Any) -> Iterator[_Region]:
-    addresses = registered_addresses(worker)
-    lengths = getattr(worker, "block_len_per_layer", None)  # from 0.11
-    if lengths is None:
-        lengths = [worker.block_len] * len(addresses)
-    for address, length in zip(addresses, lengths, strict=True):
-        yield _Region(address, length)
-
-
-def _is_read(worker: Any, plane: Plane, region: _Region) -> bool:
-    """Whether blocks of a region, as the release counts them, hold this content's."""
-    # Of several groups' layers some may have blocks that are not cut, or of more tokens.
-    parts = max(1, plane.counts.block_tokens // int(worker.block_size))
-    return any(_lies_in(plane, region, number) for number in {1, parts})
 
 
 def _lies_in(plane: Plane, region: _Region, parts: int) -> bool:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from kvpatch.connector.local.release_layouts import Registration
-from kvpatch.core.releases import ReleaseFacts
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.geometry import KeyOrder
 
 
-def why_misread(worker: Any, registration: Registration, facts: ReleaseFacts) -> str:
+def why_misread(release: ReleaseWorker) -> str:
     """Why the release puts wrong bytes into larger blocks, whatever the request; empty: no."""
-    if registration.key_order(worker) is not KeyOrder.ROW_MAJOR:
+    worker, facts = release.worker, release.facts
+    if release.key_order() is not KeyOrder.ROW_MAJOR:
         return "takes keys that the backend keeps by column for rows"
-    contexts = getattr(worker.vllm_config.parallel_config, "decode_context_parallel_size", 1)
-    if contexts > 1 and not facts.states_context_parallelism:
+    decode_contexts = max(release.context_sizes[:1], default=1)
+    if decode_contexts > 1 and not facts.states_context_parallelism:
         return "does not know that ranks share out the tokens of a block"
     if worker.use_mla or facts.pairs_heads_by_layout:
         return ""

@@ -15,6 +15,7 @@ from kvpatch.connector.cross_layer_blocks import RegisteredRows
 from kvpatch.connector.host_buffer.scheduler import Saves
 from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.pages import Pages
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.other_processes import LikePeers
 from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.reader import Reader
@@ -103,6 +104,11 @@ def worker_state(worker: Any) -> WorkerState:
     return _state(worker, WorkerState)
 
 
+def release_worker(worker: Any) -> ReleaseWorker:
+    """A connector's worker half, read by the facts of its release."""
+    return ReleaseWorker(worker, worker_state(worker).facts)
+
+
 def scheduler_state(scheduler: Any) -> SchedulerState:
     """Of a connector's scheduler half; made when it is first asked for."""
     return _state(scheduler, SchedulerState)
@@ -123,12 +129,6 @@ def connectors_of(core: Any) -> Iterator[Any]:
     connector = getattr(core, "connector", None)
     if connector is not None:
         yield from getattr(connector, "_connectors", None) or (connector,)
-
-
-def schedulers_of(core: Any) -> Iterator[Any]:
-    """The scheduler halves of these; other connectors need not have one."""
-    halves = (getattr(connector, "connector_scheduler", None) for connector in connectors_of(core))
-    return (half for half in halves if half is not None)
 
 
 def _state(owner: Any, kind: type[_Kind]) -> _Kind:

@@ -62,6 +62,7 @@ class ReleaseFacts:
         loads_whole_blocks_only: D computes the last, partial block of a prompt.
         asks_for_layout: the connector asks vLLM for a cache layout.
         has_host_buffer: a worker can mirror its cache in host memory.
+        chooses_backends: the configuration can name other NIXL backends than UCX.
         checks_device_again: a worker looks at its device's name once more as it registers.
         can_answer_later: a connector can say that it does not know yet what it will load.
         registers_shared_tensors_once: layers that share a tensor are registered once.
@@ -111,6 +112,7 @@ class ReleaseFacts:
     loads_whole_blocks_only: bool = False
     asks_for_layout: bool = True
     has_host_buffer: bool = True
+    chooses_backends: bool = True
     checks_device_again: bool = False
     can_answer_later: bool = True
     registers_shared_tensors_once: bool = True
@@ -222,6 +224,7 @@ _0_10_0 = ReleaseFacts(
     loads_whole_blocks_only=True,
     asks_for_layout=False,
     has_host_buffer=False,
+    chooses_backends=False,
     can_answer_later=False,
     registers_shared_tensors_once=False,
     listens_in_scheduler=False,
@@ -265,6 +268,7 @@ _0_11_0 = replace(
     agent_metadata=_0_10_2.agent_metadata - {"block_len"} | {"block_lens"},
     device_table="_NIXL_SUPPORTED_DEVICE",
     tpu_flag="_use_pallas",
+    chooses_backends=True,
 )
 _0_11_1 = replace(
     _0_11_0,

@@ -37,7 +37,7 @@ from kvpatch.connector.host_buffer import scheduler as saves
 from kvpatch.connector.host_buffer import worker as workers
 from kvpatch.connector.host_buffer.policy import is_wanted_here
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import scheduler_state, worker_state
+from kvpatch.connector.state import release_worker, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -72,7 +72,7 @@ def _worker_init(
             return
         with workers.taken_for_host_memory(vllm_config, supported):
             wrapped(vllm_config, *more, **named)
-        workers.become_plain(instance, only_known_devices=facts.checks_device_again)
+        workers.become_plain(release_worker(instance))
         worker_state(instance).is_host_buffered = True
 
     init(*args, **kwargs)

@@ -56,11 +56,10 @@ from typing import Any
 
 from kvpatch.connector import read_request
 from kvpatch.connector.handshake.compatibility import decide
-from kvpatch.connector.local.release_layouts import registration_of
 from kvpatch.connector.peer_handshake import Handshake, local_cache
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import scheduler_state
+from kvpatch.connector.state import release_worker, scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -82,7 +81,7 @@ def _add_remote_agent(
         handshake = Handshake(wrapped, instance, facts, *told, contexts)
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
             return handshake.as_release()
-        local = local_cache(instance, registration_of(facts), facts)
+        local = local_cache(release_worker(instance))
         remote = handshake.read(local)
         return handshake.act(decide(local, remote, facts))
 

@@ -234,6 +234,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "asks_for_layout": lambda s: s.method(s.connector, "get_required_kvcache_layout") is not None,
     "has_host_buffer": lambda s: "self.use_host_buffer = " in s.body(s.worker, "__init__"),
+    "chooses_backends": lambda s: "self.nixl_backends = " in s.body(s.worker, "__init__"),
     "checks_device_again": lambda s: (
         "if self.device_type == 'tpu'" in s.body(s.worker, "register_kv_caches")
     ),

@@ -23,9 +23,11 @@ from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 
+from .release_workers import worker_of
 from .test_remote_geometry import _metadata, ours_of
 
 pytestmark = pytest.mark.patching
@@ -40,13 +42,14 @@ INDEXER = backend("DeepseekV32IndexerBackend")
 STRANGE = backend("StrangeBackend", module="strange.attention")
 
 
-def worker(kind: type, spec: object = None, dtype: str = "auto") -> SimpleNamespace:
+def worker(kind: type, spec: object = None, dtype: str = "auto") -> ReleaseWorker:
     layer = SimpleNamespace(get_attn_backend=lambda: kind)
     config = SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={"a": layer}),
         cache_config=SimpleNamespace(cache_dtype=dtype),
     )
-    return SimpleNamespace(
+    return worker_of(
+        "0.33.0",
         vllm_config=config,
         _layer_specs={} if spec is None else {"a": spec},
         device_kv_caches={"a": None},
@@ -170,7 +173,7 @@ SLOTS = _spec("FullAttentionSpec", num_head_slots=2)
 RING = _spec("CircularBufferSpec")
 
 
-def _decided(found: SimpleNamespace, ranks: tuple[int, int], **of_cache: bool) -> Decision:
+def _decided(found: ReleaseWorker, ranks: tuple[int, int], **of_cache: bool) -> Decision:
     """Of a P, and of a D whose cache the release alone reads, with so many ranks."""
     kinds = {"a": kind_of(found, "a", has_slots=has_slots(found, "a"))}
     local = UnreadCache(16, ranks[1], "LBHNC", "", kinds=lambda: kinds, **of_cache)
@@ -190,7 +193,7 @@ def _decided(found: SimpleNamespace, ranks: tuple[int, int], **of_cache: bool) -
     ],
 )
 def test_what_the_release_alone_reads_is_not_shared_out(
-    found: SimpleNamespace, ranks: tuple[int, int], is_refused: bool, knows_keys: bool
+    found: ReleaseWorker, ranks: tuple[int, int], is_refused: bool, knows_keys: bool
 ) -> None:
     assert _decided(found, (1, 1), knows_keys=knows_keys) == Stock()
     decided = _decided(found, ranks, knows_keys=knows_keys)
@@ -201,7 +204,7 @@ def test_what_the_release_alone_reads_is_not_shared_out(
 
 
 @pytest.mark.parametrize("found", [worker(FLASH, SLOTS, "nvfp4"), worker(FLASH, RING)])
-def test_latents_of_any_kind_are_whole_on_each_rank(found: SimpleNamespace) -> None:
+def test_latents_of_any_kind_are_whole_on_each_rank(found: ReleaseWorker) -> None:
     assert _decided(found, (1, 2), has_heads=False) == Stock()
 
 

@@ -35,7 +35,7 @@ def _tensor(device):
 ON_A_GPU = {"layers.0": _tensor("cuda"), "layers.1": _tensor("cuda")}
 WITH_STATE = {"layers.0": [_tensor("cuda"), _tensor("cuda")]}
 IN_HOST_MEMORY = {"layers.0": _tensor("cpu"), "layers.1": [_tensor("cpu")]}
-UCX = SimpleNamespace(nixl_backends=["UCX"])
+UCX = ["UCX"]
 
 
 def _card(root: Path, name: str, **ports: str) -> None:
@@ -130,10 +130,10 @@ class TestRefusal:
             monkeypatch.delenv(name, raising=False)
 
     @pytest.mark.parametrize("kv_caches", [ON_A_GPU, WITH_STATE, IN_HOST_MEMORY | ON_A_GPU])
-    @pytest.mark.parametrize("worker", [UCX, SimpleNamespace()])
-    def test_names_cards_and_what_to_set(self, kv_caches, worker):
+    @pytest.mark.parametrize("backends", [UCX, ()])
+    def test_names_cards_and_what_to_set(self, kv_caches, backends):
         with pytest.raises(RegistrationRefused) as refused:
-            refuse_cards(worker, kv_caches)
+            refuse_cards(backends, kv_caches)
 
         for word in (
             "mlx5_0:1 (InfiniBand), mlx5_1:1 (Ethernet)",
@@ -146,7 +146,7 @@ class TestRefusal:
 
     def test_host_memory_is_none_of_its_business(self, monkeypatch):
         refuse_cards(UCX, IN_HOST_MEMORY)
-        refuse_cards(SimpleNamespace(nixl_backends=["LIBFABRIC"]), IN_HOST_MEMORY)
+        refuse_cards(["LIBFABRIC"], IN_HOST_MEMORY)
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -181,14 +181,13 @@ class TestRefusal:
     def test_another_backend_is_refused_without_a_card(self, monkeypatch, backends):
         monkeypatch.setattr(rdma_devices, "active_ports", tuple)
         monkeypatch.setenv("UCX_TLS", "^ib")
-        worker = SimpleNamespace(nixl_backends=backends)
 
         with pytest.raises(RegistrationRefused, match=backends[-1]) as refused:
-            refuse_cards(worker, ON_A_GPU)
+            refuse_cards(backends, ON_A_GPU)
         assert '"backends": ["UCX"]' in str(refused.value)
 
         monkeypatch.setenv("KVPATCH_KVCACHED_CARDS", "trust")
-        refuse_cards(worker, ON_A_GPU)
+        refuse_cards(backends, ON_A_GPU)
 
     def test_trust_is_spelled_out(self, monkeypatch):
         monkeypatch.setenv("KVPATCH_KVCACHED_CARDS", "true")

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,16 +17,16 @@ from kvpatch.connector.kvcached import pages as kvcached_pages
 from kvpatch.connector.kvcached.pools import Settings, check_pools, kvcacheds_settings
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.registered_caches import read_layers
-from kvpatch.connector.local.release_layouts import (
+from kvpatch.connector.local.release_worker import (
     BLOCKS_FIRST,
     KEYS_FIRST,
     LATENT,
-    registration_of,
 )
 from kvpatch.connector.read_request import Order
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
-from kvpatch.core.releases import FACTS
 from kvpatch.transfer.backing import Driver, driver, filler_of
+
+from .release_workers import reading
 
 pytestmark = pytest.mark.patching
 
@@ -35,12 +34,7 @@ BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 
 
 def _read(tensors, order):
-    registration = replace(
-        registration_of(FACTS["0.10.0"]),
-        orders=lambda worker, layer: (order,),
-        layers=lambda worker: frozenset(tensors),
-    )
-    return read_layers(registration, None, tensors)
+    return read_layers(reading(order, tensors), tensors)
 
 
 def _rows(dtype=torch.float32):

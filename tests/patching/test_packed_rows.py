@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from kvpatch.connector.handshake.cross_layer_form import packed_digest, places_digest
 from kvpatch.connector.local.misread_states import misread_states
-from kvpatch.connector.local.release_layouts import PACKED
+from kvpatch.connector.local.release_worker import PACKED
 from kvpatch.connector.local.tensors import tensor_facts
 from kvpatch.geometry import UnreadableGeometry, read_packed_groups, read_planes
+
+from .release_workers import worker_of
 
 pytestmark = pytest.mark.patching
 
@@ -111,7 +111,8 @@ def _is_misread(
     caches: dict[str, torch.Tensor], layout: str = "BLHNC", *, is_linear: bool = False
 ) -> bool:
     states = {name for name in caches if name.endswith("state")}
-    worker = SimpleNamespace(
+    worker = worker_of(
+        "0.29.0",
         kv_cache_layout=layout,
         _is_csa_linear=is_linear,
         _layer_specs={name: MambaSpec() if name in states else object() for name in caches},

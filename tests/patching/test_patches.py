@@ -6,7 +6,6 @@ the same patches on every release's real worker.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +15,19 @@ from kvpatch.connector.block_counts import common_blocks, is_as_planned
 from kvpatch.connector.cross_layer_blocks import whole_row
 from kvpatch.connector.local.recurrent_state import states_digest, states_in
 from kvpatch.connector.local.registered_caches import read_layers
-from kvpatch.connector.local.release_layouts import (
+from kvpatch.connector.local.release_worker import (
     BLOCKS_FIRST,
     KEYS_FIRST,
     LATENT,
     PACKED,
-    registration_of,
+    ReleaseWorker,
 )
 from kvpatch.connector.presentation import arrangement, first_layers, is_in_rows, is_split_inside
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import UnreadableGeometry, places_of
+
+from .release_workers import reading
 
 pytestmark = pytest.mark.patching
 
@@ -34,16 +35,8 @@ BLOCKS, TOKENS, HEADS, CHANNELS, LAYERS = 6, 4, 2, 8, 3
 BLOCK = TOKENS * HEADS * CHANNELS
 
 
-def _registration(order, layers=frozenset({"a", "b", "c"})):
-    return replace(
-        registration_of(FACTS["0.10.0"]),
-        orders=lambda worker, layer: (order,),
-        layers=lambda worker: layers,
-    )
-
-
 def _read(kv_caches, order):
-    return read_layers(_registration(order, frozenset(kv_caches)), None, kv_caches)
+    return read_layers(reading(order, kv_caches), kv_caches)
 
 
 def _keys_first(blocks=BLOCKS):
@@ -279,7 +272,7 @@ class TestBlockCount:
             )
 
         one, two = worker(), worker()
-        registration_of(FACTS["0.18.0"]).set_blocks(one, 100)
+        ReleaseWorker(one, FACTS["0.18.0"]).set_blocks(100)
 
         assert (one.num_blocks, one._logical_num_blocks) == (200, 100)
         assert (two.num_blocks, two._logical_num_blocks) == (8, 4)
@@ -305,15 +298,15 @@ class TestBadInput:
 
     def test_a_missing_layer_is_named(self):
         with pytest.raises(RegistrationRefused, match=r"no KV cache for b, c:"):
-            read_layers(_registration(KEYS_FIRST), None, {"a": _keys_first()})
+            read_layers(reading(KEYS_FIRST, "abc"), {"a": _keys_first()})
 
     def test_a_missing_layer_is_counted_where_the_release_has_no_names(self):
         with pytest.raises(RegistrationRefused, match="1 layers .* the model has 2"):
-            read_layers(_registration(KEYS_FIRST, 2), None, {"a": _keys_first()})
+            read_layers(reading(KEYS_FIRST, 2), {"a": _keys_first()})
 
     def test_nothing_at_all_is_refused(self):
         with pytest.raises(RegistrationRefused, match="no layer's KV cache"):
-            read_layers(_registration(KEYS_FIRST), None, {})
+            read_layers(reading(KEYS_FIRST, "abc"), {})
 
 
 def test_layers_that_share_a_tensor_are_registered_once():

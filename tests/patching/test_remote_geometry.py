@@ -19,7 +19,7 @@ from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.connector.local.registered_caches import read_layers
-from kvpatch.connector.local.release_layouts import INTERLEAVED_HEADS, PACKED, registration_of
+from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
 from kvpatch.connector.peer_handshake import alike_block_bytes, refuse_endless
 from kvpatch.connector.read_request import Order
 from kvpatch.connector.reading.token_pairing import shares_of
@@ -29,6 +29,8 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
 from tests.geometry.whole_caches import CacheSizes, named_layout
+
+from .release_workers import reading, worker_of
 
 pytestmark = pytest.mark.patching
 
@@ -42,12 +44,7 @@ TOKEN = HEADS * 2 * CHANNELS * ITEM
 def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
     heads = HEADS // tp_size
     tensors = {n: torch.zeros(blocks, heads, block_tokens, 2 * CHANNELS) for n in names}
-    registration = replace(
-        registration_of(FACTS["0.10.0"]),
-        orders=lambda worker, layer: (PACKED,),
-        layers=lambda worker: len(names),
-    )
-    layers = read_layers(registration, None, tensors)
+    layers = read_layers(reading(PACKED, len(names)), tensors)
     return tensors, LocalGeometry(
         layers=layers,
         addresses=tuple(t.data_ptr() for t in tensors.values()),
@@ -70,16 +67,11 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
 @pytest.mark.parametrize("stated", ["HND", "NHD"])
 def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
     """A token's heads are K0 V0 K1 V1 ...: no layout but NHD, and HND is what was asked for."""
-    registration = replace(
-        registration_of(FACTS["0.13.0"]),
-        orders=lambda worker, layer: (INTERLEAVED_HEADS,),
-        layers=lambda worker: 2,
-    )
     tensors = {name: torch.zeros(10, 16, 2 * HEADS, CHANNELS) for name in "ab"}
     _, ours = ours_of(layout="HND")
     ours = replace(
         ours,
-        layers=read_layers(registration, None, tensors),
+        layers=read_layers(reading(INTERLEAVED_HEADS, 2, "0.13.0"), tensors),
         addresses=tuple(t.data_ptr() for t in tensors.values()),
         units=None,
     )
@@ -324,16 +316,11 @@ class TestNamedLayouts:
     )
     def test_the_order_of_a_row_is_the_plans(self, layout, plan, groups, expected):
         whole = torch.zeros(10, 2, HEADS, 16, 2 * CHANNELS)
-        registration = replace(
-            registration_of(FACTS["0.10.0"]),
-            orders=lambda worker, layer: (PACKED,),
-            layers=lambda worker: 2,
-        )
-        layers = read_layers(registration, None, {"a": whole[:, 0], "b": whole[:, 1]})
+        layers = read_layers(reading(PACKED, 2), {"a": whole[:, 0], "b": whole[:, 1]})
         tensors = [SimpleNamespace(layers=list(names)) for names in plan]
         found = [SimpleNamespace(layer_names=list(names)) for names in groups]
-        config = SimpleNamespace(kv_cache_tensors=tensors, kv_cache_groups=found)
-        worker = SimpleNamespace(kv_cache_config=config)
+        config = SimpleNamespace(kv_cache_tensors=tensors, transfer_groups=found)
+        worker = worker_of("0.29.0", kv_cache_config=config)
         rows = None if expected is None else tuple(map(tuple, expected))
         assert row_groups_of(worker, layers, layout) == rows
 

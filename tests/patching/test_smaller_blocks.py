@@ -196,7 +196,9 @@ def test_keys_by_column_are_never_read_as_rows() -> None:
 
 def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Decision:
     """Of a peer of so many tokens to a block, by a worker that does not read itself."""
-    registration: Any = SimpleNamespace(key_order=lambda _: key_order)
-    misread = partial(why_misread, worker, registration, FACTS[release])
+    asked: Any = SimpleNamespace(
+        worker=worker, facts=FACTS[release], context_sizes=(1, 1), key_order=lambda: key_order
+    )
+    misread = partial(why_misread, asked)
     local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)
     return decide(local, Outline("P", 1, tokens, "HND"), FACTS[release])

@@ -15,7 +15,7 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.connector.local.release_layouts import BLOCKS_FIRST
+from kvpatch.connector.local.release_worker import BLOCKS_FIRST
 from kvpatch.connector.read_request import Order
 from kvpatch.connector.reading.state_runs import with_states
 from kvpatch.connector.reading.token_pairing import state_pairs

@@ -15,9 +15,9 @@ from kvpatch.connector.host_buffer.policy import rows_in
 from kvpatch.connector.host_buffer.scheduler import Copies
 from kvpatch.connector.kvcached.pages import Pages, pages_behind
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
-from kvpatch.connector.local.local_geometry import call_layout_by_its_strides
+from kvpatch.connector.local.local_geometry import state_layout_of_strides
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers
-from kvpatch.connector.local.release_layouts import Registration
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
@@ -108,7 +108,7 @@ def is_own(operation: Operation) -> bool:
     return copies is not None and not copies.__module__.startswith("vllm.")
 
 
-def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) -> HostBuffer:
+def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
     """The buffer for a worker's caches; registering again makes a new one.
 
     Raises:
@@ -118,14 +118,14 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
     _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
     is_storageless = not all(map(has_storage, kv_caches.values()))
     tensors = {n: shown(c) for n, c in kv_caches.items()} if is_storageless else dict(kv_caches)
-    layers = read_layers(registration, worker, tensors)
+    layers = read_layers(release, tensors)
     _refuse(kv_caches.keys() - layers.keys())
     block_tokens = {plane.counts.block_tokens for c in layers.values() for plane in c.planes}
-    parts = registration.kernel_blocks_per_block(worker)
+    parts = release.planned_kernel_blocks
     if parts is None:  # these releases find out while they register
-        parts = int(worker.block_size) // min(block_tokens)
+        parts = int(release.worker.block_size) // min(block_tokens)
     dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
-    blocks = blocks_of(layers, registration.planned_blocks(worker), parts)
+    blocks = blocks_of(layers, release.planned_blocks, parts)
     size = block_bytes(kv_caches, dimensions, blocks)
     rows = rows_in(settings.host_buffer_bytes(), size, blocks)
     by_kvcached = settings.is_kvcached_enabled()
@@ -147,7 +147,7 @@ def make(registration: Registration, worker: Any, kv_caches: Mapping[str, Any]) 
         caches = StoragelessCaches(kv_caches, tensors, dimensions)
         _refuse_wrong_copies(caches)
         # The pool has the layout of its shapes, whatever the device was asked for.
-        call_layout_by_its_strides(worker, read_layers(registration, worker, pool.tensors))
+        state_layout_of_strides(release, read_layers(release, pool.tensors))
     return HostBuffer(pool, tensors, rows, pages, caches)
 
 
@@ -221,21 +221,18 @@ def taken_for_host_memory(
             supported[device] = known
 
 
-def become_plain(worker: Any, *, only_known_devices: bool) -> None:
-    """Has a worker that was just made register what it is handed, as host memory.
-
-    Args:
-        only_known_devices: whether it looks at the device's name again when it registers
-            (0.10.1): any other than a TPU's tensors are shaped like CUDA's.
-    """
+def become_plain(release: ReleaseWorker) -> None:
+    """Has a worker that was just made register what it is handed, as host memory."""
+    worker = release.worker
     worker.nixl_memory_type = "DRAM"
-    if not hasattr(worker, "use_host_buffer"):  # 0.10.0
+    if not release.facts.has_host_buffer:
         worker.nixl_wrapper = HostMemoryAgent(worker.nixl_wrapper)
         return
     worker.use_host_buffer = False
     if worker.device_type != "cpu":
         worker.kv_buffer_device = worker.device_type
-    if only_known_devices and worker.device_type != "tpu":
+    # Any other than a TPU's tensors are shaped like CUDA's.
+    if release.facts.checks_device_again and worker.device_type != "tpu":
         worker.device_type = "cuda"
 
 

@@ -8,7 +8,7 @@ that there is no later moment at which to register.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvpatch.core import settings
@@ -21,7 +21,7 @@ _OTHERWISE = (
 )
 
 
-def refuse_cards(worker: Any, kv_caches: Mapping[str, Any]) -> None:
+def refuse_cards(nixl_backends: Sequence[str], kv_caches: Mapping[str, Any]) -> None:
     """Refuses tensors of kvcached's that are to be registered as a device's memory.
 
     Host memory is none of kvcached's: a host buffer's, or a stand-in's.
@@ -32,8 +32,7 @@ def refuse_cards(worker: Any, kv_caches: Mapping[str, Any]) -> None:
     on_device = {device for device in _device_types(kv_caches) if device != "cpu"}
     if not on_device or settings.kvcached_cards() == "trust":
         return
-    # From 0.11 on; before that UCX is all there is.
-    others = beside_ucx(getattr(worker, "nixl_backends", ()))
+    others = beside_ucx(nixl_backends)
     if others:
         raise RegistrationRefused(
             f"kvcached's memory on {', '.join(sorted(on_device))} is to be registered with NIXL's "

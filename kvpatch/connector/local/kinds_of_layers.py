@@ -20,31 +20,33 @@ from kvpatch.connector.local.cache_kinds import (
     Kind,
     unknown,
 )
+from kvpatch.connector.local.release_worker import ReleaseWorker
 
 #: Whose classes the table is about; others may have the same names. The second is the project's own
 #: attention backend for a CPU, which no wheel has.
 _PACKAGES = ("vllm.", "experiments.engines.torch_attention")
 
 
-def kind_of(worker: Any, layer: str, *, has_slots: bool = False) -> Kind:
+def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> Kind:
     """The kind of a layer's cache, by its spec and by the backend that the layer itself names.
 
     Args:
         has_slots: whether a block has slots of all heads in place of heads (from 0.29).
     """
-    spec, backend = _spec_of(worker, layer), backend_of(worker, layer)
+    configuration = release.worker.vllm_config
+    spec, backend = release.spec_of(layer), _backend_of(configuration, layer)
     of_spec = None if spec is None else _by_spec(spec)
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
     if found.holds is Holds.ROWS:
-        found = _by_dtype(worker) or found
+        found = _by_dtype(str(configuration.cache_config.cache_dtype)) or found
     if has_slots and found not in SLOTS_BY_HEAD:
         return replace(found, holds=Holds.WHOLE, mixes_heads=True)
     return found
 
 
-def has_slots(worker: Any, layer: str) -> bool:
+def has_slots(release: ReleaseWorker, layer: str) -> bool:
     """Whether a layer's blocks have slots in place of heads, by its spec (from 0.29)."""
-    return getattr(_spec_of(worker, layer), "num_head_slots", None) is not None
+    return getattr(release.spec_of(layer), "num_head_slots", None) is not None
 
 
 def kind_of_backend(backend: type) -> Kind:
@@ -91,24 +93,13 @@ def _by_spec(spec: Any) -> Kind | None:
     return SPECS[name]
 
 
-def _by_dtype(worker: Any) -> Kind | None:
-    config = getattr(worker, "vllm_config", None)
-    dtype = str(getattr(getattr(config, "cache_config", None), "cache_dtype", ""))
+def _by_dtype(dtype: str) -> Kind | None:
     return next((kind for start, kind in WITH_DTYPE.items() if dtype.startswith(start)), None)
 
 
-def _spec_of(worker: Any, layer: str) -> Any:
-    """The layer's own spec; None on <= 0.17, where workers have none."""
-    spec = getattr(worker, "_layer_specs", {}).get(layer)
-    of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
-    return of_layers[layer] if of_layers else spec
-
-
-def backend_of(worker: Any, layer: str) -> Any:
+def _backend_of(configuration: Any, layer: str) -> Any:
     """The layer's backend; None on <= 0.10.1, where layers do not say."""
-    config = getattr(worker, "vllm_config", None)
-    compilation = getattr(config, "compilation_config", None)
-    layers = getattr(compilation, "static_forward_context", {})
+    layers = configuration.compilation_config.static_forward_context
     ask = getattr(layers.get(layer), "get_attn_backend", None)
     return None if ask is None else ask()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.releases import ReleaseFacts
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,14 @@ class Group:
     is_clipped: bool = True
 
 
-def one_group(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
-    """On releases <= 0.17 every layer has the one block table."""
-    return (Group(frozenset(layers), window_tokens=0),)
-
-
-def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
-    """The groups of the worker's plan, in the order in which block ids are sent.
+def planned_groups(
+    plan: Any, facts: ReleaseFacts, layers: Iterable[str], *, is_clipped: bool
+) -> tuple[Group, ...]:
+    """The groups of a worker's plan, in the order in which block ids are sent.
 
     Raises:
         RegistrationRefused: a layer is in no group.
     """
-    plan = worker.kv_cache_config
-    found = getattr(plan, "transfer_groups", plan.kv_cache_groups)  # a choice of them from 0.29
-    is_clipped = bool(getattr(worker, "_is_hma_required", True))
     groups = tuple(
         Group(
             frozenset(g.layer_names),
@@ -48,7 +43,7 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
             _has_state(g.kv_cache_spec),
             is_clipped,
         )
-        for g in found
+        for g in transferred_groups(plan, facts)
     )
     grouped = frozenset[str]().union(*(group.layers for group in groups))
     if not grouped.issuperset(layers):
@@ -58,49 +53,42 @@ def planned_groups(worker: Any, layers: Iterable[str]) -> tuple[Group, ...]:
     return groups
 
 
-def packed_groups(worker: Any) -> tuple[tuple[str, ...], ...] | None:
+def transferred_groups(plan: Any, facts: ReleaseFacts) -> Sequence[Any]:
+    """The groups of a plan whose blocks are sent, as the release has them: a choice from 0.29."""
+    found: Sequence[Any] = plan.transfer_groups if facts.plans_transfers else plan.kv_cache_groups
+    return found
+
+
+def packed_groups(worker: Any, facts: ReleaseFacts) -> tuple[tuple[str, ...], ...] | None:
     """The layers of each block table as the plan places them in rows of blocks; None on <= 0.28.
 
     From 0.29 on, where blocks are outermost, a row is divided by each group in its own way:
     its layers follow one another, those with one page together.
     """
-    plan = getattr(worker, "kv_cache_config", None)
-    tensors = getattr(plan, "kv_cache_tensors", ())
-    if plan is None or not all(hasattr(tensor, "layers") for tensor in tensors):
+    if not facts.plans_transfers:
         return None
-    placed = [name for tensor in tensors for name in tensor.layers]
-    groups = getattr(plan, "transfer_groups", plan.kv_cache_groups)
+    plan = worker.kv_cache_config
+    placed = [name for tensor in plan.kv_cache_tensors for name in tensor.layers]
     return tuple(
         tuple(name for name in placed if name in members)
-        for members in (frozenset(group.layer_names) for group in groups)
+        for members in (frozenset(g.layer_names) for g in transferred_groups(plan, facts))
     )
 
 
-def whole_group(scheduler: Any) -> int | None:
-    """The first group with full attention, as a scheduler has them; None without one.
+def counted_group(scheduler: Any, facts: ReleaseFacts) -> int | None:
+    """The group whose list of blocks tells how many tokens a block has; None without one.
 
-    What other groups name of a prompt does not tell how many blocks it fills.
+    The first group with full attention, or else the one with the largest window, which names
+    the most blocks. What other groups name of a prompt does not tell how many blocks it fills.
     """
-    plan = getattr(scheduler, "kv_cache_config", None)  # from 0.18
-    if plan is None:
+    if not facts.has_cache_groups:
         return 0
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    specs = [_members(group.kv_cache_spec)[0] for group in plan.kv_cache_groups]
-    return next((n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), None)
-
-
-def _has_state(spec: Any) -> bool:
-    return any("MambaSpec" in (kind.__name__ for kind in type(s).__mro__) for s in _members(spec))
-
-
-def counted_group(scheduler: Any) -> int | None:
-    """The group whose list of blocks tells how many tokens a block has; None without one."""
-    whole = whole_group(scheduler)
-    if whole is not None:
-        return whole
+    specs = _first_specs(scheduler)
+    whole = (n for n, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec))
     alone = window_alone(scheduler)
-    return None if alone is None else alone[0]
+    return next(whole, None if alone is None else alone[0])
 
 
 def window_alone(scheduler: Any) -> tuple[int, int] | None:
@@ -109,14 +97,22 @@ def window_alone(scheduler: Any) -> tuple[int, int] | None:
     The largest window names the most blocks. A window of 0 where all of a prompt's blocks
     are named all the same. None where another kind of group is among them.
     """
-    specs = [
-        _members(group.kv_cache_spec)[0] for group in scheduler.kv_cache_config.kv_cache_groups
-    ]
+    specs = _first_specs(scheduler)
     if not specs or any(type(spec).__name__ != "SlidingWindowSpec" for spec in specs):
         return None
     windows = [_window_tokens(spec) for spec in specs]
     number = windows.index(max(windows))
-    return number, windows[number] if getattr(scheduler, "_is_hma_required", True) else 0
+    return number, windows[number] if scheduler._is_hma_required else 0
+
+
+def _first_specs(scheduler: Any) -> list[Any]:
+    """The spec of the first layer of each of a scheduler's groups."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return [_members(group.kv_cache_spec)[0] for group in groups]
+
+
+def _has_state(spec: Any) -> bool:
+    return any("MambaSpec" in (kind.__name__ for kind in type(s).__mro__) for s in _members(spec))
 
 
 def _window_tokens(spec: Any) -> int:
@@ -126,5 +122,16 @@ def _window_tokens(spec: Any) -> int:
 
 
 def _members(spec: Any) -> tuple[Any, ...]:
-    of_layers = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs
+    of_layers = _specs_of_layers(spec)
     return tuple(of_layers.values()) if of_layers else (spec,)
+
+
+def spec_of(spec: Any, layer: str) -> Any:
+    """A layer's own spec, of the one that its group has."""
+    of_layers = _specs_of_layers(spec)
+    return of_layers[layer] if of_layers else spec
+
+
+def _specs_of_layers(spec: Any) -> Mapping[str, Any] | None:
+    found: Mapping[str, Any] | None = getattr(spec, "kv_cache_specs", None)
+    return found  # UniformTypeKVCacheSpecs alone has them

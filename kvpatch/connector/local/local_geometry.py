@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, page_bytes_of
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.unstated import KernelSizes, kernel_sizes
 from kvpatch.geometry import (
     LAYER_BY_LAYER,
@@ -155,44 +156,39 @@ class LocalGeometry:
 
 
 def local_geometry_of(
-    worker: Any, layers: Mapping[str, LayerCache], key_order: KeyOrder
+    release: ReleaseWorker, layers: Mapping[str, LayerCache], key_order: KeyOrder
 ) -> LocalGeometry:
-    """Facts that every generation has, under the names that it gives them."""
-    addresses = registered_addresses(worker)
-    block_bytes = getattr(worker, "block_len_per_layer", None)  # from 0.11
-    if block_bytes is None:
-        block_bytes = [worker.block_len] * len(addresses)
-    inner_layout = inner_layout_of(layers)
-    layout = getattr(worker, "kv_cache_layout", inner_layout)  # from 0.10.1
-    device_id = getattr(worker, "device_id", worker.tp_rank)  # the rank in releases <= 0.11.0
+    """What a worker has registered, which keeps it under other names in other releases.
+
+    Args:
+        layers: as the release was shown them.
+    """
+    worker, facts = release.worker, release.facts
+    inner_layout = layout_shown_by(layers) or "HND"  # the same bytes, where nothing tells
+    layout = release.stated_layout or inner_layout
     units = units_of(layers) if layout in NAMED_LAYOUTS else None
     return LocalGeometry(
         layers=layers,
-        addresses=addresses,
-        block_bytes=tuple(block_bytes),
+        addresses=release.addresses,
+        block_bytes=release.region_block_bytes,
         block_tokens=int(worker.block_size),
-        kernel_blocks_per_block=int(getattr(worker, "_physical_blocks_per_logical_kv_block", 1)),
+        kernel_blocks_per_block=release.kernel_blocks_per_block,
         layout=layout,
         inner_layout=inner_layout,
         total_heads=int(worker.model_config.get_total_num_kv_heads()),
         tp_rank=int(worker.tp_rank),
         tp_size=int(worker.world_size),
-        memory=Memory(getattr(worker, "nixl_memory_type", "VRAM"), device_id),  # from 0.10.1
+        memory=Memory(
+            worker.nixl_memory_type if facts.has_host_buffer else "VRAM",
+            worker.device_id if facts.states_device else worker.tp_rank,
+        ),
         backend=str(worker.backend_name),
         key_order=key_order,
-        region_names=tuple(getattr(worker, "region_names", ())) or None,  # from 0.30
+        region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
         units=units,
-        row_groups=None if units is None else row_groups_of(worker, layers, layout),
+        row_groups=None if units is None else row_groups_of(release, layers, layout),
         kernel_sizes=kernel_sizes(worker),
     )
-
-
-def registered_addresses(worker: Any) -> tuple[int, ...]:
-    """Where each region of a worker starts."""
-    addresses = worker.kv_caches_base_addr[worker.engine_id]
-    if isinstance(addresses, Mapping):  # by rank, from 0.14
-        addresses = addresses[worker.tp_rank]
-    return tuple(addresses)
 
 
 def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | None:
@@ -206,7 +202,7 @@ def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | 
 
 
 def row_groups_of(
-    worker: Any, layers: Mapping[str, LayerCache], layout: str
+    release: ReleaseWorker, layers: Mapping[str, LayerCache], layout: str
 ) -> tuple[tuple[str, ...], ...] | None:
     """Each group's layers as the release's plan lets them follow one another in a row.
 
@@ -215,7 +211,7 @@ def row_groups_of(
     after the other behind those of the one before, and groups overlay one another. Where our
     own layers lie in rows, they must lie in that order.
     """
-    found = packed_groups(worker)
+    found = packed_groups(release.worker, release.facts)
     if found is None:
         return None
     with_layers = tuple(group for group in found if not layers.keys().isdisjoint(group))
@@ -243,11 +239,6 @@ def own_regions(worker: Any) -> dict[str, Any]:
     return {field: copy.copy(value) for field, value in found.items() if value is not None}
 
 
-def inner_layout_of(layers: Mapping[str, LayerCache]) -> str:
-    """HND or NHD, by the strides; HND where the two are the same bytes."""
-    return layout_shown_by(layers) or "HND"
-
-
 def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
     """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
 
@@ -261,7 +252,7 @@ def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
     return None
 
 
-def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) -> None:
+def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
     """Has the worker state the layout that its tensors have, where it believes in another.
 
     An allocator may hand out NHD where the release planned HND; a peer of other blocks
@@ -270,11 +261,10 @@ def call_layout_by_its_strides(worker: Any, layers: Mapping[str, LayerCache]) ->
     """
     if any(layer.has_heads_by_turns for layer in layers.values()):
         return
-    stated = getattr(worker, "kv_cache_layout", None)  # from 0.10.1
-    shown = layout_shown_by(layers)
+    stated, shown = release.stated_layout, layout_shown_by(layers)
     if stated is None or shown is None:
         return
     found = layer_by_layer(shown, like=stated)
     if stated in LAYER_BY_LAYER and stated != found:
         _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
-        worker.kv_cache_layout = found
+        release.worker.kv_cache_layout = found

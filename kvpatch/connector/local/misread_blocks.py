@@ -17,8 +17,7 @@ def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> boo
     """Whether this worker did, and its peers may have; 0.12 asks the worker for its blocks."""
     tokens = {plane.counts.block_tokens for cache in layers.values() for plane in cache.planes}
     planned = worker.vllm_config.cache_config.block_size
-    is_of_these = "block_size" in vars(worker.kv_topo)
-    return is_of_these and worker.backend_name == "CPU_ATTN" and tokens == {planned}
+    return worker.backend_name == "CPU_ATTN" and tokens == {planned}
 
 
 def take_planned_blocks(worker: Any) -> None:

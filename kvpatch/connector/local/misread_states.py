@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.geometry import LAYERS_INSIDE_BLOCKS, in_order
 
 
-def misread_states(worker: Any, kv_caches: Mapping[str, Any], attention: Collection[str]) -> bool:
+def misread_states(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], attention: Collection[str]
+) -> bool:
     """Whether the release would look elsewhere for the state of a layer.
 
     Args:
         attention: the layers that are no state.
     """
-    if getattr(worker, "kv_cache_layout", None) not in LAYERS_INSIDE_BLOCKS:
+    if release.stated_layout not in LAYERS_INSIDE_BLOCKS:
         return False
-    if getattr(worker, "_is_csa_linear", False):  # a kind of its own, by its strides
+    if release.worker._is_csa_linear:  # a kind of its own, by its strides
         return False
-    specs = worker._layer_specs
+    specs = release.worker._layer_specs
     return any(
         _is_misread(name, kv_caches, attention, int(specs[name].page_size_bytes))
         for name in kv_caches.keys() - frozenset(attention)

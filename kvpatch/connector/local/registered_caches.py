@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.connector.local.cache_kinds import ROWS, Holds, Kind
 from kvpatch.connector.local.kinds_of_layers import kind_of
-from kvpatch.connector.local.release_layouts import ALL_LAYERS, Registration
+from kvpatch.connector.local.release_worker import ALL_LAYERS, ReleaseWorker
 from kvpatch.connector.local.tensors import tensor_facts
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import (
@@ -48,8 +48,7 @@ class LayerCache:
 
 
 def read_layers(
-    registration: Registration,
-    worker: Any,
+    release: ReleaseWorker,
     kv_caches: Mapping[str, Any],
     key_order: KeyOrder = KeyOrder.ROW_MAJOR,
     first_head: int = 0,
@@ -70,19 +69,18 @@ def read_layers(
         # One tensor of all layers, laid out by the release itself, which compares
         # its block count with the plan.
         return {}
-    _check_layers(registration.layers(worker), kv_caches)
+    _check_layers(release.expected_layers, kv_caches)
     found = {}
     for layer, cache in kv_caches.items():
-        if registration.is_readable(worker, layer, cache):
-            read = _read(registration, worker, layer, cache, key_order, first_head)
+        if release.is_readable(layer, cache):
+            read = _read(release, layer, cache, key_order, first_head)
             if read is not None:
                 found[layer] = read
     return found
 
 
 def _read(
-    registration: Registration,
-    worker: Any,
+    release: ReleaseWorker,
     layer: str,
     cache: torch.Tensor,
     key_order: KeyOrder,
@@ -94,13 +92,13 @@ def _read(
         UnreadableGeometry: nobody knows the dimensions of one that holds rows.
     """
     try:
-        order = order_of(layer, cache, registration.orders(worker, layer))
+        order = order_of(layer, cache, release.orders(layer))
         planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
     except UnreadableGeometry:
-        if kind_of(worker, layer).holds is Holds.ROWS:
+        if kind_of(release, layer).holds is Holds.ROWS:
             raise
         return None
-    kind = kind_of(worker, layer, has_slots="slot" in order.dimensions)
+    kind = kind_of(release, layer, has_slots="slot" in order.dimensions)
     if kind.holds is not Holds.ROWS:
         planes = tuple(replace(plane, is_whole=True) for plane in planes)
     return LayerCache(order, planes, kind)
