@@ -3,6 +3,7 @@
 #
 #   experiments/heterogeneous.sh                        the whole table, most of an hour on 2 cores
 #   experiments/heterogeneous.sh --rows 128-32,32-128   some rows
+#   experiments/heterogeneous.sh --write                the whole table, and its data in docs/data
 #   experiments/heterogeneous.sh --list                 the names of all rows
 #   experiments/heterogeneous.sh --help                 all options
 #

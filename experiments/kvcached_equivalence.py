@@ -144,7 +144,7 @@ def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     """Whether every pair was identical and every spoiled cache noticed."""
     from rich.console import Console
 
-    from experiments.engines.shown import show_pairs
+    from experiments.engines.shown import all_passed, show_pairs
 
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     folder = (asked.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-kvcached-"))).resolve()
@@ -152,7 +152,8 @@ def run(asked: argparse.Namespace, rows: Sequence[Row]) -> bool:
     options = Options(
         work_dir=folder, max_tokens=asked.max_tokens, startup_timeout_s=asked.startup_timeout
     )
-    return show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
+    results = show_pairs(rows, options, console, "kvcached", with_stock=asked.stock)
+    return all_passed(results)
 
 
 def main(given: Sequence[str]) -> int:

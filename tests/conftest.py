@@ -1,12 +1,14 @@
 """How tests are spread over processes: a release's lab tests all go to one. And no test is timed.
 
-Importing a release takes as long as many of its tests. pytest-xdist's own ``loadgroup`` does the
-same by marks, and from pytest 9.2 on, without a word, no longer does.
+Importing a release takes as long as many of its tests. Where one release is played alone, its files
+are spread instead, so that no process is left without work. pytest-xdist's own ``loadgroup`` does
+the same by marks, and from pytest 9.2 on, without a word, no longer does.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +29,14 @@ def release_of(nodeid: str) -> str | None:
     return None if found is None else found[1]
 
 
+def unit_of(nodeid: str, releases: Sequence[str]) -> str:
+    """What goes to one process with a test, where these releases are played."""
+    release = release_of(nodeid)
+    if release is None:
+        return nodeid
+    return nodeid.partition("::")[0] if list(releases) == [release] else release
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """For ``--dist loadscope``."""
@@ -34,10 +44,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadScopeScheduling
 
+    from tests.lab.releases import selected
+
+    releases = selected()
+
     class ByRelease(LoadScopeScheduling):
         """One unit of work a release, and one for each of all other tests."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return release_of(nodeid) or nodeid
+            return unit_of(nodeid, releases)
 
     return ByRelease(config, log)

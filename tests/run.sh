@@ -2,8 +2,8 @@
 # Runs the tests on a fresh machine: makes the environment that they need, fetches the source
 # trees of the vLLM releases, and starts pytest.
 #
-#   tests/run.sh                    ten minutes: all but the lab and the engines; the lab of the
-#                                   newest release; three pairs of real engines
+#   tests/run.sh                    ten minutes: all but the engines, vLLM's own tests and the lab of
+#                                   other releases than the newest; three pairs of real engines
 #   tests/run.sh --gate             what .ci/run plays: the lab of the newest release and a share of
 #                                   it of all others (tests/lab/selection.py), all real engines
 #   tests/run.sh --full             everything on every release, hours; then plays and writes docs/data's
@@ -11,7 +11,7 @@
 #   tests/run.sh PYTEST ARGUMENTS   what they select, e.g. tests/run.sh -m "geometry or patching"
 #
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, newest, or a list; by default
-#                          one per generation
+#                          one per generation, with --full all
 #   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of six, another one
 #                          on each day that has commits
 #   KVPATCH_TEST_FULL      true: whole products of what is varied; a selection by default
@@ -37,45 +37,51 @@ fi
 processes="$(nproc)"
 processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
 play() { "$python" -m pytest -q "$@"; }
-play_without_engines() { play -m "not serving" --numprocesses "$processes" --dist loadscope; }
+play_without_engines() { play -m "$1" --numprocesses "$processes" --dist loadscope; }
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB.
-play_engines() { play -m "$1" --numprocesses 2 --dist load; }
+play_engines() { play tests/serving -m "$1" --numprocesses 2 --dist load; }
 
 # The results that the documentation shows, with today's date and this commit: docs/data and its pages.
+# The engines' are README's table, an hour of its own.
+# $1 is all, or a list of releases.
 play_results() {
-    "$python" -m tests.lab.table --write --processes "$processes" >/dev/null
-    "$python" -m tests.lab.kvcached_cells --write
+    local releases=()
+    [[ "$1" == all ]] || IFS=", " read -ra releases <<<"$1"
+    "$python" -m tests.lab.table --write --processes "$processes" "${releases[@]/#/--release=}" >/dev/null
+    "$python" -m tests.lab.kvcached_cells --write "${releases[@]}"
+    experiments/heterogeneous.sh --write
     "$python" -m tests.contract --pages
 }
 
-# The last line of a run that passed: $1 is what of the real engines it started.
+# The last line of a run that passed: $1 is what it played without lab and engines, $2 which engines.
 say_what_passed() {
-    echo "tests: passed in $((SECONDS / 60)) minutes at commit $(git rev-parse --short HEAD): all tests" \
-        "that need neither lab nor engines; real engines, $1; and of the lab" \
-        "$("$python" -m tests.lab.covered)"
+    echo "tests: passed in $((SECONDS / 60)) minutes at commit $(git rev-parse --short HEAD): $1 that need" \
+        "neither lab nor engines; real engines, $2; and of the lab $("$python" -m tests.lab.covered)"
 }
 
 case "${1:-}" in
     "")
         releases="${KVPATCH_TEST_RELEASES:-newest}"
-        KVPATCH_TEST_RELEASES="$releases" play_without_engines
+        KVPATCH_TEST_RELEASES="$releases" play_without_engines "not serving and not upstream"
         play_engines "serving and (quick or not engines)"
-        KVPATCH_TEST_RELEASES="$releases" say_what_passed "the quick pairs"
-        echo "tests: for more, tests/run.sh --gate (40 minutes) or --full (hours)"
+        KVPATCH_TEST_RELEASES="$releases" say_what_passed "all but vLLM's own tests" "the quick pairs"
+        echo "tests: for all of a change's tests, tests/run.sh --gate (40 minutes); for every test on" \
+            "every release, tests/run.sh --full (hours)"
         ;;
     --gate)
         # Of the last commit, so that a run of the same commit is the same run.
         day=$(($(git log -1 --format=%ct) / DAY_SECONDS))
         export KVPATCH_TEST_SHARE="${KVPATCH_TEST_SHARE:-$((day % PARTS))/$PARTS}"
-        KVPATCH_TEST_RELEASES=all play_without_engines
-        play_engines serving
-        KVPATCH_TEST_RELEASES=all say_what_passed "all pairs"
+        KVPATCH_TEST_RELEASES=all play_without_engines "not serving"
+        play_engines "serving and not quick" # whose pairs the others play with more checks
+        KVPATCH_TEST_RELEASES=all say_what_passed "all tests" "all pairs"
         ;;
     --full)
-        KVPATCH_TEST_RELEASES=all play_without_engines
+        releases="${KVPATCH_TEST_RELEASES:-all}"
+        KVPATCH_TEST_RELEASES="$releases" play_without_engines "not serving"
         play_engines serving
-        play_results
-        KVPATCH_TEST_RELEASES=all say_what_passed "all pairs"
+        play_results "$releases"
+        KVPATCH_TEST_RELEASES="$releases" say_what_passed "all tests" "all pairs"
         ;;
     *) exec "$python" -m pytest "$@" ;;
 esac

@@ -8,4 +8,5 @@ The parts, in the order in which a run uses them; the rest is ``kvpatch.verify``
 ``run``              each single engine once, then pair after pair
 ``report``           table and JSON lines
 ``shown``            all of the above
+``recorded``         the data of README's table, made from a run of all pairs
 """

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def show_pairs(
     rows: Sequence[Row], options: Options, console: Console, name: str, *, with_stock: bool
-) -> bool:
-    """Runs the rows; whether every pair was identical and every spoiled cache noticed.
+) -> list[RowResult]:
+    """Runs the rows, and shows what came of them.
 
     Args:
         name: of the file of results in the options' folder, which is written after each row.
@@ -49,4 +49,9 @@ def show_pairs(
     for line in (*problems(finished), pairs_summary(finished)):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
     console.print(f"one JSON line per pair and prompt: {results}", soft_wrap=True, highlight=False)
-    return bool(finished) and all(result.passed for result in finished)
+    return finished
+
+
+def all_passed(results: Sequence[RowResult]) -> bool:
+    """Whether every pair was identical and every spoiled cache noticed."""
+    return bool(results) and all(result.passed for result in results)

@@ -131,6 +131,12 @@ def connectors_of(core: Any) -> Iterator[Any]:
         yield from getattr(connector, "_connectors", None) or (connector,)
 
 
+def schedulers_of(core: Any) -> Iterator[Any]:
+    """The scheduler halves of these; other connectors need not have one."""
+    halves = (getattr(connector, "connector_scheduler", None) for connector in connectors_of(core))
+    return (half for half in halves if half is not None)
+
+
 def _state(owner: Any, kind: type[_Kind]) -> _Kind:
     held = vars(owner)
     found = held.get(_NAME)

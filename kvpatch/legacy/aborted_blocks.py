@@ -102,10 +102,15 @@ class Loads:
         self._loading: set[str] = set()
         self._failed: set[str] = set()
         self._over: set[str] = set()
+        #: What the step has brought: a request of one of these names that ended is another one.
+        self._new: set[str] = set()
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """Books what the scheduler asks for."""
-        self._loading.update(request_ids)
+        """Books what the scheduler asks for in a step."""
+        self._new = set(request_ids)
+        self._failed -= self._new
+        self._over -= self._new
+        self._loading |= self._new
 
     def fail(self, request_id: str) -> None:
         """Books that nothing more comes of one."""
@@ -117,9 +122,10 @@ class Loads:
 
         Args:
             received: loads that are done.
-            finished: requests that have ended, those that were aborted included.
+            finished: requests that ended before this step, those that were aborted included.
         """
-        self._over |= self._loading.intersection(finished)
+        self._over |= self._loading.intersection(finished) - self._new
+        self._new.clear()
         let_go = self._failed & self._over
         self._failed -= let_go
         told = let_go.union(received)

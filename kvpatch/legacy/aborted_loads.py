@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpatch.connector.state import connectors_of, engine_state, scheduler_state
+from kvpatch.connector.state import engine_state, scheduler_state, schedulers_of
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -38,10 +38,8 @@ def _connector_finished(
 def _keep(core: Any, request: Any) -> None:
     aborts = engine_state(core).of(Aborts)
     if aborts.keep(core, request):
-        for connector in connectors_of(core):
-            scheduler = getattr(connector, "connector_scheduler", None)
-            if scheduler is not None:
-                scheduler_state(scheduler).hold(aborts)
+        for scheduler in schedulers_of(core):
+            scheduler_state(scheduler).hold(aborts)
 
 
 def _build_connector_meta(

@@ -46,6 +46,10 @@ class Announcements:
         """Books a request that the engine computes itself: the peer is told, nothing is loaded."""
         self._computed.add(request_id)
 
+    def load(self, request_id: str) -> None:
+        """Books a request that is loaded, and may have the name of one that was computed."""
+        self._computed.discard(request_id)
+
     def received(self, reported: set[str] | None, over: set[str]) -> set[str] | None:
         """What is to be reported as received.
 

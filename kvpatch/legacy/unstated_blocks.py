@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpatch.connector import read_request
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import WorkerState, connectors_of, worker_state
+from kvpatch.connector.state import WorkerState, schedulers_of, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -121,8 +121,8 @@ def _start_load_kv(
             state.of(GivenUp).begin(loads)
         for request_id, order in found:
             announcements.listen()
-            if not any(order.local_blocks):
-                announcements.compute(request_id)
+            book = announcements.load if any(order.local_blocks) else announcements.compute
+            book(request_id)
             if proofs is not None and order.computed is not None:
                 engine_id = read_request.engine_of(metadata.reqs_to_recv[request_id])
                 proofs.computing(request_id, engine_id, order)
@@ -136,9 +136,9 @@ def _update_from_kv_xfer_finished(
 ) -> Any:
     def update(output: Any) -> Any:
         news = announced(output.finished_recving or ())
-        for connector in connectors_of(instance) if news else ():
+        for scheduler in schedulers_of(instance) if news else ():
             for engine_id, block_tokens in news.values():
-                book_proof(connector.connector_scheduler, engine_id, block_tokens)
+                book_proof(scheduler, engine_id, block_tokens)
         if news:  # which are no requests
             output.finished_recving = set(output.finished_recving) - news.keys()
         return wrapped(output)

@@ -251,6 +251,11 @@ class CoreScheduler:
             return self._metadata.pop(0)
         return self._core.schedule().kv_connector_metadata
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether steps are scheduled of which the workers have not heard."""
+        return bool(self._metadata)
+
     def _tables(self, request_id: str) -> list[list[int]]:
         return [list(ids) for ids in self._core.kv_cache_manager.get_block_ids(request_id)]
 

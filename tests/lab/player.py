@@ -459,7 +459,11 @@ class Player(Engine):
 
     def hang_up(self, name: str) -> None:
         """Ends a request whose client is gone; the next step tells the workers."""
-        self._core_scheduler().abort(name)
+        core = self._core_scheduler()
+        while core.is_ahead:
+            self._step()
+        self._look(())  # all steps so far are over: none of them tells of it
+        core.abort(name)
         self.over = {name}
 
     def loaded(self, names: Sequence[str]) -> None:

@@ -308,6 +308,28 @@ def test_stock_ends_with_a_handshake(stage: Stage, lab: Lab) -> None:
         decode.watch(prompt)
 
 
+def test_a_load_fails_under_the_name_of_a_request_that_is_over(stage: Stage, lab: Lab) -> None:
+    """<= 0.11.0 a failed load is reported once its client is gone: not the one before it."""
+    if reports_failures(lab.release) or not states_layout(lab.release):
+        pytest.skip("a load can fail alone, or no unlike pair here")
+    prefill, decode = stage.prefill(unlike(lab.release)[0]), stage.decode(STAGED)
+    computed, other = stage.prompts(2, TOKENS)
+    introduce(decode, [computed], prefill)
+    retry = replace(other, name=computed.name)
+    (ask,) = prefill.compute(other)
+
+    prefill.hold()
+    decode.call("retry", Ask(retry, ask.answer))
+    assert decode.watch(retry, seconds=0.0).waiting == {retry.name}
+    prefill.die()
+    end = time.monotonic() + _OVER_SECONDS
+    while not any(retry.name in line for line in decode.watch(retry, seconds=0.1).logged):
+        assert time.monotonic() < end
+
+    seen = decode.watch(retry, seconds=1.0)
+    assert seen.waiting == {retry.name}, "its client waits, and nothing was read"
+
+
 def test_a_peer_that_hangs(stage: Stage, lab: Lab) -> None:
     """Nobody can tell it from a slow one; requests of others are not to wait for it."""
     hung, other = (stage.prefill(spec) for spec in unlike(lab.release))

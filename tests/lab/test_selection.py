@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from tests.conftest import release_of
+from tests.conftest import release_of, unit_of
 
 from .selection import Share, name_without, on_every_release, share
 
@@ -92,3 +92,10 @@ def test_a_release_is_read_from_a_tests_name() -> None:
             assert release_of(f"tests/lab/test_x.py::test_y{shape}") == release
     assert release_of("tests/lab/test_x.py::test_y[HND 16]") is None
     assert release_of("tests/contract/test_x.py::test_y[0.10.0]") is None
+
+
+def test_one_release_alone_is_spread_by_file() -> None:
+    test = "tests/lab/test_x.py::test_y[0.33.0-HND]"
+    assert unit_of(test, ["0.32.0", "0.33.0"]) == "0.33.0"
+    assert unit_of(test, ["0.33.0"]) == "tests/lab/test_x.py"
+    assert unit_of("tests/patching/test_x.py::test_y", ["0.33.0"]).endswith("test_y")

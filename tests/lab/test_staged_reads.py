@@ -25,6 +25,8 @@ SEED = 3
 # Two of the largest blocks among the cases (128 tokens of 2 heads, K and V, 16 channels
 # of float32) fit: a request of several blocks goes in many rounds, requests queue.
 POOL_BYTES = 2 * 128 * 2 * 2 * 16 * 4
+_READ_SECONDS = 0.5
+_WATCH_SECONDS = 5.0
 _TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 WAYS = {
     "direct": (("KVPATCH_TRANSFER", "direct"),),
@@ -106,6 +108,24 @@ def test_a_new_request_of_the_same_name_is_not_given_up_with_the_old_one(lab: La
         assert decode.watch(retry).received == {retry.name}
         assert decode.wrong(retry)[0] == 0
         assert decode.left().staging_bytes == 0
+
+
+def test_a_retry_under_the_name_of_a_prompt_that_was_computed(lab: Lab) -> None:
+    """<= 0.13: it is loaded before the workers hear that the first one is over."""
+    if not states_layout(lab.release) or states_block_size(lab.release):
+        pytest.skip("no unlike pair here, or none of whose prompts D computes one")
+    with Stage(lab) as stage:
+        prefill, decode = staged_pair(stage, ("KVPATCH_TRANSFER", "direct"))
+        computed, other = stage.prompts(2, 300)
+        introduce(decode, [computed], prefill)
+        (ask,) = prefill.compute(other)
+        retry = replace(other, name=computed.name)
+        assert decode.call("retry", Ask(retry, ask.answer)) == retry.tokens
+        time.sleep(_READ_SECONDS)  # the read is over before the step is
+
+        seen = decode.watch(retry, seconds=_WATCH_SECONDS)
+        assert seen.received == {retry.name}, seen
+        assert decode.wrong(retry)[0] == 0
 
 
 def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:

@@ -146,7 +146,6 @@ async def _offer_requests(pair: Pair) -> list[str]:
 
 
 @pytest.mark.engines
-@pytest.mark.quick
 def test_bad_requests_fail_alone(tmp_path: Path) -> None:
     wrong = asyncio.run(_play(tmp_path))
 

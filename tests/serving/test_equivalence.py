@@ -31,7 +31,6 @@ def _verify(work_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.engines
-@pytest.mark.quick
 def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
     done = _verify(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +57,6 @@ def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.engines
-@pytest.mark.quick
 def test_a_heterogeneous_pair_behind_host_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,13 @@ def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.quick
+def test_the_test_commands_pairs(tmp_path: Path) -> None:
+    """A like pair, larger blocks at P, and these behind host buffers."""
+    rows = _run(tmp_path, "64-64,128-32,host-128-32", "--no-stock")
+    for records in rows.values():
+        require_identical(records, layers=4)
+
+
 def test_other_block_sizes(tmp_path: Path) -> None:
     """Larger and smaller blocks at P, with prefix hits at D."""
     rows = _run(tmp_path, "128-32,32-128")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from experiments.engines import run
+from experiments.engines import recorded, run
 from experiments.engines.models import MAKERS
 from experiments.engines.pairs import ROWS, Row, Single, by_single, choose, row_setups, single_setup
 from experiments.engines.report import (
@@ -144,6 +145,30 @@ def test_json_lines_name_the_row() -> None:
     assert {line["row"] for line in lines} == {"128-32"}
     assert lines[0]["setups"]["kvpatch"]["verdict"]["identical"] is True
     assert lines[0]["setups"]["stock"]["verdict"]["identical"] is False
+
+
+def test_what_is_recorded_is_what_the_table_says() -> None:
+    rows = recorded.table_rows([_result(_GOOD)])
+    assert rows == [["128 → 32", "3 of 3 fail", "identical"]]
+    (row,) = recorded.table_rows([replace(_result(_GOOD), row=choose("64-64")[0])])
+    assert row == ["64 → 64, prefix hits", "3 of 3 fail", "identical, on stock's path"]
+    (row,) = recorded.table_rows([_result(_WRONG)])
+    assert row[2] == "not passed: 3 of 3 wrong tokens, HTTP 200"
+    assert set(recorded.TITLES) <= {row.name for row in ROWS}
+    with pytest.raises(BadOptions, match="none of .*'96-64'"):
+        recorded.require_all(["128-32"])
+
+
+def test_recording_keeps_the_form_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = json.loads(recorded.DATA.read_text())
+    assert [row[0] for row in kept["rows"]] == list(recorded.TITLES.values())
+    monkeypatch.setattr(recorded, "DATA", tmp_path / "engines.json")
+    recorded.record([_result(_GOOD)])
+    found = json.loads(recorded.DATA.read_text())
+    assert found.keys() == kept.keys() and found["columns"] == kept["columns"]
+    assert found["release"] and found["commit"] and found["rows"][0][2] == "identical"
 
 
 def test_rows_are_chosen_in_the_order_of_the_table() -> None:

@@ -21,6 +21,7 @@ from kvpatch.legacy.introducing import (
     say_what_is_open,
 )
 from kvpatch.legacy.proofs import Proofs
+from kvpatch.legacy.unstated_blocks import _update_from_kv_xfer_finished
 
 pytestmark = pytest.mark.patching
 
@@ -217,6 +218,30 @@ def test_a_request_that_is_computed_is_never_received() -> None:
     assert announcements.received({"computed", "loaded"}, set()) == {"loaded"}
     assert announcements.received({"loaded"}, {"computed"}) == {"loaded"}
     assert announcements.received({"computed"}, set()) == {"computed"}, "a new one of that id"
+
+
+def test_a_request_that_is_loaded_under_the_name_of_a_computed_one_is_received() -> None:
+    """<= 0.13 a client chooses the name, and the first may end with the step of the second."""
+    announcements = Announcements()
+    announcements.compute("chosen")
+    announcements.load("chosen")
+
+    assert announcements.received({"chosen"}, {"chosen"}) == {"chosen"}
+
+
+def test_an_announcement_is_heard_beside_a_connector_without_a_scheduler_half() -> None:
+    """A MultiConnector has other kinds too; the engine core ended at the first announcement."""
+    nixl = SimpleNamespace(connector_scheduler=_Scheduler())
+    beside = (SimpleNamespace(), SimpleNamespace(connector_scheduler=None))
+    core = SimpleNamespace(connector=SimpleNamespace(_connectors=[*beside, nixl]))
+    introductions = introductions_of(nixl.connector_scheduler, FACTS["0.13.0"])
+    assert introductions is not None and not introductions.allow("p", 5, 79)
+    output = SimpleNamespace(finished_recving={announcement("p", 64), "a request"})
+
+    _update_from_kv_xfer_finished(lambda _: None, core, (output,), {})
+
+    assert introductions.allow("p", 5, 79)
+    assert output.finished_recving == {"a request"}
 
 
 def test_no_announcement_is_lost_between_threads() -> None:

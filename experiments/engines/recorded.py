@@ -1,0 +1,84 @@
+"""What a run of all pairs showed, as the data that README's table is made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from experiments.engines.checkout import ROOT
+from experiments.engines.run import RowResult
+from kvpatch.core.errors import BadOptions
+from kvpatch.core.installed import installed_vllm
+from kvpatch.verify.compare import Verdict
+from tests.lab.played import now
+
+DATA = ROOT / "docs" / "data" / "engines.json"
+
+TITLES: Mapping[str, str] = {
+    "128-32": "128 → 32",
+    "32-128": "32 → 128",
+    "96-64": "96 → 64",
+    "64-64": "64 → 64, prefix hits",
+    "tp1-tp2": "128 → 32, D on two ranks",
+    "tp2-tp1": "32 → 128, P on two ranks",
+    "nhd-hnd-128-32": "128 in NHD → 32 in HND",
+    "window-128-32": "128 → 32, sliding window",
+    "window-32-128": "32 → 128, sliding window",
+    "2p1d": "128 and 32 → 64, two P for one D",
+    "hybrid-128-64": "128 → 64, hybrid (Mamba2 and attention)",
+    "hybrid-64-128": "64 → 128, hybrid",
+    "hybrid-64-64": "64 → 64, hybrid",
+}
+"""The pairs of the table, in its order, and what a reader sees of each."""
+
+
+def require_all(names: Sequence[str]) -> None:
+    """Raise :class:`BadOptions` unless every pair of the table is among these."""
+    missing = [name for name in TITLES if name not in names]
+    if missing:
+        raise BadOptions(f"--write: expected all pairs of the table, found none of {missing}")
+
+
+def record(results: Sequence[RowResult]) -> None:
+    """Writes the table, with the release, the day and the commit."""
+    played = now()
+    head = {
+        "made_by": "experiments/heterogeneous.sh --write",
+        "release": installed_vllm().version,
+        "date": played.date,
+        "commit": played.commit,
+        "note": "",
+        "columns": ["blocks at P → D", "stock vLLM", "kvpatch on D"],
+    }
+    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in table_rows(results))
+    text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
+    DATA.write_text(f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
+
+
+def table_rows(results: Sequence[RowResult]) -> list[list[str]]:
+    """What is shown of each pair that the table has, in its order."""
+    by_name = {result.row.name: result for result in results}
+    return [[title, *_cells(by_name[name])] for name, title in TITLES.items() if name in by_name]
+
+
+def _cells(result: RowResult) -> tuple[str, str]:
+    stock, ours = (
+        _said_of(list(result.comparison.verdicts.get(setup, {}).values()))
+        for setup in ("stock", "kvpatch")
+    )
+    is_like = all(side == result.row.decode for side in result.row.prefill)
+    if not result.passed:
+        return stock, f"not passed: {ours}"
+    return stock, f"{ours}, on stock's path" if is_like else ours
+
+
+def _said_of(verdicts: Sequence[Verdict]) -> str:
+    failed = sum(verdict.tokens == "failed" for verdict in verdicts)
+    wrong = sum(bool(verdict.tokens) for verdict in verdicts) - failed
+    if not verdicts:
+        return "not run"
+    if failed and wrong:
+        return f"{failed} of {len(verdicts)} fail, {wrong} wrong tokens, HTTP 200"
+    if failed:
+        return f"{failed} of {len(verdicts)} fail"
+    return f"{wrong} of {len(verdicts)} wrong tokens, HTTP 200" if wrong else "identical"
