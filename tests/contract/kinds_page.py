@@ -43,9 +43,9 @@ The handshake does not say so, and both call themselves FLASH_ATTN: set it on bo
 neither. AITER's shuffled fp8 caches have scales outside of the cache, which no release transfers.
 
 Played: by tests of `tests/lab`, real connectors over real NIXL with contents of that structure,
-like pairs, unlike ones and a spoilt one. What `test_layer_kinds.py` plays the release itself lays
-out (from 0.29), of specs with the fields that its models give; the models are lists of such layers.
-All devices are host memory there.
+in like pairs, in heterogeneous ones and in a spoiled one. What `test_layer_kinds.py` plays is laid
+out by the release itself (from 0.29), of specs with the fields that its models give; the models are
+lists of such layers. All devices are host memory there.
 
 | a block holds | so it is | told by | played by |
 |---|---|---|---|

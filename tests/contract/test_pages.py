@@ -74,6 +74,15 @@ class TestGenerated:
     def test_tables_are_their_datas(self, path: Path) -> None:
         assert path.read_text() == tables.with_tables(path), "run python -m tests.contract --pages"
 
+    @pytest.mark.parametrize("path", tables.pages(), ids=lambda path: path.name)
+    def test_no_row_of_a_table_is_broken(self, path: Path) -> None:
+        cells = 0
+        for line in path.read_text().splitlines():
+            found = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line)))
+            is_row = line.startswith("| ") or line.startswith("|-")
+            cells = cells or found if is_row else 0
+            assert not is_row or (found == cells and line.endswith("|")), line
+
     def test_a_table_that_was_changed_by_hand_shows(self) -> None:
         text = tables.README.read_text()
         changed = text.replace("23 of 23 fail", "23 of 23 identical", 1)

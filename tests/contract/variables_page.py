@@ -35,13 +35,10 @@ _TAIL = """
 | variable | what kvpatch does with it |
 |---|---|
 | `VLLM_PLUGINS` | where it is set, it must name `kvpatch`: vLLM loads no other plugins |
-| `ENABLE_KVCACHED`, `KVCACHED_CONTIGUOUS_LAYOUT`, `KVCACHED_PAGE_SIZE_MB` | compared with what
-kvcached's tensors are; contradictions are refused ([kvcached](../how-to/kvcached.md)) | |
-`UCX_TLS`, `UCX_NET_DEVICES` | whether a network card could register kvcached's memory ([kvcached's
-memory](../explanation/kvcached.md#network-cards)) | | `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` | `<=
-0.21`: how long a staged read may wait before P may have let go of its blocks; the same on P and D |
-| `VLLM_NIXL_SIDE_CHANNEL_HOST`, `VLLM_NIXL_SIDE_CHANNEL_PORT` | vLLM's own: where P answers
-handshakes |
+| `ENABLE_KVCACHED`, `KVCACHED_CONTIGUOUS_LAYOUT`, `KVCACHED_PAGE_SIZE_MB` | compares them with what kvcached's tensors are, and refuses contradictions ([kvcached](../how-to/kvcached.md)) |
+| `UCX_TLS`, `UCX_NET_DEVICES` | concludes whether a network card could register kvcached's memory ([kvcached's memory](../explanation/kvcached.md#network-cards)) |
+| `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` | `<= 0.21`: concludes how long a staged read may wait before P may have let go of its blocks; set it alike on P and D |
+| `VLLM_NIXL_SIDE_CHANNEL_HOST`, `VLLM_NIXL_SIDE_CHANNEL_PORT` | nothing: they are vLLM's own, and say where P answers handshakes |
 
 The experiments and tests read others, which their scripts describe: `KVPATCH_PYTHON`,
 `KVPATCH_TORCH_INDEX`, `KVPATCH_TEST_RELEASES`, `KVPATCH_TEST_SHARE`, `KVPATCH_TEST_CACHE`,

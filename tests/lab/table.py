@@ -1,6 +1,6 @@
 """``python -m tests.lab.table [--release R ...] [--processes 2] [--cells FILE] [--write]``
 
-Plays the unlike pairs of the tests on stock and with kvpatch on D, every release, and
+Plays the heterogeneous pairs of the tests on stock and with kvpatch on D, every release, and
 keeps what came of it in docs/data/heterogeneous.json, from which docs/evidence/heterogeneous.md is
 made: how many cells each makes identical, refuses, or corrupts silently. Releases that are not
 played keep their rows.
@@ -146,7 +146,7 @@ def page(found: Sequence[Cell]) -> str:
         "releases.",
         f"The pairs are a pairwise selection (seed {SEED}) of block sizes 16 to 128, layouts,",
         "backends (FlashAttention, FlashInfer, MLA), prompts, prefix hits, element sizes and",
-        "numbers of requests, and some of unlike ranks and of the CPU backend.",
+        "numbers of requests, and some of other numbers of ranks and of the CPU backend.",
         "",
         "| | identical | refused | not completed | corrupt |",
         "|---|---|---|---|---|",
