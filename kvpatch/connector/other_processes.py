@@ -8,15 +8,12 @@ not know, and reads as stock does. What it must not ignore cannot be unpickled t
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from typing import Any
 
 from kvpatch.connector.local.kv_cache_groups import counted_group
+from kvpatch.connector.recent import Recent
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import ReleaseFacts
-
-#: Engine ids are a peer's to choose; one that is forgotten is guarded again.
-_MOST_PEERS = 1024
 
 
 def require(slug: str) -> None:
@@ -35,7 +32,7 @@ def require(slug: str) -> None:
         )
 
 
-class LikePeers:
+class EqualBlockPeers:
     """The peers of one scheduler whose blocks have turned out to be as large as its own.
 
     A stock worker reads those rightly, or refuses them itself. A prompt of one block tells
@@ -44,7 +41,7 @@ class LikePeers:
     """
 
     def __init__(self) -> None:
-        self._ids: OrderedDict[str, None] = OrderedDict()
+        self._known: Recent[bool] = Recent()
 
     def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
         """Whether the peer is such a one.
@@ -54,18 +51,16 @@ class LikePeers:
             own_blocks: that the prompt would fill here.
         """
         if blocks != own_blocks:
-            self._ids.pop(engine_id, None)
+            self._known.pop(engine_id, None)
             return False
         if own_blocks > 1:
-            self._ids[engine_id] = None
-            while len(self._ids) > _MOST_PEERS:
-                self._ids.popitem(last=False)
-        return engine_id in self._ids
+            self._known[engine_id] = True
+        return engine_id in self._known
 
 
 def is_guarded(
     scheduler: Any,
-    like_peers: LikePeers,
+    equal_peers: EqualBlockPeers,
     engine_id: str,
     remote_tokens: int,
     remote_blocks: tuple[tuple[int, ...], ...],
@@ -80,4 +75,4 @@ def is_guarded(
         spec = scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec
         tokens = int(getattr(spec, "block_size", tokens))  # of several kinds has none
     own = remote_tokens // tokens if facts.loads_whole_blocks_only else -(-remote_tokens // tokens)
-    return not like_peers.learn(engine_id, len(remote_blocks[number]), own)
+    return not equal_peers.learn(engine_id, len(remote_blocks[number]), own)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvpatch.connector.other_processes import LikePeers, is_guarded, require
+from kvpatch.connector.other_processes import EqualBlockPeers, is_guarded, require
 from kvpatch.core.releases import ReleaseFacts
 
 _ORDER = "kvpatch_order"
@@ -81,13 +81,13 @@ def attach_orders(
     metadata: Any,
     facts: ReleaseFacts,
     *,
-    like_peers: LikePeers,
+    equal_peers: EqualBlockPeers,
     step: Any = None,
 ) -> None:
     """Writes each request's order onto its entry in the connector's metadata.
 
     Args:
-        like_peers: the scheduler's.
+        equal_peers: the scheduler's.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
         step: the scheduler's output, where workers have to know what D computes itself.
@@ -112,7 +112,7 @@ def attach_orders(
             _hit_tokens(request) if facts.reserves_drafted_blocks else None,
             None if has_load else computed.get(request_id),
             is_guarded=has_load
-            and is_guarded(scheduler, like_peers, engine_of(entry), held, remote, facts),
+            and is_guarded(scheduler, equal_peers, engine_of(entry), held, remote, facts),
             arrived=request.arrival_time,
         )
         setattr(entry, _ORDER, order)

@@ -16,7 +16,7 @@ from kvpatch.connector.host_buffer.scheduler import Saves
 from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.pages import Pages
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.other_processes import LikePeers
+from kvpatch.connector.other_processes import EqualBlockPeers
 from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.installed import installed_facts
@@ -81,11 +81,11 @@ class SchedulerState(_State):
 
     Attributes:
         saves: to the host buffer; None without one.
-        like_peers: whose blocks are as large as its own.
+        equal_peers: whose blocks are as large as its own.
     """
 
     saves: Saves | None = None
-    like_peers: LikePeers = field(default_factory=LikePeers)
+    equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
 
 
 @dataclass(eq=False)

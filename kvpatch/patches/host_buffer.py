@@ -26,8 +26,6 @@ Remove when:
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,18 +40,6 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 
-_LOG = logging.getLogger("kvpatch.host_buffer")
-
-#: What a release calls its table of devices.
-_TABLES = ("_NIXL_SUPPORTED_DEVICE", "_NIXL_SUPPORTED_XPUS")
-
-
-def supported_devices(module: str) -> dict[str, tuple[str, ...]] | None:
-    """The release's own table of devices, by the memory they can use; None in 0.10.0."""
-    names = vars(sys.modules[module])
-    return next((names[table] for table in _TABLES if table in names), None)
-
-
 # --- the workers ---------------------------------------------------------------
 
 
@@ -66,11 +52,10 @@ def _worker_init(
     facts: ReleaseFacts,
 ) -> None:
     def init(vllm_config: Any, *more: Any, **named: Any) -> None:
-        supported = supported_devices(facts.worker.module)
-        if not is_wanted_here(vllm_config, supported):
+        if not is_wanted_here(vllm_config, facts):
             wrapped(vllm_config, *more, **named)
             return
-        with workers.taken_for_host_memory(vllm_config, supported):
+        with workers.taken_for_host_memory(vllm_config, facts):
             wrapped(vllm_config, *more, **named)
         workers.become_plain(release_worker(instance))
         worker_state(instance).is_host_buffered = True
@@ -124,11 +109,9 @@ def _scheduler_init(
 ) -> None:
     def init(vllm_config: Any, *more: Any, **named: Any) -> None:
         wrapped(vllm_config, *more, **named)
-        if is_wanted_here(vllm_config, supported_devices(facts.worker.module)):
+        if is_wanted_here(vllm_config, facts):
             instance.use_host_buffer = False
-            scheduler_state(instance).saves = saves.Saves(
-                full_blocks_only=facts.loads_whole_blocks_only
-            )
+            scheduler_state(instance).saves = saves.Saves(facts)
 
     init(*args, **kwargs)
 
@@ -166,7 +149,7 @@ def _request_finished(
         account = links.saves_of(instance)
         if account is None:
             return answer
-        return saves.finished(account, instance.connector_scheduler, request, answer)
+        return account.finished(instance.connector_scheduler, request, answer)
 
     return finished(*args, **kwargs)
 

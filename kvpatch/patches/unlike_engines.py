@@ -118,7 +118,7 @@ def _build_connector_meta(
         waiting,
         metadata,
         facts,
-        like_peers=scheduler_state(instance).like_peers,
+        equal_peers=scheduler_state(instance).equal_peers,
         step=None if facts.states_kernel_blocks else _step(*args, **kwargs),
     )
     return metadata

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvpatch.connector.host_buffer.scheduler import Copies
-from kvpatch.connector.other_processes import LikePeers
+from kvpatch.connector.other_processes import EqualBlockPeers
 from kvpatch.connector.read_request import Order
+from kvpatch.connector.recent import MOST_ENGINES
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import FACTS, RELEASES
 
@@ -81,7 +82,7 @@ def test_a_process_that_leaves_the_patch_out_does_not(tmp_path: Path) -> None:
 
 
 def test_likeness_is_learnt_from_prompts_of_several_blocks() -> None:
-    peers = LikePeers()
+    peers = EqualBlockPeers()
     assert not peers.learn("P", 1, 1)  # tells nothing
     assert peers.learn("P", 3, 3)
     assert peers.learn("P", 1, 1)
@@ -91,9 +92,9 @@ def test_likeness_is_learnt_from_prompts_of_several_blocks() -> None:
 
 
 def test_peers_are_forgotten_in_the_end() -> None:
-    peers = LikePeers()
+    peers = EqualBlockPeers()
     assert peers.learn("first", 2, 2)
-    for number in range(2000):
+    for number in range(MOST_ENGINES):
         peers.learn(str(number), 2, 2)
     assert not peers.learn("first", 1, 1)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpatch.connector.host_buffer.groups import GroupBlocks
+from kvpatch.connector.host_buffer.groups import PublishedGroup
 from kvpatch.connector.host_buffer.host_block_table import SlotTable
 from kvpatch.connector.host_buffer.policy import block_bytes_of, is_wanted, refuse_shares, rows_in
 from kvpatch.connector.host_buffer.scheduler import Saves
@@ -19,7 +19,13 @@ from kvpatch.connector.host_buffer.usage import UsageLog
 from kvpatch.connector.host_buffer.worker import is_own
 from kvpatch.connector.host_buffer_links import put_back
 from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.releases import FACTS
 
+ALONE = {
+    "decode_context_parallel_size": 1,
+    "prefill_context_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+}
 KNOWN = frozenset({"cuda", "tpu", "cpu"})
 
 
@@ -66,16 +72,12 @@ class TestIsWanted:
 
 @pytest.mark.parametrize(
     "share",
-    [
-        "decode_context_parallel_size",
-        "prefill_context_parallel_size",
-        "pipeline_parallel_size",
-    ],
+    list(ALONE),
 )
 def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     with pytest.raises(HostBufferRefused, match=share):
-        refuse_shares(SimpleNamespace(**{share: 2}))
-    refuse_shares(SimpleNamespace(**{share: 1}))
+        refuse_shares(SimpleNamespace(**ALONE | {share: 2}), FACTS["0.12.0"])
+    refuse_shares(SimpleNamespace(**ALONE), FACTS["0.12.0"])
 
 
 class TestOwnOperation:
@@ -111,6 +113,10 @@ class TestOwnOperation:
         assert is_own(vllms)
 
 
+def _plan(*tensors: Any) -> Any:
+    return SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)
+
+
 class TestRows:
     def test_as_many_as_the_budget_holds(self) -> None:
         assert rows_in(1000, 100, 50) == 10
@@ -123,33 +129,39 @@ class TestRows:
             rows_in(199, 100, 50)
 
     def test_tensors_of_their_own_are_added(self) -> None:
-        tensors = [SimpleNamespace(size=400), SimpleNamespace(size=800)]
-        assert block_bytes_of(SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)) == 300
+        plan = _plan(SimpleNamespace(size=400), SimpleNamespace(size=800))
+        assert block_bytes_of(plan, FACTS["0.28.0"]) == 300
 
     def test_ranges_of_one_allocation_are_counted_once(self) -> None:
-        tensors = [SimpleNamespace(size=800, layer_stride=8) for _ in range(2)]
-        assert block_bytes_of(SimpleNamespace(kv_cache_tensors=tensors, num_blocks=4)) == 200
+        plan = _plan(SimpleNamespace(size=800), SimpleNamespace(size=800))
+        assert block_bytes_of(plan, FACTS["0.29.0"]) == 200
+
+    def test_tensors_in_host_memory_are_not_counted(self) -> None:
+        ours = SimpleNamespace(size=800, host_resident=False)
+        plan = _plan(ours, SimpleNamespace(size=8000, host_resident=True))
+        assert block_bytes_of(plan, FACTS["0.30.0"]) == 200
 
 
-class TestGroupBlocks:
-    FULL = GroupBlocks(block_tokens=16, last_blocks=0)
-    WINDOW = GroupBlocks(block_tokens=16, last_blocks=2)
+class TestPublishedGroup:
+    FULL = PublishedGroup(block_tokens=16, last_blocks=0)
+    WINDOW = PublishedGroup(block_tokens=16, last_blocks=2)
 
     def test_a_chunk_makes_the_blocks_ready_that_it_completes(self) -> None:
-        found = self.FULL.ready([5, 6, 7], end=40, prompt_tokens=60, full_blocks_only=False)
+        found = self.FULL.ready([5, 6, 7], end=40, prompt_tokens=60)
         assert found == [5, 6]
 
     @pytest.mark.parametrize(("full_only", "expected"), [(False, [5, 6, 7]), (True, [5, 6])])
     def test_the_last_chunk_completes_the_last_block(
         self, full_only: bool, expected: list[int]
     ) -> None:
-        found = self.FULL.ready([5, 6, 7], end=40, prompt_tokens=40, full_blocks_only=full_only)
+        group = replace(self.FULL, full_blocks_only=full_only)
+        found = group.ready([5, 6, 7], end=40, prompt_tokens=40)
         assert found == expected
 
     def test_of_a_window_the_end_is_saved_at_the_end(self) -> None:
         blocks = [0, 0, 7, 8]
-        assert not self.WINDOW.ready(blocks, end=50, prompt_tokens=60, full_blocks_only=False)
-        found = self.WINDOW.ready(blocks, end=60, prompt_tokens=60, full_blocks_only=False)
+        assert not self.WINDOW.ready(blocks, end=50, prompt_tokens=60)
+        found = self.WINDOW.ready(blocks, end=60, prompt_tokens=60)
         assert found == [7, 8]
 
     def test_what_is_computed_in_a_block_rewrites_it_and_those_behind_it(self) -> None:
@@ -159,9 +171,9 @@ class TestGroupBlocks:
 
     @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (16, 1), (17, 2), (100, 7)])
     def test_needed(self, tokens: int, expected: int) -> None:
-        assert self.FULL.needed(tokens, full_blocks_only=False) == expected
-        assert self.FULL.needed(tokens, full_blocks_only=True) == tokens // 16
-        assert self.WINDOW.needed(tokens, full_blocks_only=False) == min(2, expected)
+        assert self.FULL.needed(tokens) == expected
+        assert replace(self.FULL, full_blocks_only=True).needed(tokens) == tokens // 16
+        assert self.WINDOW.needed(tokens) == min(2, expected)
 
 
 @dataclass(eq=False)
@@ -192,7 +204,7 @@ def test_held_requests_come_back_to_their_places_behind_preempted_ones() -> None
 
 def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
     with pytest.raises(HostBufferRefused, match="Scheduler"):
-        Saves(full_blocks_only=False).admit(
+        Saves(FACTS["0.33.0"]).admit(
             SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
         )
 

@@ -6,11 +6,12 @@ own, from the same facts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
 from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.releases import ReleaseFacts
 
 #: Row 0 is for vLLM's null block, whose number is 0 in every table of blocks.
 NULL_ROWS = 1
@@ -51,11 +52,16 @@ def is_wanted(
     return True
 
 
-def is_wanted_here(vllm_config: Any, supported: Mapping[str, Any] | None) -> bool:
-    """As :func:`is_wanted`, for this process's platform.
+def supported_devices(facts: ReleaseFacts) -> dict[str, tuple[str, ...]] | None:
+    """The release's own table of devices, by the memory they can use; None in 0.10.0."""
+    if not facts.device_table:
+        return None
+    found: dict[str, tuple[str, ...]] = vars(sys.modules[facts.worker.module])[facts.device_table]
+    return found
 
-    Args:
-        supported: the release's own table of devices; None where it has none (0.10.0).
+
+def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
+    """As :func:`is_wanted`, for this process's platform.
 
     Raises:
         HostBufferRefused: it is forbidden where it is needed, or not possible here.
@@ -65,31 +71,25 @@ def is_wanted_here(vllm_config: Any, supported: Mapping[str, Any] | None) -> boo
     wanted = is_wanted(
         settings.host_buffer(),
         str(current_platform.device_type),
-        # No choice in 0.10.0, which registers everything as CUDA's memory.
-        getattr(vllm_config.kv_transfer_config, "kv_buffer_device", "cuda") or "cuda",
-        frozenset(("cuda",) if supported is None else supported),
+        vllm_config.kv_transfer_config.kv_buffer_device or "cuda",
+        # 0.10.0 registers everything as CUDA's memory.
+        frozenset(supported_devices(facts) or ("cuda",)),
     )
     if wanted:
-        refuse_shares(vllm_config.parallel_config)
+        refuse_shares(vllm_config.parallel_config, facts)
     return wanted
 
 
-#: Ranks that hold other tokens or layers than the scheduler's own count of blocks tells.
-_SHARES = (
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-    "pipeline_parallel_size",
-)
-
-
-def refuse_shares(parallel_config: Any) -> None:
+def refuse_shares(parallel_config: Any, facts: ReleaseFacts) -> None:
     """Refuses ranks whose blocks are not alike.
+
+    They hold other tokens or layers than the scheduler's own count of blocks tells.
 
     Raises:
         HostBufferRefused: there are some.
     """
-    for name in _SHARES:
-        size = getattr(parallel_config, name, 1)  # some came with later releases
+    for name in (*facts.context_sizes, "pipeline_parallel_size"):
+        size = getattr(parallel_config, name)
         if size > 1:
             raise HostBufferRefused(
                 f"{name} is {size}, and blocks go through a host buffer where all ranks have the "
@@ -118,13 +118,13 @@ def rows_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
     return rows
 
 
-def block_bytes_of(plan: Any) -> int:
+def block_bytes_of(plan: Any, facts: ReleaseFacts) -> int:
     """Bytes of one block over all tensors of a worker, from the scheduler's plan.
 
     <= 0.28 each tensor of the plan is memory of its own. From 0.29 on they are ranges of
     one allocation, which each of them states.
     """
-    tensors = [t for t in plan.kv_cache_tensors if not getattr(t, "host_resident", False)]
-    sizes = [int(tensor.size) for tensor in tensors]
-    total = max(sizes) if hasattr(tensors[0], "layer_stride") else sum(sizes)
+    tensors = plan.kv_cache_tensors
+    sizes = [int(t.size) for t in tensors if not (facts.names_regions and t.host_resident)]
+    total = max(sizes) if facts.plans_transfers else sum(sizes)
     return total // int(plan.num_blocks)

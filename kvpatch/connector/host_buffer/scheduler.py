@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
-from kvpatch.connector.host_buffer.groups import GroupBlocks
+from kvpatch.connector.host_buffer.groups import PublishedGroup
 from kvpatch.connector.host_buffer.host_block_table import SlotTable
 from kvpatch.connector.host_buffer.policy import NULL_ROWS, block_bytes_of, rows_in
 from kvpatch.connector.host_buffer.usage import UsageLog
+from kvpatch.connector.local.kv_cache_groups import transferred_groups
 from kvpatch.connector.other_processes import require
 from kvpatch.connector.read_request import groups
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
+from kvpatch.core.releases import ReleaseFacts
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 _ATTRIBUTE = "kvpatch_saves"
@@ -56,14 +58,10 @@ def copies_of(metadata: Any) -> Copies | None:
 
 
 class Saves:
-    """The host buffer as one connector's scheduler half sees it.
+    """The host buffer as one connector's scheduler half sees it."""
 
-    Args:
-        full_blocks_only: whether a last, partly filled block is not published (0.10.0).
-    """
-
-    def __init__(self, *, full_blocks_only: bool) -> None:
-        self._full_blocks_only = full_blocks_only
+    def __init__(self, facts: ReleaseFacts) -> None:
+        self._facts = facts
         self._core: ReferenceType[Any] | None = None
         self._table: SlotTable | None = None
         self._rows = 0
@@ -71,7 +69,7 @@ class Saves:
         self._is_used = False
         #: Why requests that are not over yet are not saved.
         self._refusals: dict[str, str] = {}
-        self._groups: tuple[GroupBlocks, ...] = ()
+        self._groups: tuple[PublishedGroup, ...] = ()
         self._usage = UsageLog()
 
     @property
@@ -96,14 +94,15 @@ class Saves:
     def link(self, core: Any, connector_scheduler: Any) -> None:
         """Learns the blocks and their sizes from vLLM's scheduler."""
         plan = core.kv_cache_config
-        self._block_bytes = block_bytes_of(plan)
+        self._block_bytes = block_bytes_of(plan, self._facts)
         self._rows = rows_in(settings.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks))
         self._table = SlotTable(self._rows - NULL_ROWS)
-        found = getattr(plan, "transfer_groups", plan.kv_cache_groups)
-        windows = getattr(connector_scheduler, "blocks_per_sw", None) or [0] * len(found)
-        clips = getattr(connector_scheduler, "_is_hma_required", False)
+        found = transferred_groups(plan, self._facts)
+        clips = self._facts.has_cache_groups and connector_scheduler._is_hma_required
+        windows = connector_scheduler.blocks_per_sw if clips else [0] * len(found)
+        full_only = self._facts.loads_whole_blocks_only
         self._groups = tuple(
-            GroupBlocks(int(group.kv_cache_spec.block_size), int(window) if clips else 0)
+            PublishedGroup(int(group.kv_cache_spec.block_size), int(window), full_only)
             for group, window in zip(found, windows, strict=True)
         )
         self._core = ref(core)
@@ -135,14 +134,13 @@ class Saves:
 
     def _needed(self, request: Any) -> int:
         tokens = self._tokens(request)
-        return sum(
-            group.needed(tokens, full_blocks_only=self._full_blocks_only) for group in self._groups
-        )
+        return sum(group.needed(tokens) for group in self._groups)
 
     def _tokens(self, request: Any) -> int:
         """That the request has blocks for, drafted ones included."""
         core = self._core() if self._core is not None else None
-        return tokens_to_compute(request) + int(getattr(core, "num_lookahead_tokens", 0) or 0)
+        drafted = 0 if core is None else int(core.num_lookahead_tokens)
+        return tokens_to_compute(request) + drafted
 
     # -- each step -----------------------------------------------------------
 
@@ -172,9 +170,7 @@ class Saves:
             end = request.num_computed_tokens + count
             is_last |= end >= request.num_prompt_tokens
             for group, blocks in zip(self._groups, tables, strict=True):
-                ready = group.ready(
-                    blocks, end, request.num_prompt_tokens, full_blocks_only=self._full_blocks_only
-                )
+                ready = group.ready(blocks, end, request.num_prompt_tokens)
                 try:
                     pairs += self._table.save(request.request_id, ready)
                 except NotReserved as error:  # it is not published then
@@ -190,13 +186,14 @@ class Saves:
         self._usage.look(self._table)
 
     def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
-        found = core.kv_cache_manager.get_block_ids(request_id)
-        select = getattr(core.kv_cache_config, "select_transfer_block_ids", None)  # from 0.29
-        return found if select is None else select(found)  # type: ignore[no-any-return]
+        found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request_id)
+        if self._facts.plans_transfers:
+            found = core.kv_cache_config.select_transfer_block_ids(found)
+        return found
 
     # -- the end -------------------------------------------------------------
 
-    def publish(self, request: Any, params: dict[str, Any]) -> None:
+    def _publish(self, request: Any, params: dict[str, Any]) -> None:
         """Gives D the rows of a finished request's blocks in place of the blocks.
 
         Raises:
@@ -206,9 +203,8 @@ class Saves:
         if not blocks or not any(groups(blocks)):
             return
         tokens = self._tokens(request)
-        full = self._full_blocks_only
         rows = [
-            self._rows_of(request.request_id, group.asked_for(found, tokens, full_blocks_only=full))
+            self._rows_of(request.request_id, group.asked_for(found, tokens))
             for group, found in zip(self._groups, groups(blocks), strict=True)
         ]
         is_grouped = hasattr(blocks[0], "__len__")
@@ -220,7 +216,29 @@ class Saves:
         # A window's list begins with null blocks.
         return [next(rows) + NULL_ROWS if block else 0 for block in blocks]
 
-    def refusal(self, request_id: str) -> dict[str, Any] | None:
+    def finished(
+        self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
+    ) -> tuple[bool, Any]:
+        """The connector's answer to a finished request, with rows in place of blocks.
+
+        One whose blocks were not saved is let go of at once, and nobody is told of it.
+        """
+        keeps_blocks, params = answer
+        if not keeps_blocks or not params:
+            self.release(request.request_id)
+            return keeps_blocks, params or self._refusal(request.request_id)
+        try:
+            self._publish(request, params)
+        except NotSaved as error:
+            _LOG.error("request %s is not published: %s", request.request_id, error)
+            connector_scheduler._reqs_need_send.pop(request.request_id, None)
+            if self._facts.books_unprocessed:
+                connector_scheduler._reqs_not_processed.add(request.request_id)
+            self.release(request.request_id)
+            return False, None
+        return answer
+
+    def _refusal(self, request_id: str) -> dict[str, Any] | None:
         """What to answer, once, to a request that could never be saved; None for any other.
 
         Whoever passes it on to a decode engine asks that for an ordinary answer.
@@ -255,27 +273,3 @@ def is_to_be_read(request: Any) -> bool:
     """Whether a decode engine will read this request's blocks."""
     params = request.kv_transfer_params
     return bool(params and params.get("do_remote_decode"))
-
-
-def finished(
-    saves: Saves, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
-) -> tuple[bool, Any]:
-    """The connector's answer to a finished request, with rows in place of blocks.
-
-    One whose blocks were not saved is let go of at once, and nobody is told of it.
-    """
-    keeps_blocks, params = answer
-    if not keeps_blocks or not params:
-        saves.release(request.request_id)
-        return keeps_blocks, params or saves.refusal(request.request_id)
-    try:
-        saves.publish(request, params)
-    except NotSaved as error:
-        _LOG.error("request %s is not published: %s", request.request_id, error)
-        connector_scheduler._reqs_need_send.pop(request.request_id, None)
-        dropped = getattr(connector_scheduler, "_reqs_not_processed", None)  # from 0.11.1
-        if dropped is not None:
-            dropped.add(request.request_id)
-        saves.release(request.request_id)
-        return False, None
-    return answer

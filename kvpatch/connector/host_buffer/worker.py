@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from kvpatch.connector.host_buffer.policy import rows_in
+from kvpatch.connector.host_buffer.policy import rows_in, supported_devices
 from kvpatch.connector.host_buffer.scheduler import Copies
 from kvpatch.connector.kvcached.pages import Pages, pages_behind
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
@@ -20,6 +20,7 @@ from kvpatch.connector.local.registered_caches import LayerCache, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.transfer.own_copies import Operation
 from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
@@ -193,16 +194,11 @@ def blocks_of(layers: Mapping[str, LayerCache], planned: int | None, parts: int)
 
 
 @contextmanager
-def taken_for_host_memory(
-    vllm_config: Any, supported: MutableMapping[str, tuple[str, ...]] | None
-) -> Iterator[None]:
-    """While inside, a worker can be made for this device, whatever the release knows of it.
-
-    Args:
-        supported: the release's table of devices and the memory they can use.
-    """
+def taken_for_host_memory(vllm_config: Any, facts: ReleaseFacts) -> Iterator[None]:
+    """While inside, a worker can be made for this device, whatever the release knows of it."""
     from vllm.platforms import current_platform
 
+    supported = supported_devices(facts)
     if supported is None:  # 0.10.0 does not ask
         yield
         return
