@@ -45,21 +45,14 @@ async def _ready(
 
 
 def progress_bar(console: Console) -> Progress:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich import progress
 
-    return Progress(
-        SpinnerColumn(finished_text="*"),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+    return progress.Progress(
+        progress.SpinnerColumn(finished_text="*"),
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=20),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
         console=console,
     )
 
