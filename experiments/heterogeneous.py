@@ -70,7 +70,7 @@ def heterogeneous(asked: Asked) -> None:
             max_tokens=asked.max_tokens,
             startup_timeout_s=asked.startup_timeout,
         )
-        results = show_pairs(chosen, options, console, "matrix", with_stock=asked.stock)
+        results = show_pairs(chosen, options, console, "heterogeneous", with_stock=asked.stock)
     if asked.write:
         record(results)
     if not all_passed(results):

@@ -41,7 +41,7 @@ def _run(work_dir: Path, rows: str, *options: str) -> dict[str, list[dict[str, A
     )
     assert done.returncode == 0, done.stdout + done.stderr
     records: dict[str, list[dict[str, Any]]] = {}
-    for line in (work_dir / "matrix.jsonl").read_text().splitlines():
+    for line in (work_dir / "heterogeneous.jsonl").read_text().splitlines():
         record = json.loads(line)
         records.setdefault(record["row"], []).append(record)
     assert list(records) == rows.split(",")
