@@ -30,7 +30,9 @@ What a block holds decides what may be done with it:
 - **rows of tokens** are paired by token with blocks of any size and layout, split over any ranks,
   and zeroed behind the last token;
 - **whole blocks** move whole, between equal kernel blocks and equal heads, and are never cut nor
-  zeroed; a peer with other ones is refused with the words below;
+  zeroed; a peer with other ones is refused with the words below. Where smaller ones **join**, one
+  behind the other, to a larger one, vLLM from 0.32 on reads a P of smaller blocks rightly, and such
+  a P is left to it; kvpatch hands it the blocks that belong together;
 - **recurrent state** is one for all tokens, and moves whole too.
 
 A backend or a `KVCacheSpec` that is not here (an out-of-tree platform's, or a new release's) may
@@ -83,4 +85,4 @@ def kinds() -> Mapping[Kind, list[str]]:
 
 
 def _heads(kind: Kind) -> str:
-    return ", heads mixed" if kind.mixes_heads else ""
+    return (", heads mixed" if kind.mixes_heads else "") + (", which join" if kind.joins else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +283,11 @@ POOLED = LayerKind(
     lambda tensor, spec: rows_of_states(tensor, spec, _POOLED),
     has_heads=True,
 )
+POOLED_WINDOW = replace(
+    POOLED,
+    spec="SlidingWindowSpec",
+    fields=lambda spec: {**POOLED.fields(spec), "sliding_window": 64},  # in tokens
+)
 COMPOSITE = LayerKind(
     _named("v1.attention.backends.triton_flash_attn", "TritonFlashAttentionBackend"),
     "FullAttentionSpec",
@@ -304,5 +309,6 @@ KINDS: Mapping[str, LayerKind] = {
     "fp4 by head": FP4_BY_HEAD,
     "packed": PACKED,
     "pooled": POOLED,
+    "pooled window": POOLED_WINDOW,
     "composite": COMPOSITE,
 }

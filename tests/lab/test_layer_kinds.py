@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 #: Blocks that hold one request of the longest kind, and some.
 _LATENTS = EngineSpec("mla", "BLHNC", block_tokens=256, planned_blocks=12, layers=4, head_dim=64)
 _HEADS = EngineSpec("flash", "HND", planned_blocks=40, layers=2)
+_POOLED = replace(_HEADS, kinds=("pooled",))
 _BESIDE = EngineSpec("flash", "BLHNC", block_tokens=64, planned_blocks=30, layers=2)
 _IDENTICAL: tuple[Outcome, str] = ("identical", "")
 
@@ -112,7 +113,7 @@ _MODELS = {
         prompt_tokens=300,
     ),
     "whisper": Model(
-        replace(_HEADS, kinds=("pooled",)),
+        _POOLED,
         ("refused", "several positions to a token, and move whole"),
         _everywhere(*_IDENTICAL),
     ),
@@ -178,3 +179,43 @@ def test_other_ranks(lab: Lab, model: Model, ranks: tuple[int, int]) -> None:
     p, d = ranks
 
     _assert_came(_play(lab, model, {"tp_size": p}, {"tp_size": d}), model.ranks[ranks])
+
+
+# -- smaller blocks of pooled tokens (Whisper): behind one another they are a larger one ----------
+
+_ENOUGH = replace(_POOLED, planned_blocks=100)
+_JOINED = {
+    "alone": _ENOUGH,
+    "tokens before heads": replace(_ENOUGH, layout="NHD"),
+    "beside rows": replace(_ENOUGH, kinds=("", "pooled")),
+    # As Voxtral has them; kvpatch itself would read such a cache, but for these layers.
+    "in windows": replace(
+        _ENOUGH,
+        kinds=("", "pooled window"),
+        has_own_tables=True,
+        window_tokens=(128, 0),
+        window_shape=(4, 128),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _JOINED)
+def test_smaller_blocks_of_pooled_tokens(lab: Lab, name: str) -> None:
+    """Left to the release where it joins smaller blocks rightly, from 0.32 on; else refused.
+
+    A request with a prefix hit, which the release pairs wrongly, is mended as one of rows is.
+    """
+    if not has_named_layouts(lab.release):
+        pytest.skip("this release registers no such cache")
+    engine = _JOINED[name]
+    joins = Version(lab.release) >= Version("0.32")
+    case = Case(f"pooled, {name}", engine, replace(engine, block_tokens=32), prompt_tokens=100)
+    expected = _IDENTICAL if joins else ("refused", "several positions to a token, and move whole")
+
+    # What makes it right to leave it: the release alone is.
+    assert (lab.run(case).outcome == "identical") is joins
+    _assert_came(lab.run(case.patched(*SLUGS, prefill=False)), expected)
+    if not engine.is_hybrid:
+        hit = replace(case, prefix_hit_tokens=32)
+        assert lab.run(hit).outcome != "identical"
+        _assert_came(lab.run(hit.patched(*SLUGS, prefill=False)), expected)

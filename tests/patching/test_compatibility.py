@@ -92,6 +92,7 @@ def with_states() -> LocalGeometry:
 
 
 _INDEXER = Kind(Holds.WHOLE, "an indexer's values and scales")
+_POOLED = Kind(Holds.WHOLE, "several positions to a token", joins=True)
 _CUTS = KernelSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
 
 #: name: our side, the peer, what becomes of it; of a refusal the words of its cure.
@@ -281,6 +282,9 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, Outline | Statement, Any]] = {
         replace(OUTLINE, block_tokens=64), Stock,
     ),
     "no number of tokens": (UNREAD, replace(OUTLINE, block_tokens="8"), Stock),
+    "smaller blocks that join": (
+        replace(UNREAD, kinds=lambda: {"a": _POOLED}), replace(OUTLINE, block_tokens=8), Stock,
+    ),
 }  # fmt: skip
 
 
@@ -289,6 +293,33 @@ def test_what_becomes_of_a_peer_that_we_do_not_read(name: str) -> None:
     ours, theirs, expected = UNREAD_PEERS[name]
 
     _says(decide(ours, theirs, NEWEST), expected)
+
+
+@pytest.mark.parametrize(("kinds", "block_tokens"), [((_POOLED, _INDEXER), 8), ((_POOLED,), 64)])
+def test_what_joins_is_cut_by_nobody(kinds: tuple[Kind, ...], block_tokens: int) -> None:
+    """Smaller blocks beside what does not join, and larger ones."""
+    ours = replace(UNREAD, kinds=lambda: dict(zip("ab", kinds, strict=False)))
+
+    found = decide(ours, replace(OUTLINE, block_tokens=block_tokens), NEWEST)
+
+    assert isinstance(found, Refuse)
+    assert f"{kinds[-1].contents}, and move whole: use one block size" in found.reason
+
+
+def test_what_joins_is_the_releases_beside_what_we_read() -> None:
+    """Smaller blocks, on a release that joins them rightly, and not through a host buffer."""
+    ours, theirs = whole(_POOLED), peer(block_tokens=8)
+
+    _says(decide(ours, theirs, NEWEST), Stock)
+    for refused in (
+        decide(ours, theirs, FACTS["0.31.0"]),
+        decide(ours, peer(block_tokens=64), NEWEST),
+        decide(whole(_INDEXER), theirs, NEWEST),
+        decide(replace(ours, reads_all=True), theirs, NEWEST),
+        decide(ours, peer(block_tokens=8, kv_cache_layout="LBNHC"), NEWEST),
+    ):
+        assert isinstance(refused, Refuse), refused
+        assert "move whole" in refused.reason
 
 
 def test_a_refusal_is_what_the_release_makes_a_failed_handshake_of() -> None:

@@ -74,6 +74,24 @@ def test_what_vllm_derives_may_hold_something_else() -> None:
     assert kind_of_backend(backend(f"{prefix}FlashAttentionBackend", FLASH)) == kind
 
 
+def test_pooled_tokens_join_where_the_backends_blocks_are_of_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ((prefix, kind),) = DERIVED.items()
+
+    def pooled(name: str) -> type:
+        return backend(f"{prefix}{name}", backend(name))
+
+    flash = pooled("FlashAttentionBackend")
+    assert kind_of(worker(flash), "a") == kind and kind.joins
+    assert not kind_of(worker(flash, dtype="nvfp4"), "a").joins
+    assert not kind_of(worker(flash), "a", has_slots=True).joins
+    assert not kind_of_backend(pooled("RocmAttentionBackend")).joins
+    assert kind_of_backend(pooled("AiterFlashAttentionBackend")).joins
+    monkeypatch.setattr("kvpatch.connector.local.kinds_of_layers._is_set", lambda variable: True)
+    assert not kind_of_backend(pooled("AiterFlashAttentionBackend")).joins
+
+
 @pytest.mark.parametrize(
     "found",
     [

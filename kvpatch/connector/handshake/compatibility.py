@@ -21,7 +21,14 @@ from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import CutBlocks, PeerRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, Plane, inner_layout, overlaps_of
+from kvpatch.geometry import (
+    LAYER_BY_LAYER,
+    NAMED_LAYOUTS,
+    KeyOrder,
+    Plane,
+    inner_layout,
+    overlaps_of,
+)
 
 # --- what is decided ------------------------------------------------------------------
 
@@ -149,7 +156,7 @@ def decide(
     """What becomes of one rank of a peer."""
     try:
         if isinstance(local, UnreadCache):
-            return _of_unread(local, remote)
+            return _of_unread(local, remote, facts)
         if isinstance(remote, Outline):
             return Stock()
         return _of_read(local, remote, facts)
@@ -178,6 +185,8 @@ def _of_read(local: LocalCache, stated: Statement, facts: ReleaseFacts) -> Decis
     if found.is_open:
         return _to_prove(local, found, facts)
     if is_like(ours, peer) and not local.reads_all:
+        return Stock(peer)
+    if _is_joined(local, peer, facts):
         return Stock(peer)
     _check_heterogeneous(local, peer, facts)
     return Read(mapping_of(local, peer))
@@ -236,6 +245,25 @@ def mapping_of(local: LocalCache, peer: Statement) -> Rank:
         )
     planes = tuple(plane for region in regions for plane in region)
     return Rank(peer, planes, overlaps, states=states)
+
+
+def _is_joined(local: LocalCache, peer: Statement, facts: ReleaseFacts) -> bool:
+    """Whether the release joins smaller blocks of whose layers some move whole, but for that.
+
+    Raises:
+        PeerRefused: it would be read by nobody whatever its blocks.
+    """
+    ours = local.geometry
+    whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
+    return (
+        bool(whole)
+        and all(kind.joins for kind in whole)
+        and facts.pairs_heads_by_layout
+        and not (local.reads_all or local.is_shown)
+        and ours.layout in LAYER_BY_LAYER
+        and _is_smaller(peer, ours.block_tokens)
+        and is_like(ours, replace(peer, block_tokens=ours.block_tokens))
+    )
 
 
 def _check_heterogeneous(local: LocalCache, peer: Statement, facts: ReleaseFacts) -> None:
@@ -377,7 +405,7 @@ def _refuse_unproven_split(ours: LocalGeometry, peer: Statement) -> None:
 # --- a cache that the release alone reads ---------------------------------------------------
 
 
-def _of_unread(local: UnreadCache, remote: Statement | Outline) -> Decision:
+def _of_unread(local: UnreadCache, remote: Statement | Outline, facts: ReleaseFacts) -> Decision:
     if local.needs_reader:
         raise PeerRefused(
             f"engine {remote.engine_id} cannot be read: this engine's cache is "
@@ -390,7 +418,9 @@ def _of_unread(local: UnreadCache, remote: Statement | Outline) -> Decision:
     same_tokens = remote.block_tokens in (None, local.block_tokens)
     same_layout = remote.layout in (None, local.layout)
     if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
-        _refuse_cut_blocks(local, remote, same_tokens=same_tokens)
+        # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
+        joins = facts.pairs_heads_by_layout and _is_smaller(remote, local.block_tokens)
+        _refuse_cut_blocks(local, remote, same_tokens=same_tokens, joins=joins)
     if local.knows_keys:
         _check_smaller(remote, local.block_tokens, local.misreads_smaller)
     return Stock()
@@ -409,12 +439,14 @@ def _refuse_packed_keys(local: UnreadCache, remote: Statement | Outline) -> None
 
 
 def _refuse_cut_blocks(
-    local: UnreadCache, remote: Statement | Outline, *, same_tokens: bool
+    local: UnreadCache, remote: Statement | Outline, *, same_tokens: bool, joins: bool
 ) -> None:
     """The release would cut what moves whole."""
     for layer, kind in local.kinds().items():
         try:
-            _check_uncut(local, remote, layer, kind, same_tokens=same_tokens)
+            _check_uncut(
+                local, remote, layer, kind, same_tokens=same_tokens or (kind.joins and joins)
+            )
         except CutBlocks as error:
             engine = f"{remote.engine_id!r:.200}"
             raise PeerRefused(f"engine {engine} cannot be read: {error}") from error
@@ -452,19 +484,24 @@ def _check_uncut(
         )
 
 
+def _is_smaller(remote: Statement | Outline, block_tokens: int) -> bool:
+    theirs = remote.block_tokens
+    return isinstance(theirs, int) and theirs < block_tokens
+
+
 def _check_smaller(
     remote: Statement | Outline, block_tokens: int, misreads_smaller: Callable[[], str]
 ) -> None:
     """Refuses a peer of smaller blocks of which the release reads every request wrongly."""
-    theirs = remote.block_tokens
-    if not isinstance(theirs, int) or theirs >= block_tokens:
+    if not _is_smaller(remote, block_tokens):
         return
     reason = misreads_smaller()
     if reason:
         raise PeerRefused(
-            f"engine {remote.engine_id!r:.200} cannot be read: it has blocks of {theirs} tokens, "
-            f"we have {block_tokens}, this engine's cache is not one that kvpatch reads into "
-            "(a host buffer, context parallelism, layers that share caches, or recurrent state in "
-            f"layout BLHNC or over unlike ranks), and this vLLM {reason}",
+            f"engine {remote.engine_id!r:.200} cannot be read: it has blocks of "
+            f"{remote.block_tokens} tokens, we have {block_tokens}, this engine's cache is not one "
+            "that kvpatch reads into (a host buffer, context parallelism, layers that share "
+            "caches, or recurrent state in layout BLHNC or over unlike ranks), and "
+            f"this vLLM {reason}",
             "use one --block-size on both sides",
         )

@@ -33,12 +33,15 @@ class Kind:
         mixes_heads: whether the heads of a rank are not apart in a block, so that no part of it
             is a rank's that holds fewer.
         is_known: whether it is in the table.
+        joins: whether smaller blocks behind one another are a larger one, as those of rows are,
+            so that a release that joins these does so rightly.
     """
 
     holds: Holds
     contents: str
     mixes_heads: bool = False
     is_known: bool = True
+    joins: bool = False
 
 
 ROWS = Kind(Holds.ROWS, "keys and values of each token")
@@ -58,7 +61,7 @@ FP4 = Kind(
     mixes_heads=True,
 )
 _FP4_BY_HEAD = Kind(Holds.WHOLE, "packed values of all tokens of a head, then their scales")
-_POOLED = Kind(Holds.WHOLE, "several positions to a token")
+_POOLED = Kind(Holds.WHOLE, "several positions to a token", joins=True)
 #: Of a backend that is made of others whose blocks are not of one kind.
 OF_SEVERAL = Kind(Holds.WHOLE, "what two backends hold")
 _NONE = Kind(Holds.WHOLE, "nothing of its own")
@@ -213,7 +216,7 @@ DERIVES = re.compile(
     r"(ChunkedLocalAttention_(\d+_)+|CrossAttention_|EncoderOnlyAttention_|StaticSink_|FastPrefill)+"
 )
 
-#: The same, of those whose blocks hold something else.
+#: The same, of those whose blocks hold something else; they join where the other's are of rows.
 DERIVED: Mapping[str, Kind] = {"WhisperCausalAttentionWithBlockPooling_": _POOLED}
 
 #: By the name of the class of the layer's spec; None for one that says nothing beside its backend.

@@ -37,10 +37,11 @@ def kind_of(release: ReleaseWorker, layer: str, *, has_slots: bool = False) -> K
     spec, backend = release.spec_of(layer), _backend_of(configuration, layer)
     of_spec = None if spec is None else _by_spec(spec)
     found = of_spec or (ROWS if backend is None else kind_of_backend(backend))
-    if found.holds is Holds.ROWS:
-        found = _by_dtype(str(configuration.cache_config.cache_dtype)) or found
+    of_dtype = _by_dtype(str(configuration.cache_config.cache_dtype))
+    if of_dtype is not None:
+        found = of_dtype if found.holds is Holds.ROWS else replace(found, joins=False)
     if has_slots and found not in SLOTS_BY_HEAD:
-        return replace(found, holds=Holds.WHOLE, mixes_heads=True)
+        return replace(found, holds=Holds.WHOLE, mixes_heads=True, joins=False)
     return found
 
 
@@ -60,12 +61,14 @@ def kind_of_backend(backend: type) -> Kind:
         if not of_vllm or kind.__name__ not in BACKENDS or not name.endswith(kind.__name__):
             continue
         prefix = name.removesuffix(kind.__name__)
-        if prefix in DERIVED:
-            return DERIVED[prefix]
-        if prefix and not DERIVES.fullmatch(prefix):
+        if prefix and prefix not in DERIVED and not DERIVES.fullmatch(prefix):
             continue
         variable = WITH_VARIABLE.get(kind.__name__)
-        return variable[1] if variable and _is_set(variable[0]) else BACKENDS[kind.__name__]
+        found = variable[1] if variable and _is_set(variable[0]) else BACKENDS[kind.__name__]
+        if prefix not in DERIVED:
+            return found
+        derived = DERIVED[prefix]
+        return derived if found.holds is Holds.ROWS else replace(derived, joins=False)
     return unknown(f"{backend.__module__}.{name}, an attention backend")
 
 
