@@ -26,7 +26,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     reader = worker_state(worker).reader
     if reader is not None and reader.ours.meets_one_rank:
         # Handshakes add to it.
-        unproven = (reader.known(engine_id) for engine_id in reader.proofs.open_engines)
+        unproven = (reader.known(engine_id) for engine_id in reader.ambiguous_peers.engine_ids)
         for peer in (*tuple(reader.peers.values()), *(peer for peer in unproven if peer)):
             names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
             if agent in names:
@@ -38,7 +38,7 @@ def unlike_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
     reader = worker_state(worker).reader
     # Handshakes add to both.
-    for engine_id in (*tuple(reader.peers), *reader.proofs.open_engines) if reader else ():
+    for engine_id in (*tuple(reader.peers), *reader.ambiguous_peers.engine_ids) if reader else ():
         if any(found == handle for _, found in handles_of(worker, engine_id)):
             return engine_id
     return None

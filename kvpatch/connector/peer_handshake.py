@@ -179,7 +179,7 @@ class Handshake:
         else:
             agent = self._add_like(peer, _reader(state))
         block_tokens = 0 if peer is None else _block_tokens(peer)
-        state.open_peers.settle(self.metadata.engine_id, block_tokens)
+        state.ambiguous_peers.settle(self.metadata.engine_id, block_tokens)
         return agent
 
     def as_release(self) -> Any:
@@ -219,7 +219,7 @@ class Handshake:
         for rank in decision.mappings.values():
             rank.agent = agent
         refusals = {name: refused.error for name, refused in decision.refusals.items()}
-        reader.admit_unproven(decision.mappings, refusals, decision.stock)
+        reader.admit_ambiguous(decision.mappings, refusals, decision.stock)
         _LOG.info(
             "engine %s does not state all of its blocks, and is not read before a prompt has shown "
             "it: it has %s, or one of %d; we have %s",

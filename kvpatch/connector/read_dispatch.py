@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,43 +25,43 @@ def request_read(worker: Any, facts: ReleaseFacts, request_id: str, meta: Any) -
     """While inside, the release prepares a request's transfers, and they are what they must be."""
     state = worker_state(worker)
     reader = state.reader
-    read_request.stop_pretending(meta)
-    engine_id, order = read_request.engine_of(meta), read_request.order_of(meta)
+    read_request.restore_remote_blocks(meta)
+    engine_id, request = read_request.engine_of(meta), read_request.read_request_of(meta)
     smaller = smaller_blocks(worker, engine_id)
     with ExitStack() as inside:
         if reader is not None:
             context = RequestContext(request_id, engine_id)
-            if order is not None:
+            if request is not None:
                 parts = reader.ours.kernel_blocks_per_block
-                context.check = partial(refuse_unmapped, state.pages, reader.groups, order, parts)
+                context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
             inside.enter_context(reader.request(context))
         if smaller is not None:
             groups = release_worker(worker).groups(())
             inside.enter_context(paired(worker, meta, groups, *smaller))
         elif reader is not None:
-            inside.enter_context(_taken_over(worker, facts, meta, reader, context))
+            _take_over(worker, facts, meta, reader, context)
         yield
 
 
-def _taken_over(
+def _take_over(
     worker: Any, facts: ReleaseFacts, meta: Any, reader: Reader, context: RequestContext
-) -> AbstractContextManager[None]:
+) -> None:
     """Has a request read by us, or fail, or its prompt be computed, where the release cannot."""
-    engine_id, order = context.engine_id, read_request.order_of(meta)
+    engine_id, request = context.engine_id, read_request.read_request_of(meta)
     try:
         peer = _checked_peer(worker, facts, meta, reader, context)
     except KvpatchError as error:
-        read_request.pretend_alike(meta, expanded=facts.expands_remote_blocks)
+        read_request.match_local_block_count(meta, expanded=facts.expands_remote_blocks)
         context.refusal = error
-        return nullcontext()
-    if order is not None and reader.proofs.is_open(engine_id):  # D computes it
-        return reader.proofs.sampling(context.request_id, engine_id, order)
+        return
+    if request is not None and reader.ambiguous_peers.is_ambiguous(engine_id):  # D computes it
+        context.computed_here = request
+        return
     # Else one like us; or one that hands are shaken with now (from 0.32), and the request
     # comes again; or a full prefix hit or an abort, of which the release tells P.
-    if peer is not None and order is not None and any(order.local_blocks):
-        read_request.pretend_alike(meta, expanded=facts.expands_remote_blocks)
-        context.reading = Reading(peer, order)
-    return nullcontext()
+    if peer is not None and request is not None and any(request.local_blocks):
+        read_request.match_local_block_count(meta, expanded=facts.expands_remote_blocks)
+        context.reading = Reading(peer, request)
 
 
 def _checked_peer(
@@ -72,18 +72,18 @@ def _checked_peer(
     Raises:
         KvpatchError: neither the release nor we can read the request.
     """
-    engine_id, order = context.engine_id, read_request.order_of(meta)
+    engine_id, request = context.engine_id, read_request.read_request_of(meta)
     peer = reader.peer(engine_id)
     if any(read_request.groups(meta.local_block_ids)):
-        reader.proofs.check(engine_id)
+        reader.ambiguous_peers.require_proven(engine_id)
     if peer is not None:  # its blocks are paired by token, which tells wrong ones
-        if order is None:
+        if request is None:
             raise ReadRefused(
                 f"request {context.request_id} reads from engine {engine_id} of another geometry "
                 "and carries no token count: set ENABLE_KVPATCH for the scheduler's process too"
             )
         return peer
-    fills = order is not None and any(order.local_blocks)
+    fills = request is not None and any(request.local_blocks)
     is_known = engine_id in worker._remote_agents
     if is_known and worker_state(worker).is_host_buffered and fills:
         raise ReadRefused(

@@ -14,13 +14,13 @@ from typing import Any
 from kvpatch.connector.other_processes import EqualBlockPeers, is_guarded, require
 from kvpatch.core.releases import ReleaseFacts
 
-_ORDER = "kvpatch_order"
+_READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
 
 
 @dataclass(frozen=True)
-class Computed:
-    """What a request's own engine has of it when a step is over.
+class LocallyComputed:
+    """What D has computed itself of a request's prompt when a step is over.
 
     Attributes:
         tokens: from the first one on.
@@ -32,14 +32,14 @@ class Computed:
 
 
 @dataclass(eq=False)
-class Want:
-    """Whether anybody waits for an order still; a worker's own."""
+class Cancellation:
+    """Whether nobody waits for a read any more; a worker's own."""
 
-    is_over: bool = False
+    is_cancelled: bool = False
 
 
 @dataclass(frozen=True)
-class Order:
+class ReadRequest:
     """What a request needs from its peer, as the scheduler knew it.
 
     Attributes:
@@ -48,11 +48,12 @@ class Order:
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
         hit_tokens: of D's own prefix hit; None where the length of a list tells it.
-        computed: what D computes itself in the step that this order comes with; None where
-            it loads the prompt, or nobody has to know.
-        want: over when its request is.
+        computed: what D computes itself in the step that this comes with; None where it loads
+            the prompt, or nobody has to know.
+        cancellation: set when the request is over before its read is.
+        arrived: when the request came in.
         is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
-            unpickle the order then.
+            unpickle this then.
     """
 
     tokens: int
@@ -60,22 +61,22 @@ class Order:
     local_blocks: tuple[tuple[int, ...], ...]
     remote_blocks: tuple[tuple[int, ...], ...]
     hit_tokens: int | None = None
-    computed: Computed | None = None
-    want: Want = field(default_factory=Want, compare=False)
+    computed: LocallyComputed | None = None
+    cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     arrived: float | None = None
     is_guarded: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        make = _unpickled if self.is_guarded else Order
+        make = _unpickled if self.is_guarded else ReadRequest
         return make, tuple(getattr(self, one.name) for one in fields(self))
 
 
-def _unpickled(*values: Any) -> Order:
+def _unpickled(*values: Any) -> ReadRequest:
     require("unlike_engines")
-    return Order(*values)
+    return ReadRequest(*values)
 
 
-def attach_orders(
+def attach_read_requests(
     scheduler: Any,
     waiting: Mapping[str, Any],
     metadata: Any,
@@ -84,7 +85,7 @@ def attach_orders(
     equal_peers: EqualBlockPeers,
     step: Any = None,
 ) -> None:
-    """Writes each request's order onto its entry in the connector's metadata.
+    """Writes what each request reads onto its entry in the connector's metadata.
 
     Args:
         equal_peers: the scheduler's.
@@ -104,7 +105,7 @@ def attach_orders(
             tokens -= tokens % scheduler.block_size
         local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry))
         has_load = any(local)
-        order = Order(
+        found = ReadRequest(
             tokens,
             held,
             local,
@@ -115,7 +116,7 @@ def attach_orders(
             and is_guarded(scheduler, equal_peers, engine_of(entry), held, remote, facts),
             arrived=request.arrival_time,
         )
-        setattr(entry, _ORDER, order)
+        setattr(entry, _READ_REQUEST, found)
 
 
 def prefilled_tokens(scheduler: Any, request: Any) -> int:
@@ -130,13 +131,13 @@ def prefilled_tokens(scheduler: Any, request: Any) -> int:
     return prompt if loaded is None else int(loaded(prompt))
 
 
-def _computed_in(step: Any) -> dict[str, Computed]:
+def _computed_in(step: Any) -> dict[str, LocallyComputed]:
     """By request, what of new ones the model has computed when a step is over."""
     found = {}
     for new in getattr(step, "scheduled_new_reqs", None) or ():
         tokens = new.num_computed_tokens + step.num_scheduled_tokens.get(new.req_id, 0)
         prompt = len(new.prompt_token_ids or ())  # none of a prompt of embeddings
-        found[new.req_id] = Computed(min(int(tokens), prompt), groups(new.block_ids))
+        found[new.req_id] = LocallyComputed(min(int(tokens), prompt), groups(new.block_ids))
     return found
 
 
@@ -147,15 +148,15 @@ def _hit_tokens(request: Any) -> int | None:
     return None if hit is None else int(hit)
 
 
-def order_of(entry: Any) -> Order | None:
-    """The order on an entry of the connector's metadata; None where there is none."""
-    found = getattr(entry, _ORDER, None)
-    return found if isinstance(found, Order) else None
+def read_request_of(entry: Any) -> ReadRequest | None:
+    """What is written on an entry of the connector's metadata; None where nothing is."""
+    found = getattr(entry, _READ_REQUEST, None)
+    return found if isinstance(found, ReadRequest) else None
 
 
-def orders_of(metadata: Any) -> list[tuple[str, Order]]:
-    """(request id, order) of what the connector's metadata asks a worker for."""
-    found = ((name, order_of(entry)) for name, entry in metadata.reqs_to_recv.items())
+def read_requests_of(metadata: Any) -> list[tuple[str, ReadRequest]]:
+    """(request id, what it reads) of what the connector's metadata asks a worker for."""
+    found = ((name, read_request_of(entry)) for name, entry in metadata.reqs_to_recv.items())
     return [(name, order) for name, order in found if order is not None]
 
 
@@ -171,7 +172,7 @@ def remote_blocks(entry: Any) -> Any:
     return entry.remote_block_ids if remote is None else remote.block_ids
 
 
-def show_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
+def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
     """Gives the entry others of the peer's blocks to be read, per cache group."""
     found = remote_blocks(entry)
     setattr(entry, _REMOTE_BLOCKS, found)
@@ -179,7 +180,7 @@ def show_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
     _set_remote_blocks(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks])
 
 
-def pretend_alike(entry: Any, *, expanded: bool) -> None:
+def match_local_block_count(entry: Any, *, expanded: bool) -> None:
     """Gives the entry as many remote blocks as local ones, all of them block 0.
 
     The release pairs the two lists one to one; which bytes that means is ours.
@@ -195,8 +196,8 @@ def pretend_alike(entry: Any, *, expanded: bool) -> None:
     _set_remote_blocks(entry, _zeros(local))
 
 
-def stop_pretending(entry: Any) -> None:
-    """Undoes :func:`pretend_alike`.
+def restore_remote_blocks(entry: Any) -> None:
+    """Undoes :func:`match_local_block_count`.
 
     A release that shakes hands again first (from 0.32) comes back with the same entry,
     and the peer may have turned into one like us.

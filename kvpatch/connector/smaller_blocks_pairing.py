@@ -67,7 +67,7 @@ def mend_pairing(
     if shares_tokens(worker, read_request.engine_of(meta)):
         _refuse_unlike_shares(meta, local, remote)
         return
-    lists = _Lists(worker, read_request.order_of(meta), groups, local, remote, ours, theirs)
+    lists = _Lists(worker, read_request.read_request_of(meta), groups, local, remote, ours, theirs)
     from_front = ours.parts != theirs.parts and any(group.has_state for group in groups)
     kept = list(remote)
     for number, group in enumerate(groups):
@@ -83,7 +83,7 @@ def mend_pairing(
             )
         kept[number] = lists.without_freed(number)[slice(*found)]
     if tuple(kept) != remote:
-        read_request.show_remote_blocks(meta, kept)
+        read_request.replace_remote_blocks(meta, kept)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Lists:
     """The two lists of each group of a request."""
 
     worker: Any
-    order: read_request.Order | None
+    request: read_request.ReadRequest | None
     groups: Sequence[Group]
     local: tuple[tuple[int, ...], ...]
     remote: tuple[tuple[int, ...], ...]
@@ -109,8 +109,8 @@ class _Lists:
             cache = self.worker.vllm_config.cache_config
             if not cache.enable_prefix_caching:
                 return Listed(held, 0)
-            if self.order is not None and self.order.hit_tokens is not None:
-                whole = self.order.hit_tokens // self.ours.tokens
+            if self.request is not None and self.request.hit_tokens is not None:
+                whole = self.request.hit_tokens // self.ours.tokens
                 return Listed(held, whole * self.ours.tokens)
         first = (self._blocks_in_all(number) - held) * self.ours.tokens
         if first < 0:
@@ -122,9 +122,9 @@ class _Lists:
         blocks = len(self.without_freed(number))
         if not self.groups[number].window_tokens:
             return Listed(blocks, 0)
-        if self.order is None:
+        if self.request is None:
             raise ReadRefused(_NO_COUNT)
-        ends = -(-self.order.remote_tokens // self.theirs.tokens)
+        ends = -(-self.request.remote_tokens // self.theirs.tokens)
         return Listed(blocks, (ends - blocks) * self.theirs.tokens)
 
     def without_freed(self, number: int) -> tuple[int, ...]:
@@ -137,8 +137,8 @@ class _Lists:
 
     def _blocks_in_all(self, number: int) -> int:
         """How many blocks of ours the prompt fills."""
-        if self.order is not None:
-            return -(-self.order.tokens // self.ours.tokens)
+        if self.request is not None:
+            return -(-self.request.tokens // self.ours.tokens)
         if self.groups[number].window_tokens:
             raise ReadRefused(_NO_COUNT)
         last = len(self.remote[number]) * self.theirs.tokens

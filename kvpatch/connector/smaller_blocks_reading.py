@@ -25,7 +25,7 @@ def paired(
     try:
         mend_pairing(worker, meta, groups, ours, theirs)
     except ReadRefused as error:
-        read_request.show_remote_blocks(meta, _preparable(worker, meta, groups, ours, theirs))
+        read_request.replace_remote_blocks(meta, _preparable(worker, meta, groups, ours, theirs))
         with _refusing(worker, read_request.engine_of(meta), error):
             yield
     else:

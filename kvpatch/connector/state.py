@@ -17,7 +17,7 @@ from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.pages import Pages
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.other_processes import EqualBlockPeers
-from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import ReleaseFacts
@@ -63,7 +63,7 @@ class WorkerState(_State):
         rows: registered in place of its tensors; None where it has none.
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
-        open_peers: what is booked of peers' handshakes, and of what they leave open.
+        ambiguous_peers: what is booked of peers' handshakes, and of what they leave open.
     """
 
     is_host_buffered: bool = False
@@ -72,7 +72,7 @@ class WorkerState(_State):
     rows: RegisteredRows | None = None
     planned_layout: str | None = None
     reader: Reader | None = None
-    open_peers: OpenPeers = field(default_factory=OpenPeers)
+    ambiguous_peers: AmbiguousPeers = field(default_factory=AmbiguousPeers)
 
 
 @dataclass(eq=False)

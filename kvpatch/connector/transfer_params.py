@@ -40,20 +40,20 @@ _NOT_READS = ("HB:", "PUSH_REG:")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the engine knows of a request and of itself.
+class RequestLimits:
+    """What a request's parameters are held against.
 
     Attributes:
-        tokens: of the prompt, or the most that one may have where it is not at hand.
-        most_tokens: that a prompt of this engine may have.
-        pushes: whether P writes, so that no blocks of its are named (from 0.24).
-        allows: whether D may connect to a host and a port.
+        prompt_tokens: of the prompt, or the most that one may have where it is not at hand.
+        max_model_len: that a prompt of this engine may have.
+        is_push: whether P writes, so that no blocks of its are named (from 0.24).
+        allows_peer: whether D may connect to a host and a port.
     """
 
-    tokens: int
-    most_tokens: int
-    pushes: bool = False
-    allows: Callable[[str, int], bool] = lambda host, port: True
+    prompt_tokens: int
+    max_model_len: int
+    is_push: bool = False
+    allows_peer: Callable[[str, int], bool] = lambda host, port: True
 
 
 def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
@@ -90,7 +90,7 @@ def _is_empty(blocks: object) -> bool:
     )
 
 
-def check(params: object, facts: ReleaseFacts, asked: Asked) -> None:
+def check(params: object, facts: ReleaseFacts, limits: RequestLimits) -> None:
     """Raises:
     ParamsRefused: the release cannot take these; the message names the field.
     """
@@ -106,16 +106,16 @@ def check(params: object, facts: ReleaseFacts, asked: Asked) -> None:
     needed = list(_ADDRESS)
     if facts.names_remote_request:
         needed.append(_REQUEST_ID)
-    needed.append("tp_size" if asked.pushes else _BLOCKS)
+    needed.append("tp_size" if limits.is_push else _BLOCKS)
     for name in needed:
         if params.get(name) is None:
             what = "null" if name in params else "missing"
             raise ParamsRefused(f"{FIELD}.{name} is {what}: pass on all that P answered")
     _check_names(params, facts)
-    _check_address(params, facts, asked)
-    if not asked.pushes:
+    _check_address(params, facts, limits)
+    if not limits.is_push:
         is_turn = not params.get("do_remote_prefill")  # of which the peer may hold more
-        most = asked.most_tokens if is_turn else asked.tokens
+        most = limits.max_model_len if is_turn else limits.prompt_tokens
         _check_blocks(params[_BLOCKS], facts, max(most, 1) + _MORE_BLOCKS)
     _check_numbers(params)
 
@@ -163,7 +163,7 @@ def _check_text(name: str, value: object, most: int) -> None:
         _refuse(name, value, "a text without control characters and halves of surrogates")
 
 
-def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, asked: Asked) -> None:
+def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestLimits) -> None:
     host, port = params["remote_host"], params["remote_port"]
     _check_text("remote_host", host, _HOST_LENGTH)
     if not _HOST.fullmatch(host):
@@ -171,7 +171,7 @@ def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, asked: Asked)
     if facts.listens_in_scheduler and isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
         port = int(port)
     _check_number("remote_port", port, 1, 65535)
-    if not asked.allows(host, port):
+    if not limits.allows_peer(host, port):
         raise ParamsRefused(
             f"{FIELD}.remote_host {shown(host)} with port {port} is not among the peers that "
             "KVPATCH_ALLOWED_PEERS lists (a name is compared with names, an address with networks)"

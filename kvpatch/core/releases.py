@@ -75,6 +75,7 @@ class ReleaseFacts:
         topology_has_block_size: the worker's topology keeps a block size of its own.
         cuts_blocks: a worker counts kernel blocks where its kernel has smaller ones.
         backends_tell_state: an attention backend says whether its layers have recurrent state.
+        keeps_load_metadata: a worker keeps the metadata of a load until it is done.
         keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
         expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
         has_cache_groups: the connector is handed the plan, which has groups of layers.
@@ -125,6 +126,7 @@ class ReleaseFacts:
     topology_has_block_size: bool = False
     cuts_blocks: bool = True
     backends_tell_state: bool = False
+    keeps_load_metadata: bool = True
     keeps_aborted_blocks: bool = True
     expands_remote_blocks: bool = False
     has_cache_groups: bool = False
@@ -232,6 +234,7 @@ _0_10_0 = ReleaseFacts(
     encodes_metadata=False,
     meets_one_rank=True,
     cuts_blocks=False,
+    keeps_load_metadata=False,
     keeps_aborted_blocks=False,
     counts_one_head=True,
     reserves_drafted_blocks=True,
@@ -248,6 +251,7 @@ _0_10_1 = replace(
     loads_whole_blocks_only=False,
     asks_for_layout=True,
     has_host_buffer=True,
+    keeps_load_metadata=True,
     checks_device_again=True,
     reserves_drafted_blocks=False,
 )

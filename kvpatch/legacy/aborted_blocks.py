@@ -15,7 +15,7 @@ from kvpatch.connector.read_request import groups
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 
 
-class Aborts:
+class AbortedBlocks:
     """One scheduler's requests that are over while their loads are not.
 
     <= 0.13 clients choose the names of requests, and one may come back under the name of
@@ -89,46 +89,3 @@ def is_loading(request: Any) -> bool:
     """Whether workers read the request's blocks from the engine that its parameters name."""
     parameters = request.kv_transfer_params or {}
     return request.status.name == _LOADING and parameters.get("remote_engine_id") is not None
-
-
-class Loads:
-    """One worker's loads, where the release knows none that failed (<= 0.11.0).
-
-    A load that failed is not reported: it waits until its client gives it up. Then it is,
-    so that the scheduler knows that nothing is written to its blocks any more.
-    """
-
-    def __init__(self) -> None:
-        self._loading: set[str] = set()
-        self._failed: set[str] = set()
-        self._over: set[str] = set()
-        #: What the step has brought: a request of one of these names that ended is another one.
-        self._new: set[str] = set()
-
-    def begin(self, request_ids: Iterable[str]) -> None:
-        """Books what the scheduler asks for in a step."""
-        self._new = set(request_ids)
-        self._failed -= self._new
-        self._over -= self._new
-        self._loading |= self._new
-
-    def fail(self, request_id: str) -> None:
-        """Books that nothing more comes of one."""
-        if request_id in self._loading:
-            self._failed.add(request_id)
-
-    def report(self, received: Collection[str], finished: Collection[str]) -> set[str]:
-        """What to tell the scheduler of.
-
-        Args:
-            received: loads that are done.
-            finished: requests that ended before this step, those that were aborted included.
-        """
-        self._over |= self._loading.intersection(finished) - self._new
-        self._new.clear()
-        let_go = self._failed & self._over
-        self._failed -= let_go
-        told = let_go.union(received)
-        self._loading -= told
-        self._over -= told
-        return told

@@ -9,7 +9,7 @@ from kvpatch.connector.state import engine_state, scheduler_state, schedulers_of
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.legacy.aborted_blocks import Aborts
+from kvpatch.legacy.aborted_blocks import AbortedBlocks
 
 
 def _finish_requests(
@@ -17,7 +17,7 @@ def _finish_requests(
 ) -> Any:
     def finish(request_ids: str | Iterable[str], finished_status: Any) -> Any:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with engine_state(instance).of(Aborts).ending(instance, ids):
+        with engine_state(instance).of(AbortedBlocks).ending(instance, ids):
             return wrapped(ids, finished_status)
 
     return finish(*args, **kwargs)
@@ -36,7 +36,7 @@ def _connector_finished(
 
 
 def _keep(core: Any, request: Any) -> None:
-    aborts = engine_state(core).of(Aborts)
+    aborts = engine_state(core).of(AbortedBlocks)
     if aborts.keep(core, request):
         for scheduler in schedulers_of(core):
             scheduler_state(scheduler).hold(aborts)
@@ -45,7 +45,7 @@ def _keep(core: Any, request: Any) -> None:
 def _build_connector_meta(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    aborts = scheduler_state(instance).held(Aborts)
+    aborts = scheduler_state(instance).held(AbortedBlocks)
     if aborts is not None:
         aborts.withhold(instance)
     return wrapped(*args, **kwargs)
@@ -56,7 +56,7 @@ def _update_from_kv_xfer_finished(
 ) -> Any:
     def update(output: Any) -> Any:
         result = wrapped(output)
-        engine_state(instance).of(Aborts).end(instance, output.finished_recving or ())
+        engine_state(instance).of(AbortedBlocks).end(instance, output.finished_recving or ())
         return result
 
     return update(*args, *kwargs.values())

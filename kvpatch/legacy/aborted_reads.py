@@ -1,8 +1,9 @@
 """Staged reads of requests that are over (<= 0.15).
 
-There the blocks of an aborted request may be another one's at once, so that nothing more
-is placed of its reads. They are known by the order that they were made for: <= 0.13 a
-client may come back under the name of a request that it gave up, between two steps.
+There the blocks of an aborted request may be another one's at once, so that nothing more of its
+reads is placed. Reads are known by the object that they were made for, and not by the request's
+name: on releases <= 0.13 a client may come back under the name of a request that it gave up,
+between two steps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.state import worker_state
 from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.staged_read import StagedRead
@@ -19,7 +21,7 @@ from kvpatch.transfer.staged_read import StagedRead
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
-class GivenUp:
+class AbortedReads:
     """One worker's.
 
     A read that is given up is taken out of the release's account, which would report it as
@@ -29,18 +31,18 @@ class GivenUp:
 
     def __init__(self) -> None:
         #: Of the requests that are wanted, and those among them that this step has brought.
-        self._orders: dict[str, Order] = {}
+        self._requests: dict[str, ReadRequest] = {}
         self._new: set[str] = set()
         self._ending: dict[str, list[Any]] = {}
         #: Requests that the release has reported while a read of theirs still ended.
         self._reported: set[str] = set()
 
-    def begin(self, orders: Mapping[str, Order]) -> None:
+    def begin(self, requests: Mapping[str, ReadRequest]) -> None:
         """Books what the scheduler asks for in a step."""
-        for request_id in orders.keys() & self._orders.keys():
-            self._orders[request_id].want.is_over = True
-        self._orders.update(orders)
-        self._new = set(orders)
+        for request_id in requests.keys() & self._requests.keys():
+            self._requests[request_id].cancellation.is_cancelled = True
+        self._requests.update(requests)
+        self._new = set(requests)
 
     def end(self, worker: Any, request_ids: Collection[str]) -> None:
         """Gives up what was read for requests that are over.
@@ -49,9 +51,9 @@ class GivenUp:
             request_ids: that ended before this step: what came with it is another request's.
         """
         for request_id in request_ids:
-            order = None if request_id in self._new else self._orders.pop(request_id, None)
-            if order is not None:
-                order.want.is_over = True
+            request = None if request_id in self._new else self._requests.pop(request_id, None)
+            if request is not None:
+                request.cancellation.is_cancelled = True
         self._new.clear()
         for request_id, entries in list(worker._recving_transfers.items()):
             left = [entry for entry in entries if not self._take(request_id, entry)]
@@ -64,8 +66,12 @@ class GivenUp:
         read = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
         if not isinstance(read, StagedRead | JoinedRead):
             return False
-        order = read.owner
-        if not isinstance(order, Order) or not order.want.is_over or not read.void():
+        request = read.owner
+        if (
+            not isinstance(request, ReadRequest)
+            or not request.cancellation.is_cancelled
+            or not read.void()
+        ):
             return False
         self._ending.setdefault(request_id, []).append(read)
         return True
@@ -88,9 +94,10 @@ class GivenUp:
             if request_id in self._reported:
                 self._reported.discard(request_id)
                 found.add(request_id)
-            elif request_id not in worker._recving_transfers and request_id not in self._orders:
+            elif request_id not in worker._recving_transfers and request_id not in self._requests:
                 found.add(request_id)
-                getattr(worker, "_recving_metadata", {}).pop(request_id, None)
+                if worker_state(worker).facts.keeps_load_metadata:
+                    worker._recving_metadata.pop(request_id, None)
         return found
 
 

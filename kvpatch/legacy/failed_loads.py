@@ -14,11 +14,10 @@ from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.legacy.aborted_blocks import Loads
-from kvpatch.legacy.answers import require_answer
-from kvpatch.legacy.failures import (
-    Failures,
-    Unreported,
+from kvpatch.legacy.failed_requests import (
+    FailedGroupLoads,
+    FailedRequestSet,
+    StuckLoads,
     has_several_groups,
     leave_waiting,
     pop_one_by_one,
@@ -26,13 +25,14 @@ from kvpatch.legacy.failures import (
     watch_failed_loads,
     whole_requests,
 )
+from kvpatch.legacy.peer_liveness import require_answer
 from kvpatch.transfer.nixl import errors_of
 
 
 def _read_or_leave_waiting(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    loads = worker_state(instance).of(Loads)
+    loads = worker_state(instance).of(StuckLoads)
 
     def read(req_id: str, meta: Any) -> Any:
         engine_id = engine_of(meta)
@@ -61,7 +61,7 @@ def _start_load_kv(
         entries = metadata.reqs_to_recv.items()
         # One without blocks only tells P, and nobody waits for it.
         loading = (req_id for req_id, entry in entries if entry.local_block_ids)
-        worker_state(instance).of(Loads).begin(loading)
+        worker_state(instance).of(StuckLoads).begin(loading)
         return wrapped(metadata)
 
     return start(*args, **kwargs)
@@ -72,7 +72,7 @@ def _get_finished_and_given_up(
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         sent, received = wrapped(finished_req_ids)
-        loads = worker_state(instance.connector_worker).of(Loads)
+        loads = worker_state(instance.connector_worker).of(StuckLoads)
         return sent, loads.report(received or (), finished_req_ids)
 
     return get_finished(*args, **kwargs)
@@ -104,7 +104,7 @@ def _pop_done_or_leave_waiting(
 ) -> Any:
     def pop_done(transfers: dict[str, Any]) -> set[str]:
         def failed(req_id: str) -> None:
-            leave_waiting(worker_state(instance).of(Loads), req_id, "its read broke off")
+            leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
 
         # The release makes a RuntimeError of the state ERR.
         return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
@@ -137,7 +137,7 @@ def _worker_get_finished(
 ) -> Any:
     sent, received = wrapped(*args, **kwargs)
     unreported = instance._failed_recv_reqs
-    if isinstance(unreported, Unreported):
+    if isinstance(unreported, FailedRequestSet):
         received = set(received) | report_failed(instance, unreported)
     return sent, received
 
@@ -147,7 +147,7 @@ def _handle_failed_transfer(
 ) -> Any:
     def handle_failed(req_id: str, handle: Any) -> Any:
         if has_several_groups(instance):
-            worker_state(instance).of(Failures).add(req_id)
+            worker_state(instance).of(FailedGroupLoads).add(req_id)
         return wrapped(req_id, handle)
 
     return handle_failed(*args, **kwargs)
@@ -163,7 +163,7 @@ def _get_finished(
         name: metadata.local_block_ids for name, metadata in worker._recving_metadata.copy().items()
     }
     sent, received = wrapped(*args, **kwargs)
-    return sent, worker_state(worker).of(Failures).report(set(received or ()), loading)
+    return sent, worker_state(worker).of(FailedGroupLoads).report(set(received or ()), loading)
 
 
 def _get_block_ids_with_load_errors(
@@ -173,7 +173,7 @@ def _get_block_ids_with_load_errors(
     worker = instance.connector_worker
     if worker is None or not has_several_groups(worker):
         return found
-    return set(found) | worker_state(worker).of(Failures).take_invalid()
+    return set(found) | worker_state(worker).of(FailedGroupLoads).take_invalid()
 
 
 def _update_requests_with_invalid_blocks(

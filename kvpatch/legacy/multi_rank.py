@@ -1,8 +1,8 @@
-"""All ranks of a peer of more ranks than ours, where the release meets one (<= 0.13).
+"""Handshakes with all ranks of a P of more ranks than D's, where a release asks one (<= 0.13).
 
-There each worker shakes hands with the one rank of its peer that its own number leads to,
-and divides by the ratio of ranks, which is 0 here. So it asks once for each rank that it
-needs, and is told of peers of as many ranks as it has.
+There each worker shakes hands with the one rank of its peer that its own number leads to, and
+divides by the ratio of ranks, which is 0 here. So it asks once for each rank that it needs, and is
+told of a peer of as many ranks as it has.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int,
     return None if rest else tuple(range(tp_rank * ratio, (tp_rank + 1) * ratio))
 
 
-class AskingOneRank(wrapt.ObjectProxy[Any]):
-    """A worker while it shakes hands with one rank of a peer, whichever that is.
+class HandshakeWithOneRank(wrapt.ObjectProxy[Any]):
+    """A worker while it shakes hands with the rank of a peer that we choose.
 
-    What the release works the rank's number out from is as if both had as many ranks, and
-    ours were that one. Everything else is the worker's, which other threads go on using.
+    The release works out the rank's number as if both sides had as many ranks, and ours were that
+    one. Everything else is the worker's own, which other threads go on using.
     """
 
     def __init__(self, worker: Any, remote_rank: int, remote_tp_size: int) -> None:
@@ -53,11 +53,11 @@ class AskingOneRank(wrapt.ObjectProxy[Any]):
     @property
     def kv_topo(self) -> Any:
         """From 0.11.1 on."""
-        return _LeadingTo(self.__wrapped__.kv_topo, self._self_rank)
+        return _TopologyOfOneRank(self.__wrapped__.kv_topo, self._self_rank)
 
 
-class _LeadingTo(wrapt.ObjectProxy[Any]):
-    """What the release knows of ranks, but for the one that it reads from."""
+class _TopologyOfOneRank(wrapt.ObjectProxy[Any]):
+    """The release's topology, but for the remote rank that it leads to."""
 
     def __init__(self, topology: Any, remote_rank: int) -> None:
         super().__init__(topology)
@@ -67,7 +67,7 @@ class _LeadingTo(wrapt.ObjectProxy[Any]):
         return self._self_rank
 
 
-class Met(dict[int, str]):
+class RemoteAgents(dict[int, str]):
     """NIXL's names of a peer's ranks, by rank; the first one's for a rank that is not there.
 
     The release looks for a rank of its own number, to send it a notification.
@@ -77,7 +77,9 @@ class Met(dict[int, str]):
         return next(iter(self.values()))
 
 
-def meet_ranks(worker: Any, host: str, port: int, remote_tp_size: int, engine_id: str) -> Met:
+def handshake_with_ranks(
+    worker: Any, host: str, port: int, remote_tp_size: int, engine_id: str
+) -> RemoteAgents:
     """Shakes hands with each rank of a larger peer whose heads this one holds.
 
     Raises:
@@ -91,14 +93,14 @@ def meet_ranks(worker: Any, host: str, port: int, remote_tp_size: int, engine_id
             "use a --tensor-parallel-size on the prefill side that is a multiple of the decode "
             "side's",
         )
-    met = Met()
+    agents = RemoteAgents()
     for rank in ranks:
         known = worker.dst_xfer_side_handles.pop(engine_id, None)
         if known is not None:  # of the rank before: the release keeps one, ours need none
             worker.nixl_wrapper.release_dlist_handle(known)
-        asking = AskingOneRank(worker, rank, remote_tp_size)
-        met.update(type(worker)._nixl_handshake(asking, host, port, remote_tp_size, engine_id))
-    return met
+        asking = HandshakeWithOneRank(worker, rank, remote_tp_size)
+        agents.update(type(worker)._nixl_handshake(asking, host, port, remote_tp_size, engine_id))
+    return agents
 
 
 def _nixl_handshake(
@@ -109,10 +111,10 @@ def _nixl_handshake(
     ) -> dict[int, str]:
         asked = host, port, remote_tp_size, expected_engine_id
         has_more = remote_tp_size > instance.world_size
-        is_asking = isinstance(instance, AskingOneRank)
+        is_asking = isinstance(instance, HandshakeWithOneRank)
         if is_asking or worker_state(instance).reader is None or not has_more:
             return wrapped(*asked)  # type: ignore[no-any-return]
-        return meet_ranks(instance, *asked)
+        return handshake_with_ranks(instance, *asked)
 
     return handshake(*args, **kwargs)
 

@@ -45,6 +45,6 @@ def content_proof(facts: ReleaseFacts) -> Sites:
     """In releases <= 0.20 a handshake does not say all of a block: D finds it out by content."""
     if facts.states_kernel_blocks:
         return {}
-    from kvpatch.legacy import unstated_blocks
+    from kvpatch.legacy.content_proof import wrappers
 
-    return unstated_blocks.sites(facts)
+    return wrappers.sites(facts)

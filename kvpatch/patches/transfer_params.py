@@ -41,7 +41,7 @@ from kvpatch.connector.allowed_peers import allowed_peers
 from kvpatch.connector.state import connectors_of
 from kvpatch.connector.transfer_params import (
     FIELD,
-    Asked,
+    RequestLimits,
     check,
     check_prompts,
     completed,
@@ -84,7 +84,7 @@ def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
     if transfer is not None and transfer.kv_connector in _NIXL and extra:
         most = int(config.model_config.max_model_len)
         is_push = transfer.kv_connector == _PUSH
-        check(extra.get(FIELD), facts, Asked(most, most, is_push, allowed_peers().allows))
+        check(extra.get(FIELD), facts, RequestLimits(most, most, is_push, allowed_peers().allows))
 
 
 def _bad_request(error: ParamsRefused) -> Exception:
@@ -134,17 +134,17 @@ def _add_request(
         connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
         for each in connectors_of(instance):
             if isinstance(each, connector):
-                _take_checked(request, facts, _asked(instance, each, request))
+                _take_checked(request, facts, _limits_of(instance, each, request))
         return wrapped(request)
 
     return add(*args, **kwargs)
 
 
-def _take_checked(request: Any, facts: ReleaseFacts, asked: Asked) -> None:
+def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits) -> None:
     """Has a request's parameters be complete, or none where they are refused."""
     params = request.kv_transfer_params
     try:
-        check(params, facts, asked)
+        check(params, facts, limits)
         if params:
             request.kv_transfer_params = completed(params, facts)
     except ParamsRefused as error:
@@ -156,15 +156,15 @@ def _take_checked(request: Any, facts: ReleaseFacts, asked: Asked) -> None:
         )
 
 
-def _asked(core: Any, connector: Any, request: Any) -> Asked:
+def _limits_of(core: Any, connector: Any, request: Any) -> RequestLimits:
     # A request that was refused at the server comes in to be ended, with another prompt.
     is_notice = getattr(request, "abort_immediately", False)
     most = int(core.max_model_len)
-    return Asked(
-        tokens=most if is_notice else int(request.num_prompt_tokens),
-        most_tokens=most,
-        pushes=hasattr(connector.connector_scheduler, "_push_pending_registrations"),
-        allows=allowed_peers().allows,
+    return RequestLimits(
+        prompt_tokens=most if is_notice else int(request.num_prompt_tokens),
+        max_model_len=most,
+        is_push=hasattr(connector.connector_scheduler, "_push_pending_registrations"),
+        allows_peer=allowed_peers().allows,
     )
 
 

@@ -113,7 +113,7 @@ def _build_connector_meta(
 ) -> Any:
     waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
-    read_request.attach_orders(
+    read_request.attach_read_requests(
         instance,
         waiting,
         metadata,

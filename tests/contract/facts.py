@@ -263,6 +263,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "backends_tell_state": lambda s: (
         s.method("vllm.v1.attention.backend", "AttentionBackend.is_ssm") is not None
     ),
+    "keeps_load_metadata": lambda s: "self._recving_metadata" in s.body(s.worker, "__init__"),
     "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
     "expands_remote_blocks": _expands_remote_blocks,
     "has_cache_groups": _has_cache_groups,

@@ -138,7 +138,7 @@ class Engine:
                 self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
                 worker.register_kv_caches(self._registered(rank))
             if self.pretends:
-                standins.stop_pretending(release.nixl_of(worker).connector_worker)
+                standins.restore_remote_blocks(release.nixl_of(worker).connector_worker)
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
@@ -354,9 +354,9 @@ class Engine:
             else:
                 self._send(computation.metadata, computation.computed, own=True)
                 core.computed(computation)
-            announced = set.intersection(*self._finished()[1])
-            if announced:
-                core.loaded(announced)
+            reports_in = set.intersection(*self._finished()[1])
+            if reports_in:
+                core.loaded(reports_in)
                 self.tick()
                 self._compute()
                 if core.believed_loaded():

@@ -390,7 +390,7 @@ class Player(Engine):
         self._step()
 
     def give_up(self, name: str) -> None:
-        """Aborts a request and tells the workers, as every step of vLLM's does."""
+        """AbortedBlocks a request and tells the workers, as every step of vLLM's does."""
         self.abort(name)
         self.over = {name}
         received = self._finished()[1]

@@ -163,7 +163,7 @@ def set_device_type(device: str) -> None:
             module.NixlWrapper = host_memory_agent(wrapper)
 
 
-def stop_pretending(worker: Any) -> None:
+def restore_remote_blocks(worker: Any) -> None:
     """After registration a worker only makes index tensors on its device.
 
     Why: a CPU build of torch cannot make them on CUDA.

@@ -20,10 +20,10 @@ from kvpatch.connector.handshake.compatibility import (
     UnreadCache,
     decide,
 )
+from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
-from kvpatch.connector.unstated import KernelSizes
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import KeyOrder
@@ -93,7 +93,7 @@ def with_states() -> LocalGeometry:
 
 _INDEXER = Kind(Holds.WHOLE, "an indexer's values and scales")
 _POOLED = Kind(Holds.WHOLE, "several positions to a token", joins=True)
-_CUTS = KernelSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
+_CUTS = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
 
 #: name: our side, the peer, what becomes of it; of a refusal the words of its cure.
 READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], Statement], Any]] = {

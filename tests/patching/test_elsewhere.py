@@ -13,7 +13,7 @@ import pytest
 
 from kvpatch.connector.host_buffer.scheduler import Copies
 from kvpatch.connector.other_processes import EqualBlockPeers
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.recent import MOST_ENGINES
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import FACTS, RELEASES
@@ -22,8 +22,8 @@ from .standin import run, write_tree
 
 pytestmark = pytest.mark.patching
 
-_GUARDED = Order(5, 5, ((1,),), ((2,),), is_guarded=True)
-_OPEN = Order(5, 5, ((1,),), ((2,),))
+_GUARDED = ReadRequest(5, 5, ((1,),), ((2,),), is_guarded=True)
+_OPEN = ReadRequest(5, 5, ((1,),), ((2,),))
 _LOADS = "import pickle; found = pickle.loads(bytes.fromhex('{}'))\n"
 
 

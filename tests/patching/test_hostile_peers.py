@@ -18,7 +18,7 @@ from kvpatch.connector.handshake.candidates import Declared, candidates_of
 from kvpatch.connector.handshake.compatibility import is_like
 from kvpatch.connector.handshake.remote_geometry import peer_regions, refusal
 from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.text import one_line
@@ -103,7 +103,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
                 alike += 1
                 continue
             overlaps = overlaps_of(peer_regions(ours, peer), planes)
-            order = Order(TOKENS, TOKENS, (LOCAL_BLOCKS,), (blocks,))
+            order = ReadRequest(TOKENS, TOKENS, (LOCAL_BLOCKS,), (blocks,))
             shares = shares_of(ours, GROUPS, peer, overlaps, order)
         except (KvpatchError, UnpairableBlocks) as error:
             assert len(str(error)) > 20, "a refusal says what is wrong"

@@ -22,7 +22,7 @@ from kvpatch.connector.local.release_worker import (
     KEYS_FIRST,
     LATENT,
 )
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused, RegistrationRefused
 from kvpatch.transfer.backing import Driver, driver, filler_of
 
@@ -188,7 +188,7 @@ class TestPages:
         return kvcached_pages.pages_behind(tensors, _read(tensors, KEYS_FIRST))
 
     def _refuse(self, pages, blocks, group=_ATTENTION):
-        order = Order(TOKENS * len(blocks), TOKENS * len(blocks), (tuple(blocks),), ((1,),))
+        order = ReadRequest(TOKENS * len(blocks), TOKENS * len(blocks), (tuple(blocks),), ((1,),))
         kvcached_pages.refuse_unmapped(pages, (group,), order, 1)
 
     def test_blocks_with_pages_are_let_through(self, monkeypatch):

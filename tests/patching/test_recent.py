@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.connector.handshake.remote_ranks import Peer
-from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.recent import MOST_ENGINES, Recent
 
@@ -29,16 +29,16 @@ def _reader(*engines: str) -> Reader:
     reader = object.__new__(Reader)
     reader.peers = {engine: Peer() for engine in engines}
     reader._unbooked = frozenset()
-    reader.proofs = _OnePeerOpen()
+    reader.ambiguous_peers = _OnePeerOpen()
     return reader
 
 
-class _OnePeerOpen(OpenPeers):
+class _OnePeerOpen(AmbiguousPeers):
     def __init__(self) -> None:
         self.engines = {"open"}
 
     @property
-    def open_engines(self) -> tuple[str, ...]:
+    def engine_ids(self) -> tuple[str, ...]:
         return tuple(self.engines)
 
     def forget(self, engine_id: str) -> None:
@@ -53,6 +53,6 @@ def test_engines_that_the_release_has_let_go_of_are_forgotten_at_the_second_hand
     reader.keep(["kept", "on its way"])
 
     assert set(reader.peers) == {"kept", "on its way"}
-    assert reader.proofs.open_engines == ()
+    assert reader.ambiguous_peers.engine_ids == ()
     reader.keep(["kept"])
     assert set(reader.peers) == {"kept", "on its way"}

@@ -16,14 +16,14 @@ from kvpatch.connector.handshake.agent_metadata import as_alike, of_blocks, read
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.handshake.compatibility import LocalCache, Read, Refuse, decide, is_like
 from kvpatch.connector.handshake.remote_geometry import peer_regions
+from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
 from kvpatch.connector.peer_handshake import alike_block_bytes, refuse_endless
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import shares_of
-from kvpatch.connector.unstated import KernelSizes
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
@@ -529,7 +529,7 @@ def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
     with pytest.raises(PeerRefused, match="may cut blocks"):
         is_like(ours, stated)
-    whole = replace(ours, kernel_sizes=KernelSizes(((),), ((16,),)))
+    whole = replace(ours, kernel_sizes=KernelBlockSizes(((),), ((16,),)))
     found = _candidates(whole, stated)
     (peer,) = found.statements
     assert not found.is_open and peer.kernel_blocks_per_block == 1
@@ -542,7 +542,7 @@ def _parts(found):
 
 def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_blocks_allow():
     _, ours = ours_of(block_tokens=64)
-    sizes = KernelSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
+    sizes = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
     cut = replace(ours, kernel_sizes=sizes)
     stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
 
@@ -555,7 +555,7 @@ def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_block
 
 def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
     _, ours = ours_of(block_tokens=64)
-    cut = replace(ours, kernel_sizes=KernelSizes(((16, 32, 64),), ((),)))
+    cut = replace(ours, kernel_sizes=KernelBlockSizes(((16, 32, 64),), ((),)))
     stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
     found = _candidates(cut, stated)
@@ -588,7 +588,7 @@ class TestRequests:
         statement = _statement()
         planes = [plane for layer in ours.layers.values() for plane in layer.planes]
         overlaps = overlaps_of(peer_regions(ours, statement), planes)
-        order = Order(tokens, held or tokens, (local,), (remote,))
+        order = ReadRequest(tokens, held or tokens, (local,), (remote,))
         groups = (Group(frozenset("ab"), window_tokens=0),)
         shares = shares_of(ours, groups, statement, overlaps, order)
         return plan_runs((s.segments, [c for x in s.overlaps for c in x.copies]) for s in shares)

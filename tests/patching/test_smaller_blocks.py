@@ -19,7 +19,7 @@ from kvpatch.connector.handshake.compatibility import (
     decide,
 )
 from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.read_request import _ORDER, Order, remote_blocks
+from kvpatch.connector.read_request import _READ_REQUEST, ReadRequest, remote_blocks
 from kvpatch.connector.smaller_blocks import Blocks
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.smaller_blocks_pairing import Listed, mend_pairing, remote_slice
@@ -122,7 +122,9 @@ def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
         remote=SimpleNamespace(engine_id="P", block_ids=[remote]),
     )
     if tokens is not None:
-        setattr(found, _ORDER, Order(tokens, tokens, (tuple(local),), (tuple(remote),)))
+        setattr(
+            found, _READ_REQUEST, ReadRequest(tokens, tokens, (tuple(local),), (tuple(remote),))
+        )
     return found
 
 

@@ -16,7 +16,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import BLOCKS_FIRST
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.state_runs import with_states
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import PeerRefused, ReadRefused
@@ -32,8 +32,8 @@ GROUPS = (
 )
 
 
-def _order(local: tuple[int, ...], remote: tuple[int, ...], tokens: int = 60) -> Order:
-    return Order(tokens, tokens, ((1,), local), ((1,), remote))
+def _order(local: tuple[int, ...], remote: tuple[int, ...], tokens: int = 60) -> ReadRequest:
+    return ReadRequest(tokens, tokens, ((1,), local), ((1,), remote))
 
 
 class TestWhichBlock:

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from kvpatch.connector.allowed_peers import parse
-from kvpatch.connector.transfer_params import Asked, check, check_prompts, completed, loads_nothing
+from kvpatch.connector.transfer_params import (
+    RequestLimits,
+    check,
+    check_prompts,
+    completed,
+    loads_nothing,
+)
 from kvpatch.core import seams
 from kvpatch.core.errors import ParamsRefused, SettingsError
 from kvpatch.core.releases import FACTS, ReleaseFacts
@@ -26,7 +32,7 @@ from tests.bad_params import bad_params
 pytestmark = pytest.mark.patching
 
 _FORM = FACTS["0.33.0"]
-_ASKED = Asked(tokens=150, most_tokens=1024)
+_LIMITS = RequestLimits(prompt_tokens=150, max_model_len=1024)
 #: As P of 0.33.0 answers.
 _OWN: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -76,7 +82,7 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
 def test_right_parameters_pass_untouched(params: Any) -> None:
     before = json.dumps(params)
 
-    check(params, _FORM, _ASKED)
+    check(params, _FORM, _LIMITS)
 
     assert json.dumps(params) == before
 
@@ -87,7 +93,7 @@ def test_each_wrong_field_is_named() -> None:
     assert len(found) >= 60
     for field, params in found:
         with pytest.raises(ParamsRefused) as refused:
-            check(params, _FORM, _ASKED)
+            check(params, _FORM, _LIMITS)
         message = str(refused.value)
         assert message.startswith("kv_transfer_params")
         assert field in message, (field, message)
@@ -100,16 +106,16 @@ def test_to_0_12_a_list_of_ids_and_no_name_of_the_request_do() -> None:
     params = {**_OWN, "remote_block_ids": [1, 2, 3]}
     del params["remote_request_id"]
 
-    check(params, form, _ASKED)
+    check(params, form, _LIMITS)
     for wrong in ({"remote_block_ids": [[1, 2, 3]]}, {"remote_port": "5600"}):
         with pytest.raises(ParamsRefused, match=next(iter(wrong))):
-            check({**params, **wrong}, form, _ASKED)
+            check({**params, **wrong}, form, _LIMITS)
 
 
 def test_in_push_mode_no_blocks_are_named() -> None:
     params = {**_OWN}
     del params["remote_block_ids"]
-    pushes = Asked(tokens=150, most_tokens=1024, pushes=True)
+    pushes = RequestLimits(prompt_tokens=150, max_model_len=1024, is_push=True)
 
     check(params, _FORM, pushes)
     del params["tp_size"]
@@ -118,12 +124,12 @@ def test_in_push_mode_no_blocks_are_named() -> None:
 
 
 def test_as_many_blocks_as_the_prompt_can_have() -> None:
-    check({**_OWN, "remote_block_ids": [list(range(150 + 64))]}, _FORM, _ASKED)
+    check({**_OWN, "remote_block_ids": [list(range(150 + 64))]}, _FORM, _LIMITS)
     with pytest.raises(ParamsRefused, match="has 215 block ids"):
-        check({**_OWN, "remote_block_ids": [list(range(150 + 65))]}, _FORM, _ASKED)
+        check({**_OWN, "remote_block_ids": [list(range(150 + 65))]}, _FORM, _LIMITS)
     # Of an earlier turn D may hold more than P is asked.
     turn = {**_OWN, "do_remote_prefill": False, "do_remote_decode": True}
-    check({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _ASKED)
+    check({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _LIMITS)
 
 
 def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
@@ -218,9 +224,9 @@ def test_a_peer_that_is_not(host: str, port: int) -> None:
     allowed = parse(_LISTED)
 
     assert not allowed.allows(host, port)
-    asked = Asked(tokens=150, most_tokens=1024, allows=allowed.allows)
+    limits = RequestLimits(prompt_tokens=150, max_model_len=1024, allows_peer=allowed.allows)
     with pytest.raises(ParamsRefused, match="remote_host .* KVPATCH_ALLOWED_PEERS"):
-        check({**_OWN, "remote_host": host, "remote_port": port}, _FORM, asked)
+        check({**_OWN, "remote_host": host, "remote_port": port}, _FORM, limits)
 
 
 def test_any_peer_without_a_list() -> None:

@@ -42,7 +42,7 @@ def _actor_class() -> Any:
 def _play(left_behind: frozenset[str]) -> dict[str, Any]:
     from vllm.ray import ray_env
 
-    from kvpatch.connector.read_request import Order
+    from kvpatch.connector.read_request import ReadRequest
 
     ray_env.RAY_NON_CARRY_OVER_ENV_VARS = set(left_behind)
     names = ray_env.get_env_vars_to_copy(exclude_vars={"VLLM_HOST_IP"}, destination="workers")
@@ -52,7 +52,7 @@ def _play(left_behind: frozenset[str]) -> dict[str, Any]:
     ray.get([actor.update_environment_variables.remote([copied, copied]) for actor in actors])
     found: dict[str, Any] = {"nodes": len(ray.nodes())}
     found["enabled"] = ray.get([actor.prepare.remote() for actor in actors])
-    order = Order(5, 5, ((1,),), ((2,),), is_guarded=True)
+    order = ReadRequest(5, 5, ((1,),), ((2,),), is_guarded=True)
     try:
         found["taken"] = ray.get([actor.take.remote(order) for actor in actors])
     except ray.exceptions.RayError as error:

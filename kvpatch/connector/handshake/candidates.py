@@ -8,8 +8,8 @@ from kvpatch.connector.handshake.agent_metadata import Statement
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.handshake.remote_geometry import refusal, tokens_in_bytes
 from kvpatch.connector.handshake.split_kv import kv_split_of_peer
+from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.unstated import KernelSizes
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
@@ -113,7 +113,9 @@ def has_two_layouts(ours: LocalGeometry, peer: Statement) -> bool:
     )
 
 
-def _by_cut(ours: LocalGeometry, peer: Statement, sizes: KernelSizes, told: Declared) -> Candidates:
+def _by_cut(
+    ours: LocalGeometry, peer: Statement, sizes: KernelBlockSizes, told: Declared
+) -> Candidates:
     """0.11.1 to 0.20: how many kernel blocks a block has is open where a backend may cut."""
     kernel_tokens = peer.block_tokens or ours.block_tokens
     every = sizes.parts(kernel_tokens)

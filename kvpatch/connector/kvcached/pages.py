@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import Plane, kernel_blocks
 from kvpatch.transfer import backing
@@ -57,7 +57,7 @@ def pages_behind(
 
 
 def refuse_unmapped(
-    pages: Pages | None, groups: Sequence[Group], order: Order, kernel_blocks_per_block: int
+    pages: Pages | None, groups: Sequence[Group], request: ReadRequest, kernel_blocks_per_block: int
 ) -> None:
     """Refuses a request whose blocks have no page of their own here.
 
@@ -69,7 +69,7 @@ def refuse_unmapped(
     """
     if pages is None:
         return
-    for group, named in zip(groups, order.local_blocks, strict=False):
+    for group, named in zip(groups, request.local_blocks, strict=False):
         # Block 0 is what vLLM puts where a window has slid on; nobody fills it.
         blocks = kernel_blocks([block for block in named if block], kernel_blocks_per_block)
         for layer, block, address in _places(pages, group, blocks):

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from kvpatch.connector.kernel_block_sizes import KernelBlockSizes, kernel_sizes
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, page_bytes_of
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.unstated import KernelSizes, kernel_sizes
 from kvpatch.geometry import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
@@ -99,7 +99,7 @@ class LocalGeometry:
     region_names: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] | None = None
     row_groups: tuple[tuple[str, ...], ...] | None = None
-    kernel_sizes: KernelSizes | None = None
+    kernel_sizes: KernelBlockSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
     kv_split: KVSplit | None = None
     meets_one_rank: bool = False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.transfer.lifetime import Lifetime
 
 #: Of the fixed time. The rest is for what lies between P's answer and its arrival at D.
@@ -35,9 +35,9 @@ class Leases:
     seconds: float = inf
     gap_seconds: float = inf
 
-    def lifetime(self, order: Order) -> Lifetime:
-        """Of the blocks that an order reads."""
-        ends = inf if order.arrived is None else order.arrived + self.seconds
+    def lifetime(self, request: ReadRequest) -> Lifetime:
+        """Of the blocks that a request reads."""
+        ends = inf if request.arrived is None else request.arrived + self.seconds
         return Lifetime(ends, self.gap_seconds)
 
 

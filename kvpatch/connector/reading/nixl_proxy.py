@@ -101,7 +101,7 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
                 prepared.callback(self.release_xfer_handle, reads[-1])
             prepared.pop_all()
         read = JoinedRead(self, reads, lambda: tell_over(self.__wrapped__, others, notification))
-        read.owner = reader.order
+        read.owner = reader.request_being_read
         return read
 
     def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
@@ -116,8 +116,11 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         beside = self._self_beside(remote_agent_name)
         others = (name for name in beside if name != remote_agent_name)
         tell_over(self.__wrapped__, others, notif_msg)
-        if self._self_reader.proofs.post(self.__wrapped__, remote_agent_name, notif_msg):
-            return None  # it is told once a sample of its blocks has been read
+        context, peers = self._self_reader.context, self._self_reader.ambiguous_peers
+        if context is not None and context.computed_here is not None:
+            read_first = context.request_id, context.engine_id, context.computed_here
+            if peers.sample(self.__wrapped__, remote_agent_name, notif_msg, *read_first):
+                return None  # it is told once a sample of its blocks has been read
         return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:

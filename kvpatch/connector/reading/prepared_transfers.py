@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpatch.connector.handshake.remote_ranks import Peer
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import KvpatchError
 
 
@@ -19,7 +19,7 @@ class Reading:
     """
 
     peer: Peer
-    order: Order
+    request: ReadRequest
     tails_left: bool = True
 
 
@@ -32,6 +32,7 @@ class RequestContext:
         refusal: is raised in place of preparing a transfer. From 0.11.1 on the release fails one
             request there; an error anywhere before that would end the engine.
         reading: what ours are planned from, in place of the release's; None where its stand.
+        computed_here: what D computes itself, of a peer that has yet to be proven what it is.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class RequestContext:
     check: Callable[[], None] | None = None
     refusal: KvpatchError | None = None
     reading: Reading | None = None
+    computed_here: ReadRequest | None = None
 
     def check_blocks(self) -> None:
         """Calls the check.

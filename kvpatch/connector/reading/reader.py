@@ -25,9 +25,9 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.leases import Leases
-from kvpatch.connector.reading.open_peers import OpenPeers
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.state_runs import with_states
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
@@ -85,7 +85,7 @@ class Reader:
         mode: ``auto``, ``direct`` or ``staged``.
 
     Attributes:
-        proofs: of peers whose handshakes leave something open.
+        ambiguous_peers: of peers whose handshakes leave something open.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reader:
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
         self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
-        self.proofs = OpenPeers()
+        self.ambiguous_peers = AmbiguousPeers()
         self.context: RequestContext | None = None
         self._states = destination.states
         self.leases = Leases()
@@ -128,17 +128,17 @@ class Reader:
         Args:
             booked: the engines that the release knows, and the one that hands are shaken with.
         """
-        held = frozenset((*self.peers, *self.proofs.open_engines))
+        held = frozenset((*self.peers, *self.ambiguous_peers.engine_ids))
         unbooked = held.difference(booked)
         for engine_id in unbooked & self._unbooked:
             self.peers.pop(engine_id, None)
-            self.proofs.forget(engine_id)
+            self.ambiguous_peers.forget(engine_id)
         self._unbooked = unbooked
 
     def known(self, engine_id: str) -> Peer | None:
         """As :meth:`peer`, and one of which nothing is read before it is proven what it is."""
         found = self.peers.get(engine_id)
-        ranks = self.proofs.ranks(engine_id) if found is None else None
+        ranks = self.ambiguous_peers.ranks(engine_id) if found is None else None
         return Peer(ranks) if ranks else found
 
     def admit(self, rank: Rank) -> None:
@@ -149,7 +149,7 @@ class Reader:
         """Books a rank of a peer like us, which the release reads."""
         self.peers.pop(engine_id, None)
 
-    def admit_unproven(
+    def admit_ambiguous(
         self,
         candidates: Mapping[Name, Rank],
         refusals: Mapping[Name, KvpatchError],
@@ -171,7 +171,7 @@ class Reader:
             else:
                 self.admit(candidates[name])
 
-        self.proofs.open(engine_id, candidates, refusals, admit)
+        self.ambiguous_peers.add(engine_id, candidates, refusals, admit)
 
     def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
         statement = rank.statement
@@ -227,28 +227,28 @@ class Reader:
         rank = reading.peer.ranks[number]
         statement = rank.statement
         shares = shares_of(
-            self.ours, self.groups, statement, rank.overlaps, reading.order, rank.block_tokens
+            self.ours, self.groups, statement, rank.overlaps, reading.request, rank.block_tokens
         )
         ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
-        whole = self._whole_rows(statement, shares, reading.order)
+        whole = self._whole_rows(statement, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return prepare_read(nixl, ends, *whole, notification)
         if reading.tails_left:  # once a request, and not before its blocks were checked
-            self._zero_tails(reading.order)
+            self._zero_tails(reading.request)
             reading.tails_left = False
         direct, staged = self._split(shares)
         plan = plan_runs(
             (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
             for share in direct
         )
-        plan = with_states(plan, self.groups, statement, reading.order, self._states, rank.states)
+        plan = with_states(plan, self.groups, statement, reading.request, self._states, rank.states)
         if not staged:
             runs = plan.remote_address, plan.local_address, plan.length
             return prepare_read(nixl, ends, *runs, notification)
         chunks = plan_chunks(staged, lambda: self.pool.chunk_bytes)
         read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, chunks)
-        read.owner = reading.order
-        read.lifetime = self.leases.lifetime(reading.order)
+        read.owner = reading.request
+        read.lifetime = self.leases.lifetime(reading.request)
         return read
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
@@ -281,13 +281,13 @@ class Reader:
         return self.context.reading
 
     @property
-    def order(self) -> Order:
+    def request_being_read(self) -> ReadRequest:
         """What is being read.
 
         Raises:
             ReadRefused: nothing is.
         """
-        return self._being_read().order
+        return self._being_read().request
 
     def _has_our_rows(self, statement: Statement) -> bool:
         rows = self._rows
@@ -299,7 +299,7 @@ class Reader:
         )
 
     def _whole_rows(
-        self, statement: Statement, shares: Sequence[Share], order: Order
+        self, statement: Statement, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """(remote address, local address, bytes) of each row, where rows are read as they are."""
         rows = self._rows
@@ -313,7 +313,7 @@ class Reader:
         whole = [pair for pair in pairs if pair is not None]
         ends = [rows.end_of(overlap.layer for overlap in share.overlaps) for share in full]
         parts = self.ours.kernel_blocks_per_block
-        for _, remote_block, local_block in state_pairs(self.groups, statement, order):
+        for _, remote_block, local_block in state_pairs(self.groups, statement, request):
             if remote_block >= statement.blocks // parts:
                 raise ReadRefused(
                     f"the request names block {remote_block} of engine {statement.engine_id}, "
@@ -360,8 +360,8 @@ class Reader:
         costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
         return is_direct(overlap, share.segments, costs)
 
-    def _zero_tails(self, order: Order) -> None:
-        for layers, tail in tails_of(self.ours, self.groups, order):
+    def _zero_tails(self, request: ReadRequest) -> None:
+        for layers, tail in tails_of(self.ours, self.groups, request):
             for name in layers:
                 for plane in self._layers[name].planes:
                     if not plane.is_whole:

@@ -9,7 +9,7 @@ import numpy as np
 from kvpatch.connector.handshake.agent_metadata import Statement
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.recurrent_state import StatePages
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import Plan
@@ -19,7 +19,7 @@ def with_states(
     plan: Plan,
     groups: Iterable[Group],
     peer: Statement,
-    order: Order,
+    request: ReadRequest,
     ours: Mapping[str, StatePages],
     theirs: Mapping[str, StatePages],
 ) -> Plan:
@@ -29,7 +29,7 @@ def with_states(
         ReadRefused: a group has several blocks, or one that the peer has not.
     """
     runs = []
-    for group, remote_block, local_block in state_pairs(groups, peer, order):
+    for group, remote_block, local_block in state_pairs(groups, peer, request):
         for name in sorted(group.layers):
             remote, local = theirs[name], ours[name]
             if remote_block >= remote.blocks or local_block >= local.blocks:

@@ -8,7 +8,7 @@ from kvpatch.connector.handshake.agent_metadata import Statement
 from kvpatch.connector.handshake.block_shapes import tokens_of
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.read_request import Order
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import (
     BlockList,
@@ -26,7 +26,7 @@ def shares_of(
     groups: Sequence[Group],
     peer: Statement,
     overlaps: Sequence[Overlap],
-    order: Order,
+    request: ReadRequest,
     block_tokens: Mapping[str, int] | None = None,
 ) -> tuple[Share, ...]:
     """What to copy for a request from one rank of a peer.
@@ -39,9 +39,9 @@ def shares_of(
             its tokens fill, or a sliding window begins before them.
         UnpairableBlocks: the blocks do not hold the tokens.
     """
-    if order.tokens > order.remote_tokens:
+    if request.tokens > request.remote_tokens:
         raise ReadRefused(
-            f"the prompt has {order.tokens} tokens and the peer holds {order.remote_tokens}: "
+            f"the prompt has {request.tokens} tokens and the peer holds {request.remote_tokens}: "
             "send both engines the same prompt"
         )
     stated = peer.block_tokens or ours.block_tokens
@@ -53,12 +53,12 @@ def shares_of(
     ]
     found = []
     for number, group in enumerate(groups):
-        if not order.local_blocks[number] or group.has_state:
+        if not request.local_blocks[number] or group.has_state:
             continue
-        remote = _remote_blocks(groups, peer, order, number, tokens)
-        local = _local_blocks(ours, groups, order, number)
-        start = _first_token(group, remote, local, order)
-        segments = pair_blocks(remote, local, start, order.tokens)
+        remote = _remote_blocks(groups, peer, request, number, tokens)
+        local = _local_blocks(ours, groups, request, number)
+        start = _first_token(group, remote, local, request)
+        segments = pair_blocks(remote, local, start, request.tokens)
         of_group = [overlap for overlap in overlaps if overlap.layer in group.layers]
         whole = tuple(overlap for overlap in of_group if overlap.is_whole)
         rows = tuple(overlap for overlap in of_group if not overlap.is_whole)
@@ -70,7 +70,7 @@ def shares_of(
 
 
 def state_pairs(
-    groups: Iterable[Group], peer: Statement, order: Order
+    groups: Iterable[Group], peer: Statement, request: ReadRequest
 ) -> Iterator[tuple[Group, int, int]]:
     """(group, remote block, local block) of each with recurrent state, as ids count them.
 
@@ -83,12 +83,12 @@ def state_pairs(
     """
     block_tokens = (peer.block_tokens or 1) * (peer.kernel_blocks_per_block or 1)
     for number, group in enumerate(groups):
-        local, remote = order.local_blocks[number], order.remote_blocks[number]
+        local, remote = request.local_blocks[number], request.remote_blocks[number]
         if not group.has_state or not local:
             continue
         found = remote[-1:]
         if len(remote) > 1:
-            last = -(-order.remote_tokens // block_tokens) - 1
+            last = -(-request.remote_tokens // block_tokens) - 1
             found = remote[last : last + 1] if _NULL_BLOCK in remote else ()
         if len(local) != 1 or not any(found):
             raise ReadRefused(
@@ -101,55 +101,59 @@ def state_pairs(
 
 
 def tails_of(
-    ours: LocalGeometry, groups: Sequence[Group], order: Order
+    ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest
 ) -> Iterator[tuple[frozenset[str], Segments]]:
     """(layers, what no transfer covers in their last blocks), where there is any."""
     for number, group in enumerate(groups):
-        if order.local_blocks[number] and not group.has_state:
-            tail = uncovered_tail(_local_blocks(ours, groups, order, number), order.tokens)
+        if request.local_blocks[number] and not group.has_state:
+            tail = uncovered_tail(_local_blocks(ours, groups, request, number), request.tokens)
             if len(tail):
                 yield group.layers, tail
 
 
-def _first_token(group: Group, remote: BlockList, local: BlockList, order: Order) -> int:
+def _first_token(group: Group, remote: BlockList, local: BlockList, request: ReadRequest) -> int:
     """Where to begin: before a window nobody looks, and the two round it to unlike blocks."""
     if not group.window_tokens:
         return local.first_token
     # The next token looks at itself and those before it.
-    seen = order.tokens - group.window_tokens + 1
-    if order.hit_tokens is not None and local.first_token > max(seen, order.hit_tokens):
+    seen = request.tokens - group.window_tokens + 1
+    if request.hit_tokens is not None and local.first_token > max(seen, request.hit_tokens):
         raise ReadRefused(
             f"the blocks that this engine named begin with token {local.first_token} of a prompt "
-            f"of {order.tokens}, and the sliding window of {group.window_tokens} with {seen}: this "
-            "vLLM leaves out blocks of windows where a draft model reserves some (0.23 to 0.25); "
-            "speculate without one, or use another release"
+            f"of {request.tokens}, and the sliding window of {group.window_tokens} with {seen}: "
+            "this vLLM leaves out blocks of windows where a draft model reserves some (0.23 to "
+            "0.25); speculate without one, or use another release"
         )
     seen = max(local.first_token, seen)
     if remote.first_token > seen:
         raise ReadRefused(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
-            f"{order.tokens}, and the sliding window of {group.window_tokens} with {seen}: it has "
-            "let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates); use "
-            "a later one on P, or --disable-hybrid-kv-cache-manager on both sides"
+            f"{request.tokens}, and the sliding window of {group.window_tokens} with {seen}: it "
+            "has let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates); "
+            "use a later one on P, or --disable-hybrid-kv-cache-manager on both sides"
         )
-    return min(max(local.first_token, remote.first_token), order.tokens)
+    return min(max(local.first_token, remote.first_token), request.tokens)
 
 
 def _remote_blocks(
-    groups: Sequence[Group], peer: Statement, order: Order, number: int, tokens: Sequence[int]
+    groups: Sequence[Group],
+    peer: Statement,
+    request: ReadRequest,
+    number: int,
+    tokens: Sequence[int],
 ) -> BlockList:
     block_tokens = tokens[number]
     parts = peer.kernel_blocks_per_block or 1
-    found = order.remote_blocks[number]
+    found = request.remote_blocks[number]
     if groups[number].window_tokens:
         # Groups have equally many blocks, slots for drafted tokens included (<= 0.24),
         # and a window's list is the end of them. Where blocks are unlike nobody drafts.
         whole = [
             len(blocks)
-            for group, blocks, size in zip(groups, order.remote_blocks, tokens, strict=True)
+            for group, blocks, size in zip(groups, request.remote_blocks, tokens, strict=True)
             if not (group.window_tokens or group.has_state) and size == block_tokens
         ]
-        held = -(-order.remote_tokens // (block_tokens * parts))
+        held = -(-request.remote_tokens // (block_tokens * parts))
         blocks = _window_end(found, block_tokens, parts, max(whole, default=held))
     else:
         blocks = BlockList(kernel_blocks(found, parts), block_tokens)
@@ -178,18 +182,18 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
 
 
 def _local_blocks(
-    ours: LocalGeometry, groups: Sequence[Group], order: Order, number: int
+    ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest, number: int
 ) -> BlockList:
     """Our blocks; a list that ends with the last token tells by its length where it starts."""
     parts = ours.kernel_blocks_per_block
     block_tokens = _own_tokens(ours, groups[number])
     logical_tokens = block_tokens * parts
-    found = order.local_blocks[number]
-    found = found[: len(found) - _drafted_blocks(ours, groups, order)]
-    first = (-(-order.tokens // logical_tokens) - len(found)) * logical_tokens
+    found = request.local_blocks[number]
+    found = found[: len(found) - _drafted_blocks(ours, groups, request)]
+    first = (-(-request.tokens // logical_tokens) - len(found)) * logical_tokens
     if first < 0:
         raise ReadRefused(
-            f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {order.tokens}: "
+            f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {request.tokens}: "
             "expected no more than it fills"
         )
     return BlockList(kernel_blocks(found, parts), block_tokens, first)
@@ -201,16 +205,16 @@ def _own_tokens(ours: LocalGeometry, group: Group) -> int:
     return min(tokens_of(ours.layers, group.layers & ours.layers.keys()))
 
 
-def _drafted_blocks(ours: LocalGeometry, groups: Sequence[Group], order: Order) -> int:
+def _drafted_blocks(ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest) -> int:
     """Blocks behind the prompt, for tokens to be drafted: every group has as many (0.23, 0.24).
 
     Told from the length of a group with full attention, which starts behind the hit.
     """
-    if order.hit_tokens is None:
+    if request.hit_tokens is None:
         return 0
-    for group, blocks in zip(groups, order.local_blocks, strict=True):
+    for group, blocks in zip(groups, request.local_blocks, strict=True):
         if blocks and not (group.window_tokens or group.has_state):
             logical_tokens = _own_tokens(ours, group) * ours.kernel_blocks_per_block
-            needed = -(-order.tokens // logical_tokens) - order.hit_tokens // logical_tokens
+            needed = -(-request.tokens // logical_tokens) - request.hit_tokens // logical_tokens
             return max(0, len(blocks) - needed)
     return 0

@@ -11,17 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.connector.recent import MOST_ENGINES
+from kvpatch.connector.state import scheduler_state
 from kvpatch.core.releases import FACTS
-from kvpatch.legacy.announcements import Announcements, Introductions, announced, announcement
-from kvpatch.legacy.cuts import chunks_to_look_at, still_possible
-from kvpatch.legacy.introducing import (
-    book_proof,
-    hear_what_is_open,
-    introductions_of,
-    say_what_is_open,
+from kvpatch.legacy.content_proof.kernel_block_splits import chunks_to_look_at, possible_splits
+from kvpatch.legacy.content_proof.prover import ContentProver
+from kvpatch.legacy.content_proof.readable_engines import (
+    ReadableEngines,
+    ReadableReports,
+    hear_workers,
+    readable_engines_of,
+    report_of,
+    reports_in,
+    tell_scheduler,
 )
-from kvpatch.legacy.proofs import Proofs
-from kvpatch.legacy.unstated_blocks import _update_from_kv_xfer_finished
+from kvpatch.legacy.content_proof.wrappers import _update_from_kv_xfer_finished
 
 pytestmark = pytest.mark.patching
 
@@ -62,7 +65,7 @@ def test_the_true_cut_is_never_ruled_out(
 ) -> None:
     table = _table(parts, blocks, seed)
     written = parts if is_known else None
-    assert parts in still_possible(PARTS, _seen(table, table, parts), written)
+    assert parts in possible_splits(PARTS, _seen(table, table, parts), written)
 
 
 @given(
@@ -74,7 +77,7 @@ def test_the_true_cut_is_never_ruled_out(
 def test_no_ids_prove_a_wrong_cut(parts: int, ids: list[int], blocks: int, seed: int) -> None:
     """Whatever a client names: what it does not find proves nothing, and the rest is true."""
     table = _table(parts, blocks, seed)
-    left = still_possible(PARTS, _seen(ids, table, parts), parts)
+    left = possible_splits(PARTS, _seen(ids, table, parts), parts)
     assert parts in left
 
 
@@ -98,19 +101,19 @@ def test_ids_that_pretend_other_blocks_prove_no_wrong_cut(
     seen = _seen(ids, table, parts)
     assert len(seen) >= min(len(ids), 8), "all that was looked for is found"
 
-    assert parts in still_possible(PARTS, seen, parts)
-    assert parts in still_possible(PARTS, seen, None)
+    assert parts in possible_splits(PARTS, seen, parts)
+    assert parts in possible_splits(PARTS, seen, None)
 
 
 def test_ids_of_a_new_pool_settle_it() -> None:
     """Its first block is number 1, so that the first chunk tells whole blocks from cut ones."""
-    assert still_possible(PARTS, [(0, 1)], None) == {1}
-    assert still_possible(PARTS, [(0, 2)], None) == {1, 2}
-    assert still_possible(PARTS, [(0, 2)], 2) == {2}, "nobody wrote to kernel block 1"
-    assert still_possible(PARTS, [(0, 2)], 1) == {1, 2}
-    assert still_possible(PARTS, [(0, 2)], 3) == {1, 2}, "which begins no block"
-    assert still_possible((1, 3, 5), [(0, 5)], 5) == {5}, "80 beside 48, in kernel blocks of 16"
-    assert still_possible((33, 35), [(0, 35)], None) == {35}, "560 beside 528"
+    assert possible_splits(PARTS, [(0, 1)], None) == {1}
+    assert possible_splits(PARTS, [(0, 2)], None) == {1, 2}
+    assert possible_splits(PARTS, [(0, 2)], 2) == {2}, "nobody wrote to kernel block 1"
+    assert possible_splits(PARTS, [(0, 2)], 1) == {1, 2}
+    assert possible_splits(PARTS, [(0, 2)], 3) == {1, 2}, "which begins no block"
+    assert possible_splits((1, 3, 5), [(0, 5)], 5) == {5}, "80 beside 48, in kernel blocks of 16"
+    assert possible_splits((33, 35), [(0, 35)], None) == {35}, "560 beside 528"
 
 
 def test_blocks_that_slid_out_of_a_window_are_not_looked_at() -> None:
@@ -124,12 +127,12 @@ def test_blocks_that_slid_out_of_a_window_are_not_looked_at() -> None:
 
 
 def test_a_scheduler_loads_from_what_workers_announced() -> None:
-    introductions = Introductions(16)
-    assert not introductions.allow("p", 5, 79)
-    introductions.prove("p", 64)
-    assert introductions.allow("p", 1, 10)
-    assert not introductions.allow("p", 0, 10)
-    assert not introductions.allow("q", 5, 79)
+    readable = ReadableEngines(16)
+    assert not readable.allow("p", 5, 79)
+    readable.prove("p", 64)
+    assert readable.allow("p", 1, 10)
+    assert not readable.allow("p", 0, 10)
+    assert not readable.allow("q", 5, 79)
 
 
 @pytest.mark.parametrize(
@@ -144,21 +147,21 @@ def test_a_scheduler_loads_from_what_is_declared(monkeypatch, release, layout, l
     """0.10.0 does not state the layout either."""
     for name, value in {"KVPATCH_PEER_BLOCK_SIZE": "64", **layout}.items():
         monkeypatch.setenv(name, value)
-    introductions = introductions_of(_Scheduler(), FACTS[release])
-    assert introductions is not None
-    assert introductions.allow("p", 2, 128) is loads
+    readable = readable_engines_of(_Scheduler(release))
+    assert readable.allow("p", 2, 128) is loads
 
 
 def test_a_scheduler_asks_for_no_more_than_whole_blocks_hold() -> None:
     """0.10.0: 150 tokens are two whole blocks of 64, and 144 in ours of 16."""
-    introductions = Introductions(16, full_blocks_only=True)
-    introductions.prove("p", 64)
-    assert introductions.allow("p", 2, 128)
-    assert not introductions.allow("p", 2, 144)
+    readable = ReadableEngines(16, full_blocks_only=True)
+    readable.prove("p", 64)
+    assert readable.allow("p", 2, 128)
+    assert not readable.allow("p", 2, 144)
 
 
 class _Scheduler:
-    def __init__(self, method: str | None = None) -> None:
+    def __init__(self, release: str, method: str | None = None) -> None:
+        scheduler_state(self).facts = FACTS[release]
         speculation = None if method is None else SimpleNamespace(method=method)
         self.vllm_config = SimpleNamespace(speculative_config=speculation)
         self.block_size = 16
@@ -169,119 +172,117 @@ class _Scheduler:
 )
 def test_0100_loads_nothing_where_it_reserves_slots_for_drafts(method, allows):
     """A hit of one block of 16, 64 tokens in all: 0.10.0 names 4 blocks of its own for 3 of P's."""
-    scheduler = _Scheduler(method)
-    introductions = introductions_of(scheduler, FACTS["0.10.0"])
-    assert introductions is not None
-    book_proof(scheduler, "p", 16)
-    assert introductions.allow("p", blocks=4, needed_tokens=64) is allows
+    readable = readable_engines_of(_Scheduler("0.10.0", method))
+    readable.prove("p", 16)
+    assert readable.allow("p", blocks=4, needed_tokens=64) is allows
 
 
 @pytest.mark.parametrize(
     ("said", "holds"), [((False, False), False), ((False, True), True), ((None, None), False)]
 )
 def test_a_scheduler_holds_back_where_a_worker_may_have_to_prove(said, holds):
-    scheduler, stated = _Scheduler(), []
+    scheduler, stated = _Scheduler("0.20.1"), []
     for one in said:
         metadata = SimpleNamespace()
         if one is not None:
-            say_what_is_open(SimpleNamespace(xfer_handshake_metadata=metadata), may_leave_open=one)
+            tell_scheduler(metadata, may_be_ambiguous=one)
         stated.append(metadata)
 
-    hear_what_is_open(scheduler, stated)
+    hear_workers(scheduler, stated)
 
-    assert (introductions_of(scheduler, FACTS["0.20.1"]) is not None) is holds
+    assert readable_engines_of(scheduler).allow("p", 5, 79) is not holds
     assert not any(vars(metadata) for metadata in stated), "nothing of it goes to peers"
 
 
-def _said(announcements: Announcements) -> set[str]:
-    return announcements.received(None, set()) or set()
+def _said(reports: ReadableReports) -> set[str]:
+    return reports.received(None, set()) or set()
 
 
 def test_a_worker_announces_an_engine_once() -> None:
-    announcements = Announcements()
-    announcements.settle("p", 64)
-    assert _said(announcements) == set(), "its scheduler may have no kvpatch"
-    announcements.listen()
-    announcements.settle("p", 64)
-    found = _said(announcements)
-    assert announced([*found, "a request"]) == {announcement("p", 64): ("p", 64)}
-    assert _said(announcements) == set()
-    announcements.unsettle("p")
-    announcements.settle("p", 128)
-    assert announced(_said(announcements)) == {announcement("p", 128): ("p", 128)}
+    reports = ReadableReports()
+    reports.settle("p", 64)
+    assert _said(reports) == set(), "its scheduler may have no kvpatch"
+    reports.listen()
+    reports.settle("p", 64)
+    found = _said(reports)
+    assert reports_in([*found, "a request"]) == {report_of("p", 64): ("p", 64)}
+    assert _said(reports) == set()
+    reports.unsettle("p")
+    reports.settle("p", 128)
+    assert reports_in(_said(reports)) == {report_of("p", 128): ("p", 128)}
 
 
 def test_a_request_that_is_computed_is_never_received() -> None:
     """A release reports those whose handshake failed, and 0.20's scheduler ends at one."""
-    announcements = Announcements()
-    announcements.compute("computed")
-    assert announcements.received({"computed", "loaded"}, set()) == {"loaded"}
-    assert announcements.received({"loaded"}, {"computed"}) == {"loaded"}
-    assert announcements.received({"computed"}, set()) == {"computed"}, "a new one of that id"
+    reports = ReadableReports()
+    reports.compute("computed")
+    assert reports.received({"computed", "loaded"}, set()) == {"loaded"}
+    assert reports.received({"loaded"}, {"computed"}) == {"loaded"}
+    assert reports.received({"computed"}, set()) == {"computed"}, "a new one of that id"
 
 
 def test_a_request_that_is_loaded_under_the_name_of_a_computed_one_is_received() -> None:
     """<= 0.13 a client chooses the name, and the first may end with the step of the second."""
-    announcements = Announcements()
-    announcements.compute("chosen")
-    announcements.load("chosen")
+    reports = ReadableReports()
+    reports.compute("chosen")
+    reports.load("chosen")
 
-    assert announcements.received({"chosen"}, {"chosen"}) == {"chosen"}
+    assert reports.received({"chosen"}, {"chosen"}) == {"chosen"}
 
 
 def test_an_announcement_is_heard_beside_a_connector_without_a_scheduler_half() -> None:
     """A MultiConnector has other kinds too; the engine core ended at the first announcement."""
-    nixl = SimpleNamespace(connector_scheduler=_Scheduler())
+    nixl = SimpleNamespace(connector_scheduler=_Scheduler("0.13.0"))
     beside = (SimpleNamespace(), SimpleNamespace(connector_scheduler=None))
     core = SimpleNamespace(connector=SimpleNamespace(_connectors=[*beside, nixl]))
-    introductions = introductions_of(nixl.connector_scheduler, FACTS["0.13.0"])
-    assert introductions is not None and not introductions.allow("p", 5, 79)
-    output = SimpleNamespace(finished_recving={announcement("p", 64), "a request"})
+    readable = readable_engines_of(nixl.connector_scheduler)
+    assert not readable.allow("p", 5, 79)
+    output = SimpleNamespace(finished_recving={report_of("p", 64), "a request"})
 
     _update_from_kv_xfer_finished(lambda _: None, core, (output,), {})
 
-    assert introductions.allow("p", 5, 79)
+    assert readable.allow("p", 5, 79)
     assert output.finished_recving == {"a request"}
 
 
 def test_no_announcement_is_lost_between_threads() -> None:
-    announcements = Announcements()
-    announcements.listen()
+    reports = ReadableReports()
+    reports.listen()
     count, heard = 20_000, set()
 
     def shake_hands() -> None:
         for number in range(count):
-            announcements.settle(str(number))
+            reports.settle(str(number))
 
     thread = threading.Thread(target=shake_hands)
     thread.start()
     while thread.is_alive():
-        heard |= _said(announcements)
+        heard |= _said(reports)
     thread.join()
-    heard |= _said(announcements)
+    heard |= _said(reports)
 
     assert len(heard) == count
 
 
 def test_a_hundred_thousand_engines_are_not_kept():
-    introductions, announcements = Introductions(16), Announcements()
+    readable, reports = ReadableEngines(16), ReadableReports()
     for number in range(100_000):
-        introductions.prove(f"e{number}", 16)
-        announcements.settle(f"e{number}", 16)
+        readable.prove(f"e{number}", 16)
+        reports.settle(f"e{number}", 16)
 
-    assert len(introductions._known) == len(announcements._settled) == MOST_ENGINES
-    assert introductions.allow("e99999", 1, 16)
-    assert not introductions.allow("e0", 1, 16)
+    assert len(readable._known) == len(reports._settled) == MOST_ENGINES
+    assert readable.allow("e99999", 1, 16)
+    assert not readable.allow("e0", 1, 16)
 
 
 def test_an_engine_that_is_forgotten_is_open_no_more() -> None:
-    proofs = object.__new__(Proofs)
-    proofs._unproven = {"open": SimpleNamespace()}
-    proofs._announcements = Announcements()
-    proofs._announcements.settle("settled")
+    proofs = object.__new__(ContentProver)
+    proofs._peers = {"open": SimpleNamespace()}
+    proofs._reports = ReadableReports()
+    proofs._reports.settle("settled")
 
     proofs.forget("open")
     proofs.forget("settled")
 
-    assert proofs.open_engines == ()
-    assert not proofs._announcements.is_settled("settled")
+    assert proofs.engine_ids == ()
+    assert not proofs._reports.is_settled("settled")

@@ -14,10 +14,10 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS
-from kvpatch.legacy.failures import (
-    Failures,
-    LastToFirst,
-    Unreported,
+from kvpatch.legacy.failed_requests import (
+    FailedGroupLoads,
+    FailedRequestQueue,
+    FailedRequestSet,
     pop_one_by_one,
     report_failed,
     whole_requests,
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.patching
 
 class TestSeveralGroups:
     def test_what_did_not_fail_is_reported(self):
-        failures = Failures()
+        failures = FailedGroupLoads()
         assert failures.report({"a", "b"}, {"a": ([1], [2]), "b": ([3], [4])}) == {"a", "b"}
         assert failures.take_invalid() == set()
 
     def test_the_blocks_of_all_groups_of_a_failed_load_are_invalid_once(self):
-        failures = Failures()
+        failures = FailedGroupLoads()
         failures.add("a")
         loading = {"a": ([1, 2], [0, 5]), "b": ([3], [4])}
         assert failures.report({"a", "b"}, loading) == {"a", "b"}
@@ -42,7 +42,7 @@ class TestSeveralGroups:
         assert failures.take_invalid() == set()
 
     def test_a_failure_of_one_transfer_of_several_is_kept_until_all_are_done(self):
-        failures = Failures()
+        failures = FailedGroupLoads()
         failures.add("a")
         assert failures.report(set(), {"a": ([1], [2])}) == set()
         assert failures.take_invalid() == set()
@@ -50,13 +50,13 @@ class TestSeveralGroups:
         assert failures.take_invalid() == {1, 2}
 
     def test_nobody_waits_for_one_without_blocks(self):
-        failures = Failures()
+        failures = FailedGroupLoads()
         failures.add("a")
         assert failures.report({"a", "b"}, {"a": ([], []), "b": ([3], [4])}) == {"b"}
         assert failures.take_invalid() == set()
 
     def test_what_the_worker_books_as_failed_is_invalid(self):
-        failures = Failures()
+        failures = FailedGroupLoads()
         worker = _worker(failed={"a"}, failures=failures, a=([1], [2]), b=([3], [4]))
         worker._failed_recv_reqs.add("b")
 
@@ -104,7 +104,7 @@ class TestLastToFirst:
         own = Queue()
         for name in failed:
             own.put(name)
-        worker._failed_recv_reqs = LastToFirst(worker, own)
+        worker._failed_recv_reqs = FailedRequestQueue(worker, own)
         return worker
 
     def _drained(self, worker):
@@ -153,7 +153,7 @@ def _worker(*, failed=(), reading=(), failures=None, **blocks):
     """A stand-in: requests that are loaded, by name, with their blocks."""
     return _Worker(
         nixl_wrapper=_NixlAgent(),
-        _failed_recv_reqs=Unreported(failed, failures),
+        _failed_recv_reqs=FailedRequestSet(failed, failures),
         _recving_transfers=dict.fromkeys(reading, [1]),
         _recving_metadata={
             name: SimpleNamespace(local_block_ids=found) for name, found in blocks.items()

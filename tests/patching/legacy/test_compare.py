@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kvpatch.geometry import Content, Counts, Memory, Plane, Strides
-from kvpatch.legacy.announcements import Announcements
-from kvpatch.legacy.comparing import chunks_seen, layout_shown
-from kvpatch.legacy.cuts import Chunk
-from kvpatch.legacy.proofs import Proofs
-from kvpatch.legacy.samples import Sample
+from kvpatch.legacy.content_proof.compare import chunks_seen, layout_shown
+from kvpatch.legacy.content_proof.kernel_block_splits import PromptChunk
+from kvpatch.legacy.content_proof.prover import ContentProver
+from kvpatch.legacy.content_proof.readable_engines import ReadableReports
+from kvpatch.legacy.content_proof.samples import Sample
 
 pytestmark = pytest.mark.patching
 
@@ -48,7 +48,7 @@ def seen(ours: Any, theirs: Any) -> list[tuple[int, int]]:
         of_block=lambda _, block: raw[1][block * KERNEL_TOKENS : (block + 1) * KERNEL_TOKENS]
     )
     sample = Sample(range(len(ours)), {("layer", Content.KEY): raw[0]})
-    chunks = [Chunk(n, n, KERNEL_TOKENS) for n in range(len(ours) // KERNEL_TOKENS)]
+    chunks = [PromptChunk(n, n, KERNEL_TOKENS) for n in range(len(ours) // KERNEL_TOKENS)]
     return list(chunks_seen(sampled, rank, sample, landed, chunks))  # type: ignore[arg-type]
 
 
@@ -99,22 +99,22 @@ def test_the_only_candidate_has_to_be_shown_too(is_same: bool, found: str | None
 def test_a_sample_that_a_peer_was_asked_for_outlives_a_burst_of_others(monkeypatch: Any) -> None:
     """Or the answer would be waited for in vain, and no other one asked for."""
     sampled: Any = SimpleNamespace(take=lambda *_: Sample(range(1), {("layer", Content.KEY): 1}))
-    proofs = Proofs(SimpleNamespace(), sampled, None, Announcements())  # type: ignore[arg-type]
+    prover = ContentProver(SimpleNamespace(), sampled, None, ReadableReports())  # type: ignore[arg-type]
     order: Any = SimpleNamespace(computed=True)
     states, judged = ["PROC", "PROC", "DONE"], []
     read = SimpleNamespace(state=lambda: states.pop(0), release=lambda: None)
     probe: Any = SimpleNamespace(
         request_id="asked", engine_id="p", read=read, landed=SimpleNamespace(has_landed=True)
     )
-    monkeypatch.setattr(proofs, "_judge", lambda probe, sample: judged.append(probe.request_id))
-    proofs.computing("asked", "p", order)
-    proofs._probes.append(probe)
+    monkeypatch.setattr(prover, "_judge", lambda probe, sample: judged.append(probe.request_id))
+    prover.computing("asked", "p", order)
+    prover._probes.append(probe)
 
     for step in range(3):
         for number in range(20):
-            proofs.computing(f"{step} {number}", "q", order)
-        proofs.end_step()
+            prover.computing(f"{step} {number}", "q", order)
+        prover.end_step()
 
     assert judged == ["asked"]
-    assert not proofs._probes
-    assert len(proofs._samples) <= 8
+    assert not prover._probes
+    assert len(prover._samples) <= 8

@@ -1,25 +1,24 @@
 """Proof by content: what a peer's blocks are, where its handshake does not say all of them.
 
-D computes the first prompt of such an engine itself, and P holds the same prompt: so some
-of P's blocks of it are read, and only then is P told that it may let go of them. <= 0.11.0
-they show the items, and on 0.10.0 the layout: that under which they hold what D has
-computed, and much nearer than under the other. From 0.11.1 to 0.20 they show how blocks are
-cut (:mod:`kvpatch.legacy.cuts`). Ids come from a client, and say only where to look: of one
-that lies nothing is found, or what is as true as elsewhere. Where nothing is proven, nothing
-is ever loaded.
+D computes the first prompt of such an engine itself, and P holds the same prompt: so some of P's
+blocks of it are read, and only then is P told that it may let go of them. On releases <= 0.11.0
+they show the size of items, and on 0.10.0 the layout: the one under which they hold what D has
+computed, much nearer than under the other. From 0.11.1 to 0.20 they show how blocks are cut
+(:mod:`kvpatch.legacy.content_proof.kernel_block_splits`). Block ids come from a client, and say
+only where to look: where they are wrong, nothing is found, or what is found is as true as
+elsewhere. Where nothing is proven, nothing is ever loaded.
 
-What tells one place of a prompt from another is that keys or values differ from place to
-place. Prompts that repeat themselves do not count. Of a model whose keys and values depend
-neither on a token's place nor on what is before it, a client that had P compute the prompt
-with a block's worth of other tokens before it could show a false cut.
+What tells one place of a prompt from another is that keys or values differ from place to place.
+Prompts that repeat themselves do not count. Some models' keys and values depend neither on a
+token's place nor on what is before it: there a client that had P compute the prompt with a block's
+worth of other tokens in front could show a false cut.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.connector.handshake.candidates import Name
-from kvpatch.connector.reading.open_peers import OpenPeers
+from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.recent import Recent
 from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import Plan
-from kvpatch.legacy.announcements import Announcements
-from kvpatch.legacy.comparing import blocks_of_layout, chunks_of_cuts, chunks_seen, layout_shown
-from kvpatch.legacy.cuts import Chunk, still_possible
-from kvpatch.legacy.samples import NOTHING, Landing, Sample, Sampled, bytes_of_block
+from kvpatch.legacy.content_proof.compare import (
+    blocks_showing_layout,
+    chunks_seen,
+    chunks_showing_split,
+    layout_shown,
+)
+from kvpatch.legacy.content_proof.kernel_block_splits import PromptChunk, possible_splits
+from kvpatch.legacy.content_proof.readable_engines import ReadableReports
+from kvpatch.legacy.content_proof.samples import (
+    NOTHING,
+    LandedBlocks,
+    Sample,
+    SampledPlanes,
+    bytes_of_block,
+)
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -43,7 +53,7 @@ from kvpatch.transfer.staging_pool import StagingPool
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.remote_ranks import Rank
     from kvpatch.connector.local.local_geometry import LocalGeometry
-    from kvpatch.connector.read_request import Order
+    from kvpatch.connector.read_request import ReadRequest
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -56,8 +66,8 @@ _NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass
-class Unproven:
-    """An engine of which something is open, which is one for all of its ranks.
+class AmbiguousPeer:
+    """An engine of which something is open, the same for all of its ranks.
 
     Attributes:
         ranks: what each rank would be, by candidate; those that cannot be read are left out.
@@ -86,111 +96,99 @@ class Unproven:
 @dataclass
 class _Probe:
     engine_id: str
-    unproven: Unproven
+    peer: AmbiguousPeer
     candidates: Mapping[Name, Rank]
     request_id: str
     read: StagedRead
-    landed: Landing
-    chunks: tuple[Chunk, ...]
+    landed: LandedBlocks
+    chunks: tuple[PromptChunk, ...]
     notify: Callable[[], None]
 
 
-class Proofs(OpenPeers):
+class ContentProver(AmbiguousPeers):
     """What one worker has proven of its peers, and what it is about to.
 
     Args:
         sampled: what is compared; None where nothing can be.
         pool: makes memory that samples land in.
-        announcements: where engines are booked that can be read.
+        reports: where engines are booked that can be read.
     """
 
     def __init__(
         self,
         ours: LocalGeometry,
-        sampled: Sampled | None,
+        sampled: SampledPlanes | None,
         pool: StagingPool,
-        announcements: Announcements,
+        reports: ReadableReports,
     ) -> None:
         self._ours = ours
         self._sampled = sampled
         self._pool = pool
-        self._announcements = announcements
-        self._unproven: dict[str, Unproven] = {}
-        self._due: dict[str, Order] = {}
+        self._reports = reports
+        self._peers: dict[str, AmbiguousPeer] = {}
+        self._due: dict[str, ReadRequest] = {}
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._probes: list[_Probe] = []
-        self._sampling: tuple[str, str, Order] | None = None
         self._told = Recent[None]()
 
     # -- what is known, handshakes included ----------------------------------------
 
-    def open(
+    def add(
         self,
         engine_id: str,
         candidates: Mapping[Name, Rank],
         refusals: Mapping[Name, KvpatchError],
         admit: Callable[[Name], None],
     ) -> None:
-        """Books a rank of an engine that has to be proven, or proven anew.
-
-        Args:
-            candidates: what it would be.
-            refusals: of other candidates, which cannot be read.
-            admit: books the one that is proven.
-        """
-        self._announcements.unsettle(engine_id)
+        """Books a rank of an engine that has to be proven, or proven anew."""
+        self._reports.unsettle(engine_id)
         stated = next(iter(candidates.values())).statement
         every = frozenset(candidates) | frozenset(refusals)
-        known = self._unproven.get(engine_id)
+        known = self._peers.get(engine_id)
         if (
             known is None
             or stated.tp_rank in known.ranks
             or known.first().statement.tp_size != stated.tp_size
             or known.every != every
         ):
-            known = Unproven({}, [], every, every, refusals)
+            known = AmbiguousPeer({}, [], every, every, refusals)
         known.ranks[stated.tp_rank] = candidates
         known.admits.append(admit)
-        self._unproven[engine_id] = known
+        self._peers[engine_id] = known
 
     def settle(self, engine_id: str, block_tokens: int = 0) -> None:
-        """Books an engine of which there is nothing to prove, or nothing more."""
-        self._unproven.pop(engine_id, None)
-        self._announcements.settle(engine_id, block_tokens)
+        self._peers.pop(engine_id, None)
+        self._reports.settle(engine_id, block_tokens)
 
     def forget(self, engine_id: str) -> None:
-        """Books that an engine is known no more."""
-        self._unproven.pop(engine_id, None)
-        self._announcements.unsettle(engine_id)
+        self._peers.pop(engine_id, None)
+        self._reports.unsettle(engine_id)
 
-    def is_open(self, engine_id: str) -> bool:
-        """Whether nothing may be read from an engine but for a proof."""
-        return engine_id in self._unproven
+    def is_ambiguous(self, engine_id: str) -> bool:
+        return engine_id in self._peers
 
     @property
-    def open_engines(self) -> tuple[str, ...]:
-        """Those of which nothing may be read."""
-        return tuple(self._unproven)
+    def engine_ids(self) -> tuple[str, ...]:
+        return tuple(self._peers)
 
     def ranks(self, engine_id: str) -> dict[int, Rank]:
-        """Those of an engine that is not proven, as any candidate."""
-        unproven = self._unproven.get(engine_id)
-        if unproven is None:
+        peer = self._peers.get(engine_id)
+        if peer is None:
             return {}
-        return {number: next(iter(one.values())) for number, one in unproven.ranks.items()}
+        return {number: next(iter(one.values())) for number, one in peer.ranks.items()}
 
-    def check(self, engine_id: str) -> None:
+    def require_proven(self, engine_id: str) -> None:
         """Refuses to load from an engine that is not proven.
 
         Raises:
             NotProven: it is not.
             PeerRefused: it is proven to be one that cannot be read.
         """
-        unproven = self._unproven.get(engine_id)
-        if unproven is None:
+        peer = self._peers.get(engine_id)
+        if peer is None:
             return
-        if unproven.refusal is not None:
-            raise unproven.refusal
+        if peer.refusal is not None:
+            raise peer.refusal
         raise NotProven(
             f"engine {shown(engine_id)} cannot be read: this release's handshake does not state "
             "all of its blocks, and no prompt that both engines have computed has shown it yet; "
@@ -201,49 +199,29 @@ class Proofs(OpenPeers):
 
     # -- a step --------------------------------------------------------------------
 
-    def computing(self, request_id: str, engine_id: str, order: Order) -> None:
+    def computing(self, request_id: str, engine_id: str, request: ReadRequest) -> None:
         """Books a prompt of a peer's that the model computes in this step."""
-        unproven = self._unproven.get(engine_id)
-        is_over = unproven is not None and unproven.refusal is not None
-        if is_over or self._announcements.is_settled(engine_id):
+        peer = self._peers.get(engine_id)
+        is_over = peer is not None and peer.refusal is not None
+        if is_over or self._reports.is_settled(engine_id):
             return
         if len(self._due) < _MOST_SAMPLES:  # a sample waits for the device
-            self._due[request_id] = order
+            self._due[request_id] = request
 
-    @contextmanager
-    def sampling(self, request_id: str, engine_id: str, order: Order) -> Iterator[None]:
-        """While inside, the peer is told of the request when a sample of it has been read."""
-        self._sampling = request_id, engine_id, order
-        try:
-            yield
-        finally:
-            self._sampling = None
-
-    def post(self, nixl: Any, agent: str, notification: bytes) -> bool:
-        """Reads a sample first, where that is what is being done; whether it tells the peer."""
-        if self._sampling is None:
-            return False
-        request_id, engine_id, order = self._sampling
-        unproven = self._unproven.get(engine_id)
-        is_known = request_id in self._due or request_id in self._samples
-        if (
-            unproven is None
-            or unproven.refusal is not None
-            or not is_known
-            or any(probe.engine_id == engine_id for probe in self._probes)
-        ):
-            return False
-        candidates = next(
-            (
-                one
-                for one in tuple(unproven.ranks.values())
-                if next(iter(one.values())).agent == agent
-            ),
-            None,
-        )
+    def sample(
+        self,
+        nixl: Any,
+        agent: str,
+        notification: bytes,
+        request_id: str,
+        engine_id: str,
+        request: ReadRequest,
+    ) -> bool:
+        candidates = self._candidates_to_sample(agent, request_id, engine_id)
         if candidates is None:
             return False
-        landed, chunks = self._plan(unproven, candidates, request_id, order)
+        peer = self._peers[engine_id]
+        landed, chunks = self._plan(peer, candidates, request_id, request)
         if landed is None:
             return False
 
@@ -260,46 +238,58 @@ class Proofs(OpenPeers):
         read = StagedRead(nixl, self._pool, landed, ends, notification, nothing, landing)
         read.start()
         self._probes.append(
-            _Probe(engine_id, unproven, candidates, request_id, read, landed, chunks, notify)
+            _Probe(engine_id, peer, candidates, request_id, read, landed, chunks, notify)
         )
         return True
 
+    def _candidates_to_sample(
+        self, agent: str, request_id: str, engine_id: str
+    ) -> Mapping[Name, Rank] | None:
+        """What the rank of that name may be, where a read of it can prove something."""
+        peer = self._peers.get(engine_id)
+        is_known = request_id in self._due or request_id in self._samples
+        is_sampled = any(probe.engine_id == engine_id for probe in self._probes)
+        if peer is None or peer.refusal is not None or not is_known or is_sampled:
+            return None
+        every = tuple(peer.ranks.values())
+        return next((one for one in every if next(iter(one.values())).agent == agent), None)
+
     def _plan(
         self,
-        unproven: Unproven,
+        peer: AmbiguousPeer,
         candidates: Mapping[Name, Rank],
         request_id: str,
-        order: Order,
-    ) -> tuple[Landing | None, tuple[Chunk, ...]]:
+        request: ReadRequest,
+    ) -> tuple[LandedBlocks | None, tuple[PromptChunk, ...]]:
         """What to read of a peer, and what may lie there; None where nothing could tell."""
         sampled = self._sampled
         if sampled is None:
             return None, ()
         rank = next(iter(candidates.values()))
         most = SAMPLE_BYTES // bytes_of_block(rank, sampled.planes)
-        parts = unproven.parts
+        parts = peer.parts
         if not parts:
-            blocks = blocks_of_layout(sampled, rank, order, most)
-            return (Landing(rank, sampled.planes, blocks, 0), ()) if blocks else (None, ())
+            blocks = blocks_showing_layout(sampled, rank, request, most)
+            return (LandedBlocks(rank, sampled.planes, blocks, 0), ()) if blocks else (None, ())
         sample = self._samples.get(request_id)
-        computed = order.computed
+        computed = request.computed
         if sample is not None:
             known = sample.tokens
         elif computed is not None:
-            known = sampled.range_of(order, computed)
+            known = sampled.range_of(request, computed)
         else:
             return None, ()
-        chunks = chunks_of_cuts(sampled, rank, parts, order, known, most)
+        chunks = chunks_showing_split(sampled, rank, parts, request, known, most)
         if not chunks:
             return None, ()
         found = sorted({chunk.block for chunk in chunks})
         probed = min(max(parts), rank.statement.blocks - 1)
-        return Landing(rank, sampled.planes, found, probed), chunks
+        return LandedBlocks(rank, sampled.planes, found, probed), chunks
 
     def end_step(self) -> None:
         """Takes samples of what the model has computed, and looks at what was read of peers."""
-        for request_id, order in self._due.items():
-            self._samples[request_id] = self._own(order)
+        for request_id, request in self._due.items():
+            self._samples[request_id] = self._own(request)
         self._due.clear()
         for probe in tuple(self._probes):
             state = probe.read.state()
@@ -321,18 +311,18 @@ class Proofs(OpenPeers):
         for request_id in waiting[: max(0, len(waiting) - _MOST_SAMPLES)]:
             del self._samples[request_id]
 
-    def _own(self, order: Order) -> Sample:
-        if self._sampled is None or order.computed is None:
+    def _own(self, request: ReadRequest) -> Sample:
+        if self._sampled is None or request.computed is None:
             return NOTHING
         try:
-            return self._sampled.take(order, order.computed)
+            return self._sampled.take(request, request.computed)
         except RuntimeError as error:  # torch cannot index or copy these tensors
             _LOG.warning("what this engine has computed cannot be looked at: %s", error)
             return NOTHING
 
     def _judge(self, probe: _Probe, sample: Sample) -> None:
-        engine_id, unproven = probe.engine_id, probe.unproven
-        if self._unproven.get(engine_id) is not unproven:
+        engine_id, peer = probe.engine_id, probe.peer
+        if self._peers.get(engine_id) is not peer:
             return  # another one shook hands under its id meanwhile
         found, seen = self._found(probe, sample)
         if found is None:
@@ -345,24 +335,24 @@ class Proofs(OpenPeers):
             )
             self._told[engine_id] = None
             return
-        if found in unproven.refusals:
-            unproven.refusal = unproven.refusals[found]
-            _LOG.warning("engine %s cannot be read: %s", shown(engine_id), unproven.refusal)
+        if found in peer.refusals:
+            peer.refusal = peer.refusals[found]
+            _LOG.warning("engine %s cannot be read: %s", shown(engine_id), peer.refusal)
             return
         statement = probe.candidates[found].statement
-        for admit in unproven.admits:
+        for admit in peer.admits:
             admit(found)
         block_tokens = (statement.block_tokens or 0) * (statement.kernel_blocks_per_block or 1)
         self.settle(engine_id, block_tokens)
-        peer = one_line(f"{shown(engine_id)} can be read: it has {statement}")
-        _LOG.info("engine %s (%s)", peer, seen)
+        words = one_line(f"{shown(engine_id)} can be read: it has {statement}")
+        _LOG.info("engine %s (%s)", words, seen)
 
     def _found(self, probe: _Probe, sample: Sample) -> tuple[Name | None, str]:
         """(the candidate that is proven, what was seen in words)."""
-        sampled, unproven = self._sampled, probe.unproven
+        sampled, peer = self._sampled, probe.peer
         if sampled is None:
             return None, "nothing"
-        if not unproven.parts:
+        if not peer.parts:
             layouts = {str(name): rank for name, rank in probe.candidates.items()}
             layout, distances = layout_shown(sampled, layouts, sample, probe.landed)
             words = ", ".join(f"{name} {value:.3f}" for name, value in distances.items())
@@ -372,8 +362,8 @@ class Proofs(OpenPeers):
         words = f"{len(seen)} of {len(probe.chunks)} pieces of a prompt found"
         if not seen:
             return None, words
-        left = still_possible(unproven.parts, seen, probe.landed.first_written())
+        left = possible_splits(peer.parts, seen, probe.landed.first_written())
         # What contradicts all is no proof: begin anew.
-        unproven.possible = frozenset(left or unproven.every)
+        peer.possible = frozenset(left or peer.every)
         words += f", kernel blocks of a block: {sorted(left)[:8]}"
         return (next(iter(left)) if len(left) == 1 else None), words

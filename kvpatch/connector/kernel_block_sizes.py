@@ -1,11 +1,11 @@
-"""What handshakes do not say of a peer's blocks, and what they may be for all that they say.
+"""Into how many kernel blocks a peer's blocks may be cut, where its handshake does not say it.
 
-<= 0.11.0 a handshake states a block's bytes and not its tokens. Divided by our own bytes
-of a token they come to a number of tokens, which is wrong where the peer's items are of
-another size (fp8 beside bf16), and nothing in such a handshake tells the two apart. 0.10.0
-does not state the layout either. From 0.11.1 on the tokens and the bytes of a kernel block
-are stated, and <= 0.20 not how many kernel blocks a block is cut into; block ids count
-blocks. What is left open is proven by content (:mod:`kvpatch.legacy.proofs`), or declared.
+From 0.11.1 on a handshake states the tokens and the bytes of a kernel block, and on releases
+<= 0.20 not how many kernel blocks a block is cut into; block ids count blocks. Which it is has to
+be proven (``kvpatch.legacy.content_proof``) or declared. So it has on releases <= 0.11.0, whose
+handshakes state a block's bytes and not its tokens: divided by our own bytes of a token they come
+to a number of tokens, which is wrong where the peer's items are of another size (fp8 beside bf16).
+0.10.0 does not state the layout either.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class KernelSizes:
+class KernelBlockSizes:
     """How a release cuts blocks: whole where all backends take them, else into the largest
     size that all take.
 
@@ -66,7 +66,7 @@ class KernelSizes:
         )
 
 
-def kernel_sizes(worker: Any) -> KernelSizes | None:
+def kernel_sizes(worker: Any) -> KernelBlockSizes | None:
     """How this release cuts blocks for the worker's backends; None where nobody can tell.
 
     And where nobody asks: <= 0.11.0 none is cut, and from 0.21 on the handshake says it.
@@ -86,7 +86,7 @@ def kernel_sizes(worker: Any) -> KernelSizes | None:
             exact.append(tuple(size for size in sizes if isinstance(size, int)))
             multiples.append(tuple(size.base for size in sizes if not isinstance(size, int)))
     allowed = get_args(getattr(cache, "BlockSize", None))  # <= 0.17
-    return KernelSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
+    return KernelBlockSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
 
 
 def _states_parts(worker: Any) -> bool:

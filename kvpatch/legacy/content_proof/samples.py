@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpatch.connector.local.kv_cache_groups import Group
     from kvpatch.connector.local.local_geometry import LocalGeometry
     from kvpatch.connector.local.registered_caches import LayerCache
-    from kvpatch.connector.read_request import Computed, Order
+    from kvpatch.connector.read_request import LocallyComputed, ReadRequest
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -46,13 +46,13 @@ class Sample:
 NOTHING = Sample(range(0), {})
 
 
-def sampled_of(
+def sampled_planes_of(
     ours: LocalGeometry,
     groups: Sequence[Group],
     layers: Mapping[str, LayerCache],
     tensors: Mapping[str, torch.Tensor],
     storageless: StoragelessCaches | None,
-) -> Sampled | None:
+) -> SampledPlanes | None:
     """What is compared with peers; None where there is no attention.
 
     Args:
@@ -66,12 +66,12 @@ def sampled_of(
         if names:
             chosen = dict.fromkeys((names[0], names[-1]))
             planes = tuple(plane for name in chosen for plane in layers[name].planes)
-            return Sampled(ours, planes, tensors, group, number, storageless)
+            return SampledPlanes(ours, planes, tensors, group, number, storageless)
     return None
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledPlanes:
     """Which of our planes are compared with a peer's, and how they are looked at.
 
     Attributes:
@@ -87,14 +87,14 @@ class Sampled:
     number: int
     storageless: StoragelessCaches | None = None
 
-    def take(self, order: Order, computed: Computed) -> Sample:
+    def take(self, request: ReadRequest, computed: LocallyComputed) -> Sample:
         """What the engine holds of a prompt by now; waits for the device.
 
         Raises:
             RuntimeError: torch cannot index or copy these tensors.
         """
         block_tokens = self.planes[0].counts.block_tokens
-        tokens = self.range_of(order, computed)
+        tokens = self.range_of(request, computed)
         first, end = tokens.start, tokens.stop
         if self.number >= len(computed.blocks):
             return NOTHING
@@ -108,13 +108,13 @@ class Sampled:
         }
         return Sample(tokens, found)
 
-    def range_of(self, order: Order, computed: Computed) -> range:
+    def range_of(self, request: ReadRequest, computed: LocallyComputed) -> range:
         """Which tokens a sample has; none where the engine has computed too few."""
         block_tokens = self.planes[0].counts.block_tokens
         if not self.group.window_tokens:
-            return range(min(computed.tokens, order.remote_tokens, _SAMPLED_TOKENS))
+            return range(min(computed.tokens, request.remote_tokens, _SAMPLED_TOKENS))
         # A peer may name a window's last blocks alone.
-        end = order.remote_tokens if computed.tokens >= order.remote_tokens else 0
+        end = request.remote_tokens if computed.tokens >= request.remote_tokens else 0
         return range(max(0, end - _SAMPLED_TOKENS) // block_tokens * block_tokens, end)
 
     def _tokens(self, plane: Plane, blocks: npt.NDArray[np.int64], tokens: int) -> Bytes:
@@ -150,7 +150,7 @@ def region_of(rank: Rank, plane: Plane) -> int:
     )
 
 
-class Landing:
+class LandedBlocks:
     """Some blocks of a peer, side by side in memory of ours, in place of the cache.
 
     Args:

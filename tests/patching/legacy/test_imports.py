@@ -17,7 +17,7 @@ pytestmark = pytest.mark.patching
         ("0.33.0", set()),
         ("0.30.0", set()),
         ("0.29.0", {"failed_loads"}),
-        ("0.20.1", {"failed_loads", "proofs"}),
+        ("0.20.1", {"failed_loads", "content_proof.prover"}),
         ("0.15.1", {"aborted_loads", "failed_loads"}),
         ("0.13.0", {"aborted_loads", "failed_loads", "multi_rank"}),
     ],

@@ -8,21 +8,27 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpatch.legacy.cuts import Chunk, chunks_to_look_at
-from kvpatch.legacy.evidence import (
+from kvpatch.legacy.content_proof.distance import (
     clearly_nearest,
     distance,
     farthest_part,
     is_much_nearer,
-    telling_places,
+    places_that_differ,
     values_of,
 )
-from kvpatch.legacy.samples import Landing, Sample, Sampled, plane_like, shared_heads
+from kvpatch.legacy.content_proof.kernel_block_splits import PromptChunk, chunks_to_look_at
+from kvpatch.legacy.content_proof.samples import (
+    LandedBlocks,
+    Sample,
+    SampledPlanes,
+    plane_like,
+    shared_heads,
+)
 
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.remote_ranks import Rank
-    from kvpatch.connector.read_request import Order
-    from kvpatch.legacy.evidence import Values
+    from kvpatch.connector.read_request import ReadRequest
+    from kvpatch.legacy.content_proof.distance import Values
 
 #: What is looked at of a prompt for its layout.
 _LAYOUT_TOKENS = 256
@@ -32,7 +38,9 @@ _LEAST_TOKENS = 4
 _FAR = 0.5
 
 
-def blocks_of_layout(sampled: Sampled, rank: Rank, order: Order, most: int) -> tuple[int, ...]:
+def blocks_showing_layout(
+    sampled: SampledPlanes, rank: Rank, request: ReadRequest, most: int
+) -> tuple[int, ...]:
     """The peer's first blocks of a prompt, where no block is cut.
 
     None where there is nothing that could tell: no whole block, or one that slid out of
@@ -43,16 +51,21 @@ def blocks_of_layout(sampled: Sampled, rank: Rank, order: Order, most: int) -> t
     """
     statement = rank.statement
     block_tokens = plane_like(rank, sampled.planes[0]).counts.block_tokens
-    found = order.remote_blocks[sampled.number]
+    found = request.remote_blocks[sampled.number]
     blocks = found[: min(most, max(1, _LAYOUT_TOKENS // block_tokens))]
     if not blocks or 0 in blocks or max(blocks) >= statement.blocks:
         return ()
     return blocks
 
 
-def chunks_of_cuts(
-    sampled: Sampled, rank: Rank, parts: Iterable[int], order: Order, known: range, most: int
-) -> tuple[Chunk, ...]:
+def chunks_showing_split(
+    sampled: SampledPlanes,
+    rank: Rank,
+    parts: Iterable[int],
+    request: ReadRequest,
+    known: range,
+    most: int,
+) -> tuple[PromptChunk, ...]:
     """Where a prompt's chunks would lie, for each way to cut blocks that is left.
 
     Args:
@@ -60,15 +73,15 @@ def chunks_of_cuts(
         known: the tokens of the prompt that we have computed, or will have.
         most: kernel blocks that may be read.
     """
-    if sampled.number >= len(order.remote_blocks):
+    if sampled.number >= len(request.remote_blocks):
         return ()
-    ids = order.remote_blocks[sampled.number]
+    ids = request.remote_blocks[sampled.number]
     kernel_tokens = plane_like(rank, sampled.planes[0]).counts.block_tokens
     ways = []
     for number in sorted(parts):
         first = 0
         if sampled.group.window_tokens and sampled.group.is_clipped:  # the end of a table
-            first = -(-order.remote_tokens // (kernel_tokens * number)) - len(ids)
+            first = -(-request.remote_tokens // (kernel_tokens * number)) - len(ids)
         if first >= 0:
             found = chunks_to_look_at(ids, number, kernel_tokens, known, first)
             ways.append(
@@ -84,7 +97,7 @@ def chunks_of_cuts(
 
 
 def layout_shown(
-    sampled: Sampled, ranks: Mapping[str, Rank], sample: Sample, landed: Landing
+    sampled: SampledPlanes, ranks: Mapping[str, Rank], sample: Sample, landed: LandedBlocks
 ) -> tuple[str | None, dict[str, float]]:
     """(the layout under which the peer holds what we have computed, distances); else None."""
     distances = _distances(sampled, ranks, sample, landed)
@@ -97,7 +110,7 @@ def layout_shown(
 
 
 def _distances(
-    sampled: Sampled, ranks: Mapping[str, Rank], sample: Sample, landed: Landing
+    sampled: SampledPlanes, ranks: Mapping[str, Rank], sample: Sample, landed: LandedBlocks
 ) -> dict[str, float]:
     """By layout the mean over all sampled planes; empty where too little is there to tell."""
     found: dict[str, list[float]] = {name: [] for name in ranks}
@@ -108,7 +121,7 @@ def _distances(
         places = [place for _, place, _ in views.values()]
         mine, heads = shared_heads(plane, next(iter(views.values()))[2])
         tokens = min(ours.shape[0], places[0].shape[0])
-        telling = telling_places([place[:tokens, heads] for place in places])
+        telling = places_that_differ([place[:tokens, heads] for place in places])
         if telling is None:
             return {}
         own = values_of(ours[:tokens, mine][telling], dtype)
@@ -120,7 +133,11 @@ def _distances(
 
 
 def chunks_seen(
-    sampled: Sampled, rank: Rank, sample: Sample, landed: Landing, chunks: Sequence[Chunk]
+    sampled: SampledPlanes,
+    rank: Rank,
+    sample: Sample,
+    landed: LandedBlocks,
+    chunks: Sequence[PromptChunk],
 ) -> Iterator[tuple[int, int]]:
     """(chunk, kernel block) of each that holds what we have computed, and nothing like it."""
     kernel_tokens = plane_like(rank, sampled.planes[0]).counts.block_tokens
@@ -142,7 +159,7 @@ def chunks_seen(
             yield chunk.number, chunk.block
 
 
-def _own_values(sampled: Sampled, rank: Rank, sample: Sample) -> list[Values]:
+def _own_values(sampled: SampledPlanes, rank: Rank, sample: Sample) -> list[Values]:
     found = []
     for plane in sampled.planes:
         mine, _ = shared_heads(plane, plane_like(rank, plane))

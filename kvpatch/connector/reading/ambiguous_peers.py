@@ -1,9 +1,8 @@
-"""What the handshakes of peers leave open; nothing, where a release's handshakes say all of it."""
+"""The peers whose handshakes leave something open: none, where handshakes say all of a peer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import KvpatchError, NotProven
@@ -11,21 +10,21 @@ from kvpatch.core.errors import KvpatchError, NotProven
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.candidates import Name
     from kvpatch.connector.handshake.remote_ranks import Rank
-    from kvpatch.connector.read_request import Order
+    from kvpatch.connector.read_request import ReadRequest
 
 
-class OpenPeers:
-    """The peers of one worker of which something is open: none.
+class AmbiguousPeers:
+    """Those of one worker: none.
 
-    Releases <= 0.20 have others (``kvpatch.legacy.proofs``).
+    Releases <= 0.20 have some (``kvpatch.legacy.content_proof.prover``).
     """
 
     @property
-    def open_engines(self) -> tuple[str, ...]:
-        """Those of which something is open."""
+    def engine_ids(self) -> tuple[str, ...]:
+        """The engines of which something is open."""
         return ()
 
-    def open(
+    def add(
         self,
         engine_id: str,
         candidates: Mapping[Name, Rank],
@@ -33,6 +32,11 @@ class OpenPeers:
         admit: Callable[[Name], None],
     ) -> None:
         """Books a rank of an engine that has to be proven.
+
+        Args:
+            candidates: what it may be.
+            refusals: of what it may be and cannot be read as.
+            admit: books the candidate that is proven.
 
         Raises:
             NotProven: nobody here can prove anything.
@@ -43,30 +47,40 @@ class OpenPeers:
         )
 
     def settle(self, engine_id: str, block_tokens: int = 0) -> None:
-        """Books an engine of which there is nothing to prove."""
+        """Books an engine of which there is nothing to prove, or nothing more."""
 
     def forget(self, engine_id: str) -> None:
         """Forgets an engine that the release has let go of."""
 
-    def is_open(self, engine_id: str) -> bool:
-        """Whether something of an engine is open."""
+    def is_ambiguous(self, engine_id: str) -> bool:
+        """Whether nothing may be read from an engine but for a proof."""
         return False
 
     def ranks(self, engine_id: str) -> dict[int, Rank]:
         """The ranks of an engine of which something is open, as whatever it may be."""
         return {}
 
-    def check(self, engine_id: str) -> None:
+    def require_proven(self, engine_id: str) -> None:
         """Raises:
         KvpatchError: nothing can be loaded from an engine before it is proven what it is.
         """
 
-    def sampling(
-        self, request_id: str, engine_id: str, order: Order
-    ) -> AbstractContextManager[None]:
-        """While inside, a request that D computes itself is to show what its P's blocks are."""
-        return nullcontext()
+    def sample(
+        self,
+        nixl: Any,
+        agent: str,
+        notification: bytes,
+        request_id: str,
+        engine_id: str,
+        request: ReadRequest,
+    ) -> bool:
+        """Reads some of a peer's blocks of a prompt before it is told that it may free them.
 
-    def post(self, nixl: Any, agent: str, notification: bytes) -> bool:
-        """Whether a message to a peer waits until a sample of its blocks has been read."""
+        Args:
+            agent: NIXL's name of the peer's rank.
+            notification: which tells it; it is sent after the read.
+            request: of which D computes the prompt itself.
+
+        Returns whether something is read.
+        """
         return False

@@ -18,7 +18,7 @@ from typing import NamedTuple
 _MOST_BLOCKS = 8
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Some tokens of a prompt that one kernel block may hold.
 
     Attributes:
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 def chunks_to_look_at(
     ids: Sequence[int], parts: int, kernel_tokens: int, known: range, first_block: int = 0
-) -> Iterator[Chunk]:
+) -> Iterator[PromptChunk]:
     """Where chunks would lie if ids counted blocks of so many kernel blocks.
 
     One of each block, the first whose beginning is among the tokens that we know.
@@ -48,10 +48,10 @@ def chunks_to_look_at(
         number = max(start, -(-known.start // kernel_tokens))
         tokens = min(kernel_tokens, known.stop - number * kernel_tokens)
         if block and number < start + parts and tokens > 0:  # block 0 has slid out of a window
-            yield Chunk(number, block * parts + number - start, tokens)
+            yield PromptChunk(number, block * parts + number - start, tokens)
 
 
-def still_possible(
+def possible_splits(
     parts: Iterable[int], seen: Iterable[tuple[int, int]], first_written: int | None
 ) -> frozenset[int]:
     """Those of the ways to cut blocks that what was seen leaves.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.connector.unstated import KernelSizes
+from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 
 pytestmark = pytest.mark.patching
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.patching
 def test_flashinfer_cuts_what_is_larger_than_64(
     kernel_tokens: int, parts: tuple[int, ...] | None
 ) -> None:
-    sizes = KernelSizes(((16, 32, 64),), ((),), blocks=(1, 8, 16, 32, 64, 128, 256))
+    sizes = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(1, 8, 16, 32, 64, 128, 256))
     found = sizes.parts(kernel_tokens)
     assert found == parts if parts else len(found) > 50
     assert sizes.cuts_some
@@ -23,10 +23,10 @@ def test_flashinfer_cuts_what_is_larger_than_64(
 
 def test_blocks_of_any_size_are_cut_oddly() -> None:
     """From 0.18 on 96 is a size too, and 32 the largest that divides it."""
-    assert KernelSizes(((16, 32, 64),), ((),)).parts(32)[:3] == (1, 3, 5)
+    assert KernelBlockSizes(((16, 32, 64),), ((),)).parts(32)[:3] == (1, 3, 5)
 
 
 def test_backends_that_take_multiples_cut_none() -> None:
-    sizes = KernelSizes(((), ()), ((16,), (1,)))
+    sizes = KernelBlockSizes(((), ()), ((16,), (1,)))
     assert sizes.parts(48) == (1,) and not sizes.cuts_some
-    assert KernelSizes(((64,), ()), ((), (16,))).parts(64)[:2] == (1, 2)
+    assert KernelBlockSizes(((64,), ()), ((), (16,))).parts(64)[:2] == (1, 2)

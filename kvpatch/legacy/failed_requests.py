@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from queue import Empty, Queue
 from typing import Any
 from weakref import ref
 
 from kvpatch.connector.read_request import groups
 from kvpatch.connector.state import worker_state
-from kvpatch.legacy.aborted_blocks import Loads
 from kvpatch.transfer.nixl import errors_of
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
@@ -19,7 +18,50 @@ _LOG = logging.getLogger("kvpatch.failed_loads")
 _NULL_BLOCK = 0
 
 
-class Failures:
+class StuckLoads:
+    """One worker's loads, where the release knows none that failed (<= 0.11.0).
+
+    A load that failed is not reported: it waits until its client gives it up. Then it is,
+    so that the scheduler knows that nothing is written to its blocks any more.
+    """
+
+    def __init__(self) -> None:
+        self._loading: set[str] = set()
+        self._failed: set[str] = set()
+        self._over: set[str] = set()
+        #: What the step has brought: a request of one of these names that ended is another one.
+        self._new: set[str] = set()
+
+    def begin(self, request_ids: Iterable[str]) -> None:
+        """Books what the scheduler asks for in a step."""
+        self._new = set(request_ids)
+        self._failed -= self._new
+        self._over -= self._new
+        self._loading |= self._new
+
+    def fail(self, request_id: str) -> None:
+        """Books that nothing more comes of one."""
+        if request_id in self._loading:
+            self._failed.add(request_id)
+
+    def report(self, received: Collection[str], finished: Collection[str]) -> set[str]:
+        """What to tell the scheduler of.
+
+        Args:
+            received: loads that are done.
+            finished: requests that ended before this step, those that were aborted included.
+        """
+        self._over |= self._loading.intersection(finished) - self._new
+        self._new.clear()
+        let_go = self._failed & self._over
+        self._failed -= let_go
+        told = let_go.union(received)
+        self._loading -= told
+        self._over -= told
+        return told
+
+
+class FailedGroupLoads:
     """A worker's loads that failed, where the model has several cache groups.
 
     Those releases report them as received, and no block of theirs as invalid.
@@ -55,7 +97,7 @@ class Failures:
         return taken
 
 
-class Unreported(set[str]):
+class FailedRequestSet(set[str]):
     """Stands where a worker keeps its failed requests, and looks empty to the release.
 
     The release takes what it finds here for received, and looks up the engine that it
@@ -66,7 +108,7 @@ class Unreported(set[str]):
         failures: is told of each too.
     """
 
-    def __init__(self, own: Iterable[str], failures: Failures | None = None) -> None:
+    def __init__(self, own: Iterable[str], failures: FailedGroupLoads | None = None) -> None:
         super().__init__()
         self._failures = failures
         self._ids: set[str] = set()
@@ -86,7 +128,7 @@ class Unreported(set[str]):
         return found
 
 
-class LastToFirst:
+class FailedRequestQueue:
     """Stands where a worker queues its failed requests (from 0.22 to 0.29).
 
     The release reports a request with the first of its transfers that fails: its blocks
@@ -142,10 +184,10 @@ def watch_failed_loads(worker: Any) -> None:
     """Has a worker keep failed requests that the release reports too early, or wrongly."""
     own = worker._failed_recv_reqs
     if isinstance(own, Queue):  # from 0.22
-        worker._failed_recv_reqs = LastToFirst(worker, own)
-    elif not isinstance(own, (Unreported, LastToFirst)):
-        failures = worker_state(worker).of(Failures) if has_several_groups(worker) else None
-        worker._failed_recv_reqs = Unreported(own, failures)
+        worker._failed_recv_reqs = FailedRequestQueue(worker, own)
+    elif not isinstance(own, (FailedRequestSet, FailedRequestQueue)):
+        failures = worker_state(worker).of(FailedGroupLoads) if has_several_groups(worker) else None
+        worker._failed_recv_reqs = FailedRequestSet(own, failures)
 
 
 def has_several_groups(worker: Any) -> bool:
@@ -153,7 +195,7 @@ def has_several_groups(worker: Any) -> bool:
     return bool(getattr(worker, "_is_hma_required", False))  # from 0.18
 
 
-def report_failed(worker: Any, unreported: Unreported) -> set[str]:
+def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:
     """The failed requests that the scheduler waits for; their metadata is dropped.
 
     It does not wait for one without blocks (a full prefix hit, or an abort, of which P
@@ -210,7 +252,7 @@ def _let_go(worker: Any, handles: Iterable[Any]) -> None:
             _LOG.warning("a transfer that broke off could not be released: %s", error)
 
 
-def leave_waiting(loads: Loads, request_id: str, reason: object) -> None:
+def leave_waiting(loads: StuckLoads, request_id: str, reason: object) -> None:
     """Books a failed load where the release can neither fail nor repeat it."""
     loads.fail(request_id)
     _LOG.error(

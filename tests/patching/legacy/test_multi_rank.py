@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvpatch.connector.handshake.remote_geometry import heads_of
 from kvpatch.connector.state import worker_state
-from kvpatch.legacy.multi_rank import AskingOneRank, Met, ranks_to_read
+from kvpatch.legacy.multi_rank import HandshakeWithOneRank, RemoteAgents, ranks_to_read
 
 _SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))
 
@@ -64,7 +64,7 @@ class _FakeWorker:
 
 def test_a_worker_is_led_to_the_rank_that_it_is_to_ask() -> None:
     worker = _FakeWorker()
-    asking = AskingOneRank(worker, 3, 4)
+    asking = HandshakeWithOneRank(worker, 3, 4)
 
     assert _FakeWorker.rank_of(asking, 4) == 3
     assert asking.kv_topo.get_target_remote_rank(4) == 3
@@ -76,7 +76,7 @@ def test_a_worker_is_led_to_the_rank_that_it_is_to_ask() -> None:
 
 
 def test_the_first_rank_stands_for_one_that_was_not_met() -> None:
-    met = Met({2: "agent-2", 3: "agent-3"})
+    met = RemoteAgents({2: "agent-2", 3: "agent-3"})
 
     assert (met[3], met[1]) == ("agent-3", "agent-2")
     assert set(met.values()) == {"agent-2", "agent-3"}
@@ -85,4 +85,4 @@ def test_the_first_rank_stands_for_one_that_was_not_met() -> None:
 def test_a_worker_that_asks_for_one_rank_is_that_worker() -> None:
     worker = SimpleNamespace()
 
-    assert worker_state(AskingOneRank(worker, 1, 2)) is worker_state(worker)
+    assert worker_state(HandshakeWithOneRank(worker, 1, 2)) is worker_state(worker)

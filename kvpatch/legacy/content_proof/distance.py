@@ -70,7 +70,7 @@ def farthest_part(ours: Values, theirs: Values) -> float:
     )
 
 
-def telling_places(places: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.bool_] | None:
+def places_that_differ(places: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.bool_] | None:
     """Where [token, head] is elsewhere under each layout; None where too few are.
 
     Args:
