@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from experiments.engines.run import last_exception
+from kvpatch import cli
 from kvpatch.core.errors import BadOptions, EngineFailed
 from kvpatch.verify import engine
 from kvpatch.verify.engine import Engine, EngineSpec, stop_all
@@ -234,6 +235,34 @@ def test_arguments_reach_the_engine_they_are_for(tmp_path: Path) -> None:
     command = engine.command(stock.prefill[0], 80)
     assert command[-2:] == ["--block-size", "128"]  # behind the default, so that it counts
     assert "--seed" in command and "--kv-transfer-config" in command
+
+
+def test_the_commands_options_reach_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    asked: list[Options] = []
+
+    async def run(options: Options, console: object) -> None:
+        asked.append(options)
+        raise EngineFailed("no room")
+
+    monkeypatch.setattr("kvpatch.verify.run.verify", run)
+    line = f"verify --work-dir {tmp_path} --kvpatch-on decode --no-negative-control --max-tokens 3"
+    done = CliRunner().invoke(cli.app, [*line.split(), "--p-args", "--block-size 128"])
+    assert done.exit_code == 2 and "error: no room" in done.output
+    assert asked == [
+        Options(
+            tmp_path,
+            prefill_arguments=("--block-size", "128"),
+            kvpatch_on="decode",
+            max_tokens=3,
+            negative_control=False,
+        )
+    ]
+    done = CliRunner().invoke(cli.app, ["verify", "--setups", "single"])
+    assert done.exit_code == 2 and "two or more of" in done.output
 
 
 @pytest.mark.parametrize("text", ["", "single", "single,sngle", "stock,stock"])
