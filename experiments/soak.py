@@ -1,13 +1,13 @@
 """Many requests through host buffers on P and D; experiments/soak.sh runs this.
 
-P and D have blocks of 64 and 32 tokens and send KV through host buffers with room for
-about four requests. Some clients give up while P computes or while D answers, and some after P's
-answer, which leaves rows to the lease. In the middle P is stopped and another one takes its place;
-what was under way is asked again.
+P and D have blocks of 64 and 32 tokens and send KV through host buffers with room for about four
+requests. Some clients give up while P computes or while D answers, and some after P's answer, which
+leaves host blocks to the lease. In the middle P is stopped and another one takes its place; what
+was under way is asked again.
 
-At the end one more prompt needs every slot of P's buffer: it is served if none is left allotted.
-Then it is sent once more beside rows that were left to the lease, and has to wait for them. The
-last thing that P's log says of its slots must be that none is in use.
+At the end one more prompt needs every host block of P's buffer: it is served if none is left
+allotted. Then it is sent once more beside host blocks that were left to the lease, and has to wait
+for them. The last thing that P's log says of its host blocks must be that none is in use.
 
 ``--host-buffer never`` is the control: the same requests between the same engines without buffers,
 so that what memory P and D take can be held against what any such engines take. Answers of the
@@ -50,9 +50,9 @@ from kvpatch.verify.setups import Options, small_engine
 
 LEASE_S = 15
 #: Of P's blocks of 64 tokens: 4 layers, 2 heads and keys, 4 heads of 32 channels of 4 bytes.
-ROW_BYTES = 64 * 4 * 2 * 4 * 32 * 4
+HOST_BLOCK_BYTES = 64 * 4 * 2 * 4 * 32 * 4
 #: The null block's, and as many as the longest prompt of the model needs.
-ROWS = 1 + 16
+HOST_BLOCKS = 1 + 16
 WHOLE_TOKENS = 1000
 CACHE_TOKENS = 16384
 ANSWER_TOKENS = 4
@@ -60,7 +60,7 @@ LONGEST = 260
 MARGIN = 1e-3
 TRIES = 4
 SAMPLE_S = 10
-#: Engines grow a little whatever runs in them; a slot left behind each time would be far more.
+#: Engines grow a little whatever runs in them; host blocks left behind each time would be far more.
 GROWTH_BYTES = 64 * 1024**2
 
 
@@ -116,7 +116,7 @@ def engine(
         arguments += ("--kv-transfer-config", json.dumps(config))
     settings = (
         ("KVPATCH_HOST_BUFFER", host_buffer),
-        ("KVPATCH_HOST_BUFFER_BYTES", str(ROWS * ROW_BYTES)),
+        ("KVPATCH_HOST_BUFFER_BYTES", str(HOST_BLOCKS * HOST_BLOCK_BYTES)),
         # Glibc keeps what threads free, and oneDNN what it has made for each length of a prompt
         # (1,024 of them, some 0.4 MiB each): neither is growth of ours.
         ("MALLOC_ARENA_MAX", "2"),
@@ -129,7 +129,7 @@ def engine(
 
 @dataclass(frozen=True)
 class References:
-    """Prompts with the answers of one engine alone, and one prompt that needs every slot."""
+    """Prompts with the answers of one engine alone, and one prompt that needs every host block."""
 
     prompts: list[Prompt]
     whole: Prompt
@@ -352,8 +352,8 @@ class Soak:
             soft_wrap=True,
         )
 
-    async def seconds_for_all_slots(self) -> float:
-        """How long the prompt that needs every slot takes.
+    async def seconds_for_all_host_blocks(self) -> float:
+        """How long the prompt that needs every host block takes.
 
         Raises:
             RequestFailed: it is answered wrongly, or not before all leases must have ended.
@@ -363,28 +363,28 @@ class Soak:
         try:
             answer = await asyncio.wait_for(answering, 4 * LEASE_S)
         except asyncio.TimeoutError:
-            raise RequestFailed("a prompt that needs every slot is not served") from None
+            raise RequestFailed("a prompt that needs every host block is not served") from None
         if answer.token_ids != self.references.whole.answer:
-            raise RequestFailed("a prompt that needs every slot is answered wrongly")
+            raise RequestFailed("a prompt that needs every host block is answered wrongly")
         for side in (self.prefill, self.decode):
             await forget_prefixes(side, self.client)
         return time.monotonic() - started
 
     async def end(self) -> tuple[float, float]:
-        """Seconds for all slots when nothing holds one, and beside rows that are left."""
-        await self.seconds_for_all_slots()  # waits for the leases of the clients that left
-        alone = await self.seconds_for_all_slots()
+        """Seconds for all host blocks when nothing holds one, and beside some that are left."""
+        await self.seconds_for_all_host_blocks()  # waits for the leases of the clients that left
+        alone = await self.seconds_for_all_host_blocks()
         name = f"kvpatch{uuid.uuid4().hex}"
         prompt = self.references.prompts[0]
         await complete_at_p_alone(self.client, self.prefill.url, self.model, prompt, name)
-        return alone, await self.seconds_for_all_slots()
+        return alone, await self.seconds_for_all_host_blocks()
 
-    async def slots_left(self) -> SlotsSaid | None:
-        """What P's log says last of its slots, once P has had steps in which to give them back."""
+    async def host_blocks_left(self) -> HostBlocksSaid | None:
+        """What P's log says last of them, once P has had steps in which to give them back."""
         path = self.options.work_dir / f"{self.prefill.spec.name}.log"
         end = time.monotonic() + 2 * LEASE_S
         while True:
-            said = slots_said(path.read_text(errors="replace"))
+            said = host_blocks_said(path.read_text(errors="replace"))
             if (said and not any(said[-1])) or time.monotonic() > end:
                 return said[-1] if any(any(line) for line in said) else None
             await reference(self.client, self.prefill, self.references.prompts[0].token_ids[:2])
@@ -415,7 +415,7 @@ async def complete_at_p_alone(
         raise RequestFailed(f"{url}: HTTP {response.status_code}")
 
 
-class SlotsSaid(NamedTuple):
+class HostBlocksSaid(NamedTuple):
     """A line of P's log."""
 
     reserved: int
@@ -428,9 +428,9 @@ _SAID = re.compile(
 )
 
 
-def slots_said(log: str) -> list[SlotsSaid]:
-    """All that a log says of slots in use."""
-    return [SlotsSaid(*map(int, found)) for found in _SAID.findall(log)]
+def host_blocks_said(log: str) -> list[HostBlocksSaid]:
+    """All that a log says of host blocks in use."""
+    return [HostBlocksSaid(*map(int, found)) for found in _SAID.findall(log)]
 
 
 def resident(one: Engine) -> int:
@@ -527,11 +527,12 @@ async def verdict(run: Soak, served: int) -> bool:
     if run.host_buffer == "never":
         return passed  # what was measured is the memory of engines without buffers
     alone, beside = await run.end()
-    left = await run.slots_left()
+    left = await run.host_blocks_left()
     staging = await run.staging_bytes()
     console.print(
-        f"a prompt that needs every slot: {alone:.1f} s, and {beside:.1f} s beside rows that were "
-        f"left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}; slots at P: {left}",
+        f"a prompt that needs every host block: {alone:.1f} s, and {beside:.1f} s beside some that "
+        f"were left to a lease of {LEASE_S} s; staging bytes taken at D: {staging}; "
+        f"host blocks at P: {left}",
         highlight=False,
         soft_wrap=True,
     )

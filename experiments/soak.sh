@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A host buffer under 2,000 requests over 16 connections, with clients that give up and a P that
-# restarts: no wrong token, no slot left allotted, no growth of host memory.
+# restarts: no wrong token, no host block left allotted, no growth of host memory.
 #
 #   experiments/soak.sh [--requests 2000] [--connections 16] [--seconds 3600] [--work-dir DIR]
 #   experiments/soak.sh --work-dir DIR --host-buffer never     the same without buffers
