@@ -424,7 +424,7 @@ class HostBlocksSaid(NamedTuple):
 
 
 _SAID = re.compile(
-    r"host buffer: (\d+) of \d+ slots reserved, (\d+) of them filled; (\d+) requests wait"
+    r"host buffer: (\d+) of \d+ blocks reserved, (\d+) of them filled; (\d+) requests wait"
 )
 
 

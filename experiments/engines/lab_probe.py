@@ -28,9 +28,11 @@ class LabProbe(CacheProbe):
         """What saving to this process's host buffers has taken so far."""
         found = [state.host_buffer for state in _states() if state.host_buffer is not None]
         return {
-            "blocks": sum(buffer.spent.blocks for buffer in found),
-            "seconds": sum(buffer.spent.seconds for buffer in found),
-            "bytes_per_block": sum(buffer.pool.size_bytes // buffer.rows for buffer in found),
+            "blocks": sum(buffer.costs.blocks for buffer in found),
+            "seconds": sum(buffer.costs.seconds for buffer in found),
+            "bytes_per_block": sum(
+                buffer.pool.size_bytes // buffer.host_blocks for buffer in found
+            ),
         }
 
 

@@ -54,7 +54,7 @@ _LOG = logging.getLogger("kvpatch.registration")
 
 
 @dataclass(frozen=True)
-class RegisteredRows:
+class RegisteredCrossLayerBlocks:
     """What a worker has registered in place of its tensors.
 
     Attributes:
@@ -76,12 +76,12 @@ class RegisteredRows:
         return max(self.ends[name] for name in layers)
 
 
-def register_rows(
+def register_cross_layer_blocks(
     wrapped: Callable[..., Any],
     release: ReleaseWorker,
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
-) -> tuple[Any, RegisteredRows]:
+) -> tuple[Any, RegisteredCrossLayerBlocks]:
     """Registers tensors whose blocks are rows of all layers.
 
     Returns:
@@ -95,7 +95,7 @@ def register_rows(
     groups = release.groups(layers)
     places = places_of([group.layers & layers.keys() for group in groups])
     packed = packed_groups(worker, release.facts) if have_unlike_pages(layers) else None
-    row = whole_row({name: kv_caches[name] for name in layers}, layers, places, packed)
+    row = cross_layer_blocks_of({name: kv_caches[name] for name in layers}, layers, places, packed)
     parts = release.planned_kernel_blocks or 1
     states = states_in(kv_caches, layers, row, parts)
     first = layers[row.layers[0]].planes[0]
@@ -134,10 +134,10 @@ def register_rows(
         len(layers),
         row.block_bytes,
     )
-    return result, RegisteredRows(row, form, read, states, _ends(row, layers))
+    return result, RegisteredCrossLayerBlocks(row, form, read, states, _ends(row, layers))
 
 
-def whole_row(
+def cross_layer_blocks_of(
     kv_caches: Mapping[str, torch.Tensor],
     layers: Mapping[str, LayerCache],
     places: Sequence[Sequence[str]],

@@ -5,43 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvpatch.connector.host_buffer.scheduler import Saves, is_to_be_read
+from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, is_to_be_read
 from kvpatch.connector.state import connectors_of, engine_state, scheduler_state, share_with_manager
 
 
-def saves_of(connector: Any) -> Saves | None:
+def host_buffer_of(connector: Any) -> HostBufferScheduler | None:
     """The account of a connector; None in workers, and without a host buffer."""
     scheduler = getattr(connector, "connector_scheduler", None)
-    return None if scheduler is None else scheduler_state(scheduler).saves
+    return None if scheduler is None else scheduler_state(scheduler).host_buffer
 
 
 def link(core: Any) -> None:
-    """Brings vLLM's scheduler and the accounts of its connectors together."""
+    """Brings vLLM's scheduler and the buffers of its connectors together."""
     for connector in connectors_of(core):
-        saves = saves_of(connector)
-        if saves is not None and not saves.is_linked:
-            saves.link(core, connector.connector_scheduler)
-            engine_state(core).saves.append(saves)
+        buffer = host_buffer_of(connector)
+        if buffer is not None and not buffer.is_linked:
+            buffer.link(core, connector.connector_scheduler)
+            engine_state(core).host_buffers.append(buffer)
             share_with_manager(core)
 
 
 def freed(manager: Any, request_id: str) -> None:
     """The block manager has let go of a request's blocks."""
-    for saves in engine_state(manager).saves:
-        saves.release(request_id)
+    for buffer in engine_state(manager).host_buffers:
+        buffer.release(request_id)
 
 
 def without_room(core: Any) -> list[Any]:
     """Requests in the queue that the host buffer has no room for yet (<= 0.10.1)."""
-    accounts = [saves for saves in map(saves_of, connectors_of(core)) if saves is not None]
-    if not accounts:
+    buffers = [buffer for buffer in map(host_buffer_of, connectors_of(core)) if buffer is not None]
+    if not buffers:
         return []
     return [
         request
         for request in core.waiting
         if request.num_computed_tokens == 0
         and is_to_be_read(request)
-        and not all(saves.admit(request) for saves in accounts)
+        and not all(buffer.admit(request) for buffer in buffers)
     ]
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvpatch.connector.drafts import hides_ends_of_lists
 from kvpatch.connector.handshake.agent_metadata import (
     Statement,
     as_alike,
@@ -44,6 +43,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.smaller_blocks_admission import why_misread
+from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.connector.split_handles import blocks_undivided
 from kvpatch.connector.state import WorkerState, worker_state
 from kvpatch.core.errors import PeerRefused

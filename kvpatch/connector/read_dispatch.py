@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpatch.connector import read_request
 from kvpatch.connector.handshake.remote_ranks import Peer
-from kvpatch.connector.kvcached.pages import refuse_unmapped
+from kvpatch.connector.kvcached.mapped_pages import refuse_unmapped
 from kvpatch.connector.reading.named_blocks import refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from kvpatch.connector.other_processes import EqualBlockPeers, is_guarded, require
+from kvpatch.connector.unpatched_workers import EqualBlockPeers, is_guarded, require
 from kvpatch.core.releases import ReleaseFacts
 
 _READ_REQUEST = "kvpatch_read_request"

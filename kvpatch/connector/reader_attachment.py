@@ -7,17 +7,23 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvpatch.connector.cross_layer_blocks import RegisteredRows
+from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.connector.handles import agents_beside, ranks_of, unlike_engine_of
 from kvpatch.connector.handshake.cross_layer_form import places_digest
 from kvpatch.connector.handshake.remote_states import places_of_states
 from kvpatch.connector.handshake.split_kv import kv_split_of
+from kvpatch.connector.inspected_caches import (
+    Cache,
+    InspectedCaches,
+    are_in_regions,
+    has_blocks_of,
+    is_plain,
+)
 from kvpatch.connector.local.backend_layouts import backend_layouts
 from kvpatch.connector.local.local_geometry import LocalGeometry, SharesRead, local_geometry_of
 from kvpatch.connector.local.misread_blocks import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.connector.local.recurrent_state import StatePages, states_digest
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.local_cache import Cache, OwnCache, are_in_regions, has_blocks_of, is_plain
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
 from kvpatch.connector.reading.reader import Destination, Reader
@@ -32,7 +38,7 @@ from kvpatch.geometry import places_of
 def attach_reader(
     release: ReleaseWorker,
     kv_caches: Mapping[str, Any],
-    own: OwnCache,
+    own: InspectedCaches,
     prove_peers: Callable[[Any], None] | None = None,
 ) -> None:
     """Gives a worker its reader, where its cache is one that can be read into.
@@ -54,7 +60,7 @@ def attach_reader(
         take_planned_blocks(worker)
     state = worker_state(worker)
     can_read = _can_read(release, own)
-    if state.rows is not None and not can_read:
+    if state.cross_layer is not None and not can_read:
         raise RegistrationRefused(
             "kvcached's contiguous layout cannot be read into here (context parallelism, "
             "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
@@ -79,13 +85,13 @@ def attach_reader(
         prove_peers(worker)
 
 
-def _can_read(release: ReleaseWorker, own: OwnCache) -> bool:
+def _can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
     return (
         own.cache is not None
         and is_plain(release)
         and has_blocks_of(release.worker.block_size, own.cache)
         and (
-            worker_state(release.worker).rows is not None
+            worker_state(release.worker).cross_layer is not None
             or not own.states
             or are_in_regions(release, own.states)
         )
@@ -98,11 +104,11 @@ def _own_agent(agent: Any) -> Any:
 
 
 def _local_geometry(
-    release: ReleaseWorker, own: OwnCache, cache: Cache, *, is_misread: bool
+    release: ReleaseWorker, own: InspectedCaches, cache: Cache, *, is_misread: bool
 ) -> LocalGeometry:
     layers, groups, key_order = cache
     state, facts = worker_state(release.worker), release.facts
-    shown = layers if state.rows is None else state.rows.shown
+    shown = layers if state.cross_layer is None else state.cross_layer.shown
     ours = local_geometry_of(release, shown, key_order)
     if own.blocks_hold_both:
         ours = replace(ours, kv_split=kv_split_of(ours))
@@ -117,11 +123,14 @@ def _local_geometry(
     )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
-    return _with_states(release.worker, ours, own.states, state.rows) if own.states else ours
+    return _with_states(release.worker, ours, own.states, state.cross_layer) if own.states else ours
 
 
 def _with_states(
-    worker: Any, ours: LocalGeometry, states: Mapping[str, StatePages], rows: RegisteredRows | None
+    worker: Any,
+    ours: LocalGeometry,
+    states: Mapping[str, StatePages],
+    rows: RegisteredCrossLayerBlocks | None,
 ) -> LocalGeometry:
     """Our side with its states' pages as the release was shown them."""
     if rows is None:
@@ -140,7 +149,7 @@ def _with_states(
 
 
 def _reader(
-    worker: Any, kv_caches: Mapping[str, Any], own: OwnCache, ours: LocalGeometry
+    worker: Any, kv_caches: Mapping[str, Any], own: InspectedCaches, ours: LocalGeometry
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it."""
     if own.cache is None or own.behind is None:
@@ -150,8 +159,8 @@ def _reader(
     agent, buffer = _own_agent(worker.nixl_wrapper), state.host_buffer
     device = kv_caches[next(iter(layers))].device
     if buffer is None:
-        shown = None if state.rows is None else layers
-        destination = Destination(kv_caches, shown, state.rows, states=own.states)
+        shown = None if state.cross_layer is None else layers
+        destination = Destination(kv_caches, shown, state.cross_layer, states=own.states)
         pool = staging_pool(agent, ours.memory, device)
         mode = settings.transfer_mode()
     else:

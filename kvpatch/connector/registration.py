@@ -20,10 +20,10 @@ from typing import Any
 
 from kvpatch.connector.block_counts import count_blocks
 from kvpatch.connector.host_buffer import worker as host_buffer_worker
+from kvpatch.connector.inspected_caches import inspect
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.local_cache import inspect
-from kvpatch.connector.presentation import Register, register_as_they_lie, register_once
 from kvpatch.connector.reader_attachment import attach_reader
+from kvpatch.connector.shown_tensors import Register, register_as_they_lie, register_once
 from kvpatch.connector.state import release_worker, worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import HostBufferRefused

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from kvpatch.connector.cross_layer_blocks import RegisteredRows
-from kvpatch.connector.host_buffer.scheduler import Saves
+from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
+from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.connector.host_buffer.worker import HostBuffer
-from kvpatch.connector.kvcached.pages import Pages
+from kvpatch.connector.kvcached.mapped_pages import MappedPages
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.other_processes import EqualBlockPeers
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
+from kvpatch.connector.unpatched_workers import EqualBlockPeers
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import ReleaseFacts
 
@@ -60,7 +60,7 @@ class WorkerState(_State):
         is_host_buffered: whether its KV goes through a host buffer.
         host_buffer: the buffer; None before it registers.
         pages: of kvcached's, behind its tensors; None where they cannot be told.
-        rows: registered in place of its tensors; None where it has none.
+        cross_layer: registered in place of its tensors; None where it has none.
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
         ambiguous_peers: what is booked of peers' handshakes, and of what they leave open.
@@ -68,8 +68,8 @@ class WorkerState(_State):
 
     is_host_buffered: bool = False
     host_buffer: HostBuffer | None = None
-    pages: Pages | None = None
-    rows: RegisteredRows | None = None
+    pages: MappedPages | None = None
+    cross_layer: RegisteredCrossLayerBlocks | None = None
     planned_layout: str | None = None
     reader: Reader | None = None
     ambiguous_peers: AmbiguousPeers = field(default_factory=AmbiguousPeers)
@@ -80,11 +80,11 @@ class SchedulerState(_State):
     """Of a connector's scheduler half.
 
     Attributes:
-        saves: to the host buffer; None without one.
+        host_buffer: as it sees it; None without one.
         equal_peers: whose blocks are as large as its own.
     """
 
-    saves: Saves | None = None
+    host_buffer: HostBufferScheduler | None = None
     equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
 
 
@@ -93,10 +93,10 @@ class EngineState(_State):
     """Of vLLM's own scheduler, which has one connector or several; its block manager's too.
 
     Attributes:
-        saves: of its connectors, to their host buffers.
+        host_buffers: as its connectors see them.
     """
 
-    saves: list[Saves] = field(default_factory=list)
+    host_buffers: list[HostBufferScheduler] = field(default_factory=list)
 
 
 def worker_state(worker: Any) -> WorkerState:

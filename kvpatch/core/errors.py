@@ -72,23 +72,23 @@ class HostBufferRefused(KvpatchError):
 
 
 class NeverFits(KvpatchError):
-    """A request with more blocks than the pool has slots."""
+    """A request with more blocks than the pool has."""
 
-    def __init__(self, request_id: str, blocks: int, slots: int) -> None:
+    def __init__(self, request_id: str, blocks: int, host_blocks: int) -> None:
         super().__init__(
-            f"request {request_id} needs {blocks} slots of the host buffer, which has {slots}: "
-            "set KVPATCH_HOST_BUFFER_BYTES to more"
+            f"request {request_id} needs {blocks} blocks of the host buffer, which has "
+            f"{host_blocks}: set KVPATCH_HOST_BUFFER_BYTES to more"
         )
         self.blocks = blocks
-        self.slots = slots
+        self.host_blocks = host_blocks
 
 
 class NotSaved(KvpatchError):
-    """Blocks that no slot holds for the request that wants to publish them."""
+    """Blocks that no host block holds for the request that wants to publish them."""
 
 
 class NotReserved(KvpatchError):
-    """More blocks saved for a request than slots were reserved for it."""
+    """More blocks saved for a request than host blocks were reserved for it."""
 
 
 class NotProven(KvpatchError):

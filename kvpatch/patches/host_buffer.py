@@ -9,10 +9,10 @@ Why:
 Where:
     Schedulers and workers, on the side whose device needs it; P, D or both.
 How:
-    The release is told that its memory is the host's, and is handed a pool of rows in
-    place of the device's blocks. On P its scheduler keeps rows for a request that D will
-    read before it is scheduled, each step copies the blocks that it completes, and P's
-    answer names rows; they are free when the blocks are. A request that never fits is
+    The release is told that its memory is the host's, and is handed a pool of host
+    blocks in place of the device's. On P its scheduler keeps host blocks for a request that D
+    will read before it is scheduled, each step copies the blocks that it completes, and P's
+    answer names host blocks; they are free when the blocks are. A request that never fits is
     answered with the reason in place of parameters, and D computes it. D reads every peer
     through its staging pool, in host memory, and places it on the device.
 Upstream:
@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector import host_buffer_links as links
-from kvpatch.connector.host_buffer import scheduler as saves
+from kvpatch.connector.host_buffer import scheduler as schedulers
 from kvpatch.connector.host_buffer import worker as workers
 from kvpatch.connector.host_buffer.policy import is_wanted_here
 from kvpatch.connector.registration import registration_step
@@ -68,7 +68,7 @@ def _wait_for_save(
 ) -> Any:
     result = wrapped(*args, **kwargs)
     buffer = _buffer_of(instance)
-    copies = saves.copies_of(instance._connector_metadata)
+    copies = schedulers.saves_of_step(instance._connector_metadata)
     if buffer is not None and copies is not None:
         buffer.save(copies)
     return result
@@ -111,7 +111,7 @@ def _scheduler_init(
         wrapped(vllm_config, *more, **named)
         if is_wanted_here(vllm_config, facts):
             instance.use_host_buffer = False
-            scheduler_state(instance).saves = saves.Saves(facts)
+            scheduler_state(instance).host_buffer = schedulers.HostBufferScheduler(facts)
 
     init(*args, **kwargs)
 
@@ -120,8 +120,8 @@ def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
-        account = links.saves_of(instance)
-        if account is not None and saves.is_to_be_read(request) and not account.admit(request):
+        buffer = links.host_buffer_of(instance)
+        if buffer is not None and schedulers.is_to_be_read(request) and not buffer.admit(request):
             return None, False  # asked again in the next step
         return wrapped(request, num_computed_tokens)
 
@@ -133,9 +133,9 @@ def _build_connector_meta(
 ) -> Any:
     def build(scheduler_output: Any) -> Any:
         metadata = wrapped(scheduler_output)
-        account = links.saves_of(instance)
-        if account is not None:
-            account.plan(scheduler_output, metadata)
+        buffer = links.host_buffer_of(instance)
+        if buffer is not None:
+            buffer.plan(scheduler_output, metadata)
         return metadata
 
     return build(*args, **kwargs)
@@ -146,10 +146,10 @@ def _request_finished(
 ) -> Any:
     def finished(request: Any, block_ids: Any) -> Any:
         answer = wrapped(request, block_ids)
-        account = links.saves_of(instance)
-        if account is None:
+        buffer = links.host_buffer_of(instance)
+        if buffer is None:
             return answer
-        return account.finished(instance.connector_scheduler, request, answer)
+        return buffer.finished(instance.connector_scheduler, request, answer)
 
     return finished(*args, **kwargs)
 

@@ -134,7 +134,7 @@ class TestRefusals:
             "names no generation; there are",
             "is not a whole number of tokens",
             "recurrent state is split over ranks",
-            "slots of the host buffer, which has",
+            "blocks of the host buffer, which has",
             "and its host buffer needs that: use KVPATCH_HOST_BUFFER=never",
         )
 

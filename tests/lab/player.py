@@ -155,9 +155,9 @@ class Player(Engine):
         from kvpatch.connector.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
-        saves = scheduler_state(connector.connector_scheduler).saves
-        assert saves is not None
-        table = saves.table
+        buffer = scheduler_state(connector.connector_scheduler).host_buffer
+        assert buffer is not None
+        table = buffer.table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
 
     def booked(self) -> set[str]:
@@ -165,11 +165,11 @@ class Player(Engine):
         from kvpatch.connector.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
-        saves = scheduler_state(connector.connector_scheduler).saves
-        assert saves is not None
-        table = saves.table
+        buffer = scheduler_state(connector.connector_scheduler).host_buffer
+        assert buffer is not None
+        table = buffer.table
         holders = set().union(*table._holders)
-        return {*saves._refusals, *table._requests, *table._queue, *holders}
+        return {*buffer._refusals, *table._requests, *table._queue, *holders}
 
     def buffer_bytes(self) -> dict[str, int]:
         """Of the first rank's host buffer: its size, that of its tensors' memory, and blocks."""

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.connector.host_buffer.scheduler import Copies
-from kvpatch.connector.other_processes import EqualBlockPeers
+from kvpatch.connector.host_buffer.scheduler import StepSaves
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.recent import MOST_ENGINES
+from kvpatch.connector.recent_engines import MOST_ENGINES
+from kvpatch.connector.unpatched_workers import EqualBlockPeers
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import FACTS, RELEASES
 
@@ -44,7 +44,7 @@ def _load(sent: object, python_path: Path | None) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.parametrize("sent", [_GUARDED, Copies((1,), (2,), 3, is_last=True)])
+@pytest.mark.parametrize("sent", [_GUARDED, StepSaves((1,), (2,), 3, is_last=True)])
 def test_a_process_without_kvpatch_cannot_take_it(sent: object) -> None:
     off = _load(sent, Path())
     assert off.returncode != 0

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.host_buffer.groups import PublishedGroup
-from kvpatch.connector.host_buffer.host_block_table import SlotTable
-from kvpatch.connector.host_buffer.policy import block_bytes_of, is_wanted, refuse_shares, rows_in
-from kvpatch.connector.host_buffer.scheduler import Saves
-from kvpatch.connector.host_buffer.usage import UsageLog
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
+from kvpatch.connector.host_buffer.policy import (
+    block_bytes_of,
+    host_blocks_in,
+    is_wanted,
+    refuse_shares,
+)
+from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
+from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.connector.host_buffer.usage_log import UsageLog
 from kvpatch.connector.host_buffer.worker import is_own
 from kvpatch.connector.host_buffer_links import put_back
 from kvpatch.core.errors import HostBufferRefused
@@ -119,14 +124,14 @@ def _plan(*tensors: Any) -> Any:
 
 class TestRows:
     def test_as_many_as_the_budget_holds(self) -> None:
-        assert rows_in(1000, 100, 50) == 10
+        assert host_blocks_in(1000, 100, 50) == 10
 
     def test_no_more_than_the_device_has(self) -> None:
-        assert rows_in(10_000, 100, 50) == 50
+        assert host_blocks_in(10_000, 100, 50) == 50
 
     def test_the_null_block_alone_is_refused_with_what_is_needed(self) -> None:
         with pytest.raises(HostBufferRefused, match="KVPATCH_HOST_BUFFER_BYTES to 200"):
-            rows_in(199, 100, 50)
+            host_blocks_in(199, 100, 50)
 
     def test_tensors_of_their_own_are_added(self) -> None:
         plan = _plan(SimpleNamespace(size=400), SimpleNamespace(size=800))
@@ -204,17 +209,17 @@ def test_held_requests_come_back_to_their_places_behind_preempted_ones() -> None
 
 def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
     with pytest.raises(HostBufferRefused, match="Scheduler"):
-        Saves(FACTS["0.33.0"]).admit(
+        HostBufferScheduler(FACTS["0.33.0"]).admit(
             SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
         )
 
 
-# --- what the log says of slots ----------------------------------------------------
+# --- what the log says of host blocks ----------------------------------------------------
 
 
-def test_slots_in_use_are_said_now_and_then_and_when_none_is(caplog):
+def test_host_blocks_in_use_are_said_now_and_then_and_when_none_is(caplog):
     now = [0.0]
-    usage, table = UsageLog(lambda: now[0]), SlotTable(4)
+    usage, table = UsageLog(lambda: now[0]), HostBlockTable(4)
     caplog.set_level(logging.INFO, "kvpatch.host_buffer")
 
     def said(at: float) -> list[str]:
@@ -229,13 +234,13 @@ def test_slots_in_use_are_said_now_and_then_and_when_none_is(caplog):
     table.reserve("b", 2)
     assert said(9) == [], "too soon"
     assert said(12) == [
-        "host buffer: 3 of 4 slots reserved, 1 of them filled; 1 requests wait for slots"
+        "host buffer: 3 of 4 blocks reserved, 1 of them filled; 1 requests wait for blocks"
     ]
     assert said(13) == []
     table.release("b")
     table.release("a")
     assert said(14) == [
-        "host buffer: 0 of 4 slots reserved, 0 of them filled; 0 requests wait for slots"
+        "host buffer: 0 of 4 blocks reserved, 0 of them filled; 0 requests wait for blocks"
     ]
     assert said(40) == [], "said already"
     table.reserve("c", 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvpatch.connector.block_counts import common_blocks, is_as_planned
-from kvpatch.connector.cross_layer_blocks import whole_row
+from kvpatch.connector.cross_layer_blocks import cross_layer_blocks_of
 from kvpatch.connector.local.recurrent_state import states_digest, states_in
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_worker import (
@@ -22,7 +22,7 @@ from kvpatch.connector.local.release_worker import (
     PACKED,
     ReleaseWorker,
 )
-from kvpatch.connector.presentation import arrangement, first_layers, is_in_rows, is_split_inside
+from kvpatch.connector.shown_tensors import arrangement, first_layers, is_in_rows, is_split_inside
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import UnreadableGeometry, places_of
@@ -110,7 +110,9 @@ class TestRows:
         return torch.zeros(BLOCKS, layers, 2, TOKENS, HEADS, CHANNELS)
 
     def _row(self, tensors, *groups):
-        return whole_row(tensors, _read(tensors, BLOCKS_FIRST), places_of(groups or (tensors,)))
+        return cross_layer_blocks_of(
+            tensors, _read(tensors, BLOCKS_FIRST), places_of(groups or (tensors,))
+        )
 
     def test_are_one_pool_of_all_layers(self):
         pool = self._pool()

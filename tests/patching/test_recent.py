@@ -7,13 +7,13 @@ import pytest
 from kvpatch.connector.handshake.remote_ranks import Peer
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
-from kvpatch.connector.recent import MOST_ENGINES, Recent
+from kvpatch.connector.recent_engines import MOST_ENGINES, RecentEngines
 
 pytestmark = pytest.mark.patching
 
 
 def test_the_oldest_is_forgotten_and_the_last_booked_is_not():
-    found = Recent[int]()
+    found = RecentEngines[int]()
     for number in range(MOST_ENGINES):
         found[f"e{number}"] = number
     found["e0"] = 7

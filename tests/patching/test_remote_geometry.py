@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.drafts import hides_ends_of_lists
 from kvpatch.connector.handshake import candidates
 from kvpatch.connector.handshake.agent_metadata import as_alike, of_blocks, read_statement
 from kvpatch.connector.handshake.block_shapes import heads_of
@@ -24,6 +23,7 @@ from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
 from kvpatch.connector.peer_handshake import alike_block_bytes, refuse_endless
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import shares_of
+from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs

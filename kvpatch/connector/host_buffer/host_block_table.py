@@ -1,6 +1,6 @@
-"""Which slot of the host pool holds which block of the device: the scheduler's books.
+"""Which block of the host pool holds which block of the device: the scheduler's books.
 
-Pure: the worker copies what :meth:`SlotTable.save` returns, in the order of the steps.
+Pure: the worker copies what :meth:`HostBlockTable.save` returns, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ class _Request:
     """What one request has.
 
     Attributes:
-        reserved: slots that it may hold.
-        held: the slot of each of its blocks.
-        published: blocks whose slot has been told to somebody who may read it.
-        outlived: published slots whose block has been written and saved again.
-        is_short: whether there were no slots for some of its blocks.
+        reserved: host blocks that it may hold.
+        held: the host block of each of its blocks.
+        published: blocks whose host block has been told to somebody who may read it.
+        outlived: published host blocks whose block has been written and saved again.
+        is_short: whether there were no host blocks for some of its blocks.
     """
 
     reserved: int
@@ -31,43 +31,43 @@ class _Request:
     is_short: bool = False
 
 
-class SlotTable:
-    """Slots reserved in the order of asking, held while published, kept until taken again.
+class HostBlockTable:
+    """Host blocks reserved in the order of asking, held while published, kept until taken again.
 
-    A request reserves a slot for each of its blocks before it runs, shared blocks
+    A request reserves a host block for each of its blocks before it runs, shared blocks
     counted for each of their requests. Whoever has reserved therefore always finds its
-    slots, and waits for nobody while it holds them.
+    host blocks, and waits for nobody while it holds them.
 
-    A slot that nobody holds keeps its content until it is taken again, the one unused
+    A host block that nobody holds keeps its content until it is taken again, the one unused
     for longest first, or until its block is written.
     """
 
-    def __init__(self, slots: int) -> None:
-        if slots < 1:
-            raise ValueError(f"expected a slot or more, found {slots}")
-        self._slots = slots
+    def __init__(self, host_blocks: int) -> None:
+        if host_blocks < 1:
+            raise ValueError(f"expected a host block or more, found {host_blocks}")
+        self._size = host_blocks
         self._requests: dict[str, _Request] = {}
         self._queue: OrderedDict[str, int] = OrderedDict()
         self._reserved = 0
-        self._slot_of: dict[int, int] = {}
-        self._block_in: list[int | None] = [None] * slots
-        self._holders: list[set[str]] = [set() for _ in range(slots)]
+        self._host_block_of: dict[int, int] = {}
+        self._block_in: list[int | None] = [None] * host_blocks
+        self._holders: list[set[str]] = [set() for _ in range(host_blocks)]
         # Held by nobody; whoever is first is taken first.
-        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
+        self._idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(host_blocks))
 
     @property
-    def slots(self) -> int:
+    def size(self) -> int:
         """How many there are."""
-        return self._slots
+        return self._size
 
     @property
     def free(self) -> int:
-        """Slots that nobody has reserved."""
-        return self._slots - self._reserved
+        """Host blocks that nobody has reserved."""
+        return self._size - self._reserved
 
     @property
     def reserved(self) -> int:
-        """Slots that requests have reserved, filled or not."""
+        """Host blocks that requests have reserved, filled or not."""
         return self._reserved
 
     @property
@@ -77,24 +77,24 @@ class SlotTable:
 
     @property
     def held(self) -> int:
-        """Slots whose content a request holds."""
-        return self._slots - len(self._idle)
+        """Host blocks whose content a request holds."""
+        return self._size - len(self._idle)
 
     def reserve(self, request_id: str, blocks: int) -> bool:
-        """Reserves slots for all blocks of a request; False where it has to ask again.
+        """Reserves host blocks for all blocks of a request; False where it has to ask again.
 
-        Whoever asked before comes before. One that has its slots may ask as often as it
+        Whoever asked before comes before. One that has its host blocks may ask as often as it
         likes, and gets no others, be it for another prompt under the same id; one that waits
         and never asks again must be released.
 
         Raises:
-            NeverFits: there are not so many slots.
+            NeverFits: there are not so many host blocks.
         """
         if request_id in self._requests:
             return True
-        if blocks > self._slots:
+        if blocks > self._size:
             self._queue.pop(request_id, None)
-            raise NeverFits(request_id, blocks, self._slots)
+            raise NeverFits(request_id, blocks, self._size)
         self._queue[request_id] = blocks
         if next(iter(self._queue)) != request_id or blocks > self.free:
             return False
@@ -104,86 +104,86 @@ class SlotTable:
         return True
 
     def written(self, blocks: Iterable[int], *, but_held_by: str | None = None) -> None:
-        """Forgets what slots hold of blocks that are about to get new content.
+        """Forgets what host blocks hold of blocks that are about to get new content.
 
-        A slot that was published stays held, as it was published.
+        A host block that was published stays held, as it was published.
 
         Args:
             but_held_by: a request that has all that it will publish, and holds it as it is.
         """
         for block in blocks:
-            slot = self._slot_of.pop(block, None)
-            if slot is None:
+            host_block = self._host_block_of.pop(block, None)
+            if host_block is None:
                 continue
-            self._block_in[slot] = None
-            for request_id in tuple(self._holders[slot]):
+            self._block_in[host_block] = None
+            for request_id in tuple(self._holders[host_block]):
                 request = self._requests[request_id]
                 if request_id != but_held_by and block not in request.published:
                     del request.held[block]
-                    self._let_go(request_id, slot)
-            if slot in self._idle:
-                self._idle.move_to_end(slot, last=False)
+                    self._let_go(request_id, host_block)
+            if host_block in self._idle:
+                self._idle.move_to_end(host_block, last=False)
 
     def save(self, request_id: str, blocks: Iterable[int]) -> list[tuple[int, int]]:
-        """Gives a request a slot for each of these blocks.
+        """Gives a request a host block for each of these blocks.
 
         Returns:
-            (device block, slot) of what has to be copied now. Blocks whose slot still
+            (device block, host block) of what has to be copied now. Blocks whose host block still
             holds them are not among them.
 
         Raises:
-            NotReserved: the request has not reserved so many slots: none is given, and it
+            NotReserved: the request has not reserved so many host blocks: none is given, and it
                 publishes nothing more.
         """
         request = self._requests.get(request_id)
         wanted = list(dict.fromkeys(blocks))
         if request is None:
-            raise NotReserved(f"request {request_id} has reserved no slots of the host buffer")
-        wanted = [b for b in wanted if self._slot_of.get(b, -1) != request.held.get(b, -2)]
+            raise NotReserved(f"request {request_id} has reserved no blocks of the host buffer")
+        wanted = [b for b in wanted if self._host_block_of.get(b, -1) != request.held.get(b, -2)]
         again = [block for block in wanted if block in request.held]
         needed = len(request.held) + len(request.outlived) + len(wanted)
         if needed > request.reserved:
             request.is_short = True
             raise NotReserved(
-                f"request {request_id} has reserved {request.reserved} slots of the host buffer "
+                f"request {request_id} has reserved {request.reserved} blocks of the host buffer "
                 f"and needs {needed}"
             )
         for block in again:
             request.outlived.add(request.held.pop(block))
             request.published.discard(block)
-        # Those that are there first: taking a slot may forget what an idle one holds.
+        # Those that are there first: taking a host block may forget what an idle one holds.
         missing = []
         for block in wanted:
-            slot = self._slot_of.get(block)
-            if slot is None:
+            host_block = self._host_block_of.get(block)
+            if host_block is None:
                 missing.append(block)
             else:
-                self._hold(request_id, request, block, slot)
+                self._hold(request_id, request, block, host_block)
         # Neighbours together, so that they are copied in one piece.
         taken = sorted(self._take() for _ in missing)
-        for block, slot in zip(missing, taken, strict=True):
-            self._slot_of[block] = slot
-            self._block_in[slot] = block
-            self._hold(request_id, request, block, slot)
+        for block, host_block in zip(missing, taken, strict=True):
+            self._host_block_of[block] = host_block
+            self._block_in[host_block] = block
+            self._hold(request_id, request, block, host_block)
         return list(zip(missing, taken, strict=True))
 
-    def slots_of(self, request_id: str, blocks: Sequence[int]) -> tuple[int, ...]:
-        """The slots to publish; they keep their content until the request is released.
+    def host_blocks_of(self, request_id: str, blocks: Sequence[int]) -> tuple[int, ...]:
+        """The host blocks to publish; they keep their content until the request is released.
 
         Raises:
-            NotSaved: a block is in none of the request's slots.
+            NotSaved: a block is in none of the request's host blocks.
         """
         request = self._requests.get(request_id)
         if request is not None and request.is_short:
             raise NotSaved(
-                f"request {request_id} has more blocks than the {request.reserved} slots of the "
+                f"request {request_id} has more blocks than the {request.reserved} blocks of the "
                 "host buffer that it reserved"
             )
         held = request.held if request is not None else {}
         missing = [block for block in blocks if block not in held]
         if request is None or missing:
             raise NotSaved(
-                f"request {request_id}: {len(missing)} of {len(blocks)} blocks are in no slot of "
+                f"request {request_id}: {len(missing)} of {len(blocks)} blocks are in no block of "
                 f"the host buffer: {missing[:5]}"
             )
         request.published.update(blocks)
@@ -197,26 +197,26 @@ class SlotTable:
             return
         self._reserved -= request.reserved
         # The end of a prompt goes first: others may share its beginning.
-        for slot in (*request.outlived, *reversed(request.held.values())):
-            self._let_go(request_id, slot)
+        for host_block in (*request.outlived, *reversed(request.held.values())):
+            self._let_go(request_id, host_block)
 
-    def _hold(self, request_id: str, request: _Request, block: int, slot: int) -> None:
-        request.held[block] = slot
-        self._holders[slot].add(request_id)
-        self._idle.pop(slot, None)
+    def _hold(self, request_id: str, request: _Request, block: int, host_block: int) -> None:
+        request.held[block] = host_block
+        self._holders[host_block].add(request_id)
+        self._idle.pop(host_block, None)
 
-    def _let_go(self, request_id: str, slot: int) -> None:
-        self._holders[slot].discard(request_id)
-        if not self._holders[slot]:
-            self._idle[slot] = None
-            if self._block_in[slot] is None:
-                self._idle.move_to_end(slot, last=False)
+    def _let_go(self, request_id: str, host_block: int) -> None:
+        self._holders[host_block].discard(request_id)
+        if not self._holders[host_block]:
+            self._idle[host_block] = None
+            if self._block_in[host_block] is None:
+                self._idle.move_to_end(host_block, last=False)
 
     def _take(self) -> int:
-        """The slot that has been idle for longest; reservations see to it that there is one."""
-        slot, _ = self._idle.popitem(last=False)
-        block = self._block_in[slot]
+        """The one that has been idle for longest; reservations see to it that there is one."""
+        host_block, _ = self._idle.popitem(last=False)
+        block = self._block_in[host_block]
         if block is not None:
-            del self._slot_of[block]
-            self._block_in[slot] = None
-        return slot
+            del self._host_block_of[block]
+            self._block_in[host_block] = None
+        return host_block

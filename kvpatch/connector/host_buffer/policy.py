@@ -13,8 +13,8 @@ from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.releases import ReleaseFacts
 
-#: Row 0 is for vLLM's null block, whose number is 0 in every table of blocks.
-NULL_ROWS = 1
+#: The first host block is for vLLM's null block, whose number is 0 in every table of blocks.
+NULL_BLOCKS = 1
 
 
 def is_wanted(
@@ -97,8 +97,8 @@ def refuse_shares(parallel_config: Any, facts: ReleaseFacts) -> None:
             )
 
 
-def rows_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
-    """How many blocks the buffer holds, the null block's row included.
+def host_blocks_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
+    """How many blocks the buffer holds, the null block's included.
 
     Args:
         budget_bytes: what the user allows.
@@ -108,14 +108,14 @@ def rows_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
     Raises:
         HostBufferRefused: not even one.
     """
-    rows = min(budget_bytes // block_bytes, blocks)
-    if rows <= NULL_ROWS:
-        least = block_bytes * (NULL_ROWS + 1)
+    host_blocks = min(budget_bytes // block_bytes, blocks)
+    if host_blocks <= NULL_BLOCKS:
+        least = block_bytes * (NULL_BLOCKS + 1)
         raise HostBufferRefused(
             f"a host buffer of {budget_bytes} bytes holds no block: one takes {block_bytes} bytes, "
             f"and vLLM's null block as many; set KVPATCH_HOST_BUFFER_BYTES to {least} or more"
         )
-    return rows
+    return host_blocks
 
 
 def block_bytes_of(plan: Any, facts: ReleaseFacts) -> int:

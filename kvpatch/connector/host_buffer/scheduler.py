@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
 
-from kvpatch.connector.host_buffer.groups import PublishedGroup
-from kvpatch.connector.host_buffer.host_block_table import SlotTable
-from kvpatch.connector.host_buffer.policy import NULL_ROWS, block_bytes_of, rows_in
-from kvpatch.connector.host_buffer.usage import UsageLog
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
+from kvpatch.connector.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in
+from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
+from kvpatch.connector.host_buffer.usage_log import UsageLog
 from kvpatch.connector.local.kv_cache_groups import transferred_groups
-from kvpatch.connector.other_processes import require
 from kvpatch.connector.read_request import groups
+from kvpatch.connector.unpatched_workers import require
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
 from kvpatch.core.releases import ReleaseFacts
@@ -26,45 +26,45 @@ REFUSED = "kvpatch_refused"
 
 
 @dataclass(frozen=True)
-class Copies:
+class StepSaves:
     """What a step's workers copy after the model ran.
 
     Attributes:
         blocks: of the device.
-        rows: of the host buffer, one for each block.
-        buffer_rows: how many the scheduler believes there are.
+        host_blocks: of the buffer, one for each block.
+        buffer_blocks: how many the scheduler believes there are.
         is_last: whether a prompt ends with this step, so that D may read after it.
     """
 
     blocks: tuple[int, ...]
-    rows: tuple[int, ...]
-    buffer_rows: int
+    host_blocks: tuple[int, ...]
+    buffer_blocks: int
     is_last: bool
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.blocks, self.rows, self.buffer_rows, self.is_last)
+        return _unpickled, (self.blocks, self.host_blocks, self.buffer_blocks, self.is_last)
 
 
-def _unpickled(*values: Any) -> Copies:
-    """P's answers name rows of the buffer, of which a worker without kvpatch knows nothing."""
+def _unpickled(*values: Any) -> StepSaves:
+    """P's answers name host blocks, of which a worker without kvpatch knows nothing."""
     require("host_buffer")
-    return Copies(*values)
+    return StepSaves(*values)
 
 
-def copies_of(metadata: Any) -> Copies | None:
+def saves_of_step(metadata: Any) -> StepSaves | None:
     """What the scheduler wrote onto a step's metadata; None where there is nothing to copy."""
     found = getattr(metadata, _ATTRIBUTE, None)
-    return found if isinstance(found, Copies) else None
+    return found if isinstance(found, StepSaves) else None
 
 
-class Saves:
+class HostBufferScheduler:
     """The host buffer as one connector's scheduler half sees it."""
 
     def __init__(self, facts: ReleaseFacts) -> None:
         self._facts = facts
         self._core: ReferenceType[Any] | None = None
-        self._table: SlotTable | None = None
-        self._rows = 0
+        self._table: HostBlockTable | None = None
+        self._host_blocks = 0
         self._block_bytes = 0
         self._is_used = False
         #: Why requests that are not over yet are not saved.
@@ -78,8 +78,8 @@ class Saves:
         return self._core is not None
 
     @property
-    def table(self) -> SlotTable:
-        """Which slot holds which block.
+    def table(self) -> HostBlockTable:
+        """Which host block holds which block.
 
         Raises:
             HostBufferRefused: the engine's scheduler has not been seen.
@@ -95,8 +95,10 @@ class Saves:
         """Learns the blocks and their sizes from vLLM's scheduler."""
         plan = core.kv_cache_config
         self._block_bytes = block_bytes_of(plan, self._facts)
-        self._rows = rows_in(settings.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks))
-        self._table = SlotTable(self._rows - NULL_ROWS)
+        self._host_blocks = host_blocks_in(
+            settings.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks)
+        )
+        self._table = HostBlockTable(self._host_blocks - NULL_BLOCKS)
         found = transferred_groups(plan, self._facts)
         clips = self._facts.has_cache_groups and connector_scheduler._is_hma_required
         windows = connector_scheduler.blocks_per_sw if clips else [0] * len(found)
@@ -120,12 +122,12 @@ class Saves:
         try:
             return self.table.reserve(request.request_id, blocks)
         except NeverFits:
+            there = self.table.size * self._block_bytes
             why = (
                 f"request {request.request_id} needs {blocks * self._block_bytes} bytes of host "
-                f"buffer ({blocks} blocks) and there are "
-                f"{(self._rows - NULL_ROWS) * self._block_bytes}: the decode engine computes it "
+                f"buffer ({blocks} blocks) and there are {there}: the decode engine computes it "
                 "itself; set KVPATCH_HOST_BUFFER_BYTES to "
-                f"{(blocks + NULL_ROWS) * self._block_bytes} or more"
+                f"{(blocks + NULL_BLOCKS) * self._block_bytes} or more"
             )
             _LOG.warning("%s", why)
             self._refusals[request.request_id] = why
@@ -176,10 +178,10 @@ class Saves:
                 except NotReserved as error:  # it is not published then
                     _LOG.error("%s", error)
         if pairs or is_last:
-            copies = Copies(
+            copies = StepSaves(
                 tuple(block for block, _ in pairs),
-                tuple(slot + NULL_ROWS for _, slot in pairs),
-                self._rows,
+                tuple(host_block + NULL_BLOCKS for _, host_block in pairs),
+                self._host_blocks,
                 is_last,
             )
             setattr(metadata, _ATTRIBUTE, copies)
@@ -194,7 +196,7 @@ class Saves:
     # -- the end -------------------------------------------------------------
 
     def _publish(self, request: Any, params: dict[str, Any]) -> None:
-        """Gives D the rows of a finished request's blocks in place of the blocks.
+        """Gives D the host blocks of a finished request's blocks in place of the blocks.
 
         Raises:
             NotSaved: one of them was not saved.
@@ -203,23 +205,22 @@ class Saves:
         if not blocks or not any(groups(blocks)):
             return
         tokens = self._tokens(request)
-        rows = [
-            self._rows_of(request.request_id, group.asked_for(found, tokens))
+        host_blocks = [
+            self._host_blocks_of(request.request_id, group.asked_for(found, tokens))
             for group, found in zip(self._groups, groups(blocks), strict=True)
         ]
         is_grouped = hasattr(blocks[0], "__len__")
-        params["remote_block_ids"] = type(blocks)(rows) if is_grouped else rows[0]
+        params["remote_block_ids"] = type(blocks)(host_blocks) if is_grouped else host_blocks[0]
 
-    def _rows_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
-        slots = self.table.slots_of(request_id, [block for block in blocks if block])
-        rows = iter(slots)
+    def _host_blocks_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
+        found = iter(self.table.host_blocks_of(request_id, [block for block in blocks if block]))
         # A window's list begins with null blocks.
-        return [next(rows) + NULL_ROWS if block else 0 for block in blocks]
+        return [next(found) + NULL_BLOCKS if block else 0 for block in blocks]
 
     def finished(
         self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
     ) -> tuple[bool, Any]:
-        """The connector's answer to a finished request, with rows in place of blocks.
+        """The connector's answer to a finished request, with host blocks in place of blocks.
 
         One whose blocks were not saved is let go of at once, and nobody is told of it.
         """

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import wrapt
 
-from kvpatch.connector.host_buffer.policy import rows_in, supported_devices
-from kvpatch.connector.host_buffer.scheduler import Copies
-from kvpatch.connector.kvcached.pages import Pages, pages_behind
+from kvpatch.connector.host_buffer.policy import host_blocks_in, supported_devices
+from kvpatch.connector.host_buffer.scheduler import StepSaves
+from kvpatch.connector.kvcached.mapped_pages import MappedPages, pages_behind
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.connector.local.local_geometry import state_layout_of_strides
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers
@@ -32,7 +32,7 @@ _LOG = logging.getLogger("kvpatch.host_buffer")
 
 
 @dataclass
-class Spent:
+class SaveCosts:
     """What saving has taken of the steps so far."""
 
     blocks: int = 0
@@ -46,38 +46,38 @@ class HostBuffer:
     Attributes:
         pool: whose tensors are registered.
         tensors: the device's, by layer, or what geometry is shown where those have no storage.
-        rows: blocks that the pool holds.
+        host_blocks: that the pool holds.
         pages: of kvcached's, behind the device's tensors; None where they cannot be told.
         caches: what places reads on a device whose tensors have no storage; None elsewhere.
-        spent: on saves; on a device with streams, on asking for them.
+        costs: of saves; on a device with streams, of asking for them.
     """
 
     pool: HostPool
     tensors: Mapping[str, torch.Tensor]
-    rows: int
-    pages: Pages | None = None
+    host_blocks: int
+    pages: MappedPages | None = None
     caches: StoragelessCaches | None = None
-    spent: Spent = field(default_factory=Spent)
+    costs: SaveCosts = field(default_factory=SaveCosts)
 
-    def save(self, copies: Copies) -> None:
+    def save(self, saves: StepSaves) -> None:
         """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
 
         Raises:
-            HostBufferRefused: the scheduler believes in rows that there are not.
+            HostBufferRefused: the scheduler believes in host blocks that there are not.
         """
-        if copies.buffer_rows > self.rows:
+        if saves.buffer_blocks > self.host_blocks:
             raise HostBufferRefused(
-                f"the scheduler counts {copies.buffer_rows} blocks in the host buffer and this "
-                f"worker has room for {self.rows}: all ranks need tensors of one size; set "
+                f"the scheduler counts {saves.buffer_blocks} blocks in the host buffer and this "
+                f"worker has room for {self.host_blocks}: all ranks need tensors of one size; set "
                 "KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine"
             )
         started = perf_counter()
-        if copies.blocks:
-            self.pool.save(copies.blocks, copies.rows)
-        if copies.is_last:
+        if saves.blocks:
+            self.pool.save(saves.blocks, saves.host_blocks)
+        if saves.is_last:
             self.pool.settle()
-        self.spent.blocks += len(copies.blocks)
-        self.spent.seconds += perf_counter() - started
+        self.costs.blocks += len(saves.blocks)
+        self.costs.seconds += perf_counter() - started
 
     def offer(self, operation: Operation) -> None:
         """What the platform's runner copies with is used where it is the platform's own."""
@@ -128,17 +128,17 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
     dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
     blocks = blocks_of(layers, release.planned_blocks, parts)
     size = block_bytes(kv_caches, dimensions, blocks)
-    rows = rows_in(settings.host_buffer_bytes(), size, blocks)
+    host_blocks = host_blocks_in(settings.host_buffer_bytes(), size, blocks)
     by_kvcached = settings.is_kvcached_enabled()
     pages = None
     if by_kvcached:
         check_pools(kv_caches, layers, kvcacheds_settings())
         pages = pages_behind(kv_caches, layers)
-    pool = HostPool(kv_caches, dimensions, blocks, rows, is_there_late=by_kvcached)
+    pool = HostPool(kv_caches, dimensions, blocks, host_blocks, is_there_late=by_kvcached)
     _LOG.info(
         "host buffer of %d bytes for %d blocks of %d bytes; vLLM's own would take %d bytes",
         pool.size_bytes,
-        rows,
+        host_blocks,
         size,
         mirror_bytes(kv_caches),
     )
@@ -149,11 +149,11 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
         _refuse_wrong_copies(caches)
         # The pool has the layout of its shapes, whatever the device was asked for.
         state_layout_of_strides(release, read_layers(release, pool.tensors))
-    return HostBuffer(pool, tensors, rows, pages, caches)
+    return HostBuffer(pool, tensors, host_blocks, pages, caches)
 
 
 def _refuse(layers: Iterable[str]) -> None:
-    """Refuses layers that no slot can hold, if there are any.
+    """Refuses layers that no host block can hold, if there are any.
 
     Raises:
         HostBufferRefused: with their names.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpatch.connector.cross_layer_blocks import RegisteredRows
+from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.connector.handshake.agent_metadata import Statement
 from kvpatch.connector.handshake.candidates import Name
 from kvpatch.connector.handshake.remote_geometry import peer_memory
@@ -72,7 +72,7 @@ class Destination:
 
     tensors: Mapping[str, torch.Tensor]
     layers: Mapping[str, LayerCache] | None = None
-    rows: RegisteredRows | None = None
+    rows: RegisteredCrossLayerBlocks | None = None
     caches: Caches | StoragelessCaches | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
 

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvpatch.connector.handshake.candidates import Name
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
-from kvpatch.connector.recent import Recent
+from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry import Plan
@@ -129,7 +129,7 @@ class ContentProver(AmbiguousPeers):
         self._due: dict[str, ReadRequest] = {}
         self._samples: OrderedDict[str, Sample] = OrderedDict()
         self._probes: list[_Probe] = []
-        self._told = Recent[None]()
+        self._told = RecentEngines[None]()
 
     # -- what is known, handshakes included ----------------------------------------
 

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvpatch.connector.drafts import reserves_slots
-from kvpatch.connector.recent import Recent
+from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.connector.state import scheduler_state
 from kvpatch.core import settings
 
@@ -49,7 +49,7 @@ class ReadableReports:
 
     def __init__(self) -> None:
         self._waiting: deque[str] = deque()
-        self._settled = Recent[None]()
+        self._settled = RecentEngines[None]()
         self._is_heard = False
         self._computed: set[str] = set()
 
@@ -125,7 +125,7 @@ class ReadableEngines:
         self._block_tokens = block_tokens
         self._full_blocks_only = full_blocks_only
         self._allows_none = allows_none
-        self._known = Recent[int]()
+        self._known = RecentEngines[int]()
 
     def prove(self, engine_id: str, block_tokens: int) -> None:
         """Books that all workers can read an engine.
@@ -179,7 +179,7 @@ def tell_scheduler(metadata: Any, *, may_be_ambiguous: bool) -> None:
     """Has a worker's scheduler know whether peers' handshakes may leave something open.
 
     A worker without kvpatch says nothing, and could prove nothing: what it would read wrongly it
-    cannot unpickle (:mod:`kvpatch.connector.other_processes`), and the rest is not kept from it.
+    cannot unpickle (:mod:`kvpatch.connector.unpatched_workers`), and the rest is not kept from it.
 
     Args:
         metadata: what the worker has its scheduler hand to peers.

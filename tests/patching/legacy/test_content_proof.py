@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.recent import MOST_ENGINES
+from kvpatch.connector.recent_engines import MOST_ENGINES
 from kvpatch.connector.state import scheduler_state
 from kvpatch.core.releases import FACTS
 from kvpatch.legacy.content_proof.kernel_block_splits import chunks_to_look_at, possible_splits

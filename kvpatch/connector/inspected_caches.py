@@ -20,7 +20,7 @@ Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
 
 
 @dataclass(frozen=True)
-class OwnCache:
+class InspectedCaches:
     """What a worker is about to register.
 
     Attributes:
@@ -36,7 +36,7 @@ class OwnCache:
     blocks_hold_both: bool
 
 
-def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> OwnCache:
+def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCaches:
     """Reads what a worker is handed: what registering makes of it is not what it is.
 
     Split tensors are shown otherwise, and the worker may come to believe that its backend's
@@ -50,7 +50,7 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> OwnCache:
         cache = cache if states and buffer is None else None
     behind = cache if buffer is None else read_cache(release, buffer.tensors)
     both = cache is not None and has_both_in_blocks(release, cache)
-    return OwnCache(cache, behind, states, both)
+    return InspectedCaches(cache, behind, states, both)
 
 
 def read_states(

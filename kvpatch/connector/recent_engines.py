@@ -11,7 +11,7 @@ V = TypeVar("V")
 MOST_ENGINES = 4096
 
 
-class Recent(OrderedDict[str, V]):
+class RecentEngines(OrderedDict[str, V]):
     """The engines that were booked last."""
 
     def __setitem__(self, engine_id: str, value: V) -> None:

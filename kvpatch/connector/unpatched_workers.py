@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from kvpatch.connector.local.kv_cache_groups import counted_group
-from kvpatch.connector.recent import Recent
+from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import ReleaseFacts
 
@@ -41,7 +41,7 @@ class EqualBlockPeers:
     """
 
     def __init__(self) -> None:
-        self._known: Recent[bool] = Recent()
+        self._known: RecentEngines[bool] = RecentEngines()
 
     def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
         """Whether the peer is such a one.

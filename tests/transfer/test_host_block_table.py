@@ -1,6 +1,6 @@
-"""The slot table, against a model that remembers what was written where.
+"""The host block table, against a model that remembers what was written where.
 
-The model's host is a list of what each slot holds, changed by the copies that the table
+The model's host is a list of what each host block holds, changed by the copies that the table
 asks for and by nothing else. A block's content is a number that grows when it is written.
 """
 
@@ -21,50 +21,50 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpatch.connector.host_buffer.host_block_table import SlotTable
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
 from kvpatch.core.errors import NeverFits, NotReserved, NotSaved
 
 pytestmark = pytest.mark.patching
 
 
 class Host:
-    """What a worker would hold: the device's blocks, and slots that copies alone change."""
+    """What a worker would hold: the device's blocks, and host blocks that copies alone change."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, host_blocks: int) -> None:
         self.blocks: dict[int, int] = {}
-        self.slots: list[int | None] = [None] * slots
+        self.host_blocks: list[int | None] = [None] * host_blocks
         self.copied = 0
 
     def write(self, block: int) -> None:
         self.blocks[block] = max(self.blocks.values(), default=0) + 1
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        for block, slot in pairs:
-            self.slots[slot] = self.blocks[block]
+        for block, host_block in pairs:
+            self.host_blocks[host_block] = self.blocks[block]
         self.copied += len(pairs)
 
-    def holds(self, slot: int, block: int) -> bool:
-        return self.slots[slot] == self.blocks[block]
+    def holds(self, host_block: int, block: int) -> bool:
+        return self.host_blocks[host_block] == self.blocks[block]
 
 
 class Table(RuleBasedStateMachine):
     """Any order of calls; after each, what was published is still what it was."""
 
-    table_class: type[SlotTable] = SlotTable
+    table_class: type[HostBlockTable] = HostBlockTable
 
-    @initialize(slots=st.integers(1, 6))
-    def start(self, slots: int) -> None:
-        self.table = self.table_class(slots)
-        self.host = Host(slots)
-        self.size = slots
+    @initialize(host_blocks=st.integers(1, 6))
+    def start(self, host_blocks: int) -> None:
+        self.table = self.table_class(host_blocks)
+        self.host = Host(host_blocks)
+        self.size = host_blocks
         self.reserved: dict[str, int] = {}
         self.queue: OrderedDict[str, int] = OrderedDict()
-        #: Content of each block when the request saved it, and how many slots it took.
+        #: Content of each block when the request saved it, and how many host blocks it took.
         self.saved: dict[str, dict[int, int]] = {}
         self.spent: dict[str, int] = {}
         #: Those that wanted more than they have reserved.
         self.short: set[str] = set()
-        #: (request, slot) -> content that was published.
+        #: (request, host block) -> content that was published.
         self.published: dict[tuple[str, int], int] = {}
 
     # Few, so that they meet.
@@ -79,7 +79,7 @@ class Table(RuleBasedStateMachine):
         if blocks > self.size:
             with pytest.raises(NeverFits) as error:
                 self.table.reserve(name, blocks)
-            assert (error.value.blocks, error.value.slots) == (blocks, self.size)
+            assert (error.value.blocks, error.value.host_blocks) == (blocks, self.size)
             self.queue.pop(name, None)
             return
         self.queue[name] = blocks
@@ -116,14 +116,18 @@ class Table(RuleBasedStateMachine):
                 self.table.save(name, blocks)
             self.short |= {name} & set(self.reserved)
             return
-        there = {content for content in self.host.slots if content is not None}
+        there = {content for content in self.host.host_blocks if content is not None}
         pairs = self.table.save(name, blocks)
         assert {block for block, _ in pairs} <= new
         for block, _ in pairs:
             assert all(
                 self.host.blocks[block] not in others.values() for others in self.saved.values()
             ), "somebody holds it: copying it again is not needed"
-        assert len({slot for _, slot in pairs}) == len({block for block, _ in pairs}) == len(pairs)
+        assert (
+            len({host_block for _, host_block in pairs})
+            == len({block for block, _ in pairs})
+            == len(pairs)
+        )
         self.host.copy(pairs)
         kept = {self.host.blocks[block] for block in new} & there
         assert len(pairs) >= len(new) - len(kept)
@@ -138,15 +142,15 @@ class Table(RuleBasedStateMachine):
         blocks = [known[pick % len(known)] for pick in picks if known]
         if name not in self.reserved or name in self.short:
             with pytest.raises(NotSaved):
-                self.table.slots_of(name, blocks)
+                self.table.host_blocks_of(name, blocks)
             return
         unknown = next(block for block in range(1, 99) if block not in contents)
         with pytest.raises(NotSaved, match=f"1 of {len(blocks) + 1} blocks"):
-            self.table.slots_of(name, [*blocks, unknown])
-        slots = self.table.slots_of(name, blocks)
-        for block, slot in zip(blocks, slots, strict=True):
-            assert self.host.slots[slot] == contents[block]
-            self.published[name, slot] = contents[block]
+            self.table.host_blocks_of(name, [*blocks, unknown])
+        host_blocks = self.table.host_blocks_of(name, blocks)
+        for block, host_block in zip(blocks, host_blocks, strict=True):
+            assert self.host.host_blocks[host_block] == contents[block]
+            self.published[name, host_block] = contents[block]
 
     @rule(name=names)
     def release(self, name: str) -> None:
@@ -160,8 +164,8 @@ class Table(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "table"))
     @invariant()
     def what_was_published_is_still_there(self) -> None:
-        for (_, slot), content in self.published.items():
-            assert self.host.slots[slot] == content
+        for (_, host_block), content in self.published.items():
+            assert self.host.host_blocks[host_block] == content
 
     @precondition(lambda self: hasattr(self, "table"))
     @invariant()
@@ -170,7 +174,7 @@ class Table(RuleBasedStateMachine):
         assert self.table.waiting == len(self.queue)
         assert self.table.held <= sum(self.spent.values())
         held = {content for contents in self.saved.values() for content in contents.values()}
-        assert self.table.held >= len(held), "two contents in one slot"
+        assert self.table.held >= len(held), "two contents in one host block"
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
@@ -183,35 +187,38 @@ TestTable = Table.TestCase
 TestTable.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
-class _TakesWhatIsHeld(SlotTable):
-    """A fault, for the control: slots are taken whoever holds them."""
+class _TakesWhatIsHeld(HostBlockTable):
+    """A fault, for the control: host blocks are taken whoever holds them."""
 
     def _take(self) -> int:
-        self._turn = (getattr(self, "_turn", -1) + 1) % self._slots
+        self._turn = (getattr(self, "_turn", -1) + 1) % self._size
         self._idle.pop(self._turn, None)
         block = self._block_in[self._turn]
         if block is not None:
-            del self._slot_of[block]
+            del self._host_block_of[block]
         return self._turn
 
 
-class _KeepsWhatIsWritten(SlotTable):
+class _KeepsWhatIsWritten(HostBlockTable):
     """A fault, for the control: a block that is written is taken for saved."""
 
     def written(self, blocks: Any) -> None:
         pass
 
 
-class _OverwritesWhatIsPublished(SlotTable):
-    """A fault, for the control: a request's slot is used again for its block's new content."""
+class _OverwritesWhatIsPublished(HostBlockTable):
+    """A fault, for the control: a request's host block gets its block's new content."""
 
     def save(self, request_id: str, blocks: Any) -> list[tuple[int, int]]:
         request = self._requests.get(request_id)
         held = dict(request.held) if request else {}
-        return [(block, held.get(block, slot)) for block, slot in super().save(request_id, blocks)]
+        return [
+            (block, held.get(block, host_block))
+            for block, host_block in super().save(request_id, blocks)
+        ]
 
 
-def walk(table_class: type[SlotTable], seed: int) -> None:
+def walk(table_class: type[HostBlockTable], seed: int) -> None:
     """The same model on a long random walk, which comes to what takes many calls."""
     generator = random.Random(seed)
 
@@ -220,7 +227,7 @@ def walk(table_class: type[SlotTable], seed: int) -> None:
 
     Walked.table_class = table_class
     machine = Walked()
-    machine.start(slots=generator.randint(1, 6))
+    machine.start(host_blocks=generator.randint(1, 6))
     for _ in range(300):
         name = f"r{generator.randint(0, 2)}"
         numbers = [generator.randint(1, 5) for _ in range(generator.randint(1, 3))]
@@ -242,7 +249,7 @@ def walk(table_class: type[SlotTable], seed: int) -> None:
 
 def test_long_walks():
     for seed in range(200):
-        walk(SlotTable, seed)
+        walk(HostBlockTable, seed)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +271,10 @@ def _request(number: int, generator: random.Random) -> tuple[str, int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_64_requests_get_through_a_pool_for_four_in_their_order(seed):
-    """Chunks, aborts and readers that take their time, in any order; no slot is left."""
+    """Chunks, aborts and readers that take their time, in any order; no host block is left."""
     generator = random.Random(seed)
-    slots = 4 * 8
-    table, host = SlotTable(slots), Host(slots)
+    host_blocks = 4 * 8
+    table, host = HostBlockTable(host_blocks), Host(host_blocks)
     requests = [_request(number, generator) for number in range(64)]
     waiting, running, published = list(requests), {}, {}
     started, fresh, most = [], iter(range(1, 10_000)), 0
@@ -290,9 +297,12 @@ def test_64_requests_get_through_a_pool_for_four_in_their_order(seed):
             running[name] = blocks, until
             if until == len(blocks):
                 del running[name]
-                published[name] = blocks, table.slots_of(name, blocks)
+                published[name] = blocks, table.host_blocks_of(name, blocks)
         for name, (blocks, found) in tuple(published.items()):
-            assert all(host.holds(slot, block) for block, slot in zip(blocks, found, strict=True))
+            assert all(
+                host.holds(host_block, block)
+                for block, host_block in zip(blocks, found, strict=True)
+            )
             if generator.random() < 0.3:
                 table.release(name)
                 del published[name]
@@ -301,14 +311,14 @@ def test_64_requests_get_through_a_pool_for_four_in_their_order(seed):
     assert not waiting and not running and not published, "somebody waits for ever"
     assert started == [name for name, _ in requests if name in started]
     assert len(started) > 32 and most >= 4
-    assert (table.free, table.held, table.waiting) == (slots, 0, 0)
+    assert (table.free, table.held, table.waiting) == (host_blocks, 0, 0)
 
 
 def test_nobody_overtakes_a_large_request_and_an_abort_makes_way():
-    table = SlotTable(4)
+    table = HostBlockTable(4)
     assert table.reserve("a", 3)
     assert not table.reserve("large", 4)
-    assert not table.reserve("small", 1), "there is a slot, but the large one asked first"
+    assert not table.reserve("small", 1), "there is a host block, but the large one asked first"
     assert table.waiting == 2
     table.release("large")
     assert table.reserve("small", 1)
@@ -316,34 +326,34 @@ def test_nobody_overtakes_a_large_request_and_an_abort_makes_way():
 
 
 def test_a_request_that_never_fits_is_told_at_once_and_blocks_nobody():
-    table = SlotTable(4)
-    with pytest.raises(NeverFits, match="needs 5 slots of the host buffer, which has 4"):
+    table = HostBlockTable(4)
+    with pytest.raises(NeverFits, match="needs 5 blocks of the host buffer, which has 4"):
         table.reserve("a", 5)
     assert table.reserve("b", 4)
 
 
 def test_another_prompt_under_the_same_id_does_not_publish_what_the_first_one_saved():
     """On releases <= 0.13 ids are the clients', who may send one twice."""
-    table = SlotTable(8)
+    table = HostBlockTable(8)
     assert table.reserve("a", 2)
     table.save("a", [7, 8])
-    first = table.slots_of("a", [7, 8])
+    first = table.host_blocks_of("a", [7, 8])
     assert table.reserve("a", 3), "it is no reason to end the engine"
     assert table.free == 6
     table.written([7, 8, 9])
-    with pytest.raises(NotReserved, match="has reserved 2 slots of the host buffer and needs 5"):
+    with pytest.raises(NotReserved, match="has reserved 2 blocks of the host buffer and needs 5"):
         table.save("a", [7, 8, 9])
-    with pytest.raises(NotSaved, match="more blocks than the 2 slots"):
-        table.slots_of("a", [7, 8])
+    with pytest.raises(NotSaved, match="more blocks than the 2 blocks"):
+        table.host_blocks_of("a", [7, 8])
     assert table.reserve("b", 6)
-    assert not {slot for _, slot in table.save("b", range(20, 26))} & set(first)
+    assert not {host_block for _, host_block in table.save("b", range(20, 26))} & set(first)
     table.release("a")
     assert table.reserve("a", 2) and table.save("a", [7, 8])
-    assert table.slots_of("a", [7, 8])
+    assert table.host_blocks_of("a", [7, 8])
 
 
-def test_what_a_slot_still_holds_is_not_copied_again():
-    table = SlotTable(4)
+def test_what_a_host_block_still_holds_is_not_copied_again():
+    table = HostBlockTable(4)
     assert table.reserve("a", 2)
     pairs = table.save("a", [7, 8])
     assert table.save("a", [7, 8]) == []
@@ -355,11 +365,11 @@ def test_what_a_slot_still_holds_is_not_copied_again():
     assert table.reserve("c", 3)
     (copied,) = table.save("c", [8, 7, 9])
     assert copied[0] == 9
-    assert table.slots_of("c", [7, 8]) == tuple(slot for _, slot in pairs)
+    assert table.host_blocks_of("c", [7, 8]) == tuple(host_block for _, host_block in pairs)
 
 
 def test_a_block_that_was_written_is_copied_again():
-    table = SlotTable(4)
+    table = HostBlockTable(4)
     assert table.reserve("a", 1)
     table.save("a", [7])
     table.release("a")
@@ -369,47 +379,47 @@ def test_a_block_that_was_written_is_copied_again():
 
 
 def test_a_request_that_is_complete_keeps_what_it_holds():
-    """Its next token goes to the same block, whose slot may be read already."""
-    table = SlotTable(4)
+    """Its next token goes to the same block, whose host block may be read already."""
+    table = HostBlockTable(4)
     assert table.reserve("a", 2) and table.reserve("b", 1)
     held = dict(table.save("a", [7, 8]))
     table.written([8], but_held_by="a")
-    assert table.slots_of("a", [7, 8]) == (held[7], held[8])
-    ((_, slot),) = table.save("b", [8])
-    assert slot not in held.values(), "what is in the block now is something else"
+    assert table.host_blocks_of("a", [7, 8]) == (held[7], held[8])
+    ((_, host_block),) = table.save("b", [8])
+    assert host_block not in held.values(), "what is in the block now is something else"
     for name in ("a", "b"):
         table.release(name)
     assert (table.free, table.held) == (4, 0)
 
 
-def test_slots_unused_for_longest_are_taken_first_and_empty_ones_before_them():
-    table = SlotTable(3)
+def test_host_blocks_unused_for_longest_are_taken_first_and_empty_ones_before_them():
+    table = HostBlockTable(3)
     for name, block in (("a", 1), ("b", 2)):
         assert table.reserve(name, 1)
         table.save(name, [block])
         table.release(name)
     assert table.reserve("c", 2)
     table.save("c", [3])  # the one that never held anything
-    ((_, slot),) = table.save("c", [4])  # where block 1 was
+    ((_, host_block),) = table.save("c", [4])  # where block 1 was
     table.release("c")
     assert table.reserve("d", 1)
     assert table.save("d", [2]) == []
-    assert slot == 0
+    assert host_block == 0
 
 
-def test_new_blocks_get_slots_beside_each_other():
-    table = SlotTable(8)
+def test_new_blocks_get_host_blocks_beside_each_other():
+    table = HostBlockTable(8)
     assert table.reserve("a", 4)
     table.save("a", [9, 3, 5, 1])
     table.release("a")
     table.written([9, 3, 5, 1])
     assert table.reserve("b", 4)
-    slots = [slot for _, slot in table.save("b", [20, 21, 22, 23])]
-    assert slots == list(range(slots[0], slots[0] + 4))
+    host_blocks = [host_block for _, host_block in table.save("b", [20, 21, 22, 23])]
+    assert host_blocks == list(range(host_blocks[0], host_blocks[0] + 4))
 
 
 def test_a_preempted_request_starts_anew():
-    table = SlotTable(4)
+    table = HostBlockTable(4)
     assert table.reserve("a", 3)
     table.save("a", [1, 2])
     table.release("a")
@@ -417,14 +427,14 @@ def test_a_preempted_request_starts_anew():
     with pytest.raises(NotReserved):
         table.save("a", [1])
     with pytest.raises(NotSaved):
-        table.slots_of("a", [1])
+        table.host_blocks_of("a", [1])
     assert table.reserve("a", 3)
     assert [block for block, _ in table.save("a", [1, 2, 3])] == [3]
 
 
 def test_unknown_requests_are_released_without_a_word():
-    table = SlotTable(1)
+    table = HostBlockTable(1)
     table.release("nobody")
     assert table.free == 1
-    with pytest.raises(ValueError, match="expected a slot or more, found 0"):
-        SlotTable(0)
+    with pytest.raises(ValueError, match="expected a host block or more, found 0"):
+        HostBlockTable(0)

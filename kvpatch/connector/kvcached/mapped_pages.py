@@ -29,7 +29,7 @@ _LOG = logging.getLogger("kvpatch.registration")
 
 
 @dataclass(frozen=True)
-class Pages:
+class MappedPages:
     """The pages behind a worker's tensors.
 
     Attributes:
@@ -43,7 +43,7 @@ class Pages:
 
 def pages_behind(
     kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, LayerCache]
-) -> Pages | None:
+) -> MappedPages | None:
     """How to tell pages that are not mapped, as at registration most are; None if nobody can."""
     driver = backing.driver()
     if driver is None or not layers:
@@ -53,11 +53,14 @@ def pages_behind(
     if filler is None:
         _LOG.info("kvcached's page of zeros is mapped nowhere: unmapped pages are not looked for")
         return None
-    return Pages(driver, filler, layers)
+    return MappedPages(driver, filler, layers)
 
 
 def refuse_unmapped(
-    pages: Pages | None, groups: Sequence[Group], request: ReadRequest, kernel_blocks_per_block: int
+    pages: MappedPages | None,
+    groups: Sequence[Group],
+    request: ReadRequest,
+    kernel_blocks_per_block: int,
 ) -> None:
     """Refuses a request whose blocks have no page of their own here.
 
@@ -84,7 +87,9 @@ def refuse_unmapped(
                 )
 
 
-def _places(pages: Pages, group: Group, numbers: Int64Array) -> Iterator[tuple[str, int, int]]:
+def _places(
+    pages: MappedPages, group: Group, numbers: Int64Array
+) -> Iterator[tuple[str, int, int]]:
     """(layer, block, address) of each page that the blocks lie in, once, in two layers."""
     seen: set[int] = set()
     # kvcached maps a page of all layers together; the outermost ones end the rows of a pool.

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from kvpatch.connector.host_buffer.host_block_table import SlotTable
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 #: As often as vLLM says how many requests are running.
@@ -14,7 +14,7 @@ _EVERY_SECONDS = 10.0
 
 
 class UsageLog:
-    """One line while slots are in use, at most every so many seconds, and one when none is.
+    """One line while host blocks are in use, at most every so many seconds, and one when none is.
 
     The last line is therefore true of an engine at rest.
     """
@@ -24,8 +24,8 @@ class UsageLog:
         self._next = clock() + _EVERY_SECONDS
         self._is_said = False
 
-    def look(self, table: SlotTable) -> None:
-        """To be called whenever slots may have changed hands."""
+    def look(self, table: HostBlockTable) -> None:
+        """To be called whenever host blocks may have changed hands."""
         is_used = bool(table.reserved or table.waiting)
         if is_used:
             now = self._clock()
@@ -36,9 +36,9 @@ class UsageLog:
             return
         self._is_said = is_used
         _LOG.info(
-            "host buffer: %d of %d slots reserved, %d of them filled; %d requests wait for slots",
+            "host buffer: %d of %d blocks reserved, %d of them filled; %d requests wait for blocks",
             table.reserved,
-            table.slots,
+            table.size,
             table.held,
             table.waiting,
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvpatch.connector.cross_layer_blocks import register_rows
-from kvpatch.connector.kvcached.pages import pages_behind
+from kvpatch.connector.cross_layer_blocks import register_cross_layer_blocks
+from kvpatch.connector.kvcached.mapped_pages import pages_behind
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.connector.kvcached.rdma_devices import refuse_cards
 from kvpatch.connector.kvcached.transport_notes import note_transport
@@ -53,12 +53,14 @@ def register_as_they_lie(
         RegistrationRefused: the release would move other bytes.
     """
     state = worker_state(release.worker)
-    state.rows = state.planned_layout = None  # of an earlier registration
+    state.cross_layer = state.planned_layout = None  # of an earlier registration
     layers = read_layers(release, kv_caches)
 
     def as_rows() -> Any:
         _refuse_without_reader(release, is_read_by_us=is_read_by_us)
-        result, state.rows = register_rows(register, release, kv_caches, layers)
+        result, state.cross_layer = register_cross_layer_blocks(
+            register, release, kv_caches, layers
+        )
         return result
 
     if settings.is_kvcached_enabled():
