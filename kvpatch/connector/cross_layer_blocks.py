@@ -22,7 +22,11 @@ from weakref import ref
 import wrapt
 
 from kvpatch.connector.handshake.block_shapes import tokens_of
-from kvpatch.connector.handshake.cross_layer_form import RowForm, packed_digest, places_digest
+from kvpatch.connector.handshake.cross_layer_form import (
+    CrossLayerForm,
+    packed_digest,
+    places_digest,
+)
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import State, states_digest, states_in
 from kvpatch.connector.local.registered_caches import (
@@ -66,7 +70,7 @@ class RegisteredCrossLayerBlocks:
     """
 
     row: CrossLayerBlocks
-    form: RowForm
+    form: CrossLayerForm
     shown: Mapping[str, LayerCache]
     states: Mapping[str, State]
     ends: Mapping[str, int]
@@ -99,7 +103,7 @@ def register_cross_layer_blocks(
     parts = release.planned_kernel_blocks or 1
     states = states_in(kv_caches, layers, row, parts)
     first = layers[row.layers[0]].planes[0]
-    axes_only = RowForm(first.counts.block_tokens, 1, row.axes)
+    axes_only = CrossLayerForm(first.counts.block_tokens, 1, row.axes)
     shown: dict[str, Any] = shown_tensors(
         release,
         kv_caches,
@@ -354,7 +358,7 @@ def _as_one_region(worker: Any, row: CrossLayerBlocks) -> Iterator[None]:
 # --- what peers are told ---------------------------------------------------------
 
 
-def restated(metadata: Any, row: CrossLayerBlocks, form: RowForm) -> Any:
+def restated(metadata: Any, row: CrossLayerBlocks, form: CrossLayerForm) -> Any:
     """A copy of a worker's agent metadata that describes its rows.
 
     No release takes it for its own layout: those <= 0.12 compare the backend's name, those
@@ -388,13 +392,13 @@ def _form_of(
     layers: Mapping[str, LayerCache],
     places: str,
     states: Mapping[str, State],
-) -> RowForm:
+) -> CrossLayerForm:
     """Asked once the worker knows its kernel blocks; <= 0.17 it finds out as it registers."""
     tokens = min(tokens_of(layers, layers))
     specs = {name: release.spec_of(name) for name in states}
     held = {name: state.place for name, state in states.items()}
     digest = states_digest(places, held, specs)
-    return RowForm(tokens, release.kernel_blocks_per_block, row.axes, digest)
+    return CrossLayerForm(tokens, release.kernel_blocks_per_block, row.axes, digest)
 
 
 @contextmanager
@@ -416,7 +420,7 @@ def _listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Ite
         del worker._nixl_handshake_listener
 
 
-def _restate_payload(release: ReleaseWorker, row: CrossLayerBlocks, form: RowForm) -> None:
+def _restate_payload(release: ReleaseWorker, row: CrossLayerBlocks, form: CrossLayerForm) -> None:
     """From 0.11.1 a worker's metadata waits to be fetched."""
     worker, facts = release.worker, release.facts
     if not facts.listens_in_scheduler:

@@ -79,7 +79,7 @@ def attach_reader(
             partial(unlike_engine_of, worker),
             partial(agents_beside, worker),
         )
-        watch_split_handles(worker)
+        watch_split_handles(worker, release.facts)
         release.admit_larger_blocks()
     if prove_peers is not None:
         prove_peers(worker)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-#: The worker's name for its table, by ratio of ranks (from 0.14).
-_TABLE = "src_xfer_handles_by_tp_ratio"
+from kvpatch.connector.state import worker_state
+from kvpatch.core.releases import ReleaseFacts
 
 
 class _NoHandles:
@@ -49,19 +49,19 @@ class SplitHandles(dict[Any, Any]):
             self._this_thread.makes_none = False
 
 
-def watch_split_handles(worker: Any) -> None:
+def watch_split_handles(worker: Any, facts: ReleaseFacts) -> None:
     """Has a worker's table take part; registering again is no matter."""
-    table = getattr(worker, _TABLE, None)
-    if table is not None and not isinstance(table, SplitHandles):
-        setattr(worker, _TABLE, SplitHandles(table))
+    if not facts.divides_own_blocks:
+        return
+    table = worker.src_xfer_handles_by_tp_ratio
+    if not isinstance(table, SplitHandles):
+        table = worker.src_xfer_handles_by_tp_ratio = SplitHandles(table)
+    worker_state(worker).hold(table)
 
 
 @contextmanager
 def blocks_undivided(worker: Any) -> Iterator[None]:
     """While inside, the release divides none of the worker's blocks for a peer."""
-    table = getattr(worker, _TABLE, None)
-    if not isinstance(table, SplitHandles):
-        yield
-        return
-    with table.making_none():
+    table = worker_state(worker).held(SplitHandles)
+    with nullcontext() if table is None else table.making_none():
         yield

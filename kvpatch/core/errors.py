@@ -95,14 +95,6 @@ class NotProven(KvpatchError):
     """A request to be read from an engine of which something is not proven."""
 
 
-class CutBlocks(KvpatchError):
-    """Whole blocks that would have to be cut; the message says what helps."""
-
-
-class UnlikeShapes(KvpatchError):
-    """Layers of unlike shapes that a peer cannot be read into; the message says what helps."""
-
-
 class NotPatchedHere(KvpatchError):
     """A process without kvpatch was handed what only kvpatch can act on."""
 
@@ -131,14 +123,6 @@ class Interrupted(KvpatchError):
         self.number = number
 
 
-class UnknownRegions(FromOutside):
-    """Regions that are not what the layout's name comes to; the message says what helps."""
-
-
-class UnknownForm(FromOutside):
-    """Rows of a form that is not known here."""
-
-
 class ReadRefused(FromOutside):
     """A request whose blocks do not hold the tokens that it needs."""
 
@@ -148,7 +132,7 @@ class NoAnswer(FromOutside):
 
 
 class PeerRefused(FromOutside):
-    """A peer whose cache cannot be read; the message has both geometries and what helps."""
+    """A peer whose cache cannot be read; a handshake puts both geometries before the reason."""
 
     def __init__(self, reason: str, cure: str = "") -> None:
         super().__init__(f"{reason}: {cure}" if cure else reason)

@@ -33,6 +33,7 @@ CacheShape = Literal["keys first", "blocks first", "packed"]
 #: What a worker makes of a load that failed: it knows no such thing, or it reports the request
 #: as one received, or so with the first of its reads that fails, or as what it is.
 FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
+Topology = Literal["", "kv_topo", "transfer_topo"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ReleaseFacts:
         has_host_buffer: a worker can mirror its cache in host memory.
         chooses_backends: the configuration can name other NIXL backends than UCX.
         checks_device_again: a worker looks at its device's name once more as it registers.
+        has_host_buffer_layout: the mirror has a layout of its own, which a handshake states.
         can_answer_later: a connector can say that it does not know yet what it will load.
         registers_shared_tensors_once: layers that share a tensor are registered once.
         listens_in_scheduler: the scheduler answers handshakes, and not each worker.
@@ -72,10 +74,14 @@ class ReleaseFacts:
         encodes_metadata: a worker keeps what it states encoded, beside a hash of it.
         meets_one_rank: a worker shakes hands with one rank of its peer.
         compares_block_sizes_first: larger blocks fail a handshake before anything is read of it.
+        topology: the worker's name for what it knows of the ranks of both sides; empty where it
+            has no such object.
         topology_has_block_size: the worker's topology keeps a block size of its own.
         cuts_blocks: a worker counts kernel blocks where its kernel has smaller ones.
         backends_tell_state: an attention backend says whether its layers have recurrent state.
         keeps_load_metadata: a worker keeps the metadata of a load until it is done.
+        divides_own_blocks: a worker prepares its own blocks in parts for a peer of more ranks.
+        books_cuts_of_peers: a worker books how a peer's blocks are cut, by the bytes of its states.
         keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
         expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
         has_cache_groups: the connector is handed the plan, which has groups of layers.
@@ -109,11 +115,13 @@ class ReleaseFacts:
     cache_shape: CacheShape
     shape_source: ShapeSource
     failed_loads: FailedLoads
+    topology: Topology = ""
     forgets_failed_reads: bool = False
     loads_whole_blocks_only: bool = False
     asks_for_layout: bool = True
     has_host_buffer: bool = True
     chooses_backends: bool = True
+    has_host_buffer_layout: bool = False
     checks_device_again: bool = False
     can_answer_later: bool = True
     registers_shared_tensors_once: bool = True
@@ -127,6 +135,8 @@ class ReleaseFacts:
     cuts_blocks: bool = True
     backends_tell_state: bool = False
     keeps_load_metadata: bool = True
+    divides_own_blocks: bool = False
+    books_cuts_of_peers: bool = False
     keeps_aborted_blocks: bool = True
     expands_remote_blocks: bool = False
     has_cache_groups: bool = False
@@ -282,6 +292,8 @@ _0_11_1 = replace(
     agent_metadata=_0_11_0.agent_metadata | {"device_id", "block_size"},
     request_metadata=_0_11_0.request_metadata | {"local_physical_block_ids"},
     shape_source="topology",
+    topology="kv_topo",
+    has_host_buffer_layout=True,
     failed_loads="as received",
     forgets_failed_reads=True,
     listens_in_scheduler=True,
@@ -314,6 +326,7 @@ _0_14_0 = replace(
     tpu_flag="",
     forgets_failed_reads=False,
     meets_one_rank=False,
+    divides_own_blocks=True,
     compares_block_sizes_first=False,
 )
 _0_14_1 = replace(_0_14_0, release="0.14.1")
@@ -356,6 +369,8 @@ _0_20_0 = replace(
     scheduler=Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
     agent_metadata=_0_19_1.agent_metadata | {"attn_backend_name"},
     backends_tell_state=True,
+    topology="transfer_topo",
+    books_cuts_of_peers=True,
     expands_remote_blocks=False,
     counts_one_head=False,
 )
@@ -370,6 +385,7 @@ _0_21_0 = replace(
     release="0.21.0",
     generation="g0210",
     agent_metadata=_0_20_2.agent_metadata | {"physical_blocks_per_logical_kv_block"},
+    books_cuts_of_peers=False,
     reads_back=True,
 )
 _0_22_0 = replace(

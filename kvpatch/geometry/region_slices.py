@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvpatch.core.errors import UnknownRegions
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.layout import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
 
 
@@ -75,15 +75,15 @@ class Regions:
                 where nobody knows.
 
         Raises:
-            UnknownRegions: the regions are not what these sizes come to.
+            PeerRefused: the regions are not what these sizes come to.
         """
         if self.layout not in NAMED_LAYOUTS:
-            raise UnknownRegions(
-                f"layout {self.layout} is not known here: use one of {', '.join(NAMED_LAYOUTS)} "
-                "(VLLM_KV_CACHE_LAYOUT)"
+            raise PeerRefused(
+                f"layout {self.layout} is not known here",
+                f"use one of {', '.join(NAMED_LAYOUTS)} (VLLM_KV_CACHE_LAYOUT)",
             )
         if self.names is not None and len(self.names) != len(self.block_bytes):
-            raise UnknownRegions(
+            raise PeerRefused(
                 f"{len(self.names)} names for {len(self.block_bytes)} regions cannot be true"
             )
         is_one = self.layout in LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
@@ -97,22 +97,24 @@ class Regions:
         by_head = self.layout == "LHBNC"
         counts = [sizes[unit[0]].heads if by_head else 1 for unit in units]
         if len(self.block_bytes) != sum(counts):
-            raise UnknownRegions(
-                f"layout {self.layout} makes {sum(counts)} regions of our layers: use one model, "
-                "one attention backend and one --pipeline-parallel-size on both sides"
+            raise PeerRefused(
+                f"layout {self.layout} makes {sum(counts)} regions of our layers",
+                "use one model, one attention backend and one --pipeline-parallel-size on both "
+                "sides",
             )
         is_apart = self.layout in ("BLNHC", "BHLNC") and len(units) > 1
         if is_apart and any(layer.heads > 1 for layer in sizes.values()):
-            raise UnknownRegions(
+            raise PeerRefused(
                 f"in layout {self.layout} a layer of several heads is not in one piece, and this "
-                "peer says that it is a region: use one vLLM on both sides"
+                "peer says that it is a region",
+                "use one vLLM on both sides",
             )
         found = {}
         start = 0
         for position, count in enumerate(counts):
             unit = units[position] if self.names is None else self._named(units, start, count)
             if any(layer in found for layer in unit):
-                raise UnknownRegions(f"layer {unit[0]} has two regions: use one model")
+                raise PeerRefused(f"layer {unit[0]} has two regions", "use one model")
             for layer in unit:
                 found[layer] = self._layer_at(start, count, sizes[layer])
             start += count
@@ -124,8 +126,8 @@ class Regions:
         for unit in units:
             if len(names) == 1 and names <= set(unit):
                 return unit
-        raise UnknownRegions(
-            f"its regions are named {', '.join(sorted(names))}: use one model on both sides"
+        raise PeerRefused(
+            f"its regions are named {', '.join(sorted(names))}", "use one model on both sides"
         )
 
     def _layer_at(self, start: int, count: int, layer: LayerSizes) -> tuple[RegionSlice, ...]:
@@ -141,12 +143,13 @@ class Regions:
         self, groups: Sequence[Sequence[str]] | None, sizes: Mapping[str, LayerSizes]
     ) -> dict[str, tuple[RegionSlice, ...]]:
         if groups is None:
-            raise UnknownRegions(
+            raise PeerRefused(
                 f"blocks of layout {self.layout} are rows of all layers, whose order is not known "
-                "to us: use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side"
+                "to us",
+                "use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side",
             )
         if self.names is not None and self.names[0] not in sizes:
-            raise UnknownRegions(f"its region is named {self.names[0]}: use one model")
+            raise PeerRefused(f"its region is named {self.names[0]}", "use one model")
         # A block is one group's, and the group with the most bytes fills it.
         whole_bytes = max(sum(sizes[layer].block_bytes for layer in group) for group in groups)
         self._check_bytes(0, whole_bytes, max(sizes.values()))
@@ -169,8 +172,8 @@ class Regions:
         A slice of its own for each head: one of them all would be nearly the whole block.
         """
         if len({sizes[layer] for layer in group}) > 1:
-            raise UnknownRegions(
-                "layout BHLNC has no place for layers of unlike widths: use BLHNC on P"
+            raise PeerRefused(
+                "layout BHLNC has no place for layers of several widths", "use BLHNC on P"
             )
         head_bytes = [sizes[layer].tokens * sizes[layer].row_bytes for layer in group]
         step = sum(head_bytes)
@@ -185,8 +188,9 @@ class Regions:
     def _check_bytes(self, region: int, expected: int, layer: LayerSizes) -> None:
         found = self.block_bytes[region]
         if found != expected:
-            raise UnknownRegions(
+            raise PeerRefused(
                 f"{layer.tokens} tokens of {layer.heads} heads come to {expected} bytes in a block "
-                f"of layout {self.layout} and not to {found}: both sides need one model, one "
-                "--kv-cache-dtype and one attention backend, and pages without padding"
+                f"of layout {self.layout} and not to {found}",
+                "both sides need one model, one --kv-cache-dtype and one attention backend, and "
+                "pages without padding",
             )

@@ -13,7 +13,14 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from kvpatch.core.releases import CacheShape, FailedLoads, Place, ReleaseFacts, ShapeSource
+from kvpatch.core.releases import (
+    CacheShape,
+    FailedLoads,
+    Place,
+    ReleaseFacts,
+    ShapeSource,
+    Topology,
+)
 
 from .source import Method, classes, method, text
 
@@ -144,6 +151,13 @@ def _shape_source(source: Source) -> ShapeSource:
     return "topology" if "TpKVTopology(" in init else "flags"
 
 
+def _topology(source: Source) -> Topology:
+    bodies = [source.body(source.worker, n) for n in ("__init__", "register_kv_caches")]
+    topologies: tuple[Topology, ...] = ("kv_topo", "transfer_topo")
+    found = [name for name in topologies if any(f"self.{name} = " in body for body in bodies)]
+    return found[0] if found else ""
+
+
 def _failed_loads(source: Source) -> FailedLoads:
     body = source.body(source.worker, "get_finished")
     if source.method(source.worker, "get_transfer_results") is not None:
@@ -228,6 +242,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "cache_shape": _cache_shape,
     "shape_source": _shape_source,
     "failed_loads": _failed_loads,
+    "topology": _topology,
     "forgets_failed_reads": _forgets_failed_reads,
     "loads_whole_blocks_only": lambda s: (
         "round_down(" in s.body(s.scheduler, "get_num_new_matched_tokens")
@@ -235,6 +250,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "asks_for_layout": lambda s: s.method(s.connector, "get_required_kvcache_layout") is not None,
     "has_host_buffer": lambda s: "self.use_host_buffer = " in s.body(s.worker, "__init__"),
     "chooses_backends": lambda s: "self.nixl_backends = " in s.body(s.worker, "__init__"),
+    "has_host_buffer_layout": lambda s: (
+        "self.host_buffer_kv_cache_layout = " in s.body(s.worker, "__init__")
+    ),
     "checks_device_again": lambda s: (
         "if self.device_type == 'tpu'" in s.body(s.worker, "register_kv_caches")
     ),
@@ -264,6 +282,12 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         s.method("vllm.v1.attention.backend", "AttentionBackend.is_ssm") is not None
     ),
     "keeps_load_metadata": lambda s: "self._recving_metadata" in s.body(s.worker, "__init__"),
+    "divides_own_blocks": lambda s: (
+        "self.src_xfer_handles_by_tp_ratio" in s.body(s.worker, "__init__")
+    ),
+    "books_cuts_of_peers": lambda s: (
+        "self._physical_blocks_per_logical: " in s.body(s.worker, "__init__")
+    ),
     "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
     "expands_remote_blocks": _expands_remote_blocks,
     "has_cache_groups": _has_cache_groups,

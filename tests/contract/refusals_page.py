@@ -64,10 +64,7 @@ MOMENTS = (
     ),
     Moment(
         "At the handshake",
-        (
-            "PeerRefused", "UnknownRegions", "UnknownForm", "UnlikeShapes", "CutBlocks",
-            "NoAnswer", "NotProven", "UnplannableCopy",
-        ),
+        ("PeerRefused", "NoAnswer", "NotProven", "UnplannableCopy"),
         "The request fails as vLLM fails any load. Both engines stay up.",
         "what P states contradicts itself, or fits no cache of D's model: use one vLLM, one "
         "kvpatch and one model on both sides",

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import Statement, read_statement
-from kvpatch.connector.handshake.candidates import Declared
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.connector.handshake.compatibility import (
     LocalCache,
-    Outline,
     Prove,
     Read,
     Refuse,
     Stock,
+    UncheckedMetadata,
     UnreadCache,
     decide,
 )
+from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
 from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
 from kvpatch.connector.local.local_geometry import LocalGeometry
@@ -33,7 +33,7 @@ from .test_remote_geometry import _metadata, ours_of, regions_of
 pytestmark = pytest.mark.patching
 
 NEWEST, OLDEST = FACTS["0.33.0"], FACTS["0.10.0"]
-OUTLINE = Outline("p", 1, 16, "LBHNC")
+UNCHECKED = UncheckedMetadata("p", 1, 16, "LBHNC")
 UNREAD = UnreadCache(16, 1, "LBHNC", "STRANGE")
 
 
@@ -51,12 +51,12 @@ _OF_CACHE = {
 }  # fmt: skip
 
 
-def peer(rank: int = 0, size: int = 1, **changes: Any) -> Statement:
+def peer(rank: int = 0, size: int = 1, **changes: Any) -> AgentMetadata:
     """Like `local`, but for what is stated otherwise."""
-    return read_statement(_metadata(**{"block_tokens": 16, **changes}), rank, size)
+    return read_agent_metadata(_metadata(**{"block_tokens": 16, **changes}), NEWEST, rank, size)
 
 
-def unstated(**changes: Any) -> Statement:
+def unstated(**changes: Any) -> AgentMetadata:
     """As a release states it that says neither what a block holds nor how it is cut."""
     return replace(peer(**changes), block_tokens=None, kernel_blocks_per_block=None)
 
@@ -96,7 +96,7 @@ _POOLED = Kind(Holds.WHOLE, "several positions to a token", joins=True)
 _CUTS = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
 
 #: name: our side, the peer, what becomes of it; of a refusal the words of its cure.
-READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], Statement], Any]] = {
+READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any]] = {
     "like us": (local, peer, Stock),
     "larger blocks": (local, lambda: peer(block_tokens=64), Read),
     "smaller blocks": (local, lambda: peer(block_tokens=8), Read),
@@ -175,11 +175,11 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], Statement], Any]] =
         "KVPATCH_TRANSFER to auto",
     ),
     "not the blocks that are declared": (
-        lambda: local(declared=Declared(64)), lambda: peer(block_tokens=32),
+        lambda: local(declared=DeclaredGeometry(64)), lambda: peer(block_tokens=32),
         "the --block-size of P",
     ),
     "not the layout that is declared": (
-        lambda: local(declared=Declared(layout="NHD")), lambda: peer(), "set it to what P has",
+        lambda: local(declared=DeclaredGeometry(layout="NHD")), peer, "set it to what P has",
     ),
     "state over unlike ranks": (
         lambda: local(states=with_states().states), lambda: peer(1, 2), Stock,
@@ -220,7 +220,7 @@ def test_a_mapping_says_where_the_peers_layers_lie() -> None:
 
 #: name: our side, what a release states that leaves something open, the names of what it may be,
 #: and which of them the release reads.
-PROVE: dict[str, tuple[Callable[[], LocalCache], Callable[[], Statement], Any, Any]] = {
+PROVE: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any, Any]] = {
     "items of any size": (local, unstated, {"stated"}, "stated"),
     "items of any size, other blocks": (
         local, lambda: unstated(block_tokens=64), {"stated"}, None,
@@ -253,17 +253,17 @@ def test_what_cannot_be_read_as_anything_is_refused() -> None:
 
 
 def test_a_declared_peer_has_nothing_to_prove() -> None:
-    found = decide(local(declared=Declared(64)), unstated(block_tokens=64), OLDEST)
+    found = decide(local(declared=DeclaredGeometry(64)), unstated(block_tokens=64), OLDEST)
 
     assert isinstance(found, Read)
 
 
 #: name: a cache that we do not read into, the peer, and what becomes of it.
-UNREAD_PEERS: dict[str, tuple[UnreadCache, Outline | Statement, Any]] = {
-    "like us": (UNREAD, OUTLINE, Stock),
-    "other blocks": (UNREAD, replace(OUTLINE, block_tokens=64), Stock),
+UNREAD_PEERS: dict[str, tuple[UnreadCache, UncheckedMetadata | AgentMetadata, Any]] = {
+    "like us": (UNREAD, UNCHECKED, Stock),
+    "other blocks": (UNREAD, replace(UNCHECKED, block_tokens=64), Stock),
     "a host buffer that needs us": (
-        replace(UNREAD, needs_reader=True), OUTLINE, "KVPATCH_HOST_BUFFER=never",
+        replace(UNREAD, needs_reader=True), UNCHECKED, "KVPATCH_HOST_BUFFER=never",
     ),
     "packed keys, other blocks": (
         replace(UNREAD, knows_keys=False), peer(block_tokens=64), "one block size and layout",
@@ -274,16 +274,16 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, Outline | Statement, Any]] = {
     "packed keys, like us": (replace(UNREAD, knows_keys=False), peer(), Stock),
     "smaller blocks that are misread": (
         replace(UNREAD, misreads_smaller=lambda: "misreads them"),
-        replace(OUTLINE, block_tokens=8), "use one --block-size",
+        replace(UNCHECKED, block_tokens=8), "use one --block-size",
     ),
-    "smaller blocks that are read": (UNREAD, replace(OUTLINE, block_tokens=8), Stock),
+    "smaller blocks that are read": (UNREAD, replace(UNCHECKED, block_tokens=8), Stock),
     "larger blocks where smaller ones are misread": (
         replace(UNREAD, misreads_smaller=lambda: "misreads them"),
-        replace(OUTLINE, block_tokens=64), Stock,
+        replace(UNCHECKED, block_tokens=64), Stock,
     ),
-    "no number of tokens": (UNREAD, replace(OUTLINE, block_tokens="8"), Stock),
+    "no number of tokens": (UNREAD, replace(UNCHECKED, block_tokens="8"), Stock),
     "smaller blocks that join": (
-        replace(UNREAD, kinds=lambda: {"a": _POOLED}), replace(OUTLINE, block_tokens=8), Stock,
+        replace(UNREAD, kinds=lambda: {"a": _POOLED}), replace(UNCHECKED, block_tokens=8), Stock,
     ),
 }  # fmt: skip
 
@@ -300,10 +300,10 @@ def test_what_joins_is_cut_by_nobody(kinds: tuple[Kind, ...], block_tokens: int)
     """Smaller blocks beside what does not join, and larger ones."""
     ours = replace(UNREAD, kinds=lambda: dict(zip("ab", kinds, strict=False)))
 
-    found = decide(ours, replace(OUTLINE, block_tokens=block_tokens), NEWEST)
+    found = decide(ours, replace(UNCHECKED, block_tokens=block_tokens), NEWEST)
 
     assert isinstance(found, Refuse)
-    assert f"{kinds[-1].contents}, and move whole: use one block size" in found.reason
+    assert f"{kinds[-1].contents}, and move whole: use one block size" in str(found.error)
 
 
 def test_what_joins_is_the_releases_beside_what_we_read() -> None:

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import Statement, read_statement
-from kvpatch.connector.handshake.candidates import Declared, candidates_of
-from kvpatch.connector.handshake.compatibility import is_like
-from kvpatch.connector.handshake.remote_geometry import peer_regions, refusal
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
+from kvpatch.connector.handshake.compatibility import is_like, with_both_geometries
+from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry, possible_geometries
+from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
+from kvpatch.core.installed import installed_facts
 from kvpatch.core.text import one_line
 from kvpatch.geometry import overlaps_of, plan_chunks, plan_runs
 from kvpatch.geometry.layout import NAMED_LAYOUTS
@@ -58,6 +60,11 @@ def _real_metadata(layout: str = "LBHNC") -> Any:
     }
     names = {field.name for field in fields(NixlAgentMetadata)}
     return NixlAgentMetadata(**{name: value for name, value in stated.items() if name in names})
+
+
+def _completed(ours: LocalGeometry, metadata: Any) -> AgentMetadata:
+    peer = read_agent_metadata(metadata, installed_facts(), 0, 1)
+    return possible_geometries(ours, peer, DeclaredGeometry()).completed[0]
 
 
 def _mutate(rng: random.Random, metadata: Any) -> None:
@@ -98,7 +105,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
         _mutate(rng, metadata)
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:
-            peer = candidates_of(ours, read_statement(metadata, 0, 1), Declared()).statements[0]
+            peer = _completed(ours, metadata)
             if is_like(ours, peer):
                 alike += 1
                 continue
@@ -124,19 +131,19 @@ def test_a_refusal_forges_no_lines_and_fills_no_disk(field: str) -> None:
     _, ours = ours_of()
     metadata = _real_metadata()
     setattr(metadata, field, "x\nERROR forged" + "y" * 10**7)
-    peer = candidates_of(ours, read_statement(metadata, 0, 1), Declared()).statements[0]
+    peer = _completed(ours, metadata)
 
-    message = str(refusal(ours, peer, "use another"))
+    message = str(with_both_geometries(ours, peer, PeerRefused("it is not", "use another")).error)
 
     assert message.isprintable()
     assert len(message) < 5000
     assert len(one_line(peer)) < 5000
     with pytest.raises(PeerRefused) as refused:
-        read_statement(replace(metadata, num_blocks=["y" * 10**7]), 0, 1)
+        read_agent_metadata(replace(metadata, num_blocks=["y" * 10**7]), installed_facts(), 0, 1)
     assert len(str(refused.value)) < 1000
 
 
-def _check_remote(peer: Statement, address: Any, length: Any) -> None:
+def _check_remote(peer: AgentMetadata, address: Any, length: Any) -> None:
     """Every run lies in one region that the peer advertised."""
     inside = np.zeros(address.size, dtype=bool)
     for start, stride, block in zip(

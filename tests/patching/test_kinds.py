@@ -8,13 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import read_statement
 from kvpatch.connector.handshake.compatibility import (
     Decision,
     LocalCache,
-    Outline,
     Refuse,
     Stock,
+    UncheckedMetadata,
     UnreadCache,
     decide,
     is_like,
@@ -28,7 +27,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 
 from .release_workers import worker_of
-from .test_remote_geometry import _metadata, ours_of
+from .test_remote_geometry import _stated, ours_of
 
 pytestmark = pytest.mark.patching
 
@@ -159,7 +158,7 @@ def _unknown():
 
 
 def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
-    peer = read_statement(_metadata(block_tokens=16), 0, 1)
+    peer = _stated(block_tokens=16)
 
     assert is_like(_unknown(), peer)
     assert peer_regions(_unknown(), peer)  # as behind a host buffer
@@ -175,7 +174,7 @@ def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
     ],
 )
 def test_an_unknown_kind_is_refused_to_unlike_peers(stated: dict, tp_size: int) -> None:
-    peer = read_statement(_metadata(**stated), 0, tp_size)
+    peer = _stated(0, tp_size, **stated)
 
     assert not is_like(_unknown(), peer)
     with pytest.raises(PeerRefused, match=r"strange\.attention\.StrangeBackend"):
@@ -195,7 +194,7 @@ def _decided(found: ReleaseWorker, ranks: tuple[int, int], **of_cache: bool) -> 
     """Of a P, and of a D whose cache the release alone reads, with so many ranks."""
     kinds = {"a": kind_of(found, "a", has_slots=has_slots(found, "a"))}
     local = UnreadCache(16, ranks[1], "LBHNC", "", kinds=lambda: kinds, **of_cache)
-    return decide(local, Outline("p", ranks[0], 16, "LBHNC"), FACTS["0.33.0"])
+    return decide(local, UncheckedMetadata("p", ranks[0], 16, "LBHNC"), FACTS["0.33.0"])
 
 
 @pytest.mark.parametrize("knows_keys", [True, False])
@@ -218,7 +217,7 @@ def test_what_the_release_alone_reads_is_not_shared_out(
 
     assert isinstance(decided, Refuse if is_refused else Stock)
     if isinstance(decided, Refuse):
-        assert decided.reason.endswith("use one --tensor-parallel-size on both sides")
+        assert decided.cure == "use one --tensor-parallel-size on both sides"
 
 
 @pytest.mark.parametrize("found", [worker(FLASH, SLOTS, "nvfp4"), worker(FLASH, RING)])
@@ -233,7 +232,7 @@ def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
     layers = {name: replace(cache, kind=kind) for name, cache in ours.layers.items()}
     states = {"b": StatePages(0, 64, 4, (64,))}
     local = LocalCache(replace(ours, layers=layers, states=states), ())
-    peer = read_statement(_metadata(block_tokens=ours.block_tokens), 0, 2)
+    peer = _stated(0, 2, block_tokens=ours.block_tokens)
 
     decided = decide(local, peer, FACTS["0.33.0"])
 
@@ -243,10 +242,10 @@ def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
 
 
 def test_what_the_release_alone_reads_is_not_cut_either() -> None:
-    like, unlike = Outline("p", 1, 16, "LBHNC"), Outline("p", 1, 64, "LBHNC")
+    like, unlike = UncheckedMetadata("p", 1, 16, "LBHNC"), UncheckedMetadata("p", 1, 64, "LBHNC")
     like_of_two = replace(like, tp_size=2)
 
-    def decided(kind: type, peer: Outline) -> Decision:
+    def decided(kind: type, peer: UncheckedMetadata) -> Decision:
         kinds = {"a": kind_of(worker(kind), "a")}
         local = UnreadCache(16, 1, "LBHNC", "", kinds=lambda: kinds)
         return decide(local, peer, FACTS["0.33.0"])

@@ -10,17 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake import candidates
-from kvpatch.connector.handshake.agent_metadata import as_alike, of_blocks, read_statement
+from kvpatch.connector.handshake import possible_geometries as possible
+from kvpatch.connector.handshake.agent_metadata import read_agent_metadata
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.handshake.compatibility import LocalCache, Read, Refuse, decide, is_like
+from kvpatch.connector.handshake.homogeneous_view import (
+    block_bytes_as_ours,
+    check_descriptors,
+    homogeneous_metadata,
+)
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry, row_groups_of, units_of
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
-from kvpatch.connector.peer_handshake import alike_block_bytes, refuse_endless
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.patching
 
 HEADS, CHANNELS, ITEM = 4, 8, 4
 _FACTS = FACTS["0.10.0"]
+NEWEST = FACTS["0.33.0"]
 #: Regions of two layers, by layout.
 _COUNTS = {"LBHNC": 2, "LBNHC": 2, "LHBNC": 8, "BLHNC": 2, "BLNHC": 1, "BHLNC": 1}
 TOKEN = HEADS * 2 * CHANNELS * ITEM
@@ -76,7 +81,7 @@ def test_a_tpus_heads_by_turns_are_what_they_are_whatever_is_stated(stated):
         units=None,
     )
 
-    keys, values = peer_regions(ours, _statement(kv_cache_layout=stated))[0]
+    keys, values = peer_regions(ours, _stated(kv_cache_layout=stated))[0]
 
     row = CHANNELS * ITEM
     for plane in (keys, values):
@@ -98,12 +103,23 @@ def _metadata(block_tokens=64, blocks=6, **changes):
         "block_size": block_tokens,
         "attn_backend_name": "FLASH_ATTN",
         "physical_blocks_per_logical_kv_block": 1,
+        "ssm_sizes": (),
+        "region_num_blocks": None,
+        "region_names": None,
+        "region_mem_types": None,
+        "packed_member_layouts": {},
     }
     return SimpleNamespace(**{**stated, **changes})
 
 
-def _statement(**changes):
-    return read_statement(_metadata(**changes), 0, 1)
+def _stated(rank=0, size=1, **changes):
+    return read_agent_metadata(_metadata(**changes), NEWEST, rank, size)
+
+
+def _view(metadata, peer, ours, block_bytes, own_regions=None, **most):
+    return homogeneous_metadata(
+        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, **most
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +148,7 @@ def _statement(**changes):
 )
 def test_a_statement_of_no_meaning_is_refused(changes):
     with pytest.raises(PeerRefused, match="handshake has"):
-        _statement(**changes)
+        _stated(**changes)
 
 
 _JUNK = st.one_of(
@@ -149,7 +165,7 @@ _JUNK = st.one_of(
 def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, value):
     _, ours = ours_of()
     try:
-        peer = read_statement(_metadata(**{name: value}), 0, 1)
+        peer = _stated(**{name: value})
         if is_like(ours, peer):
             return
         planes = [plane for region in peer_regions(ours, peer) for plane in region]
@@ -164,10 +180,12 @@ def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, val
 
 def test_a_refusal_has_both_geometries_and_what_helps():
     _, ours = ours_of()
-    with pytest.raises(PeerRefused) as refused:
-        peer_regions(ours, _statement(block_lens=[4096, 4096], block_strides=[4096, 4096]))
+    planes = [plane for layer in ours.layers.values() for plane in layer.planes]
+    peer = _stated(block_lens=[4096, 4096], block_strides=[4096, 4096])
+    refused = decide(LocalCache(ours, planes), peer, NEWEST)
 
-    message = str(refused.value)
+    assert isinstance(refused, Refuse)
+    message = str(refused.error)
     assert "blocks of 64 tokens" in message and "blocks of 16 tokens" in message
     assert "4096" in message and "--kv-cache-dtype" in message
 
@@ -215,7 +233,7 @@ class TestNamedLayouts:
         _, ours = ours_of(names="abc")
         heads = HEADS // size
         regions = regions_of(layout, heads=heads, layers=3)
-        peer = read_statement(_metadata(**regions), rank, size)
+        peer = _stated(rank, size, **regions)
         sizes = CacheSizes(3, 6, heads, 64, CHANNELS, ITEM)
         expected = named_layout(layout).planes(
             sizes, 1 << 20, Memory("DRAM"), "abc", first_head=rank * heads
@@ -230,8 +248,8 @@ class TestNamedLayouts:
         _, ours = ours_of()
         regions = regions_of(layout)
         count = len(regions["kv_caches_base_addr"]) // 2
-        swapped = _statement(**regions, region_names=["b"] * count + ["a"] * count)
-        unnamed = _statement(**regions)
+        swapped = _stated(**regions, region_names=["b"] * count + ["a"] * count)
+        unnamed = _stated(**regions)
 
         def start(peer, layer):
             planes = [p for region in peer_regions(ours, peer) for p in region]
@@ -245,20 +263,20 @@ class TestNamedLayouts:
     )
     def test_names_that_are_not_our_layers(self, names):
         _, ours = ours_of()
-        with pytest.raises(PeerRefused, match="cannot be read"):
-            peer_regions(ours, _statement(region_names=names))
+        with pytest.raises(PeerRefused, match="regions are named|has two regions|names for 2"):
+            peer_regions(ours, _stated(region_names=names))
 
     def test_a_region_of_two_layers(self):
         _, ours = ours_of()
         regions = regions_of("LHBNC")
         with pytest.raises(PeerRefused, match="one model"):
-            peer_regions(ours, _statement(**regions, region_names=["a"] * 3 + ["b"] * 5))
+            peer_regions(ours, _stated(**regions, region_names=["a"] * 3 + ["b"] * 5))
 
     @pytest.mark.parametrize("layout", ["NHD", "XYZ", None])
     def test_an_unknown_layout_is_refused(self, layout):
         _, ours = ours_of()
         with pytest.raises(PeerRefused, match=f"layout {layout}"):
-            peer_regions(ours, _statement(kv_cache_layout=layout))
+            peer_regions(ours, _stated(kv_cache_layout=layout))
 
     @pytest.mark.parametrize(
         ("stated", "regions"),
@@ -274,7 +292,7 @@ class TestNamedLayouts:
         _, ours = ours_of()
         found = {**regions_of(regions), "kv_cache_layout": stated}
         with pytest.raises(PeerRefused, match=f"layout {stated}"):
-            peer_regions(ours, _statement(**found))
+            peer_regions(ours, _stated(**found))
 
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
     @pytest.mark.parametrize("change", [ITEM, -ITEM])
@@ -284,18 +302,18 @@ class TestNamedLayouts:
         regions["block_lens"][-1] += change  # padding, or a narrower cache
         regions["block_strides"][-1] += ITEM
         with pytest.raises(PeerRefused, match="--kv-cache-dtype"):
-            peer_regions(ours, _statement(**regions))
+            peer_regions(ours, _stated(**regions))
 
     @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
     def test_rows_of_an_unknown_order_are_refused(self, layout):
         _, ours = ours_of()
         with pytest.raises(PeerRefused, match="whose order is not known"):
-            peer_regions(replace(ours, row_groups=None), _statement(**regions_of(layout)))
+            peer_regions(replace(ours, row_groups=None), _stated(**regions_of(layout)))
 
     @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
     def test_a_row_is_read_in_the_order_of_the_plan(self, layout):
         _, ours = ours_of()
-        peer = _statement(**regions_of(layout))
+        peer = _stated(**regions_of(layout))
         turned = peer_regions(replace(ours, row_groups=(("b", "a"),)), peer)
         first = min((p for region in turned for p in region), key=lambda plane: plane.address)
         assert first.layer == "b"
@@ -330,19 +348,19 @@ class TestNamedLayouts:
         page = regions["block_lens"][0] // 2
         told = {"a": (0, page), "b": (page, page)}
         turned = {"a": (page, page), "b": (0, page)}
-        assert peer_regions(ours, _statement(**regions, packed_member_layouts=told))
+        assert peer_regions(ours, _stated(**regions, packed_member_layouts=told))
         with pytest.raises(PeerRefused, match="another way"):
-            peer_regions(ours, _statement(**regions, packed_member_layouts=turned))
+            peer_regions(ours, _stated(**regions, packed_member_layouts=turned))
 
     @pytest.mark.parametrize("found", [[1], {"a": 1}, {"a": (0,)}, {1: (0, 1)}, {"a": (0, -1)}])
     def test_packed_layers_of_no_meaning(self, found):
         with pytest.raises(PeerRefused, match="packed_member_layouts"):
-            _statement(packed_member_layouts=found)
+            _stated(packed_member_layouts=found)
 
     def test_heads_outside_blocks_are_no_pieces_of_a_block(self):
         for layout, alike in (("LBHNC", True), ("LHBNC", False), ("BHLNC", False)):
             _, ours = ours_of(layout=layout, tp_size=2)
-            peer = _statement(block_tokens=16, kv_cache_layout=layout)
+            peer = _stated(block_tokens=16, kv_cache_layout=layout)
             assert is_like(ours, peer) is alike, layout
 
     @pytest.mark.parametrize("stated", ["LBNHC", "LBHNC"])
@@ -355,7 +373,7 @@ class TestNamedLayouts:
             )
             for name, cache in ours.layers.items()
         }
-        peer = read_statement(_metadata(block_tokens=16, kv_cache_layout=stated), 1, 4)
+        peer = _stated(1, 4, block_tokens=16, kv_cache_layout=stated)
         assert is_like(replace(ours, layers=latents, inner_layout="NHD"), peer)
         assert not is_like(replace(ours, inner_layout="NHD"), peer)
 
@@ -363,10 +381,10 @@ class TestNamedLayouts:
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
     def test_the_peer_like_us_has_as_many_regions_as_we_do(self, layout, count):
         regions = regions_of(layout)
-        peer = _statement(**regions)
+        peer = _stated(**regions)
         own = {"region_names": ["x"] * count, "packed_member_layouts": {"x": (0, 1)}}
         metadata = _metadata(**regions, region_names=["a"], packed_member_layouts={})
-        alike = as_alike(metadata, peer, 16, 1, "LBHNC", (4096,) * count, own)
+        alike = _view(metadata, peer, ours_of()[1], (4096,) * count, own)
 
         start, end = 1 << 20, (1 << 20) + 2 * 6 * 64 * TOKEN
         assert len(alike.kv_caches_base_addr) == len(alike.block_lens) == count
@@ -376,18 +394,18 @@ class TestNamedLayouts:
 
     def test_our_rows_find_room_over_regions_that_touch(self):
         """A head's region of the peer's is smaller than a row of ours."""
-        peer = _statement(**regions_of("LHBNC"))
+        peer = _stated(**regions_of("LHBNC"))
         row = 3 * peer.blocks * peer.block_bytes[0]
-        alike = as_alike(_metadata(), peer, 16, 1, "LBHNC", (row,))
+        alike = _view(_metadata(), peer, ours_of()[1], (row,))
         assert alike.num_blocks == 2
         with pytest.raises(PeerRefused, match="more KV cache"):
-            as_alike(_metadata(), peer, 16, 1, "LBHNC", (3 * row,))
+            _view(_metadata(), peer, ours_of()[1], (3 * row,))
 
 
 def test_another_backend_is_refused_where_the_geometry_differs():
     _, ours = ours_of()
     with pytest.raises(PeerRefused, match="VLLM_ATTENTION_BACKEND"):
-        is_like(ours, _statement(attn_backend_name="FLASHINFER"))
+        is_like(ours, _stated(attn_backend_name="FLASHINFER"))
 
 
 @pytest.mark.parametrize(
@@ -400,13 +418,13 @@ def test_another_backend_is_refused_where_the_geometry_differs():
 )
 def test_like_peers_are_told_from_unlike_ones(changes, alike):
     _, ours = ours_of()
-    assert is_like(ours, _statement(**changes)) is alike
+    assert is_like(ours, _stated(**changes)) is alike
 
 
 def test_the_peer_like_us_lies_within_what_the_peer_registered():
     _, ours = ours_of(block_tokens=48)
-    peer = _statement(block_tokens=64, blocks=7)
-    alike = as_alike(_metadata(blocks=7), peer, 48, 1, "LBHNC", alike_block_bytes(ours, peer))
+    peer = _stated(block_tokens=64, blocks=7)
+    alike = _view(_metadata(blocks=7), peer, ours, block_bytes_as_ours(ours, peer))
 
     assert alike.block_size == 48
     assert alike.num_blocks * alike.block_lens[0] <= 7 * peer.block_bytes[0]
@@ -417,7 +435,7 @@ def test_what_is_shown_of_a_large_peer_needs_one_block():
     """Llama-70B over 8 ranks, 50 GB of rows of all layers: 486 million descriptors were made."""
     layers, page = 80, 16 * 2 * 128 * 2
     rows = 50 * 10**9 // (layers * page)
-    peer = _statement(
+    peer = _stated(
         kv_caches_base_addr=[1 << 40],
         block_lens=[layers * page],
         block_strides=[layers * page],
@@ -426,30 +444,32 @@ def test_what_is_shown_of_a_large_peer_needs_one_block():
         kv_cache_layout="kvpatch_rows:1x16:HNKC",
     )
     metadata = _metadata(blocks=rows, region_num_blocks=[rows])
-    alike = as_alike(metadata, peer, 16, 1, "LBHNC", (page,) * layers)
+    ours = ours_of()[1]
+    alike = _view(metadata, peer, ours, (page,) * layers)
     assert alike.num_blocks * layers > 480_000_000
 
-    shown = of_blocks(alike, 4)
+    shown = _view(metadata, peer, ours, (page,) * layers, most_blocks=4)
 
     assert (shown.num_blocks, shown.region_num_blocks) == (4, [4] * layers)
-    assert of_blocks(shown, 5).num_blocks == 4
+    many = _view(metadata, peer, ours, (page,) * layers, most_blocks=1 << 40)
+    assert many.num_blocks == alike.num_blocks
 
 
 def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():
     worker = SimpleNamespace(num_blocks=100)
-    refuse_endless(worker, _metadata(blocks=1 << 23))
+    check_descriptors(worker, NEWEST, _metadata(blocks=1 << 23))
     with pytest.raises(PeerRefused, match="16777218 blocks in 2 regions"):
-        refuse_endless(worker, _metadata(blocks=(1 << 23) + 1))
+        check_descriptors(worker, NEWEST, _metadata(blocks=(1 << 23) + 1))
     with pytest.raises(PeerRefused, match="are the most"):
-        refuse_endless(worker, _metadata(region_num_blocks=[1, 1 << 40]))
-    refuse_endless(SimpleNamespace(num_blocks=1 << 22), _metadata(blocks=1 << 25))
+        check_descriptors(worker, NEWEST, _metadata(region_num_blocks=[1, 1 << 40]))
+    check_descriptors(SimpleNamespace(num_blocks=1 << 22), NEWEST, _metadata(blocks=1 << 25))
 
 
 def test_a_peer_smaller_than_a_block_of_ours_is_refused():
     _, ours = ours_of(block_tokens=128)
-    peer = _statement(block_tokens=16, blocks=3)
+    peer = _stated(block_tokens=16, blocks=3)
     with pytest.raises(PeerRefused, match="more KV cache"):
-        as_alike(_metadata(), peer, 128, 1, "LBHNC", alike_block_bytes(ours, peer))
+        _view(_metadata(), peer, ours, block_bytes_as_ours(ours, peer))
 
 
 @pytest.mark.parametrize(
@@ -459,20 +479,20 @@ def test_heads_of_a_rank(rank, size, expected):
     assert heads_of(4, rank, size) == expected
 
 
-def _candidates(ours, stated):
-    return candidates.candidates_of(ours, stated, candidates.declared(_FACTS))
+def _possible(ours, stated):
+    return possible.possible_geometries(ours, stated, possible.declared_geometry(_FACTS))
 
 
 def _to_0110(ours, **changes):
-    stated = replace(_statement(**changes), block_tokens=None, kernel_blocks_per_block=None)
-    return _candidates(ours, stated)
+    stated = replace(_stated(**changes), block_tokens=None, kernel_blocks_per_block=None)
+    return _possible(ours, stated)
 
 
 @pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
 def test_an_unstated_block_size_follows_from_the_bytes_and_has_to_be_proven(block_tokens, alike):
     _, ours = ours_of(block_tokens=16)
     found = _to_0110(ours, block_tokens=block_tokens)
-    (peer,) = found.statements
+    (peer,) = found.completed
 
     assert found.is_open, "its items may be of another size"
     assert peer.block_tokens == block_tokens
@@ -485,20 +505,20 @@ def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
     assert not _to_0110(ours, block_tokens=64).is_open
     with pytest.raises(PeerRefused, match="KVPATCH_PEER_BLOCK_SIZE declares blocks of 64"):
         _to_0110(ours, block_tokens=32)
-    stated = _statement(block_tokens=32, physical_blocks_per_logical_kv_block=2)
-    assert _candidates(ours, stated).statements == (stated,)
+    stated = _stated(block_tokens=32, physical_blocks_per_logical_kv_block=2)
+    assert _possible(ours, stated).completed == (stated,)
     with pytest.raises(PeerRefused, match="comes to blocks of 32"):
-        _candidates(ours, replace(stated, kernel_blocks_per_block=1))
+        _possible(ours, replace(stated, kernel_blocks_per_block=1))
 
 
 def test_a_declared_layout_is_checked_and_needs_no_proof(monkeypatch):
     _, ours = ours_of(block_tokens=16)
-    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["HND", "NHD"]
+    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).completed] == ["HND", "NHD"]
     monkeypatch.setenv("KVPATCH_PEER_LAYOUT", "nhd")
-    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).statements] == ["NHD"]
-    assert _candidates(ours, _statement(kv_cache_layout="NHD")).statements
+    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).completed] == ["NHD"]
+    assert _possible(ours, _stated(kv_cache_layout="NHD")).completed
     with pytest.raises(PeerRefused, match="KVPATCH_PEER_LAYOUT declares NHD"):
-        _candidates(ours, _statement(kv_cache_layout="HND"))
+        _possible(ours, _stated(kv_cache_layout="HND"))
 
 
 def test_bytes_that_are_no_whole_tokens_are_refused():
@@ -511,70 +531,70 @@ def test_bytes_that_are_no_whole_tokens_are_refused():
 
 def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
     _, ours = ours_of()
-    peer = _to_0110(ours, kv_cache_layout=None).statements[0]
+    peer = _to_0110(ours, kv_cache_layout=None).completed[0]
     peer = replace(peer, layout=None)
-    assert candidates.has_two_layouts(ours, peer)
-    assert not candidates.has_two_layouts(ours, replace(peer, layout="HND"))
-    assert not candidates.has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
-    assert not candidates.has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
+    assert possible.has_two_layouts(ours, peer)
+    assert not possible.has_two_layouts(ours, replace(peer, layout="HND"))
+    assert not possible.has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
+    assert not possible.has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
     _, ours = ours_of(block_tokens=16)
-    assert not is_like(ours, _statement(block_tokens=16, physical_blocks_per_logical_kv_block=2))
+    assert not is_like(ours, _stated(block_tokens=16, physical_blocks_per_logical_kv_block=2))
 
 
 def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     _, ours = ours_of(block_tokens=16)
-    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
+    stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, backend=None)
     with pytest.raises(PeerRefused, match="may cut blocks"):
         is_like(ours, stated)
     whole = replace(ours, kernel_sizes=KernelBlockSizes(((),), ((16,),)))
-    found = _candidates(whole, stated)
-    (peer,) = found.statements
+    found = _possible(whole, stated)
+    (peer,) = found.completed
     assert not found.is_open and peer.kernel_blocks_per_block == 1
     assert not is_like(whole, peer)
 
 
 def _parts(found):
-    return [statement.kernel_blocks_per_block for statement in found.statements]
+    return [statement.kernel_blocks_per_block for statement in found.completed]
 
 
 def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_blocks_allow():
     _, ours = ours_of(block_tokens=64)
     sizes = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
     cut = replace(ours, kernel_sizes=sizes)
-    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, backend=None)
+    stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, backend=None)
 
-    found = _candidates(cut, replace(stated, blocks=40))
+    found = _possible(cut, replace(stated, blocks=40))
     assert found.is_open and _parts(found) == [1, 2, 4]
-    assert _parts(_candidates(cut, replace(stated, blocks=42))) == [1, 2]
-    found = _candidates(cut, replace(stated, blocks=41))
+    assert _parts(_possible(cut, replace(stated, blocks=42))) == [1, 2]
+    found = _possible(cut, replace(stated, blocks=41))
     assert not found.is_open and _parts(found) == [1], "an odd number of kernel blocks"
 
 
 def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
     _, ours = ours_of(block_tokens=64)
     cut = replace(ours, kernel_sizes=KernelBlockSizes(((16, 32, 64),), ((),)))
-    stated = replace(_statement(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
+    stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
-    found = _candidates(cut, stated)
+    found = _possible(cut, stated)
     assert not found.is_open and _parts(found) == [2]
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "96")
     with pytest.raises(PeerRefused, match="comes to kernel blocks of 64 tokens"):
-        _candidates(cut, stated)
+        _possible(cut, stated)
 
 
 def test_two_byte_keys_by_column_are_refused():
     _, ours = ours_of(block_tokens=16)
     by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
-    assert not is_like(by_column, _statement(block_tokens=64)), "4 bytes an item: no AMX"
+    assert not is_like(by_column, _stated(block_tokens=64)), "4 bytes an item: no AMX"
     halves = dict(ours.layers)
     for name, cache in ours.layers.items():
         planes = tuple(replace(p, item_bytes=2) for p in cache.planes)
         halves[name] = replace(cache, planes=planes)
     with pytest.raises(PeerRefused, match="AMX"):
-        is_like(replace(by_column, layers=halves), _statement(block_tokens=64))
+        is_like(replace(by_column, layers=halves), _stated(block_tokens=64))
 
 
 class TestRequests:
@@ -585,7 +605,7 @@ class TestRequests:
         return ours_of()[1]
 
     def _plan(self, ours, tokens, local, remote, held=None):
-        statement = _statement()
+        statement = _stated()
         planes = [plane for layer in ours.layers.values() for plane in layer.planes]
         overlaps = overlaps_of(peer_regions(ours, statement), planes)
         order = ReadRequest(tokens, held or tokens, (local,), (remote,))
@@ -633,7 +653,7 @@ def test_windows_alone_with_a_draft_model(method, windows, refused):
     hides_ends = hides_ends_of_lists(config, groups, has_unlike_shapes=ours.unlike_shapes)
     planes = [plane for layer in ours.layers.values() for plane in layer.planes]
     local = LocalCache(ours, planes, hides_ends=hides_ends)
-    found = decide(local, read_statement(_metadata(), 0, 1), FACTS["0.20.1"])
+    found = decide(local, _stated(), FACTS["0.20.1"])
     if not refused:
         assert isinstance(found, Read)
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.connector.handshake.cross_layer_form import (
-    RowForm,
+    CrossLayerForm,
     form_in,
     places_digest,
     without_form,
 )
-from kvpatch.core.errors import UnknownForm
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import LAYER_AXES
 
 pytestmark = pytest.mark.patching
@@ -21,7 +21,7 @@ _PLACES = (("layers.0", "layers.1"), ("layers.2", "layers.3"))
 @pytest.mark.parametrize("axes", LAYER_AXES)
 @pytest.mark.parametrize("places", ["", places_digest(_PLACES)])
 def test_is_read_as_it_was_written(axes, places):
-    form = RowForm(16, 2, axes, places)
+    form = CrossLayerForm(16, 2, axes, places)
 
     assert form_in(None, f"FLASH_ATTN {form}") == form
     assert without_form(f"FLASH_ATTN {form}") == "FLASH_ATTN"
@@ -29,7 +29,7 @@ def test_is_read_as_it_was_written(axes, places):
 
 def test_layers_that_are_alone_are_not_told():
     assert places_digest((("layers.0",), ("layers.1",))) == ""
-    assert str(RowForm(16, 1, LAYER_AXES[0])).count(":") == 2
+    assert str(CrossLayerForm(16, 1, LAYER_AXES[0])).count(":") == 2
 
 
 def test_other_layers_side_by_side_are_told_apart():
@@ -42,5 +42,5 @@ def test_other_layers_side_by_side_are_told_apart():
 
 
 def test_unknown_axes_are_refused():
-    with pytest.raises(UnknownForm, match="expected one of"):
+    with pytest.raises(PeerRefused, match="expected one of"):
         form_in("kvpatch_rows:1x16:NNNN")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvpatch.connector.handshake.compatibility import (
     Decision,
-    Outline,
     Refuse,
     Stock,
+    UncheckedMetadata,
     UnreadCache,
     decide,
 )
@@ -203,4 +203,4 @@ def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Dec
     )
     misread = partial(why_misread, asked)
     local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)
-    return decide(local, Outline("P", 1, tokens, "HND"), FACTS[release])
+    return decide(local, UncheckedMetadata("P", 1, tokens, "HND"), FACTS[release])

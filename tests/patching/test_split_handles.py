@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvpatch.connector.split_handles import blocks_undivided, watch_split_handles
+from kvpatch.core.releases import FACTS
 
 pytestmark = pytest.mark.patching
+
+DIVIDES = FACTS["0.14.0"]
 
 
 def _handshake(worker, ratio, made):
@@ -21,7 +24,7 @@ def _handshake(worker, ratio, made):
 
 def test_of_a_peer_that_is_read_by_us_none_are_made_and_of_a_like_one_all():
     worker = SimpleNamespace(src_xfer_handles_by_tp_ratio={})
-    watch_split_handles(worker)
+    watch_split_handles(worker, DIVIDES)
     with blocks_undivided(worker):
         _handshake(worker, -2, "unlike")
         other = threading.Thread(target=_handshake, args=(worker, -4, "like"))
@@ -36,14 +39,14 @@ def test_of_a_peer_that_is_read_by_us_none_are_made_and_of_a_like_one_all():
 
 def test_registering_again_keeps_what_is_there():
     worker = SimpleNamespace(src_xfer_handles_by_tp_ratio={-2: ["like"]})
-    watch_split_handles(worker)
+    watch_split_handles(worker, DIVIDES)
     table = worker.src_xfer_handles_by_tp_ratio
-    watch_split_handles(worker)
+    watch_split_handles(worker, DIVIDES)
     assert worker.src_xfer_handles_by_tp_ratio is table == {-2: ["like"]}
 
 
 def test_a_release_without_such_a_table():
     worker = SimpleNamespace()
-    watch_split_handles(worker)
+    watch_split_handles(worker, FACTS["0.13.0"])
     with blocks_undivided(worker):
-        assert not vars(worker)
+        assert not hasattr(worker, "src_xfer_handles_by_tp_ratio")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.split_kv import PAGE_BYTES, may_be_kvcacheds
 
 
-def _peer(blocks: int, block_bytes: int) -> Statement:
-    return Statement("p", 0, 1, 16, 1, "NHD", blocks, (0,), (block_bytes,), (block_bytes,), None, 0)
+def _peer(blocks: int, block_bytes: int) -> AgentMetadata:
+    return AgentMetadata(
+        "p", 0, 1, 16, 1, "NHD", blocks, (0,), (block_bytes,), (block_bytes,), None, 0
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.connector.handshake.agent_metadata import Statement
-from kvpatch.connector.handshake.cross_layer_form import RowForm
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm
 from kvpatch.connector.handshake.remote_states import places_of_states, states_of_peer
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
@@ -143,17 +143,17 @@ def _ours() -> LocalGeometry:
     )
 
 
-def _peer(**changes: object) -> Statement:
-    plain = Statement(
+def _peer(**changes: object) -> AgentMetadata:
+    plain = AgentMetadata(
         "p", 0, 1, 8, 3, "HND", 12, (50_000, 90_000), (2048,) * 2, (2048,) * 2, None, 0,
         state_bytes=SIZES,
     )  # fmt: skip
     return replace(plain, **changes)
 
 
-def _rows(places: str) -> Statement:
-    form = RowForm(8, 3, ("kv", "token", "head", "channel"), places)
-    return _peer(rows=form, addresses=(50_000,), block_bytes=(4096,), stride_bytes=(4096,))
+def _rows(places: str) -> AgentMetadata:
+    form = CrossLayerForm(8, 3, ("kv", "token", "head", "channel"), places)
+    return _peer(form=form, addresses=(50_000,), block_bytes=(4096,), stride_bytes=(4096,))
 
 
 class TestAPeersPages:

@@ -1,6 +1,6 @@
 """What a layer's blocks hold, on both sides: heads, and tokens.
 
-Attention groups may have unlike shapes (Gemma: other heads and channels in layers with full
+Attention groups may have several shapes (Gemma: other heads and head_dim in layers with full
 attention than in those with windows). vLLM then plans blocks of more tokens for the smaller
 ones, so that all blocks have as many bytes. A handshake states the fewest tokens of all to
 0.29, and from 0.30 on their least common multiple.
@@ -13,11 +13,11 @@ from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.core.errors import UnlikeShapes
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import Content, Plane, row_bytes
 
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.agent_metadata import Statement
+    from kvpatch.connector.handshake.agent_metadata import AgentMetadata
     from kvpatch.connector.local.local_geometry import LocalGeometry
 
 
@@ -40,7 +40,7 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 
 
 def shape_at_peer(
-    ours: LocalGeometry, peer: Statement, members: Sequence[Plane], size_bytes: int
+    ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int
 ) -> Shape:
     """What a peer's block of so many bytes holds of a layer.
 
@@ -48,7 +48,7 @@ def shape_at_peer(
         members: our planes of what is in that block.
 
     Raises:
-        UnlikeShapes: its heads are not ours, of layers that have several shapes, or its
+        PeerRefused: its heads are not ours, of layers that have several shapes, or its
             bytes are no whole number of tokens.
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
@@ -62,47 +62,49 @@ def shape_at_peer(
     if not ours.unlike_shapes:
         return Shape(*heads_of(ours.total_heads, peer.tp_rank, peer.tp_size), tokens)
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
-        raise UnlikeShapes(
-            "layers of several shapes have heads of which nobody knows which rank has them: use "
-            "one --tensor-parallel-size on both sides"
+        raise PeerRefused(
+            "layers of several shapes have heads of which nobody knows which rank has them",
+            "use one --tensor-parallel-size on both sides",
         )
     heads = first.counts.heads
     token_bytes = heads * row_bytes(members)
     tokens, rest = divmod(size_bytes, token_bytes)
     if rest or not tokens:
-        raise UnlikeShapes(
+        raise PeerRefused(
             f"{size_bytes} bytes are no whole number of tokens of layer {first.layer}, which "
-            f"take {token_bytes}: use one model, --dtype and --kv-cache-dtype"
+            f"take {token_bytes}",
+            "use one model, --dtype and --kv-cache-dtype",
         )
     return Shape(first.first_head, heads, tokens)
 
 
-def check_tokens(ours: LocalGeometry, peer: Statement, planes: Sequence[Plane]) -> None:
+def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plane]) -> None:
     """Whether tokens that were told from bytes are what the peer states.
 
     Raises:
-        UnlikeShapes: its items have another size, or its blocks are cut.
+        PeerRefused: its items have another size, or its blocks are cut.
     """
     if not ours.unlike_shapes:
         return
     if (peer.kernel_blocks_per_block or 1) != 1 or ours.kernel_blocks_per_block != 1:
-        raise UnlikeShapes(
-            "blocks of layers of several shapes are cut into kernel blocks: use an attention "
-            "backend that takes --block-size whole (FlashAttention)"
+        raise PeerRefused(
+            "blocks of layers of several shapes are cut into kernel blocks",
+            "use an attention backend that takes --block-size whole (FlashAttention)",
         )
     found = {plane.layer: plane.counts.block_tokens for plane in planes}
     own = tokens_of(ours.layers, ours.layers)
-    states_least = peer.rows is not None or ours.block_tokens == min(own)
+    states_least = peer.form is not None or ours.block_tokens == min(own)
     expected = min(found.values()) if states_least else lcm(*found.values())
     if peer.block_tokens != expected:
-        raise UnlikeShapes(
+        raise PeerRefused(
             f"blocks of {peer.block_tokens} tokens are stated, and by their bytes layers have "
-            f"{sorted(set(found.values()))}: use one model, --dtype and --kv-cache-dtype"
+            f"{sorted(set(found.values()))}",
+            "use one model, --dtype and --kv-cache-dtype",
         )
     for group in ours.groups or (ours.layers.keys(),):
         tokens = {found[name] for name in group if name in found}
         if len(tokens) > 1:
-            raise UnlikeShapes(
-                f"by their bytes blocks of one group have {sorted(tokens)} tokens: use one model "
-                "on both sides"
+            raise PeerRefused(
+                f"by their bytes blocks of one group have {sorted(tokens)} tokens",
+                "use one model on both sides",
             )

@@ -1,4 +1,4 @@
-"""How a worker says at the handshake that its blocks are rows of all layers.
+"""How a worker says at the handshake that its blocks are cross-layer blocks.
 
 No release has a field for it. The layout's name carries it, which every release from
 0.11.1 on compares with its own, and the attention backend's, which those <= 0.12
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from kvpatch.core.errors import UnknownForm
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import LAYER_AXES, Axes, InnerLayout, inner_layout_of_axes
 
 _WORD = "kvpatch_rows"
@@ -23,12 +23,12 @@ _FORM = re.compile(rf"{_WORD}:([1-9]\d{{0,6}})x([1-9]\d{{0,6}}):([A-Z]+)(?::([0-
 
 
 @dataclass(frozen=True)
-class RowForm:
-    """What a row of all layers looks like, whatever its sizes.
+class CrossLayerForm:
+    """What a cross-layer block looks like, whatever its sizes.
 
     Attributes:
-        block_tokens: of a kernel block, which is what a row holds.
-        kernel_blocks_per_block: rows in one of the blocks that ids count.
+        block_tokens: of a kernel block, which is what a cross-layer block holds.
+        kernel_blocks_per_block: cross-layer blocks in one of the blocks that ids count.
         axes: of each layer's part.
         places: :func:`places_digest`, so that both sides have the same layers in one place;
             or :func:`packed_digest`.
@@ -51,35 +51,35 @@ class RowForm:
 
 
 def places_digest(places: Sequence[Sequence[str]]) -> str:
-    """Which layers have one place in a row; empty where each has a place of its own."""
+    """Which layers share a place in a block; empty where each has a place of its own."""
     if all(len(layers) == 1 for layers in places):
         return ""
     return sha256(json.dumps([sorted(layers) for layers in places]).encode()).hexdigest()[:16]
 
 
 def packed_digest(groups: Sequence[Sequence[str]]) -> str:
-    """Which layers each group has side by side, where each divides a row in its own way."""
+    """Which layers each group has side by side, where each divides a block in its own way."""
     told = json.dumps(["packed", *(list(layers) for layers in groups)])
     return sha256(told.encode()).hexdigest()[:16]
 
 
-def form_in(*texts: str | None) -> RowForm | None:
+def form_in(*texts: str | None) -> CrossLayerForm | None:
     """The form that a handshake's names state; None where they are a release's own.
 
     Raises:
-        UnknownForm: the word is there, and what follows it means nothing here.
+        PeerRefused: the word is there, and what follows it means nothing here.
     """
     for text in texts:
         if text is None or _WORD not in text:
             continue
         found = _FORM.search(text)
         if found is None or found[3] not in _BY_LETTERS:
-            raise UnknownForm(
+            raise PeerRefused(
                 f"a peer's blocks are said to be rows of all layers of the form {text!r}: expected "
                 f"one of {', '.join(_BY_LETTERS)}; use one kvpatch on both sides"
             )
         axes = _BY_LETTERS[found[3]]
-        return RowForm(int(found[2]), int(found[1]), axes, found[4] or "")
+        return CrossLayerForm(int(found[2]), int(found[1]), axes, found[4] or "")
     return None
 
 

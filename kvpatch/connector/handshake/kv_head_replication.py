@@ -1,9 +1,9 @@
-"""Ranks that share KV heads: more of them than the model has, where P and D have unlike numbers.
+"""KV-head replication: more ranks than KV heads, where P and D have different numbers of ranks.
 
-Some ranks then hold a head that their neighbours hold too. Releases refuse most of that, by
-an assertion without a word. Reads of ours are planned by heads, so that it is enough that
-the release prepares and books such a peer as if each rank had heads of its own: which bytes
-a read moves is decided elsewhere.
+Some ranks then hold a head that their neighbours hold too. Releases refuse most such pairs, by
+an assertion without a word. Our reads are planned by heads. So the release is told that each rank
+has heads of its own, and prepares and books such a peer; which bytes a read moves is decided
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.core.releases import ReleaseFacts
+
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.agent_metadata import Statement
+    from kvpatch.connector.handshake.agent_metadata import AgentMetadata
     from kvpatch.connector.local.local_geometry import LocalGeometry
 
 
-def shares_heads(ours: LocalGeometry, peer: Statement) -> bool:
-    """Whether the release refuses a peer of unlike ranks for the heads that some share."""
+def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether the release refuses a peer of another TP size for the heads that some ranks share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:
         return False
     least = ours.total_heads if ours.shares_read.counts_one_head else ours.total_heads + 1
@@ -30,22 +32,23 @@ def shares_heads(ours: LocalGeometry, peer: Statement) -> bool:
     return peer.tp_size < least  # else the release takes both for holders of one head a rank
 
 
-def heads_as_if_unshared(ours: LocalGeometry, peer: Statement) -> int | None:
+def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int | None:
     """A number of heads of which every rank has some of its own; None where they do already."""
-    return 2 * lcm(ours.tp_size, peer.tp_size) if shares_heads(ours, peer) else None
+    return 2 * lcm(ours.tp_size, peer.tp_size) if has_replicated_heads(ours, peer) else None
 
 
 @contextmanager
-def heads_called(worker: Any, heads: int | None) -> Iterator[None]:
+def model_of_heads(worker: Any, facts: ReleaseFacts, heads: int | None) -> Iterator[None]:
     """While inside, the worker takes its model for one of so many heads; None for its own."""
-    topology = getattr(worker, "transfer_topo", None) or getattr(worker, "kv_topo", None)
-    if heads is None or not hasattr(topology, "total_num_kv_heads"):  # <= 0.13
+    if heads is None or not facts.topology:
         yield
         return
-    said = {"total_num_kv_heads": heads, "local_physical_heads": heads // worker.world_size}
-    own = {name: getattr(topology, name) for name in said if hasattr(topology, name)}
-    for name in own:
-        setattr(topology, name, said[name])
+    topology = getattr(worker, facts.topology)
+    own = {"total_num_kv_heads": topology.total_num_kv_heads}
+    if facts.topology == "transfer_topo":
+        own["local_physical_heads"] = topology.local_physical_heads
+        topology.local_physical_heads = heads // worker.world_size
+    topology.total_num_kv_heads = heads
     try:
         yield
     finally:

@@ -1,19 +1,17 @@
-"""A peer's planes, from what it states and from how our own layers lie.
+"""Where a peer's layers lie: its planes, from what it states and from how our own layers lie.
 
-Both ends run one model and one attention backend (the release compares them),
-so the peer holds the same contents in the same form. In releases <= 0.28 a region of its holds
-what our region of the same number holds; only sizes and the order of heads and
-tokens differ, and those it states. From 0.29 on regions differ too, and follow
-from the layout's name.
+Both ends run one model and one attention backend (the release compares them), so the peer holds
+the same contents in the same form. In releases <= 0.28 a region of the peer holds what our region
+of the same number holds; only sizes and the order of heads and tokens differ, and the peer states
+those. From 0.29 on regions differ too, and follow from the layout's name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
-from kvpatch.connector.handshake.agent_metadata import MOST_TOKENS, Statement
+from kvpatch.connector.handshake.agent_metadata import MOST_TOKENS, AgentMetadata
 from kvpatch.connector.handshake.block_shapes import (
     Shape,
     check_tokens,
@@ -21,12 +19,16 @@ from kvpatch.connector.handshake.block_shapes import (
     shape_at_peer,
     tokens_of,
 )
-from kvpatch.connector.handshake.cross_layer_form import RowForm, packed_digest, places_digest
+from kvpatch.connector.handshake.cross_layer_form import (
+    CrossLayerForm,
+    packed_digest,
+    places_digest,
+)
 from kvpatch.connector.handshake.split_kv import by_peers_regions, kv_split_of_peer
 from kvpatch.connector.handshake.whole_blocks import check_blocks, check_planes
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.registered_caches import LayerCache, have_unlike_pages
-from kvpatch.core.errors import CutBlocks, PeerRefused, UnknownRegions, UnlikeShapes
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import (
     BY_COLUMN,
     HND,
@@ -50,35 +52,30 @@ from kvpatch.geometry import (
 from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
 
 
-def peer_regions(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
+def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
     """Every plane of one rank of a peer; those whose blocks lie inside one another together.
 
     Raises:
         PeerRefused: its regions are not those of our layers, or a block's bytes are
             not what its sizes come to.
     """
+    check_blocks(ours, peer)
     try:
-        check_blocks(ours, peer)
-        found = _regions_of(ours, peer)
-        planes = [plane for region in found for plane in region]
-        check_tokens(ours, peer, planes)
-        check_planes(ours, planes)
-        return found
-    except (UnlikeShapes, CutBlocks) as error:
-        raise refusal(ours, peer, str(error)) from error
+        if peer.form is not None:
+            found = _in_cross_layer_blocks(ours, peer, peer.form)
+        elif ours.units is not None:
+            found = _by_layout(ours, ours.units, peer)
+        else:
+            found = _by_address(ours, peer)
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
-        raise refusal(ours, peer, f"its numbers cannot be true: {error}") from error
+        raise PeerRefused(f"its numbers cannot be true: {error}") from error
+    planes = [plane for region in found for plane in region]
+    check_tokens(ours, peer, planes)
+    check_planes(ours, planes)
+    return found
 
 
-def _regions_of(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
-    if peer.rows is not None:
-        return _in_rows(ours, peer, peer.rows)
-    if ours.units is None:
-        return _by_address(ours, peer)
-    return _by_layout(ours, ours.units, peer)
-
-
-def tokens_in_bytes(ours: LocalGeometry, peer: Statement) -> int:
+def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
     """Tokens of a block of a peer that states its bytes only, if its items are like ours.
 
     Raises:
@@ -96,72 +93,97 @@ def tokens_in_bytes(ours: LocalGeometry, peer: Statement) -> int:
     }
     tokens, rest = found.pop()
     if found or rest or not 0 < tokens <= MOST_TOKENS:
-        raise refusal(
-            ours,
-            peer,
+        raise PeerRefused(
             "its blocks' bytes are no whole number of our tokens, and this release's handshake "
-            "does not state the block size: use one model, --dtype and --kv-cache-dtype",
+            "does not state the block size",
+            "use one model, --dtype and --kv-cache-dtype",
         )
     return tokens
 
 
-def peer_memory(ours: LocalGeometry, peer: Statement) -> Memory:
+def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
     """Where a peer's regions lie; in memory of our kind where it does not say."""
     return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
 
 
-def refusal(ours: LocalGeometry, peer: Statement, helps: str) -> PeerRefused:
-    """Both geometries and the setting that would help, in one sentence."""
-    why, _, cure = helps.rpartition(": ")
-    both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
-    return PeerRefused(f"{both}; {why}" if why else both, cure)
+def _dense_planes(
+    ours: LocalGeometry,
+    peer: AgentMetadata,
+    region: int,
+    offset_bytes: int,
+    axes: Axes,
+    shape: Shape,
+    members: Sequence[Plane],
+) -> tuple[Plane, ...]:
+    """Our planes of one layer as they lie in a peer's region, in one dense piece of each block."""
+    return DenseBlocks(
+        peer.addresses[region] + offset_bytes,
+        peer.stride_bytes[region],
+        axes,
+        peer.blocks,
+        shape.heads,
+        shape.tokens,
+        shape.first_head,
+        peer_memory(ours, peer),
+        ours.key_order,
+    ).planes(members)
 
 
-def _in_rows(ours: LocalGeometry, peer: Statement, form: RowForm) -> tuple[tuple[Plane, ...], ...]:
-    """Rows of all layers, of any release: each layer's part follows the one before."""
+def _has_heads(layer: LayerCache) -> bool:
+    return layer.planes[0].content is not Content.LATENT
+
+
+# --- cross-layer blocks, in the form that kvpatch states --------------------------------
+
+
+def _in_cross_layer_blocks(
+    ours: LocalGeometry, peer: AgentMetadata, form: CrossLayerForm
+) -> tuple[tuple[Plane, ...], ...]:
+    """Cross-layer blocks, of any release: each layer's part follows the one before."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
-        raise refusal(ours, peer, "rows of all layers have no keys by column: use a GPU's backend")
+        raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
     if ours.row_groups is not None and packed_digest(ours.row_groups) == form.places:
-        return tuple(_in_packed_rows(ours, peer, form, ours.row_groups))
+        return tuple(_in_packed_blocks(ours, peer, form, ours.row_groups))
     groups = ours.groups or (ours.layers.keys(),)
     places = places_of([group & ours.layers.keys() for group in groups])
     if (ours.row_places or places_digest(places)) != form.places:
-        raise refusal(
-            ours,
-            peer,
-            "its attention groups have other layers side by side than ours: both sides need one "
-            "model, one vLLM and the same of --disable-hybrid-kv-cache-manager and --speculative-"
-            "config, or KVCACHED_CONTIGUOUS_LAYOUT=false on P",
+        raise PeerRefused(
+            "its attention groups have other layers side by side than ours",
+            "both sides need one model, one vLLM and the same of --disable-hybrid-kv-cache-manager "
+            "and --speculative-config, or KVCACHED_CONTIGUOUS_LAYOUT=false on P",
         )
     found = []
-    offset = 0
-    even_bytes = peer.block_bytes[0] // len(places)  # where shapes are unlike, kvcached's are
-    for name, is_last in _with_ends(places):
-        planes, size_bytes = _part_of_row(ours, peer, form, name, offset, even_bytes)
-        found.append(planes)
-        if is_last:
-            offset += size_bytes
-    _check_row(ours, peer, form, offset)
+    offset = size_bytes = 0
+    even_bytes = peer.block_bytes[0] // len(places)  # kvcached's, where layers differ in shape
+    for layers in places:
+        for name in layers:
+            planes, size_bytes = _part_of_block(ours, peer, form, name, offset, even_bytes)
+            found.append(planes)
+        offset += size_bytes
+    _check_size(peer, form, offset)
     return tuple(found)
 
 
-def _in_packed_rows(
-    ours: LocalGeometry, peer: Statement, form: RowForm, groups: Sequence[Sequence[str]]
+def _in_packed_blocks(
+    ours: LocalGeometry,
+    peer: AgentMetadata,
+    form: CrossLayerForm,
+    groups: Sequence[Sequence[str]],
 ) -> Iterator[tuple[Plane, ...]]:
-    """Rows that each group divides in its own way, in blocks of one number of tokens."""
+    """Blocks that each group divides in its own way, all of one number of tokens."""
     ends = []
     for group in groups:
         offset = 0
         for name in group:
-            page_bytes = _page_of(ours, peer, ours.layers[name], form.block_tokens)
-            planes, size_bytes = _part_of_row(ours, peer, form, name, offset, page_bytes)
+            page_bytes = _page_bytes(ours, peer, ours.layers[name], form.block_tokens)
+            planes, size_bytes = _part_of_block(ours, peer, form, name, offset, page_bytes)
             yield planes
             offset += size_bytes
         ends.append(offset)
-    _check_row(ours, peer, form, max(ends))
+    _check_size(peer, form, max(ends))
 
 
-def _page_of(ours: LocalGeometry, peer: Statement, layer: LayerCache, tokens: int) -> int:
+def _page_bytes(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tokens: int) -> int:
     """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     # One number of ranks is asked for; and a slot holds all heads of a rank.
@@ -170,50 +192,40 @@ def _page_of(ours: LocalGeometry, peer: Statement, layer: LayerCache, tokens: in
     return row_bytes(layer.planes) * (heads if _has_heads(layer) else 1) * tokens
 
 
-def _part_of_row(
-    ours: LocalGeometry, peer: Statement, form: RowForm, name: str, offset: int, part_size: int
+def _part_of_block(
+    ours: LocalGeometry,
+    peer: AgentMetadata,
+    form: CrossLayerForm,
+    name: str,
+    offset: int,
+    part_bytes: int,
 ) -> tuple[tuple[Plane, ...], int]:
-    """A layer's planes `offset` bytes into a peer's rows, and how many bytes it has there."""
+    """A layer's planes `offset` bytes into a peer's blocks, and how many bytes it has there."""
     planes = ours.layers[name].planes
     has_heads = _has_heads(ours.layers[name])
     if has_heads != ("head" in form.axes) or len({plane.counts.channels for plane in planes}) > 1:
-        raise refusal(ours, peer, f"its rows {form} have no place for layer {name}: use one model")
-    shape = shape_at_peer(ours, peer, planes, part_size)
-    found = DenseBlocks(
-        peer.addresses[0] + offset,
-        peer.stride_bytes[0],
-        form.axes,
-        peer.blocks,
-        shape.heads,
-        shape.tokens,
-        shape.first_head,
-        peer_memory(ours, peer),
-    ).planes(planes)
+        raise PeerRefused(f"its rows {form} have no place for layer {name}", "use one model")
+    shape = shape_at_peer(ours, peer, planes, part_bytes)
+    found = _dense_planes(ours, peer, 0, offset, form.axes, shape, planes)
     return found, block_bytes(found)
 
 
-def _check_row(ours: LocalGeometry, peer: Statement, form: RowForm, size_bytes: int) -> None:
+def _check_size(peer: AgentMetadata, form: CrossLayerForm, size_bytes: int) -> None:
     if size_bytes != peer.block_bytes[0]:
-        raise refusal(
-            ours,
-            peer,
+        raise PeerRefused(
             f"{form.block_tokens} tokens of all our layers come to {size_bytes} bytes and not to "
-            f"{peer.block_bytes[0]}: both sides need one model, one --kv-cache-dtype and one "
-            "--pipeline-parallel-size",
+            f"{peer.block_bytes[0]}",
+            "both sides need one model, one --kv-cache-dtype and one --pipeline-parallel-size",
         )
 
 
-def _with_ends(places: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
-    """(layer, whether it is the last one of its place)."""
-    for layers in places:
-        for name in layers:
-            yield name, name == layers[-1]
+# --- regions by the name of the layout (from 0.29) --------------------------------------
 
 
 def _by_layout(
-    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: Statement
+    ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: AgentMetadata
 ) -> tuple[tuple[Plane, ...], ...]:
-    """From 0.29: a region is what its layout's name makes it."""
+    """A region is what its layout's name makes it."""
     if ours.unlike_shapes:
         _check_plan(ours, peer)
     stated = peer.block_tokens or ours.block_tokens
@@ -222,7 +234,7 @@ def _by_layout(
             ours,
             peer,
             layer.planes,
-            _page_of(ours, peer, layer, stated)
+            _page_bytes(ours, peer, layer, stated)
             if peer.layout in LAYERS_INSIDE_BLOCKS
             else peer.block_bytes[0],
         )
@@ -235,16 +247,13 @@ def _by_layout(
     is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
     regions = Regions(str(peer.layout), peer.block_bytes, names_by_attention(ours, peer))
     if is_packed:
-        # Layers of several groups may begin in one place, with pages of unlike sizes: only the
-        # rows that all lie in say where each is.
+        # Layers of several groups may begin in one place, with pages of several sizes: only the
+        # cross-layer blocks that all lie in say where each is.
         regions = Regions(str(peer.layout), peer.stride_bytes[:1], None)
-    try:
-        slices = regions.slices(units, ours.row_groups, sizes)
-    except UnknownRegions as error:
-        raise refusal(ours, peer, str(error)) from error
+    slices = regions.slices(units, ours.row_groups, sizes)
     if is_packed:
-        _check_starts(slices, ours, peer)
-    _check_packed(slices, sizes, ours, peer)
+        _check_starts(slices, peer)
+    _check_packed(slices, sizes, peer)
     return tuple(
         _slice_planes(layer, piece, shapes[name], ours, peer)
         for name, layer in ours.layers.items()
@@ -252,7 +261,7 @@ def _by_layout(
     )
 
 
-def _check_plan(ours: LocalGeometry, peer: Statement) -> None:
+def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Whether the release plans the same groups for layers of several shapes on both sides.
 
     Where layers are outside blocks it gives smaller ones blocks of more tokens, and all pages
@@ -262,35 +271,32 @@ def _check_plan(ours: LocalGeometry, peer: Statement) -> None:
     if is_packed and len(tokens_of(ours.layers, ours.layers)) == 1:
         return
     if peer.layout not in ("LBHNC", "LBNHC") or len(set(peer.block_bytes)) > 1:
-        raise UnlikeShapes(
-            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC: "
-            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P"
+        raise PeerRefused(
+            "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC",
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
         )
     if have_unlike_pages(ours.layers):
-        raise UnlikeShapes(
+        raise PeerRefused(
             "our layers of several shapes are packed into rows, and its have pages of one size, "
-            "in other groups: use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D "
-            "(KVCACHED_CONTIGUOUS_LAYOUT=false with kvcached)"
+            "in other groups",
+            "use VLLM_KV_CACHE_LAYOUT=BLHNC on P, or LBHNC on D (KVCACHED_CONTIGUOUS_LAYOUT=false "
+            "with kvcached)",
         )
 
 
-def _check_starts(
-    slices: Mapping[str, tuple[RegionSlice, ...]], ours: LocalGeometry, peer: Statement
-) -> None:
-    """Whether a peer's regions begin where layers do in the rows that its first one begins."""
+def _check_starts(slices: Mapping[str, tuple[RegionSlice, ...]], peer: AgentMetadata) -> None:
+    """Whether a peer's regions begin where layers do in the blocks that its first one begins."""
     starts = {piece.offset_bytes for of_layer in slices.values() for piece in of_layer}
     found = {address - peer.addresses[0] for address in peer.addresses}
     if not found <= starts or len(set(peer.stride_bytes)) > 1:
-        raise refusal(
-            ours,
-            peer,
+        raise PeerRefused(
             f"its regions begin {sorted(found)} bytes behind the first, every "
-            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}: "
+            f"{sorted(set(peer.stride_bytes))} bytes, and layers in its rows at {sorted(starts)}",
             "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on both",
         )
 
 
-def names_by_attention(ours: LocalGeometry, peer: Statement) -> tuple[str, ...] | None:
+def names_by_attention(ours: LocalGeometry, peer: AgentMetadata) -> tuple[str, ...] | None:
     """Which attention layer's each of a peer's regions is; None where it names none.
 
     A region is named after the layer that was registered first there, which in a hybrid model
@@ -306,76 +312,58 @@ def names_by_attention(ours: LocalGeometry, peer: Statement) -> tuple[str, ...] 
 def _check_packed(
     slices: Mapping[str, tuple[RegionSlice, ...]],
     sizes: Mapping[str, LayerSizes],
-    ours: LocalGeometry,
-    peer: Statement,
+    peer: AgentMetadata,
 ) -> None:
-    """Where a peer says how layers follow one another in its rows, it must say the same."""
+    """Where a peer says how layers follow one another in its blocks, it must say the same."""
     if not peer.packed_layers:
         return
     found = {(name, slices[name][0].offset_bytes, size.block_bytes) for name, size in sizes.items()}
     if found != set(peer.packed_layers):
-        raise refusal(
-            ours,
-            peer,
-            "its layers follow one another in a block's row in another way than ours would: use "
-            "one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+        raise PeerRefused(
+            "its layers follow one another in a block's row in another way than ours would",
+            "use one model and one vLLM on both sides, or VLLM_KV_CACHE_LAYOUT=LBHNC on P",
         )
 
 
 def _slice_planes(
-    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: LocalGeometry, peer: Statement
+    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: LocalGeometry, peer: AgentMetadata
 ) -> tuple[Plane, ...]:
     axes = block_axes(str(peer.layout))
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         if inner_layout_of_axes(axes) == "NHD" and piece.heads > 1:
-            raise refusal(
-                ours, peer, "keys by column need a head's tokens in one piece: use LBHNC on P"
-            )
+            raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
         axes = BY_COLUMN
-    return DenseBlocks(
-        peer.addresses[piece.region] + piece.offset_bytes,
-        peer.stride_bytes[piece.region],
-        axes,
-        peer.blocks,
-        piece.heads,
-        shape.tokens,
-        shape.first_head + piece.first_head,
-        peer_memory(ours, peer),
-        ours.key_order,
-    ).planes(layer.planes)
+    of_slice = Shape(shape.first_head + piece.first_head, piece.heads, shape.tokens)
+    return _dense_planes(ours, peer, piece.region, piece.offset_bytes, axes, of_slice, layer.planes)
 
 
-def _has_heads(layer: LayerCache) -> bool:
-    return layer.planes[0].content is not Content.LATENT
+# --- regions by their number (<= 0.28) --------------------------------------------------
 
 
-def _by_address(ours: LocalGeometry, peer: Statement) -> tuple[tuple[Plane, ...], ...]:
-    """In releases <= 0.28: a region holds what our region of the same number holds."""
+def _by_address(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane, ...], ...]:
+    """A region holds what our region of the same number holds."""
     _check_regions(ours, peer)
     return tuple(
         region for name, layer in ours.layers.items() for region in _planes(name, layer, ours, peer)
     )
 
 
-def _check_regions(ours: LocalGeometry, peer: Statement) -> None:
+def _check_regions(ours: LocalGeometry, peer: AgentMetadata) -> None:
     if len(peer.addresses) != len(ours.addresses) and kv_split_of_peer(ours, peer) is None:
-        raise refusal(
-            ours,
-            peer,
-            "both sides must register the same regions: use one model, one attention backend and "
-            "one --pipeline-parallel-size",
+        raise PeerRefused(
+            "both sides must register the same regions",
+            "use one model, one attention backend and one --pipeline-parallel-size",
         )
     if ours.region_names and peer.region_names and ours.region_names != peer.region_names:
-        raise refusal(
-            ours,
-            peer,
+        raise PeerRefused(
             f"its regions are {', '.join(peer.region_names)} and ours "
-            f"{', '.join(ours.region_names)}: use one model on both sides",
+            f"{', '.join(ours.region_names)}",
+            "use one model on both sides",
         )
 
 
 def _planes(
-    name: str, layer: LayerCache, ours: LocalGeometry, peer: Statement
+    name: str, layer: LayerCache, ours: LocalGeometry, peer: AgentMetadata
 ) -> list[tuple[Plane, ...]]:
     found = []
     for region, members in _regions(name, layer, ours, peer).items():
@@ -388,7 +376,7 @@ def _planes(
 
 
 def _regions(
-    name: str, layer: LayerCache, ours: LocalGeometry, peer: Statement
+    name: str, layer: LayerCache, ours: LocalGeometry, peer: AgentMetadata
 ) -> dict[int, list[Plane]]:
     """Our planes of one layer by the number of the peer's region that they lie in."""
     found: dict[int, list[Plane]] = {}
@@ -397,40 +385,28 @@ def _regions(
         if plane.address in ours.addresses:
             region = ours.addresses.index(plane.address)
         if region is None:
-            raise refusal(
-                ours, peer, f"layer {name} starts in none of our regions: use layout HND or NHD"
+            raise PeerRefused(
+                f"layer {name} starts in none of our regions", "use layout HND or NHD"
             )
         found.setdefault(region, []).append(plane)
     return by_peers_regions(found, ours, peer)
 
 
 def _region_planes(
-    members: list[Plane], region: int, packed: bool, ours: LocalGeometry, peer: Statement
+    members: list[Plane], region: int, packed: bool, ours: LocalGeometry, peer: AgentMetadata
 ) -> tuple[Plane, ...]:
-    first_head, heads, tokens = shape_at_peer(ours, peer, members, peer.block_bytes[region])
-    found = prod((heads, tokens, row_bytes(members)))
+    shape = shape_at_peer(ours, peer, members, peer.block_bytes[region])
+    found = shape.tokens * shape.heads * row_bytes(members)
     if found != peer.block_bytes[region]:
-        raise refusal(
-            ours,
-            peer,
-            f"{tokens} tokens of {heads} heads come to {found} bytes and "
-            f"not to {peer.block_bytes[region]}: both sides need one model, one "
-            "--kv-cache-dtype and one attention backend",
+        raise PeerRefused(
+            f"{shape.tokens} tokens of {shape.heads} heads come to {found} bytes and not to "
+            f"{peer.block_bytes[region]}",
+            "both sides need one model, one --kv-cache-dtype and one attention backend",
         )
-    return DenseBlocks(
-        peer.addresses[region],
-        peer.stride_bytes[region],
-        _region_axes(packed, ours, peer),
-        peer.blocks,
-        heads,
-        tokens,
-        first_head,
-        peer_memory(ours, peer),
-        ours.key_order,
-    ).planes(members)
+    return _dense_planes(ours, peer, region, 0, _region_axes(packed, ours, peer), shape, members)
 
 
-def _region_axes(packed: bool, ours: LocalGeometry, peer: Statement) -> Axes:
+def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
     """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         return BY_COLUMN
@@ -441,8 +417,8 @@ def _region_axes(packed: bool, ours: LocalGeometry, peer: Statement) -> Axes:
         shows = ours.shows_layout or peer.layout is None
         layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
     if layout is None:
-        raise refusal(
-            ours, peer, f"blocks of layout {peer.layout} are not in one piece: use HND or NHD on P"
+        raise PeerRefused(
+            f"blocks of layout {peer.layout} are not in one piece", "use HND or NHD on P"
         )
     if layout == "HND":
         return PACKED_HND if packed else HND

@@ -1,4 +1,4 @@
-"""The ranks of a peer of another geometry, as far as hands were shaken with them."""
+"""The ranks of a heterogeneous peer with which this worker has shaken hands."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.geometry import Content, Overlap, Plane, missing_heads
 
 
 @dataclass
-class Rank:
+class RemoteRank:
     """One rank of a peer: what it stated, where its layers overlap ours, its name to NIXL."""
 
-    statement: Statement
+    metadata: AgentMetadata
     planes: tuple[Plane, ...]
     overlaps: tuple[Overlap, ...]
     agent: str = ""
@@ -35,18 +35,18 @@ class Rank:
 
 @dataclass
 class Peer:
-    """A peer of another geometry, as far as its ranks have shaken hands.
+    """A heterogeneous peer, as far as its ranks have shaken hands.
 
     Attributes:
         missing: a head of ours that none of the ranks holds, in words.
     """
 
-    ranks: dict[int, Rank] = field(default_factory=dict)
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
     missing: str | None = None
 
-    def add(self, rank: Rank, local: Sequence[Plane]) -> None:
+    def add(self, rank: RemoteRank, local: Sequence[Plane]) -> None:
         """Books a rank, and what is still missing of our planes."""
-        self.ranks[rank.statement.tp_rank] = rank
+        self.ranks[rank.metadata.tp_rank] = rank
         held = [plane for rank in self.ranks.values() for plane in rank.planes]
         missing = missing_heads(held, local)
         self.missing = None

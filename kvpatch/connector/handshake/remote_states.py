@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from kvpatch.connector.handshake.agent_metadata import Statement
-from kvpatch.connector.handshake.remote_geometry import names_by_attention, refusal
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.remote_geometry import names_by_attention
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import LAYER_BY_LAYER, places_of
 
 
-def states_of_peer(ours: LocalGeometry, peer: Statement) -> dict[str, StatePages]:
+def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, StatePages]:
     """The pages of each layer's states on one rank of a peer whose regions are known to be ours.
 
     Raises:
@@ -19,24 +20,20 @@ def states_of_peer(ours: LocalGeometry, peer: Statement) -> dict[str, StatePages
     if not ours.states:
         return {}
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
-        raise refusal(
-            ours,
-            peer,
-            "recurrent state is split over ranks, and moves between as many of them: use one "
-            "--tensor-parallel-size on both sides",
+        raise PeerRefused(
+            "recurrent state is split over ranks, and moves between as many of them",
+            "use one --tensor-parallel-size on both sides",
         )
     _check_sizes(ours, peer)
-    if peer.rows is None and peer.layout not in LAYER_BY_LAYER:
-        raise refusal(
-            ours,
-            peer,
-            f"recurrent state is not read from layout {peer.layout}: use "
-            "VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+    if peer.form is None and peer.layout not in LAYER_BY_LAYER:
+        raise PeerRefused(
+            f"recurrent state is not read from layout {peer.layout}",
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
         )
     parts = peer.kernel_blocks_per_block or 1
     found = {}
     for name, own in ours.states.items():
-        if peer.rows is None:
+        if peer.form is None:
             region = _region_of(ours, peer, own)
             address, page_bytes = peer.addresses[region], peer.block_bytes[region] * parts
             stride_bytes = peer.stride_bytes[region] * parts
@@ -46,17 +43,16 @@ def states_of_peer(ours: LocalGeometry, peer: Statement) -> dict[str, StatePages
             address = peer.addresses[0] + places[own.address] * page_bytes
             stride_bytes = peer.stride_bytes[0] * parts
         if own.size_bytes > page_bytes:
-            raise refusal(
-                ours,
-                peer,
+            raise PeerRefused(
                 f"the states of layer {name} take {own.size_bytes} bytes, and a block of its has "
-                f"{page_bytes}: use one model on both sides",
+                f"{page_bytes}",
+                "use one model on both sides",
             )
         found[name] = StatePages(address, stride_bytes, peer.blocks // parts, own.sizes_bytes)
     return found
 
 
-def _region_of(ours: LocalGeometry, peer: Statement, own: StatePages) -> int:
+def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int:
     """The peer's region of the layers that begin where a state of ours does.
 
     By their names, where it states them: it may have registered them in another order.
@@ -66,27 +62,24 @@ def _region_of(ours: LocalGeometry, peer: Statement, own: StatePages) -> int:
         if name in ours.layers and ours.layers[name].planes[0].address == own.address:
             return region
     if names is not None:
-        raise refusal(ours, peer, f"its regions are named {', '.join(names)}: use one model")
+        raise PeerRefused(f"its regions are named {', '.join(names)}", "use one model")
     return ours.addresses.index(own.address)
 
 
-def _check_sizes(ours: LocalGeometry, peer: Statement) -> None:
+def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Whether its states are ours: rows state their shapes and types, all others their bytes."""
     same_dtypes = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
     sizes = {own.sizes_bytes for own in ours.states.values()}
-    if peer.rows is not None and peer.rows.places != ours.row_places:
-        raise refusal(
-            ours,
-            peer,
-            "its recurrent states have other shapes or types than ours, or lie beside other "
-            f"layers: {same_dtypes}, one vLLM and one --speculative-config",
+    if peer.form is not None and peer.form.places != ours.row_places:
+        raise PeerRefused(
+            "its recurrent states have other shapes or types than ours, or lie beside other layers",
+            f"{same_dtypes}, one vLLM and one --speculative-config",
         )
-    if peer.rows is None and sizes != {peer.state_bytes}:
-        raise refusal(
-            ours,
-            peer,
+    if peer.form is None and sizes != {peer.state_bytes}:
+        raise PeerRefused(
             f"its recurrent states take {peer.state_bytes} bytes and ours "
-            f"{', '.join(map(str, sorted(sizes)))}: {same_dtypes}",
+            f"{', '.join(map(str, sorted(sizes)))}",
+            same_dtypes,
         )
 
 

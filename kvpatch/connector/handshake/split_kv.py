@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvpatch.geometry import Plane
 
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.agent_metadata import Statement
+    from kvpatch.connector.handshake.agent_metadata import AgentMetadata
     from kvpatch.connector.local.local_geometry import KVSplit, LocalGeometry
 
 #: kvcached's pages are a multiple of this; its tensors end with the last whole page.
@@ -31,13 +31,13 @@ def kv_split_of(ours: LocalGeometry) -> KVSplit | None:
     return "together" if found == {1} else None
 
 
-def kv_split_of_peer(ours: LocalGeometry, peer: Statement) -> KVSplit | None:
+def kv_split_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KVSplit | None:
     """How a peer of our backend keeps keys and values; None where that is not in question.
 
     And where its regions are neither ours, nor twice or half as many.
     """
     count, theirs = len(ours.addresses), len(peer.addresses)
-    if ours.kv_split is None or peer.rows is not None:
+    if ours.kv_split is None or peer.form is not None:
         return None
     if theirs == count:
         return ours.kv_split
@@ -47,7 +47,7 @@ def kv_split_of_peer(ours: LocalGeometry, peer: Statement) -> KVSplit | None:
 
 
 def by_peers_regions(
-    members: Mapping[int, list[Plane]], ours: LocalGeometry, peer: Statement
+    members: Mapping[int, list[Plane]], ours: LocalGeometry, peer: AgentMetadata
 ) -> dict[int, list[Plane]]:
     """A layer's planes, by the number of our region, as they lie in the peer's regions."""
     theirs = kv_split_of_peer(ours, peer)
@@ -61,8 +61,8 @@ def by_peers_regions(
     return found
 
 
-def may_be_kvcacheds(peer: Statement, parts: Iterable[int]) -> bool:
-    """Whether a peer whose halves are together by its statement may keep them apart.
+def may_be_kvcacheds(peer: AgentMetadata, parts: Iterable[int]) -> bool:
+    """Whether a peer that states keys and values together may keep them apart.
 
     A worker with kvcached and without a patch for its tensors says what a plain one says.
     kvcached cuts a number of whole pages into blocks, and leaves less than a block over.

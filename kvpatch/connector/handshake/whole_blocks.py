@@ -9,39 +9,41 @@ from typing import TYPE_CHECKING
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.local.cache_kinds import Kind
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.core.errors import CutBlocks
+from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import Plane, UnplannableCopy, check_whole
 
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.agent_metadata import Statement
+    from kvpatch.connector.handshake.agent_metadata import AgentMetadata
     from kvpatch.connector.local.local_geometry import LocalGeometry
 
 
-def check_blocks(ours: LocalGeometry, peer: Statement) -> None:
+def check_blocks(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Whether a peer's kernel blocks have as many tokens as ours, and heads, where ours move whole.
 
     Raises:
-        CutBlocks: they have not.
+        PeerRefused: they have not.
     """
     _check_known(ours, peer)
     if split_by_nobody(ours, peer):
         mixed = next(n for n, layer in ours.layers.items() if layer.kind.mixes_heads)
-        raise CutBlocks(
+        raise PeerRefused(
             f"blocks of layer {mixed} hold {ours.layers[mixed].kind.contents}, and move whole, "
-            "never a share of their heads: use one --tensor-parallel-size on both sides"
+            "never a share of their heads",
+            "use one --tensor-parallel-size on both sides",
         )
     if peer.block_tokens in (None, ours.block_tokens):
         return
     for name, layer in ours.layers.items():
         if _is_whole(layer):
-            raise CutBlocks(
+            raise PeerRefused(
                 f"blocks of layer {name} hold {layer.kind.contents}, and move whole: both sides "
                 f"need kernel blocks of one size, {peer.block_tokens} or {ours.block_tokens} "
-                "tokens: use one --block-size and one attention backend"
+                "tokens",
+                "use one --block-size and one attention backend",
             )
 
 
-def _check_known(ours: LocalGeometry, peer: Statement) -> None:
+def _check_known(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """What the table of kinds lacks is read from peers like us alone (behind a host buffer)."""
     is_like = (
         peer.tp_size == ours.tp_size
@@ -51,18 +53,18 @@ def _check_known(ours: LocalGeometry, peer: Statement) -> None:
     )
     for name, layer in ours.layers.items():
         if not layer.kind.is_known and not is_like:
-            raise CutBlocks(unknown_says(name, layer.kind))
+            raise unknown_kind(name, layer.kind)
 
 
-def unknown_says(layer: str, kind: Kind) -> str:
-    """Why a peer of another geometry is refused, and what helps."""
-    return (
-        f"blocks of layer {layer} hold {kind.contents}, which is read from engines alike alone: "
-        "use one --block-size, --tensor-parallel-size and VLLM_KV_CACHE_LAYOUT on both sides"
+def unknown_kind(layer: str, kind: Kind) -> PeerRefused:
+    """Why a heterogeneous peer is refused, and what helps."""
+    return PeerRefused(
+        f"blocks of layer {layer} hold {kind.contents}, which is read from engines alike alone",
+        "use one --block-size, --tensor-parallel-size and VLLM_KV_CACHE_LAYOUT on both sides",
     )
 
 
-def split_by_nobody(ours: LocalGeometry, peer: Statement) -> bool:
+def split_by_nobody(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """Whether blocks of one side hold those of several ranks of the other, their heads mixed."""
     _, own = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
     _, others = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
@@ -74,7 +76,7 @@ def check_planes(ours: LocalGeometry, theirs: Sequence[Plane]) -> None:
     """Whether a peer's blocks are ours byte for byte, where ours move whole.
 
     Raises:
-        CutBlocks: they are not: other heads, or other layouts.
+        PeerRefused: they are not: other heads, or other layouts.
     """
     found = defaultdict(list)
     for plane in theirs:
@@ -91,9 +93,9 @@ def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:
     try:
         check_whole(remote, local)
     except UnplannableCopy as error:
-        raise CutBlocks(
-            f"blocks of layer {name} hold {layer.kind.contents}, and move whole: use one "
-            f"--tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides ({error})"
+        raise PeerRefused(
+            f"blocks of layer {name} hold {layer.kind.contents}, and move whole",
+            f"use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides ({error})",
         ) from error
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.core.errors import KvpatchError, NotProven
 
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.candidates import Name
-    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.handshake.possible_geometries import GeometryName
+    from kvpatch.connector.handshake.remote_ranks import RemoteRank
     from kvpatch.connector.read_request import ReadRequest
 
 
@@ -27,9 +27,9 @@ class AmbiguousPeers:
     def add(
         self,
         engine_id: str,
-        candidates: Mapping[Name, Rank],
-        refusals: Mapping[Name, KvpatchError],
-        admit: Callable[[Name], None],
+        candidates: Mapping[GeometryName, RemoteRank],
+        refusals: Mapping[GeometryName, KvpatchError],
+        admit: Callable[[GeometryName], None],
     ) -> None:
         """Books a rank of an engine that has to be proven.
 
@@ -56,7 +56,7 @@ class AmbiguousPeers:
         """Whether nothing may be read from an engine but for a proof."""
         return False
 
-    def ranks(self, engine_id: str) -> dict[int, Rank]:
+    def ranks(self, engine_id: str) -> dict[int, RemoteRank]:
         """The ranks of an engine of which something is open, as whatever it may be."""
         return {}
 

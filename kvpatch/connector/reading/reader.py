@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
-from kvpatch.connector.handshake.agent_metadata import Statement
-from kvpatch.connector.handshake.candidates import Name
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.possible_geometries import GeometryName
 from kvpatch.connector.handshake.remote_geometry import peer_memory
-from kvpatch.connector.handshake.remote_ranks import Peer, Rank
+from kvpatch.connector.handshake.remote_ranks import Peer, RemoteRank
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
@@ -141,7 +141,7 @@ class Reader:
         ranks = self.ambiguous_peers.ranks(engine_id) if found is None else None
         return Peer(ranks) if ranks else found
 
-    def admit(self, rank: Rank) -> None:
+    def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
         self._book(self.peers, rank)
 
@@ -151,9 +151,9 @@ class Reader:
 
     def admit_ambiguous(
         self,
-        candidates: Mapping[Name, Rank],
-        refusals: Mapping[Name, KvpatchError],
-        alike: Name | None,
+        candidates: Mapping[GeometryName, RemoteRank],
+        refusals: Mapping[GeometryName, KvpatchError],
+        alike: GeometryName | None,
     ) -> None:
         """Books a rank of a peer whose handshake leaves something open.
 
@@ -162,10 +162,10 @@ class Reader:
             refusals: of what it may be and cannot be read as.
             alike: the candidate that the release reads; None for none.
         """
-        engine_id = next(iter(candidates.values())).statement.engine_id
+        engine_id = next(iter(candidates.values())).metadata.engine_id
         self.peers.pop(engine_id, None)
 
-        def admit(name: Name) -> None:
+        def admit(name: GeometryName) -> None:
             if name == alike:
                 self.admit_like(engine_id)
             else:
@@ -173,13 +173,13 @@ class Reader:
 
         self.ambiguous_peers.add(engine_id, candidates, refusals, admit)
 
-    def _book(self, peers: dict[str, Peer], rank: Rank) -> None:
-        statement = rank.statement
-        peer = peers.get(statement.engine_id)
+    def _book(self, peers: dict[str, Peer], rank: RemoteRank) -> None:
+        metadata = rank.metadata
+        peer = peers.get(metadata.engine_id)
         if peer is None or any(
-            known.statement.tp_size != statement.tp_size for known in peer.ranks.values()
+            known.metadata.tp_size != metadata.tp_size for known in peer.ranks.values()
         ):
-            peer = peers[statement.engine_id] = Peer()
+            peer = peers[metadata.engine_id] = Peer()
         peer.add(rank, self.planes)
 
     @property
@@ -225,12 +225,12 @@ class Reader:
                 f"{reading.peer.missing}"
             )
         rank = reading.peer.ranks[number]
-        statement = rank.statement
+        metadata = rank.metadata
         shares = shares_of(
-            self.ours, self.groups, statement, rank.overlaps, reading.request, rank.block_tokens
+            self.ours, self.groups, metadata, rank.overlaps, reading.request, rank.block_tokens
         )
-        ends = Ends(self.ours.memory, peer_memory(self.ours, statement), rank.agent)
-        whole = self._whole_rows(statement, shares, reading.request)
+        ends = Ends(self.ours.memory, peer_memory(self.ours, metadata), rank.agent)
+        whole = self._whole_rows(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return prepare_read(nixl, ends, *whole, notification)
         if reading.tails_left:  # once a request, and not before its blocks were checked
@@ -241,7 +241,7 @@ class Reader:
             (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
             for share in direct
         )
-        plan = with_states(plan, self.groups, statement, reading.request, self._states, rank.states)
+        plan = with_states(plan, self.groups, metadata, reading.request, self._states, rank.states)
         if not staged:
             runs = plan.remote_address, plan.local_address, plan.length
             return prepare_read(nixl, ends, *runs, notification)
@@ -289,21 +289,21 @@ class Reader:
         """
         return self._being_read().request
 
-    def _has_our_rows(self, statement: Statement) -> bool:
+    def _has_our_rows(self, metadata: AgentMetadata) -> bool:
         rows = self._rows
         return (
             rows is not None
-            and statement.rows == rows.form
-            and statement.block_bytes[0] == rows.row.block_bytes
-            and statement.tp_size == self.ours.tp_size
+            and metadata.form == rows.form
+            and metadata.block_bytes[0] == rows.row.block_bytes
+            and metadata.tp_size == self.ours.tp_size
         )
 
     def _whole_rows(
-        self, statement: Statement, shares: Sequence[Share], request: ReadRequest
+        self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
         """(remote address, local address, bytes) of each row, where rows are read as they are."""
         rows = self._rows
-        if rows is None or not self._has_our_rows(statement):
+        if rows is None or not self._has_our_rows(metadata):
             return None
         if self.mode == "staged":
             return None
@@ -313,11 +313,11 @@ class Reader:
         whole = [pair for pair in pairs if pair is not None]
         ends = [rows.end_of(overlap.layer for overlap in share.overlaps) for share in full]
         parts = self.ours.kernel_blocks_per_block
-        for _, remote_block, local_block in state_pairs(self.groups, statement, request):
-            if remote_block >= statement.blocks // parts:
+        for _, remote_block, local_block in state_pairs(self.groups, metadata, request):
+            if remote_block >= metadata.blocks // parts:
                 raise ReadRefused(
-                    f"the request names block {remote_block} of engine {statement.engine_id}, "
-                    f"which has {statement.blocks // parts}"
+                    f"the request names block {remote_block} of engine {metadata.engine_id}, "
+                    f"which has {metadata.blocks // parts}"
                 )
             whole.append(
                 (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))
@@ -328,7 +328,7 @@ class Reader:
             return None
         remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))
         return (
-            statement.addresses[0] + remote * statement.stride_bytes[0],
+            metadata.addresses[0] + remote * metadata.stride_bytes[0],
             rows.row.address + local * rows.row.block_bytes,
             np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.read_request import ReadRequest
@@ -18,7 +18,7 @@ from kvpatch.geometry import Plan
 def with_states(
     plan: Plan,
     groups: Iterable[Group],
-    peer: Statement,
+    peer: AgentMetadata,
     request: ReadRequest,
     ours: Mapping[str, StatePages],
     theirs: Mapping[str, StatePages],

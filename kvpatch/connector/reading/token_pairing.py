@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from kvpatch.connector.handshake.agent_metadata import Statement
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.block_shapes import tokens_of
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
@@ -24,7 +24,7 @@ from kvpatch.geometry import (
 def shares_of(
     ours: LocalGeometry,
     groups: Sequence[Group],
-    peer: Statement,
+    peer: AgentMetadata,
     overlaps: Sequence[Overlap],
     request: ReadRequest,
     block_tokens: Mapping[str, int] | None = None,
@@ -70,7 +70,7 @@ def shares_of(
 
 
 def state_pairs(
-    groups: Iterable[Group], peer: Statement, request: ReadRequest
+    groups: Iterable[Group], peer: AgentMetadata, request: ReadRequest
 ) -> Iterator[tuple[Group, int, int]]:
     """(group, remote block, local block) of each with recurrent state, as ids count them.
 
@@ -137,7 +137,7 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, request: Rea
 
 def _remote_blocks(
     groups: Sequence[Group],
-    peer: Statement,
+    peer: AgentMetadata,
     request: ReadRequest,
     number: int,
     tokens: Sequence[int],

@@ -26,7 +26,7 @@ from kvpatch.legacy.content_proof.samples import (
 )
 
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.handshake.remote_ranks import RemoteRank
     from kvpatch.connector.read_request import ReadRequest
     from kvpatch.legacy.content_proof.distance import Values
 
@@ -39,7 +39,7 @@ _FAR = 0.5
 
 
 def blocks_showing_layout(
-    sampled: SampledPlanes, rank: Rank, request: ReadRequest, most: int
+    sampled: SampledPlanes, rank: RemoteRank, request: ReadRequest, most: int
 ) -> tuple[int, ...]:
     """The peer's first blocks of a prompt, where no block is cut.
 
@@ -49,18 +49,18 @@ def blocks_showing_layout(
     Args:
         most: blocks that may be read.
     """
-    statement = rank.statement
+    metadata = rank.metadata
     block_tokens = plane_like(rank, sampled.planes[0]).counts.block_tokens
     found = request.remote_blocks[sampled.number]
     blocks = found[: min(most, max(1, _LAYOUT_TOKENS // block_tokens))]
-    if not blocks or 0 in blocks or max(blocks) >= statement.blocks:
+    if not blocks or 0 in blocks or max(blocks) >= metadata.blocks:
         return ()
     return blocks
 
 
 def chunks_showing_split(
     sampled: SampledPlanes,
-    rank: Rank,
+    rank: RemoteRank,
     parts: Iterable[int],
     request: ReadRequest,
     known: range,
@@ -88,7 +88,7 @@ def chunks_showing_split(
                 [
                     chunk
                     for chunk in found
-                    if chunk.block < rank.statement.blocks and chunk.tokens >= _LEAST_TOKENS
+                    if chunk.block < rank.metadata.blocks and chunk.tokens >= _LEAST_TOKENS
                 ]
             )
     # The first ones of each way, then the second ones: there may be too many.
@@ -97,7 +97,7 @@ def chunks_showing_split(
 
 
 def layout_shown(
-    sampled: SampledPlanes, ranks: Mapping[str, Rank], sample: Sample, landed: LandedBlocks
+    sampled: SampledPlanes, ranks: Mapping[str, RemoteRank], sample: Sample, landed: LandedBlocks
 ) -> tuple[str | None, dict[str, float]]:
     """(the layout under which the peer holds what we have computed, distances); else None."""
     distances = _distances(sampled, ranks, sample, landed)
@@ -110,7 +110,7 @@ def layout_shown(
 
 
 def _distances(
-    sampled: SampledPlanes, ranks: Mapping[str, Rank], sample: Sample, landed: LandedBlocks
+    sampled: SampledPlanes, ranks: Mapping[str, RemoteRank], sample: Sample, landed: LandedBlocks
 ) -> dict[str, float]:
     """By layout the mean over all sampled planes; empty where too little is there to tell."""
     found: dict[str, list[float]] = {name: [] for name in ranks}
@@ -134,7 +134,7 @@ def _distances(
 
 def chunks_seen(
     sampled: SampledPlanes,
-    rank: Rank,
+    rank: RemoteRank,
     sample: Sample,
     landed: LandedBlocks,
     chunks: Sequence[PromptChunk],
@@ -159,7 +159,7 @@ def chunks_seen(
             yield chunk.number, chunk.block
 
 
-def _own_values(sampled: SampledPlanes, rank: Rank, sample: Sample) -> list[Values]:
+def _own_values(sampled: SampledPlanes, rank: RemoteRank, sample: Sample) -> list[Values]:
     found = []
     for plane in sampled.planes:
         mine, _ = shared_heads(plane, plane_like(rank, plane))

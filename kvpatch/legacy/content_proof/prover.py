@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.connector.handshake.candidates import Name
+from kvpatch.connector.handshake.possible_geometries import GeometryName
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import KvpatchError, NotProven
@@ -51,7 +51,7 @@ from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:
-    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.handshake.remote_ranks import RemoteRank
     from kvpatch.connector.local.local_geometry import LocalGeometry
     from kvpatch.connector.read_request import ReadRequest
 
@@ -76,14 +76,14 @@ class AmbiguousPeer:
         refusal: of the one that is proven, where it cannot be read.
     """
 
-    ranks: dict[int, Mapping[Name, Rank]]
-    admits: list[Callable[[Name], None]]
-    every: frozenset[Name]
-    possible: frozenset[Name]
-    refusals: Mapping[Name, KvpatchError]
+    ranks: dict[int, Mapping[GeometryName, RemoteRank]]
+    admits: list[Callable[[GeometryName], None]]
+    every: frozenset[GeometryName]
+    possible: frozenset[GeometryName]
+    refusals: Mapping[GeometryName, KvpatchError]
     refusal: KvpatchError | None = None
 
-    def first(self) -> Rank:
+    def first(self) -> RemoteRank:
         """A rank, as any candidate: its regions are the same."""
         return next(iter(next(iter(self.ranks.values())).values()))
 
@@ -97,7 +97,7 @@ class AmbiguousPeer:
 class _Probe:
     engine_id: str
     peer: AmbiguousPeer
-    candidates: Mapping[Name, Rank]
+    candidates: Mapping[GeometryName, RemoteRank]
     request_id: str
     read: StagedRead
     landed: LandedBlocks
@@ -136,19 +136,19 @@ class ContentProver(AmbiguousPeers):
     def add(
         self,
         engine_id: str,
-        candidates: Mapping[Name, Rank],
-        refusals: Mapping[Name, KvpatchError],
-        admit: Callable[[Name], None],
+        candidates: Mapping[GeometryName, RemoteRank],
+        refusals: Mapping[GeometryName, KvpatchError],
+        admit: Callable[[GeometryName], None],
     ) -> None:
         """Books a rank of an engine that has to be proven, or proven anew."""
         self._reports.unsettle(engine_id)
-        stated = next(iter(candidates.values())).statement
+        stated = next(iter(candidates.values())).metadata
         every = frozenset(candidates) | frozenset(refusals)
         known = self._peers.get(engine_id)
         if (
             known is None
             or stated.tp_rank in known.ranks
-            or known.first().statement.tp_size != stated.tp_size
+            or known.first().metadata.tp_size != stated.tp_size
             or known.every != every
         ):
             known = AmbiguousPeer({}, [], every, every, refusals)
@@ -171,7 +171,7 @@ class ContentProver(AmbiguousPeers):
     def engine_ids(self) -> tuple[str, ...]:
         return tuple(self._peers)
 
-    def ranks(self, engine_id: str) -> dict[int, Rank]:
+    def ranks(self, engine_id: str) -> dict[int, RemoteRank]:
         peer = self._peers.get(engine_id)
         if peer is None:
             return {}
@@ -244,7 +244,7 @@ class ContentProver(AmbiguousPeers):
 
     def _candidates_to_sample(
         self, agent: str, request_id: str, engine_id: str
-    ) -> Mapping[Name, Rank] | None:
+    ) -> Mapping[GeometryName, RemoteRank] | None:
         """What the rank of that name may be, where a read of it can prove something."""
         peer = self._peers.get(engine_id)
         is_known = request_id in self._due or request_id in self._samples
@@ -257,7 +257,7 @@ class ContentProver(AmbiguousPeers):
     def _plan(
         self,
         peer: AmbiguousPeer,
-        candidates: Mapping[Name, Rank],
+        candidates: Mapping[GeometryName, RemoteRank],
         request_id: str,
         request: ReadRequest,
     ) -> tuple[LandedBlocks | None, tuple[PromptChunk, ...]]:
@@ -283,7 +283,7 @@ class ContentProver(AmbiguousPeers):
         if not chunks:
             return None, ()
         found = sorted({chunk.block for chunk in chunks})
-        probed = min(max(parts), rank.statement.blocks - 1)
+        probed = min(max(parts), rank.metadata.blocks - 1)
         return LandedBlocks(rank, sampled.planes, found, probed), chunks
 
     def end_step(self) -> None:
@@ -339,15 +339,15 @@ class ContentProver(AmbiguousPeers):
             peer.refusal = peer.refusals[found]
             _LOG.warning("engine %s cannot be read: %s", shown(engine_id), peer.refusal)
             return
-        statement = probe.candidates[found].statement
+        metadata = probe.candidates[found].metadata
         for admit in peer.admits:
             admit(found)
-        block_tokens = (statement.block_tokens or 0) * (statement.kernel_blocks_per_block or 1)
+        block_tokens = (metadata.block_tokens or 0) * (metadata.kernel_blocks_per_block or 1)
         self.settle(engine_id, block_tokens)
-        words = one_line(f"{shown(engine_id)} can be read: it has {statement}")
+        words = one_line(f"{shown(engine_id)} can be read: it has {metadata}")
         _LOG.info("engine %s (%s)", words, seen)
 
-    def _found(self, probe: _Probe, sample: Sample) -> tuple[Name | None, str]:
+    def _found(self, probe: _Probe, sample: Sample) -> tuple[GeometryName | None, str]:
         """(the candidate that is proven, what was seen in words)."""
         sampled, peer = self._sampled, probe.peer
         if sampled is None:

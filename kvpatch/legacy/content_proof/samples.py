@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from kvpatch.connector.handshake.remote_ranks import Rank
+    from kvpatch.connector.handshake.remote_ranks import RemoteRank
     from kvpatch.connector.local.kv_cache_groups import Group
     from kvpatch.connector.local.local_geometry import LocalGeometry
     from kvpatch.connector.local.registered_caches import LayerCache
@@ -127,24 +127,24 @@ class SampledPlanes:
         return self.tensors[plane.layer].dtype
 
 
-def bytes_of_block(rank: Rank, planes: Sequence[Plane]) -> int:
+def bytes_of_block(rank: RemoteRank, planes: Sequence[Plane]) -> int:
     """Of a peer's kernel block, in all regions that hold these planes."""
     regions = {region_of(rank, plane_like(rank, plane)) for plane in planes}
-    return sum(rank.statement.block_bytes[region] for region in regions)
+    return sum(rank.metadata.block_bytes[region] for region in regions)
 
 
-def plane_like(rank: Rank, plane: Plane) -> Plane:
+def plane_like(rank: RemoteRank, plane: Plane) -> Plane:
     """A peer's plane of the layer and content of one of ours."""
     return next(p for p in rank.planes if (p.layer, p.content) == (plane.layer, plane.content))
 
 
-def region_of(rank: Rank, plane: Plane) -> int:
+def region_of(rank: RemoteRank, plane: Plane) -> int:
     """The region of a peer that one of its planes lies in."""
-    statement = rank.statement
+    metadata = rank.metadata
     return next(
         number
         for number, (start, length) in enumerate(
-            zip(statement.addresses, statement.block_bytes, strict=True)
+            zip(metadata.addresses, metadata.block_bytes, strict=True)
         )
         if start <= plane.address < start + length
     )
@@ -161,8 +161,10 @@ class LandedBlocks:
     #: Of a kernel block's beginning: some of its first token's values.
     _PROBE_BYTES = 256
 
-    def __init__(self, rank: Rank, planes: Sequence[Plane], blocks: Sequence[int], probed: int):
-        statement = rank.statement
+    def __init__(
+        self, rank: RemoteRank, planes: Sequence[Plane], blocks: Sequence[int], probed: int
+    ):
+        metadata = rank.metadata
         self._rank = rank
         self._blocks = {block: place for place, block in enumerate(blocks)}
         self._regions = sorted({region_of(rank, plane_like(rank, plane)) for plane in planes})
@@ -174,13 +176,13 @@ class LandedBlocks:
         for region in self._regions:
             self._starts[region] = sum(length)
             for block in blocks:
-                address.append(statement.addresses[region] + block * statement.stride_bytes[region])
-                length.append(statement.block_bytes[region])
+                address.append(metadata.addresses[region] + block * metadata.stride_bytes[region])
+                length.append(metadata.block_bytes[region])
         for region in self._regions:
             for block in range(1, probed + 1):
-                size = min(self._PROBE_BYTES, statement.block_bytes[region])
+                size = min(self._PROBE_BYTES, metadata.block_bytes[region])
                 self._probes.append((block, sum(length), size))
-                address.append(statement.addresses[region] + block * statement.stride_bytes[region])
+                address.append(metadata.addresses[region] + block * metadata.stride_bytes[region])
                 length.append(size)
         lengths = np.array(length, dtype=np.int64)
         offsets = np.cumsum(lengths) - lengths
@@ -212,7 +214,7 @@ class LandedBlocks:
         found = next((block for block in sorted(written) if any(written[block])), None)
         return found if found is not None and all(written[found]) else None
 
-    def tokens(self, rank: Rank, ours: Plane) -> tuple[Bytes, npt.NDArray[np.int64], Plane]:
+    def tokens(self, rank: RemoteRank, ours: Plane) -> tuple[Bytes, npt.NDArray[np.int64], Plane]:
         """([token, head, channel, byte], byte offset of each (token, head), plane) of all blocks.
 
         Args:
@@ -220,11 +222,11 @@ class LandedBlocks:
         """
         plane = plane_like(rank, ours)
         region = region_of(rank, plane)
-        statement = rank.statement
-        length, blocks = statement.block_bytes[region], len(self._blocks)
+        metadata = rank.metadata
+        length, blocks = metadata.block_bytes[region], len(self._blocks)
         shown = replace(
             plane,
-            address=self._starts[region] + plane.address - statement.addresses[region],
+            address=self._starts[region] + plane.address - metadata.addresses[region],
             strides_bytes=plane.strides_bytes._replace(block=length),
             counts=plane.counts._replace(blocks=blocks),
         )
