@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpatch.connector.state import WorkerState, worker_state
 from kvpatch.verify.caches import LayerCache, layer_caches
 from kvpatch.verify.probe import CacheProbe
+
+if TYPE_CHECKING:
+    from kvpatch.connector.state import WorkerState
 
 
 class LabProbe(CacheProbe):
@@ -39,6 +41,8 @@ class LabProbe(CacheProbe):
 def _states() -> list[WorkerState]:
     """Of this process's connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    from kvpatch.connector.state import worker_state
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
     connectors = getattr(group, "_connectors", None) or (group,)
