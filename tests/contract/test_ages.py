@@ -21,7 +21,7 @@ class OldResults(UserWarning):
     """The code has changed since results were played."""
 
 
-@pytest.mark.parametrize("age", ages.ages(), ids=lambda age: age.name)
+@pytest.mark.parametrize("age", list(ages.ages()), ids=lambda age: age.name)
 def test_results_are_of_this_code(age: ages.Age) -> None:
     if age.commits != 0:
         warnings.warn(str(age), OldResults, stacklevel=1)
