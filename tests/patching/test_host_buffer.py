@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from kvpatch.connector.host_buffer.policy import (
     refuse_shares,
 )
 from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
-from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, saves_of_step
 from kvpatch.connector.host_buffer.usage_log import UsageLog
 from kvpatch.connector.host_buffer.worker import is_own
 from kvpatch.connector.host_buffer_links import put_back
@@ -212,6 +213,71 @@ def test_a_request_without_vllms_own_scheduler_is_refused() -> None:
         HostBufferScheduler(FACTS["0.33.0"]).admit(
             SimpleNamespace(request_id="r", num_prompt_tokens=1, max_tokens=1)
         )
+
+
+class _Core:
+    """Stands in for vLLM's scheduler: requests of two blocks of 16 tokens, and blocks' hashes."""
+
+    def __init__(self, blocks: int) -> None:
+        group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_tensors=[SimpleNamespace(size=blocks << 10)],
+            num_blocks=blocks,
+            kv_cache_groups=[group],
+        )
+        pool = SimpleNamespace(blocks=[SimpleNamespace(block_hash=None) for _ in range(blocks)])
+        tables = SimpleNamespace(block_pool=pool, get_block_ids=lambda name: (self.held[name],))
+        self.kv_cache_manager, self.num_lookahead_tokens = tables, 0
+        self.requests: dict[str, Any] = {}
+        self.held: dict[str, list[int]] = {}
+
+    def saved(
+        self, saves: HostBufferScheduler, name: str, blocks: list[int], *, computed: int = 0
+    ) -> set[int]:
+        """The device's blocks that are copied for a request, `computed` tokens of which it has."""
+        self.held[name] = blocks
+        request = self.requests[name] = SimpleNamespace(
+            request_id=name,
+            num_prompt_tokens=16 * len(blocks),
+            max_tokens=1,
+            num_computed_tokens=computed,
+            kv_transfer_params={"do_remote_decode": True},
+        )
+        for block in blocks:  # as it is scheduled: full blocks are hashed
+            self.kv_cache_manager.block_pool.blocks[block].block_hash = self.content[block]
+        assert saves.admit(request)
+        step = SimpleNamespace(num_scheduled_tokens={name: request.num_prompt_tokens - computed})
+        metadata = SimpleNamespace(reqs_to_recv={})
+        saves.plan(step, metadata)
+        found = saves_of_step(metadata)
+        return set() if found is None else set(found.blocks)
+
+    content: Mapping[int, str | None] = {1: "a", 2: "b", 3: "c"}
+
+
+def test_what_another_connector_has_written_is_saved_again() -> None:
+    """A MultiConnector's may load into a block whose host block holds what was there before."""
+    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
+    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    assert core.saved(saves, "first", [1, 2]) == {1, 2}
+    saves.release("first")
+    assert core.saved(saves, "hit", [1, 3], computed=16) == {3}, "a prefix hit"
+    saves.release("hit")
+
+    core.content = {1: "other", 2: "b", 3: "c"}  # loaded, and not computed here
+    assert core.saved(saves, "loaded", [1, 2], computed=16) == {1, 2}
+
+
+@pytest.mark.parametrize("content", [None, "other"])
+def test_a_block_that_was_partly_filled_is_saved_again(content: str | None) -> None:
+    core, saves = _Core(8), HostBufferScheduler(FACTS["0.20.1"])
+    saves.link(core, SimpleNamespace(_is_hma_required=False))
+    core.content = {1: "a", 2: None}
+    assert core.saved(saves, "first", [1, 2]) == {1, 2}
+    saves.release("first")
+
+    core.content = {1: "a", 2: content, 3: "c"}
+    assert core.saved(saves, "loaded", [1, 2, 3], computed=32) == {2, 3}
 
 
 # --- what the log says of host blocks ----------------------------------------------------

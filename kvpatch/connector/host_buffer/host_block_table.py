@@ -124,6 +124,12 @@ class HostBlockTable:
             if host_block in self._idle:
                 self._idle.move_to_end(host_block, last=False)
 
+    def not_held(self, request_id: str, blocks: Iterable[int]) -> list[int]:
+        """Those that no host block of a request's holds."""
+        request = self._requests.get(request_id)
+        held = request.held if request is not None else {}
+        return [block for block in blocks if block not in held]
+
     def save(self, request_id: str, blocks: Iterable[int]) -> list[tuple[int, int]]:
         """Gives a request a host block for each of these blocks.
 

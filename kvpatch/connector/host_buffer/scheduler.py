@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -70,6 +70,8 @@ class HostBufferScheduler:
         #: Why requests that are not over yet are not saved.
         self._refusals: dict[str, str] = {}
         self._groups: tuple[PublishedGroup, ...] = ()
+        #: By block of the device, the hash of what was saved of it; None of one not full.
+        self._saved_hashes: dict[int, Any] = {}
         self._usage = UsageLog()
 
     @property
@@ -173,10 +175,14 @@ class HostBufferScheduler:
             is_last |= end >= request.num_prompt_tokens
             for group, blocks in zip(self._groups, tables, strict=True):
                 ready = group.ready(blocks, end, request.num_prompt_tokens)
+                self._forget_loaded(core, request.request_id, ready)
                 try:
-                    pairs += self._table.save(request.request_id, ready)
+                    found = self._table.save(request.request_id, ready)
                 except NotReserved as error:  # it is not published then
                     _LOG.error("%s", error)
+                else:
+                    self._saved_hashes |= {block: _hash_of(core, block) for block, _ in found}
+                    pairs += found
         if pairs or is_last:
             copies = StepSaves(
                 tuple(block for block, _ in pairs),
@@ -186,6 +192,17 @@ class HostBufferScheduler:
             )
             setattr(metadata, _ATTRIBUTE, copies)
         self._usage.look(self._table)
+
+    def _forget_loaded(self, core: Any, request_id: str, blocks: Iterable[int]) -> None:
+        """Forgets what host blocks hold of blocks that have got other content unseen.
+
+        Of a MultiConnector's another one may have loaded it, which no step computes. What a
+        request holds already is its own, and what is hit of others' has the hash that it had.
+        """
+        strange = self.table.not_held(request_id, blocks)
+        found = ((block, _hash_of(core, block)) for block in strange)
+        saved = self._saved_hashes
+        self.table.written(b for b, now in found if now is None or saved.get(b) != now)
 
     def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
         found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request_id)
@@ -254,6 +271,11 @@ class HostBufferScheduler:
         if self._table is not None:
             self._table.release(request_id)
             self._usage.look(self._table)
+
+
+def _hash_of(core: Any, block: int) -> Any:
+    """Of what a block holds, by vLLM's prefix cache; None where it has none of it."""
+    return core.kv_cache_manager.block_pool.blocks[block].block_hash
 
 
 def tokens_to_compute(request: Any) -> int:
