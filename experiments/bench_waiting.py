@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpatch.geometry import Chunk, Memory, Placement
-from kvpatch.geometry.plan import Plan
+from kvpatch.geometry.direct_plan import Plan
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from kvpatch.connector.divided_block_handles import blocks_undivided
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.connector.handshake.compatibility import (
     Decision,
@@ -45,7 +46,6 @@ from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
-from kvpatch.connector.split_handles import blocks_undivided
 from kvpatch.connector.state import WorkerState, worker_state
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
-from kvpatch.connector.handles import agents_beside, ranks_of, unlike_engine_of
+from kvpatch.connector.divided_block_handles import watch_divided_blocks
 from kvpatch.connector.handshake.cross_layer_form import places_digest
 from kvpatch.connector.handshake.remote_states import places_of_states
 from kvpatch.connector.handshake.split_kv import kv_split_of
@@ -28,8 +28,8 @@ from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
 from kvpatch.connector.reading.reader import Destination, Reader
 from kvpatch.connector.reading.worker_staging_pool import staging_pool
-from kvpatch.connector.split_handles import watch_split_handles
 from kvpatch.connector.state import worker_state
+from kvpatch.connector.transfer_handles import agents_beside, heterogeneous_engine_of, ranks_of
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import places_of
@@ -76,10 +76,10 @@ def attach_reader(
             agent,
             reader,
             partial(ranks_of, worker),
-            partial(unlike_engine_of, worker),
+            partial(heterogeneous_engine_of, worker),
             partial(agents_beside, worker),
         )
-        watch_split_handles(worker, release.facts)
+        watch_divided_blocks(worker, release.facts)
         release.admit_larger_blocks()
     if prove_peers is not None:
         prove_peers(worker)

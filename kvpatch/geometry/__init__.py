@@ -7,13 +7,6 @@ of content of one layer of it; a plan is a list of byte runs between two sets of
 from __future__ import annotations
 
 from kvpatch.core.errors import UnpairableBlocks, UnplannableCopy, UnreadableGeometry
-from kvpatch.geometry.chunks import (
-    Chunk,
-    Placement,
-    Share,
-    plan_chunks,
-)
-from kvpatch.geometry.costs import DEVICE_MEMORY, HOST_MEMORY, Costs, is_direct
 from kvpatch.geometry.cross_layer_blocks import (
     LAYER_AXES,
     CrossLayerBlocks,
@@ -25,7 +18,10 @@ from kvpatch.geometry.cross_layer_blocks import (
     read_packed_groups,
     shares_place,
 )
-from kvpatch.geometry.layout import (
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
+from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
     LAYER_BY_LAYER,
@@ -35,7 +31,6 @@ from kvpatch.geometry.layout import (
     PACKED_HND,
     PACKED_NHD,
     Axes,
-    Axis,
     DenseBlocks,
     InnerLayout,
     are_split,
@@ -48,12 +43,10 @@ from kvpatch.geometry.layout import (
     row_bytes,
 )
 from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.order import DimensionOrder, KeyOrder
 from kvpatch.geometry.overlap import Overlap, overlaps_of
-from kvpatch.geometry.plan import Plan, plan_runs
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.plane_copies import check_whole, missing_heads
-from kvpatch.geometry.read import read_planes
+from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.segments import (
     BlockList,
     Segments,
@@ -61,15 +54,14 @@ from kvpatch.geometry.segments import (
     pair_blocks,
     uncovered_tail,
 )
-from kvpatch.geometry.tensor import TensorFacts, extent_bytes
+from kvpatch.geometry.staged_plan import Chunk, Placement, Share, plan_chunks
+from kvpatch.geometry.tensor_facts import TensorFacts, extent_bytes
 
 __all__ = [
     "Axes",
-    "Axis",
     "BY_COLUMN",
     "BlockList",
     "Content",
-    "Costs",
     "Counts",
     "CrossLayerBlocks",
     "Overlap",

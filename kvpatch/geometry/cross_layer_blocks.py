@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.layout import (
+from kvpatch.geometry.layout_strides import (
     HND,
     NHD,
     PACKED_HND,
@@ -67,7 +67,7 @@ def read_cross_layer_blocks(
         order: in which they are to follow one another; None for that of their numbers.
 
     Raises:
-        UnreadableGeometry: their parts overlap, leave gaps, are strided in unlike or
+        UnreadableGeometry: their parts overlap, leave gaps, are strided in several or
             unknown ways, or follow one another in another order.
     """
     names = sorted(layers, key=lambda name: layers[name][0].address)

@@ -10,54 +10,54 @@ from typing import NamedTuple
 
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.plane_copies import Copy, copies_between
-from kvpatch.geometry.tensor import extent_bytes
+from kvpatch.geometry.tensor_facts import extent_bytes
 
 ALIGNMENT_BYTES = 64
-"""Slots begin at multiples of it, so that a copy can move wide units."""
+"""Spans in the buffer begin at multiples of it, so that a copy can move wide units."""
 
 WORTH_A_RUN_BYTES = 16 * 1024
-"""Reading as many unwanted bytes takes as long as posting another run (costs.py)."""
+"""Reading as many unwanted bytes takes as long as posting another run (direct_or_staged.py)."""
 
 Region = Sequence[Plane]
 """Planes of one layer and rank whose blocks lie inside one another: read together."""
 
 
-class Slots(NamedTuple):
-    """How a piece of one region's blocks lies in the buffer.
+class StagedSpan(NamedTuple):
+    """A span of every block of one remote region, and how it lies in the staging buffer.
 
     Attributes:
-        address: of the piece's first byte in block 0.
+        address: of the span's first byte in block 0.
         block_stride: from one remote block to the next.
-        span_bytes: of the piece.
-        slot_bytes: from one block to the next in the buffer.
+        span_bytes: of the span.
+        staged_bytes: from one block to the next in the buffer.
         copies: to be made out of it.
     """
 
     address: int
     block_stride: int
     span_bytes: int
-    slot_bytes: int
+    staged_bytes: int
     copies: tuple[Copy, ...]
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """One remote region and our planes of its layer: the pieces of a block that are wanted."""
+    """One remote region and our planes of its layer: the spans of a block that are wanted."""
 
     layer: str
-    slots: tuple[Slots, ...]
+    spans: tuple[StagedSpan, ...]
 
     @cached_property
     def shape(self) -> Hashable:
         """The same for two regions that differ in addresses only."""
         return tuple(
-            (slots.span_bytes, tuple(copy.strides for copy in slots.copies)) for slots in self.slots
+            (span.span_bytes, tuple(copy.strides for copy in span.copies)) for span in self.spans
         )
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
         """All copies out of the region."""
-        return tuple(copy for slots in self.slots for copy in slots.copies)
+        return tuple(copy for span in self.spans for copy in span.copies)
 
     @property
     def is_whole(self) -> bool:
@@ -65,9 +65,9 @@ class Overlap:
         return any(copy.local.is_whole for copy in self.copies)
 
     @property
-    def slot_bytes(self) -> int:
+    def staged_bytes(self) -> int:
         """The least buffer that a staged copy can do with."""
-        return max(slots.slot_bytes for slots in self.slots)
+        return max(span.staged_bytes for span in self.spans)
 
 
 def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tuple[Overlap, ...]:
@@ -82,14 +82,14 @@ def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tup
     found = []
     for region in regions:
         layer = region[0].layer
-        slots = _slots(region, ours[layer])
-        if slots:
-            found.append(Overlap(layer, slots))
+        spans = _staged_spans(region, ours[layer])
+        if spans:
+            found.append(Overlap(layer, spans))
     return tuple(found)
 
 
-def _slots(region: Region, local_planes: Sequence[Plane]) -> tuple[Slots, ...]:
-    """Wanted bytes that lie close together are one piece, with what is between them."""
+def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[StagedSpan, ...]:
+    """Wanted bytes that lie close together are one span, with what is between them."""
     pieces: list[tuple[int, int, list[Copy]]] = []
     for copy in sorted(copies_between(region, local_planes), key=lambda copy: copy.remote_address):
         start, end = copy.remote_address, copy.remote_address + _block_extent_bytes(copy)
@@ -99,7 +99,7 @@ def _slots(region: Region, local_planes: Sequence[Plane]) -> tuple[Slots, ...]:
         else:
             pieces.append((start, end, [copy]))
     return tuple(
-        Slots(
+        StagedSpan(
             start,
             region[0].strides_bytes.block,
             end - start,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.tensor import axes_nest, extent_bytes
+from kvpatch.geometry.tensor_facts import axes_nest, extent_bytes
 
 _END_OF_ADDRESSES = 2**63 - 1
 """Plans count bytes in signed 64-bit integers."""
@@ -57,7 +57,7 @@ class Plane:
     Attributes:
         address: of item (0, 0, 0, 0).
         item_bytes: bytes of one item.
-        first_head: the global number of the plane's head 0, so that planes of unlike
+        first_head: the global number of the plane's head 0, so that planes of other
             tensor-parallel ranks can be matched; 0 where the content has no heads.
         is_whole: whether a block is no rows of tokens, but one thing that moves whole: its bytes
             stand for its tokens all together.

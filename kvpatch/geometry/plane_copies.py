@@ -15,7 +15,7 @@ from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Content, Plane
 
 
-class Axis(NamedTuple):
+class CopyAxis(NamedTuple):
     """``size`` steps of so many bytes on each side."""
 
     size: int
@@ -31,9 +31,9 @@ class CopyStrides(NamedTuple):
     """
 
     item_bytes: int
-    block: Axis
-    token: Axis
-    inner: tuple[Axis, ...]
+    block: CopyAxis
+    token: CopyAxis
+    inner: tuple[CopyAxis, ...]
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
         local.address + (start_head - local.first_head) * ours.head,
         CopyStrides(
             item_bytes=local.item_bytes,
-            block=Axis(local.counts.blocks, theirs.block, ours.block),
-            token=Axis(local.counts.block_tokens, theirs.token, ours.token),
+            block=CopyAxis(local.counts.blocks, theirs.block, ours.block),
+            token=CopyAxis(local.counts.block_tokens, theirs.token, ours.token),
             inner=(
-                Axis(local.counts.channels, theirs.channel, ours.channel),
-                Axis(end_head - start_head, theirs.head, ours.head),
+                CopyAxis(local.counts.channels, theirs.channel, ours.channel),
+                CopyAxis(end_head - start_head, theirs.head, ours.head),
             ),
         ),
     )
@@ -176,7 +176,7 @@ def _fused(keys: Copy, values: Copy) -> Copy | None:
     if min(apart) <= 0 or ours._replace(inner=()) != theirs._replace(inner=()):
         return None
     if keys.remote.counts[::2] != values.remote.counts[::2] or len(ours.inner) > 2:
-        return None  # unlike blocks or block_tokens: each needs a check of its own
+        return None  # other blocks or block_tokens: each needs a check of its own
     (channel, head), (value_channel, value_head) = ours.inner, theirs.inner
     if head != value_head or channel[1:] != value_channel[1:]:
         return None
@@ -187,12 +187,12 @@ def _fused(keys: Copy, values: Copy) -> Copy | None:
         return replace(keys, strides=ours._replace(inner=(wide, head)))
     if channel.size != value_channel.size:
         return None
-    return replace(keys, strides=ours._replace(inner=(channel, head, Axis(2, *apart))))
+    return replace(keys, strides=ours._replace(inner=(channel, head, CopyAxis(2, *apart))))
 
 
 def contiguous(
-    strides: CopyStrides, tokens: int, inner: Sequence[Axis] | None = None
-) -> tuple[int, list[Axis]]:
+    strides: CopyStrides, tokens: int, inner: Sequence[CopyAxis] | None = None
+) -> tuple[int, list[CopyAxis]]:
     """(bytes that are contiguous on both sides, the axes that step from run to run).
 
     Of one segment of so many tokens; ``inner`` is all of the copy's inner axes unless

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry.layout import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
+from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS, NAMED_LAYOUTS
 
 
 @dataclass(frozen=True, order=True)

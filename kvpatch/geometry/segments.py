@@ -78,7 +78,7 @@ class Numbers:
         return tuple(steps) if min(steps) >= 0 and np.array_equal(ids, even) else None
 
 
-class Kind(NamedTuple):
+class SegmentKind(NamedTuple):
     """Segments that differ in their blocks only; evenly spaced parts of one block together.
 
     Blocks of 128 tokens that become blocks of 32 are one kind of 4 parts, not 4 kinds. The
@@ -116,7 +116,7 @@ class Segments:
         return int(self.tokens.size)
 
     @cached_property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[SegmentKind, ...]:
         """The segments by what they have in common beside their blocks."""
         if not len(self):
             return ()
@@ -126,7 +126,7 @@ class Segments:
         chosen = (kind == number if first.size > 1 else slice(None) for number in range(first.size))
         return _in_parts(
             [
-                Kind(
+                SegmentKind(
                     int(self.remote_offset[at]),
                     int(self.local_offset[at]),
                     int(self.tokens[at]),
@@ -166,7 +166,7 @@ class Segments:
         )
 
 
-def _in_parts(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+def _in_parts(kinds: Sequence[SegmentKind]) -> tuple[SegmentKind, ...]:
     """Kinds that lie evenly apart in the same blocks of one side, as one."""
     if len(kinds) == 1:
         return tuple(kinds)
@@ -180,9 +180,9 @@ def _in_parts(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
     )
 
 
-def _grouped(kinds: Sequence[Kind], side: int) -> list[list[Kind]]:
+def _grouped(kinds: Sequence[SegmentKind], side: int) -> list[list[SegmentKind]]:
     """Neighbours that are parts of the same blocks of a side: 0 for remote, 1 for local."""
-    groups: list[list[Kind]] = []
+    groups: list[list[SegmentKind]] = []
     for kind in kinds:
         if groups and _continues(groups[-1], kind, side):
             groups[-1].append(kind)
@@ -191,7 +191,7 @@ def _grouped(kinds: Sequence[Kind], side: int) -> list[list[Kind]]:
     return groups
 
 
-def _continues(group: Sequence[Kind], kind: Kind, side: int) -> bool:
+def _continues(group: Sequence[SegmentKind], kind: SegmentKind, side: int) -> bool:
     last, other = group[-1], 1 - side
     places = [_places(kind)[side] for kind in (*group[-2:], kind)]
     return (
@@ -201,15 +201,15 @@ def _continues(group: Sequence[Kind], kind: Kind, side: int) -> bool:
     )
 
 
-def _places(kind: Kind) -> tuple[int, int]:
+def _places(kind: SegmentKind) -> tuple[int, int]:
     return kind.remote_offset, kind.local_offset
 
 
-def _numbers(kind: Kind, side: int) -> Int64Array:
+def _numbers(kind: SegmentKind, side: int) -> Int64Array:
     return (kind.local if side else kind.remote).ids
 
 
-def _as_parts(group: Sequence[Kind], side: int) -> Kind:
+def _as_parts(group: Sequence[SegmentKind], side: int) -> SegmentKind:
     first = group[0]
     if len(group) == 1:
         return first

@@ -16,7 +16,7 @@ from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry.tensor import axes_nest, extent_bytes
+from kvpatch.geometry.tensor_facts import axes_nest, extent_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -25,7 +25,7 @@ from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.text import one_line
 from kvpatch.geometry import overlaps_of, plan_chunks, plan_runs
-from kvpatch.geometry.layout import NAMED_LAYOUTS
+from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 
 from .test_remote_geometry import ours_of, regions_of
 

@@ -31,7 +31,7 @@ from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
-from kvpatch.geometry.layout import NAMED_LAYOUTS
+from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 from .release_workers import reading, worker_of

@@ -72,7 +72,7 @@ class World:
         layers = dict.fromkeys(plane.layer for plane in remote)
         overlaps = overlaps_of([[p for p in remote if p.layer == layer] for layer in layers], local)
         segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
-        least = max(overlap.slot_bytes for overlap in overlaps)
+        least = max(overlap.staged_bytes for overlap in overlaps)
         chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes))
         caches = Caches(dict.fromkeys(layers, self.target))
         return StagedRead(

@@ -235,7 +235,7 @@ def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     regions = peer_regions(local.geometry, peer)
     states = states_of_peer(local.geometry, peer)
     overlaps = overlaps_of(regions, local.planes)
-    largest = max((overlap.slot_bytes for overlap in overlaps), default=0)
+    largest = max((overlap.staged_bytes for overlap in overlaps), default=0)
     if local.staging_bytes is not None and largest > local.staging_bytes:
         raise PeerRefused(
             f"one of its blocks takes {largest} bytes of staging pool, which has "

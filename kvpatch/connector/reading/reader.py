@@ -355,7 +355,7 @@ class Reader:
     def _is_direct(self, overlap: Overlap, share: Share) -> bool:
         if self.mode != "auto":
             return self.mode == "direct"
-        if overlap.slot_bytes > self.pool.size_bytes:
+        if overlap.staged_bytes > self.pool.size_bytes:
             return True
         costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
         return is_direct(overlap, share.segments, costs)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch.geometry.plane_copies import (
-    Axis,
     Copy,
+    CopyAxis,
     CopyStrides,
     contiguous,
 )
-from kvpatch.geometry.reach import check_reach, reach_of
+from kvpatch.geometry.segment_bounds import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 
 
@@ -115,21 +115,21 @@ def _written(lots: Sequence[_Lot]) -> _Runs:
     return found
 
 
-def _outside_blocks(strides: CopyStrides) -> tuple[list[Axis], list[Axis]]:
+def _outside_blocks(strides: CopyStrides) -> tuple[list[CopyAxis], list[CopyAxis]]:
     """Inner axes that step over blocks here (heads of LHBNC, far values), and the rest.
 
     The former are walked outside the segments, so that neighbouring blocks are
     neighbours in the list of runs and merge.
     """
-    outside: list[Axis] = []
-    inside: list[Axis] = []
+    outside: list[CopyAxis] = []
+    inside: list[CopyAxis] = []
     for axis in strides.inner:
         steps_over = strides.block.size > 1 and axis.local_stride > strides.block.local_stride
         (outside if steps_over else inside).append(axis)
     return outside, inside
 
 
-def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[Axis]) -> _Runs:
+def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[CopyAxis]) -> _Runs:
     """Runs of every segment, in the order of the segments, from address 0 on each side."""
     remote = (
         segments.remote_block * strides.block.remote_stride
@@ -159,14 +159,14 @@ def _relative_runs(segments: Segments, strides: CopyStrides, inside: Sequence[Ax
     return result
 
 
-def _segment_runs(strides: CopyStrides, inside: Sequence[Axis], tokens: int) -> _Runs:
+def _segment_runs(strides: CopyStrides, inside: Sequence[CopyAxis], tokens: int) -> _Runs:
     """Runs of one segment: as long as both sides are contiguous, then one per step."""
     length, left = contiguous(strides, tokens, inside)
     steps = _offsets(left)
     return _Runs(steps.remote, steps.local, np.full(steps.remote.size, length, dtype=np.int64))
 
 
-def _offsets(axes: Sequence[Axis]) -> _Runs:
+def _offsets(axes: Sequence[CopyAxis]) -> _Runs:
     """Byte offsets of every step of the axes, ascending on the local side; no lengths."""
     remote = local = np.zeros(1, dtype=np.int64)
     for axis in sorted(axes, key=lambda axis: -axis.local_stride):

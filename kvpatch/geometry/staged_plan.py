@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.overlap import Overlap, Slots
+from kvpatch.geometry.overlap import Overlap, StagedSpan
 from kvpatch.geometry.plane_copies import CopyStrides
-from kvpatch.geometry.reach import check_reach, reach_of
+from kvpatch.geometry.segment_bounds import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 
 
@@ -37,7 +37,7 @@ class Placement:
         staging_offset: of the copy's first item, from the start of the chunk's buffer.
         local_address: of its first item in the cache.
         strides: those of the buffer stand as the remote ones.
-        segments: ``remote_block`` counts the slots of the buffer.
+        segments: ``remote_block`` counts the spans in the buffer.
     """
 
     layer: str
@@ -87,27 +87,27 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -
             continue
         blocks = _Blocks.of(share.segments)
         reach = reach_of(share.segments)
-        for slots in (slots for overlap in share.overlaps for slots in overlap.slots):
-            for copy in slots.copies:
+        for span in (span for overlap in share.overlaps for span in overlap.spans):
+            for copy in span.copies:
                 check_reach(reach, copy)
-            if fixed is not None and slots.slot_bytes > fixed:
+            if fixed is not None and span.staged_bytes > fixed:
                 raise UnplannableCopy(
-                    f"expected a buffer of at least {slots.slot_bytes} bytes, which one remote "
+                    f"expected a buffer of at least {span.staged_bytes} bytes, which one remote "
                     f"block needs, found {fixed}"
                 )
-            strides = _in_buffer(slots)
+            strides = _in_buffer(span)
             first = 0
             while first < blocks.count:
                 # In equal parts, so that all regions have the same ones: each is worked out once.
                 left = blocks.count - first
-                count = -(-left // -(-left // max(1, limit // slots.slot_bytes)))
-                if parts and used + count * slots.slot_bytes > limit:
+                count = -(-left // -(-left // max(1, limit // span.staged_bytes)))
+                if parts and used + count * span.staged_bytes > limit:
                     yield _chunk(parts)
                     parts, used = [], 0
                     limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
                     continue
-                parts.append(_part(slots, strides, blocks, first, first + count, used))
-                used += count * slots.slot_bytes
+                parts.append(_part(span, strides, blocks, first, first + count, used))
+                used += count * span.staged_bytes
                 first += count
     if parts:
         yield _chunk(parts)
@@ -149,24 +149,23 @@ class _Blocks:
             self.known[first, end] = self._part(first, end)
         return self.known[first, end]
 
-    def runs(self, first: int, end: int, slots: Slots) -> _Runs:
+    def runs(self, first: int, end: int, span: StagedSpan) -> _Runs:
         """What is read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
-        key = (first, end, slots.block_stride, slots.span_bytes, slots.slot_bytes)
+        key = (first, end, span.block_stride, span.span_bytes, span.staged_bytes)
         if key not in self.known_runs:
-            self.known_runs[key] = self._runs(first, end, slots)
+            self.known_runs[key] = self._runs(first, end, span)
         return self.known_runs[key]
 
-    def _runs(self, first: int, end: int, slots: Slots) -> _Runs:
-        remote = self.block[first:end] * slots.block_stride
-        span, slot_bytes = slots.span_bytes, slots.slot_bytes
+    def _runs(self, first: int, end: int, span: StagedSpan) -> _Runs:
+        remote = self.block[first:end] * span.block_stride
         starts = np.empty(end - first, dtype=np.bool_)
         starts[0] = True
         # Blocks in a row are one run where they touch in the buffer too.
-        np.not_equal(remote[:-1] + span, remote[1:], out=starts[1:])
-        starts[1:] |= span != slot_bytes
+        np.not_equal(remote[:-1] + span.span_bytes, remote[1:], out=starts[1:])
+        starts[1:] |= span.span_bytes != span.staged_bytes
         begins = np.flatnonzero(starts)
         blocks = np.diff(begins, append=end - first)
-        return _Runs(remote[begins], begins * slot_bytes, blocks * span)
+        return _Runs(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
 
     def _part(self, first: int, end: int) -> Segments:
         bounds = self.first_segment[first : end + 1]
@@ -194,16 +193,16 @@ class _Part(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-def _in_buffer(slots: Slots) -> tuple[CopyStrides, ...]:
-    """How each copy is strided once its blocks lie in slots."""
+def _in_buffer(span: StagedSpan) -> tuple[CopyStrides, ...]:
+    """How each copy is strided once its blocks lie in the buffer."""
     return tuple(
-        copy.strides._replace(block=copy.strides.block._replace(remote_stride=slots.slot_bytes))
-        for copy in slots.copies
+        copy.strides._replace(block=copy.strides.block._replace(remote_stride=span.staged_bytes))
+        for copy in span.copies
     )
 
 
 def _part(
-    slots: Slots,
+    span: StagedSpan,
     strides: tuple[CopyStrides, ...],
     blocks: _Blocks,
     first: int,
@@ -211,23 +210,23 @@ def _part(
     at: int,
 ) -> _Part:
     """Blocks ``first`` to ``end`` of a region, from byte ``at`` of the buffer on."""
-    runs = blocks.runs(first, end, slots)
+    runs = blocks.runs(first, end, span)
     segments = blocks.part(first, end)
     placements = tuple(
         Placement(
             layer=copy.local.layer,
-            staging_offset=at + copy.remote_address - slots.address,
+            staging_offset=at + copy.remote_address - span.address,
             local_address=copy.local_address,
             strides=strides_in_buffer,
             segments=segments,
         )
-        for copy, strides_in_buffer in zip(slots.copies, strides, strict=True)
+        for copy, strides_in_buffer in zip(span.copies, strides, strict=True)
     )
     return _Part(
-        slots.address + runs.remote,
+        span.address + runs.remote,
         at + runs.offset,
         runs.length,
-        at + (end - first) * slots.slot_bytes,
+        at + (end - first) * span.staged_bytes,
         placements,
     )
 

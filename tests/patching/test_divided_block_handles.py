@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.split_handles import blocks_undivided, watch_split_handles
+from kvpatch.connector.divided_block_handles import blocks_undivided, watch_divided_blocks
 from kvpatch.core.releases import FACTS
 
 pytestmark = pytest.mark.patching
@@ -24,7 +24,7 @@ def _handshake(worker, ratio, made):
 
 def test_of_a_peer_that_is_read_by_us_none_are_made_and_of_a_like_one_all():
     worker = SimpleNamespace(src_xfer_handles_by_tp_ratio={})
-    watch_split_handles(worker, DIVIDES)
+    watch_divided_blocks(worker, DIVIDES)
     with blocks_undivided(worker):
         _handshake(worker, -2, "unlike")
         other = threading.Thread(target=_handshake, args=(worker, -4, "like"))
@@ -39,14 +39,14 @@ def test_of_a_peer_that_is_read_by_us_none_are_made_and_of_a_like_one_all():
 
 def test_registering_again_keeps_what_is_there():
     worker = SimpleNamespace(src_xfer_handles_by_tp_ratio={-2: ["like"]})
-    watch_split_handles(worker, DIVIDES)
+    watch_divided_blocks(worker, DIVIDES)
     table = worker.src_xfer_handles_by_tp_ratio
-    watch_split_handles(worker, DIVIDES)
+    watch_divided_blocks(worker, DIVIDES)
     assert worker.src_xfer_handles_by_tp_ratio is table == {-2: ["like"]}
 
 
 def test_a_release_without_such_a_table():
     worker = SimpleNamespace()
-    watch_split_handles(worker, FACTS["0.13.0"])
+    watch_divided_blocks(worker, FACTS["0.13.0"])
     with blocks_undivided(worker):
         assert not hasattr(worker, "src_xfer_handles_by_tp_ratio")

@@ -34,7 +34,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     return (agent,)
 
 
-def unlike_engine_of(worker: Any, handle: Any) -> str | None:
+def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
     reader = worker_state(worker).reader
     # Handshakes add to both.

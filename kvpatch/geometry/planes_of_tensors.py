@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.order import DimensionOrder, KeyOrder
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.tensor import TensorFacts, axes_nest, extent_bytes
+from kvpatch.geometry.tensor_facts import TensorFacts, axes_nest, extent_bytes
 
 
 def read_planes(

@@ -28,7 +28,7 @@ from kvpatch.geometry import (
 from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
 
 from .reference import slow_copy
-from .test_plan import SOURCE, TARGET, Side, head_ranges, noise, transfers
+from .test_direct_plan import SOURCE, TARGET, Side, head_ranges, noise, transfers
 
 pytestmark = pytest.mark.geometry
 
@@ -101,7 +101,7 @@ def test_any_two_geometries_in_rounds(drawn: Any, together: bool, more_blocks: i
     source, expected = expected_of(remote, local, range(first, end))
     segments = pair_blocks(remote.blocks, local.blocks, first, end)
     overlaps = overlaps_of(regions_of(remote.planes, together), local.planes)
-    least = max(overlap.slot_bytes for overlap in overlaps)
+    least = max(overlap.staged_bytes for overlap in overlaps)
     for limit in (least + more_blocks * 64, WHOLE):
         chunks = chunks_of(remote, local, segments, together, limit)
         assert all(planned.buffer_bytes <= limit for planned in chunks)

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.order import KeyOrder
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 
 Axis = Literal["layer", "kv", "block", "head", "token", "channel"]
@@ -95,13 +95,13 @@ def dense_strides(
         channels: of each content, which `kv` steps over.
 
     Raises:
-        UnreadableGeometry: contents of unlike width where they are not packed.
+        UnreadableGeometry: contents of several widths where they are not packed.
     """
     is_packed = tuple(axes[-2:]) == ("kv", "channel")
     if len(set(channels)) > 1 and not is_packed:
         raise UnreadableGeometry(
             f"axes {'-'.join(axes)}: expected keys and values of one width, found "
-            f"{tuple(channels)}; only packed layouts hold unlike ones"
+            f"{tuple(channels)}; only packed layouts hold others"
         )
     sizes = {**extents, "kv": len(channels), "channel": channels[0]}
     strides: dict[Axis, int] = {}

@@ -53,10 +53,10 @@ def is_direct(overlap: Overlap, segments: Segments, costs: Costs) -> bool:
         # As if all segments were as long as the longest: those at the ends are few.
         runs += of_token * tokens / contiguous_bytes(copy.strides, longest)
     blocks = 1 + int((segments.remote_block[1:] != segments.remote_block[:-1]).sum())
-    landed = sum(slots.span_bytes for slots in overlap.slots) * blocks
+    landed = sum(span.span_bytes for span in overlap.spans) * blocks
     direct = runs * costs.run_seconds + wanted / costs.wire_bytes_per_second
     staged = (
-        len(overlap.slots) * blocks * costs.run_seconds
+        len(overlap.spans) * blocks * costs.run_seconds
         + landed / costs.wire_bytes_per_second
         + wanted / costs.copy_bytes_per_second
     )

@@ -21,7 +21,7 @@ class _NoHandles:
 _NO_HANDLES = _NoHandles()
 
 
-class SplitHandles(dict[Any, Any]):
+class DividedBlockHandles(dict[Any, Any]):
     """The release's handles of its own blocks in parts, which it makes once for a ratio.
 
     It asks whether they are there before it makes them, every block of the cache once for each
@@ -49,19 +49,19 @@ class SplitHandles(dict[Any, Any]):
             self._this_thread.makes_none = False
 
 
-def watch_split_handles(worker: Any, facts: ReleaseFacts) -> None:
+def watch_divided_blocks(worker: Any, facts: ReleaseFacts) -> None:
     """Has a worker's table take part; registering again is no matter."""
     if not facts.divides_own_blocks:
         return
     table = worker.src_xfer_handles_by_tp_ratio
-    if not isinstance(table, SplitHandles):
-        table = worker.src_xfer_handles_by_tp_ratio = SplitHandles(table)
+    if not isinstance(table, DividedBlockHandles):
+        table = worker.src_xfer_handles_by_tp_ratio = DividedBlockHandles(table)
     worker_state(worker).hold(table)
 
 
 @contextmanager
 def blocks_undivided(worker: Any) -> Iterator[None]:
     """While inside, the release divides none of the worker's blocks for a peer."""
-    table = worker_state(worker).held(SplitHandles)
+    table = worker_state(worker).held(DividedBlockHandles)
     with nullcontext() if table is None else table.making_none():
         yield
