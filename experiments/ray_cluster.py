@@ -1,13 +1,14 @@
-"""A decode engine whose two ranks are Ray actors on two raylets: does kvpatch reach them?
+"""Decode engines whose two ranks are Ray actors on two raylets: does kvpatch reach them?
 
-Two raylets are started on this machine, on loopback. The prefill engine (stock, blocks of 32
-tokens) is no part of the cluster; the decode engine has blocks of 128, two ranks and vLLM's own Ray
-executor on the CPU (``ray_on_cpu``), and kvpatch is on in the process that starts it, not in the
-raylets.
+A prefill engine (stock, blocks of 32 tokens) is no part of a cluster. Two decode engines are, each
+of one of its own: two raylets on this machine, on loopback. They have blocks of 128 tokens, two
+ranks and vLLM's own Ray executor on the CPU (``ray_on_cpu``); kvpatch is on in the processes that
+start them, and not in the raylets.
 
-1. ``kvpatch verify``: tokens and caches identical to a single engine's, kvpatch on in both workers.
-2. The same with kvpatch's variables on vLLM's list of those that are left behind: a worker that is
-   handed an order says so and ends the engine, before a byte moves.
+1. One has kvpatch's variables copied to its workers: kvpatch is on in both; tokens and caches are
+   identical to those of the prefill engine alone, prompt by prompt, and a spoilt block is noticed.
+2. The other has them on vLLM's list of variables that are left behind: a worker that is handed a
+   read request says so and ends its engine, before a byte moves.
 
 ``experiments/ray_cluster.sh`` makes the environment. Exit status 0 when both are as they must be.
 """
@@ -19,91 +20,186 @@ import asyncio
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+    from rich.console import Console
+
+    from kvpatch.verify.engine import Engine, EngineSpec
+    from kvpatch.verify.setups import Options
 
 _HERE = Path(__file__).resolve().parent
 _LEFT_BEHIND = "ray_non_carry_over_env_vars.json"
-_DECODE = "--block-size 128 --tensor-parallel-size 2 --distributed-executor-backend ray"
-_PREFILL = "--block-size 32"
+# Few blocks: several engines share a small machine, and fresh memory takes its time.
+_PREFILL = ("--block-size", "32", "--num-gpu-blocks-override", "512")
+_DECODE = (
+    *("--block-size", "128", "--num-gpu-blocks-override", "128"),
+    *("--tensor-parallel-size", "2", "--distributed-executor-backend", "ray"),
+)
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # it ends workers of a busy machine
+    "RAY_worker_niceness": "0",  # or actors wait for all else on the machine
+    # vLLM's CPU workers pin themselves to one core, and a compiler beside them takes minutes.
+    "TORCH_COMPILE_DISABLE": "1",
+}
 _SAYS = "NotPatchedHere"
+_SAYS_WITHIN_S = 60.0
 
 
 @contextmanager
-def cluster() -> Iterator[str]:
-    """Two raylets, each with a device of vLLM's; its address."""
+def cluster() -> Iterator[Any]:
+    """Two raylets, each with a device of vLLM's."""
     from ray.cluster_utils import Cluster
 
-    each = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 128 * 1024**2}
+    each: dict[str, Any] = {"num_cpus": 1, "num_gpus": 1, "object_store_memory": 128 * 1024**2}
     started = Cluster()
     try:
         # vLLM wants an address for each node; its workers take it from their raylet.
         for address in ("127.0.0.2", "127.0.0.1"):
             os.environ["VLLM_HOST_IP"] = address
             started.add_node(node_ip_address=address, include_dashboard=False, **each)
-        yield str(started.address)
+        yield started
     finally:
         started.shutdown()
 
 
-def served_identically(work: Path, environment: dict[str, str]) -> bool:
-    """Whether the pair serves as a single engine does, with kvpatch in both workers."""
-    command = [sys.executable, "-m", "kvpatch.cli", "verify", "--work-dir", str(work)]
-    command += ["--setups", "single,kvpatch", "--kvpatch-on", "decode"]
-    command += ["--p-args", _PREFILL, "--d-args", _DECODE]
-    return subprocess.run(command, env=os.environ | environment, check=False).returncode == 0
+def decode_engine(
+    name: str, model: str, address: str, folder: Path, left_behind: list[str], *, legacy: bool
+) -> EngineSpec:
+    """A decode engine of a cluster's, whose workers lack the variables that are left behind."""
+    from kvpatch.verify.setups import small_engine
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _LEFT_BEHIND).write_text(json.dumps(left_behind))
+    environment = {
+        "RAY_ADDRESS": address,
+        "VLLM_CONFIG_ROOT": str(folder),
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0" if legacy else "1",
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1200",  # of a busy machine
+    }
+    return small_engine(name, model, "float32", _DECODE, True, True, tuple(environment.items()))
 
 
-async def refused_loudly(work: Path, environment: dict[str, str]) -> bool:
-    """Whether a worker without kvpatch ends the decode engine at the first order, and says why."""
+def spread_over_cores() -> None:
+    """Undoes what pins the actors to the last core, as kvpatch's engines do with other workers."""
+    import psutil
+
+    cores = os.sched_getaffinity(0)
+    for process in psutil.Process().children(recursive=True):
+        try:
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
+        except (OSError, psutil.NoSuchProcess):  # it has ended
+            continue
+
+
+async def served_identically(
+    client: httpx.AsyncClient, prefill: Engine, decode: Engine, options: Options, console: Console
+) -> bool:
+    """Whether a pair serves as its prefill engine does alone, with kvpatch in both workers."""
+    from kvpatch.verify import report
+    from kvpatch.verify.compare import compare
+    from kvpatch.verify.observe import Serving
+    from kvpatch.verify.prompts import build_cases
+    from kvpatch.verify.running import require_kvpatch_as_asked, vocabulary
+
+    await require_kvpatch_as_asked(client, (prefill, decode))
+    cases = build_cases(await vocabulary(client, prefill))
+    pair = await Serving("pair", (prefill,), (decode,), client, options, console).observe(cases)
+    (await client.post(f"{prefill.url}/reset_prefix_cache", timeout=60.0)).raise_for_status()
+    alone = await Serving("alone", (prefill,), (), client, options, console).observe(cases)
+    found = compare(cases, {"alone": alone, "pair": pair})
+    console.print(report.table(found), report.table(found, control=True))
+    for line in (*report.errors(found), *report.summary(found)):
+        console.print(line, markup=False)
+    return found.passed
+
+
+def what_says_it(decode: Engine, actors_logs: Path) -> str:
+    """The line that names the error, of the engine's log or else of its actors'; empty for none."""
+    for log in (decode.log, *sorted(actors_logs.glob("worker-*"))):
+        for line in log.read_text(errors="replace").splitlines():
+            if _SAYS in line:
+                return f"{log.name}: {line}"
+    return ""
+
+
+async def refused_loudly(
+    client: httpx.AsyncClient, prefill: Engine, decode: Engine, actors_logs: Path
+) -> bool:
+    """Whether a worker without kvpatch ends its engine at the first read request, and says why."""
     import httpx
 
     from kvpatch.core.errors import RequestFailed
-    from kvpatch.verify.engine import Engine, stop_all
     from kvpatch.verify.handoff import prefill_then_decode
-    from kvpatch.verify.model import make_tiny_llama
-    from kvpatch.verify.setups import small_engine
 
-    os.environ.update(environment)
-    model = str(make_tiny_llama(work / "model"))
-    specs = [
-        small_engine(name, model, "float32", tuple(arguments.split()), True, on)
-        for name, arguments, on in (("prefill", _PREFILL, False), ("decode", _DECODE, True))
-    ]
-    engines = [Engine(spec, work / f"{spec.name}.log") for spec in specs]
+    enabled = [found["enabled"] for found in await decode.rpc(client, "kvpatch_process_status")]
+    print(f"kvpatch in the workers that it was kept from: {enabled}")
+    model, prompt = prefill.spec.model, tuple(range(10, 210))
     try:
-        for engine in engines:
-            engine.start()
-        async with httpx.AsyncClient() as client:
-            await asyncio.gather(*(engine.ready(client, 900.0) for engine in engines))
-            urls = [engine.url for engine in engines]
-            prompt = tuple(range(10, 210))
-            try:
-                answer = await prefill_then_decode(client, *urls, model, prompt, 8, "left-behind")
-            except (RequestFailed, httpx.HTTPError) as error:
-                print(f"the request failed: {error}")
-            else:
-                print(f"the request was served: {answer.token_ids}")
-                return False
-            await asyncio.sleep(5)  # the engine writes down why
-    finally:
-        stop_all(engines)
-    said = _SAYS in engines[1].log.read_text(errors="replace")
-    print(f"decode's log {'names' if said else 'does not name'} {_SAYS}")
-    return said
+        answer = await prefill_then_decode(
+            client, prefill.url, decode.url, model, prompt, 8, "left-behind"
+        )
+    except (RequestFailed, httpx.HTTPError) as error:
+        print(f"the request failed: {error!r:.200}")
+    else:
+        print(f"the request was served: {answer.token_ids}")
+        return False
+    deadline = time.monotonic() + _SAYS_WITHIN_S
+    while not (said := what_says_it(decode, actors_logs)):
+        if time.monotonic() > deadline:
+            print(f"neither {decode.log} nor {actors_logs} names {_SAYS}")
+            return False
+        await asyncio.sleep(1)
+    print(said)
+    return not any(enabled)
+
+
+async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
+    """Both decode engines beside one prefill engine."""
+    import httpx
+    from rich.console import Console
+
+    from kvpatch.verify.model import make_tiny_llama
+    from kvpatch.verify.running import running
+    from kvpatch.verify.setups import Options, small_engine
+
+    model, console = str(make_tiny_llama(work / "model")), Console()
+    options = Options(work_dir=work, max_tokens=8, startup_timeout_s=900.0)
+    (first, second), kept = clusters, ["ENABLE_KVPATCH"]
+    specs = (
+        small_engine("prefill", model, "float32", _PREFILL, True, False),
+        decode_engine("copied", model, first.address, work / "copied.d", [], legacy=legacy),
+        decode_engine("left-behind", model, second.address, work / "left.d", kept, legacy=legacy),
+    )
+    actors_logs = Path(second.head_node.get_logs_dir_path())
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        running(specs, client, options, console) as (prefill, copied, left_behind),
+    ):
+        spread_over_cores()
+        passed = {
+            "identical": await served_identically(client, prefill, copied, options, console),
+            "refused": await refused_loudly(client, prefill, left_behind, actors_logs),
+        }
+    for name, is_so in passed.items():
+        print(f"{name}: {'as it must be' if is_so else 'NOT as it must be'}")
+    return all(passed.values())
 
 
 def main() -> int:
-    """Returns 0 when both runs are as they must be, 2 where Ray is not installed."""
+    """Returns 0 when both are as they must be, 2 where Ray is not installed."""
     options = argparse.ArgumentParser(
         prog="ray_cluster.sh", description=(__doc__ or "").splitlines()[0]
     )
     options.add_argument("--work-dir", type=Path)
-    options.add_argument("--only", choices=("identical", "refused"))
     options.add_argument(
         "--legacy",
         action="store_true",
@@ -115,33 +211,15 @@ def main() -> int:
         print("Ray is not installed here: run experiments/ray_cluster.sh")
         return 2
     work = chosen.work_dir or Path(tempfile.mkdtemp(prefix="ray-cluster-"))
+    work.mkdir(parents=True, exist_ok=True)
+    print(f"logs: {work}")
     paths = [str(_HERE / "ray_on_cpu"), os.environ.get("PYTHONPATH", "")]
     # Before the raylets start: their workers import the platform too, and have no kvpatch yet.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # vLLM's CPU workers pin themselves to one core, and a compiler beside them takes minutes.
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"
-    passed = []
-    for name in ("identical", "refused"):
-        if chosen.only not in (None, name):
-            continue
-        folder = work / name
-        folder.mkdir(parents=True, exist_ok=True)
-        left = ["ENABLE_KVPATCH"] if name == "refused" else []
-        (folder / _LEFT_BEHIND).write_text(json.dumps(left))
-        with cluster() as address:
-            environment = {
-                "RAY_ADDRESS": address,
-                "VLLM_CONFIG_ROOT": str(folder),
-                "VLLM_USE_RAY_V2_EXECUTOR_BACKEND": "0" if chosen.legacy else "1",
-                "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1200",  # of a busy machine
-            }
-            if name == "identical":
-                passed.append(served_identically(folder, environment))
-            else:
-                passed.append(asyncio.run(refused_loudly(folder, environment)))
-        print(f"{name}: {'as it must be' if passed[-1] else 'NOT as it must be'}")
-    return 0 if all(passed) else 1
+    os.environ.pop("ENABLE_KVPATCH", None)
+    os.environ.update(_ENVIRONMENT)
+    with cluster() as first, cluster() as second:
+        return 0 if asyncio.run(play(work, (first, second), legacy=chosen.legacy)) else 1
 
 
 if __name__ == "__main__":

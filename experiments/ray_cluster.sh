@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Two raylets on this machine, and a decode engine whose ranks are Ray actors on them: with kvpatch's
-# variables copied to them, and with these left behind.
+# Decode engines whose ranks are Ray actors on two raylets of this machine: one with kvpatch's variables
+# copied to them, one with these left behind.
 #
-#   experiments/ray_cluster.sh [--legacy] [--only identical|refused] [--work-dir DIR]
+#   experiments/ray_cluster.sh [--legacy] [--work-dir DIR]
 #
 # Makes its own environment first; experiments/env.sh says how and which variables steer it.
 set -euo pipefail

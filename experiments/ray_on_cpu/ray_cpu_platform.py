@@ -1,7 +1,8 @@
-"""vLLM's CPU platform, which its Ray executors may run on: no release lets them.
+"""vLLM's CPU platform, on which its Ray executors can run: as it comes they cannot, in any release.
 
-They ask a platform what Ray calls its devices, and the CPU's answer is nothing. Raylets say that
-they have GPUs (``--num-gpus``), which Ray does not look for.
+They ask a platform what Ray calls its devices, and the CPU's answer is nothing. Here it is "GPU",
+and raylets are told that they have such (``num_gpus``), which Ray does not look for. Nothing else
+of vLLM is changed: executors, actors, scheduler, workers and connector are the release's own.
 """
 
 from __future__ import annotations
