@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from kvpatch.connector.kvcached import pages as kvcached_pages
+from kvpatch.connector.kvcached import mapped_pages as kvcached_pages
 from kvpatch.connector.kvcached.pools import Settings, check_pools, kvcacheds_settings
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.registered_caches import read_layers
