@@ -563,6 +563,14 @@ class Player(Engine):
             heard = release.nixl_of(connector).connector_worker._engine_last_active
             heard.update(dict.fromkeys(heard, -1e9))
 
+    def sleep_and_wake(self) -> None:
+        """Lets go of what is registered and registers it again, as sleep mode does (from 0.33)."""
+        for worker in self.workers:
+            worker.unregister_kv_caches()
+        for worker in self.workers:
+            worker.restore_kv_caches()
+        self._share_handshake(self.scheduler.connector)
+
     def _core_scheduler(self) -> CoreScheduler:
         if not isinstance(self.scheduler, CoreScheduler):
             raise TypeError("this engine's scheduler is the lab's")

@@ -1,0 +1,41 @@
+"""Sleep mode: what NIXL was handed is let go of, and handed to it again (from 0.33)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from .engine_api import Left
+from .host import Lab
+from .stage import Stage
+from .test_several_peers import SPEC, TOKENS
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+DECODE = {
+    "direct": SPEC,
+    "staged": replace(SPEC, settings=(("KVPATCH_TRANSFER", "staged"),)),
+    "through a host buffer": replace(SPEC, settings=(("KVPATCH_HOST_BUFFER", "always"),)),
+}
+
+
+@pytest.mark.parametrize("way", DECODE)
+def test_a_heterogeneous_pair_goes_on_after_either_has_slept(lab: Lab, way: str) -> None:
+    if Version(lab.release) < Version("0.33"):
+        pytest.skip("this release has no sleep mode beside NixlConnector")
+    with Stage(lab) as stage:
+        prefill = stage.prefill(replace(SPEC, block_tokens=16, planned_blocks=400))
+        decode = stage.decode(DECODE[way])
+        for sleepers in ((), (prefill,), (decode,), (prefill, decode), ()):
+            for sleeper in sleepers:
+                sleeper.call("sleep_and_wake")
+            prompt = stage.prompt(TOKENS)
+            decode.ask(*prefill.compute(prompt))
+
+            assert decode.watch(prompt).received == {prompt.name}
+            assert decode.wrong(prompt)[0] == 0
+            assert prefill.heard([prompt]) == {prompt.name}
+        assert decode.strays() == 0
+        assert decode.left() == Left()
