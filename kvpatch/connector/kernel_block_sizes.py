@@ -10,13 +10,12 @@ to a number of tokens, which is wrong where the peer's items are of another size
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-#: What states them, among a handshake's fields.
-_PARTS = "physical_blocks_per_logical_kv_block"
+from kvpatch.core.releases import ReleaseFacts
+
 #: Blocks of more tokens are not looked for.
 _MOST_TOKENS = 4096
 
@@ -66,52 +65,38 @@ class KernelBlockSizes:
         )
 
 
-def kernel_sizes(worker: Any) -> KernelBlockSizes | None:
+def kernel_block_sizes(worker: Any, facts: ReleaseFacts) -> KernelBlockSizes | None:
     """How this release cuts blocks for the worker's backends; None where nobody can tell.
 
     And where nobody asks: <= 0.11.0 none is cut, and from 0.21 on the handshake says it.
     """
-    backends = _backends(worker)
-    if not backends or _states_parts(worker):
+    if not facts.states_block_size or facts.states_kernel_blocks:
         return None
     from vllm.config import cache, set_current_vllm_config
 
     exact: list[tuple[int, ...]] = []
     multiples: list[tuple[int, ...]] = []
     with set_current_vllm_config(worker.vllm_config):
-        for backend in backends:
-            sizes = _sizes_of(backend)
+        for backend in _backends(worker, facts):
+            sizes = _sizes_of(backend, facts)
             if sizes is None:
                 return None
             exact.append(tuple(size for size in sizes if isinstance(size, int)))
             multiples.append(tuple(size.base for size in sizes if not isinstance(size, int)))
-    allowed = get_args(getattr(cache, "BlockSize", None))  # <= 0.17
+    allowed = get_args(cache.BlockSize) if facts.lists_block_sizes else ()
     return KernelBlockSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
 
 
-def _states_parts(worker: Any) -> bool:
-    modules = (sys.modules.get(owner.__module__) for owner in type(worker).__mro__)
-    return states_parts(modules)
+def _backends(worker: Any, facts: ReleaseFacts) -> Sequence[Any]:
+    if facts.shape_source == "topology":
+        return (worker.kv_topo.attn_backend,)
+    return (worker.attn_backend,) if facts.shape_source == "backend" else worker.attn_backends
 
 
-def states_parts(modules: Iterable[Any]) -> bool:
-    """Whether the handshake of these modules says how many kernel blocks a block has."""
-    kinds = (getattr(module, "NixlAgentMetadata", None) for module in modules)
-    return any(_PARTS in getattr(kind, "__annotations__", ()) for kind in kinds)
-
-
-def _backends(worker: Any) -> Sequence[Any]:
-    several = getattr(worker, "attn_backends", None)  # from 0.18
-    if several:
-        return tuple(several)
-    topology = getattr(worker, "kv_topo", None)
-    one = getattr(worker, "attn_backend", None) or getattr(topology, "attn_backend", None)
-    return () if one is None else (one,)
-
-
-def _sizes_of(backend: Any) -> Sequence[Any] | None:
+def _sizes_of(backend: Any, facts: ReleaseFacts) -> Sequence[Any] | None:
     """Sizes, and what has multiples as `base`."""
-    of_class = getattr(backend, "supported_kernel_block_sizes", None)  # 0.11.1 and 0.11.2
-    ask = getattr(backend, "get_supported_kernel_block_sizes", None)
-    found = of_class if ask is None else ask()
+    if facts.asks_for_kernel_sizes:
+        found = backend.get_supported_kernel_block_sizes()
+    else:
+        found = backend.supported_kernel_block_sizes
     return None if found is None else list(found)

@@ -14,6 +14,7 @@ from kvpatch.connector.reading.named_blocks import refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.smaller_blocks import smaller_blocks
+from kvpatch.connector.smaller_blocks_pairing import Pairing
 from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.connector.state import release_worker, worker_state
 from kvpatch.core.errors import KvpatchError, ReadRefused
@@ -25,9 +26,9 @@ def request_read(worker: Any, facts: ReleaseFacts, request_id: str, meta: Any) -
     """While inside, the release prepares a request's transfers, and they are what they must be."""
     state = worker_state(worker)
     reader = state.reader
-    read_request.restore_remote_blocks(meta)
-    engine_id, request = read_request.engine_of(meta), read_request.read_request_of(meta)
-    smaller = smaller_blocks(worker, engine_id)
+    read_request.restore_remote_blocks(meta, facts)
+    engine_id, request = read_request.engine_of(meta, facts), read_request.read_request_of(meta)
+    smaller = smaller_blocks(worker, engine_id, facts)
     with ExitStack() as inside:
         if reader is not None:
             context = RequestContext(request_id, engine_id)
@@ -37,7 +38,8 @@ def request_read(worker: Any, facts: ReleaseFacts, request_id: str, meta: Any) -
             inside.enter_context(reader.request(context))
         if smaller is not None:
             groups = release_worker(worker).groups(())
-            inside.enter_context(paired(worker, meta, groups, *smaller))
+            pairing = Pairing(engine_id, groups, *smaller, facts)
+            inside.enter_context(paired(worker, meta, pairing))
         elif reader is not None:
             _take_over(worker, facts, meta, reader, context)
         yield
@@ -51,7 +53,7 @@ def _take_over(
     try:
         peer = _checked_peer(worker, facts, meta, reader, context)
     except KvpatchError as error:
-        read_request.match_local_block_count(meta, expanded=facts.expands_remote_blocks)
+        read_request.match_local_block_count(meta, facts)
         context.refusal = error
         return
     if request is not None and reader.ambiguous_peers.is_ambiguous(engine_id):  # D computes it
@@ -60,7 +62,7 @@ def _take_over(
     # Else one like us; or one that hands are shaken with now (from 0.32), and the request
     # comes again; or a full prefix hit or an abort, of which the release tells P.
     if peer is not None and request is not None and any(request.local_blocks):
-        read_request.match_local_block_count(meta, expanded=facts.expands_remote_blocks)
+        read_request.match_local_block_count(meta, facts)
         context.reading = Reading(peer, request)
 
 
@@ -90,5 +92,5 @@ def _checked_peer(
             f"request {context.request_id} reads from engine {engine_id}, which has not shaken "
             "hands with the host buffer's reader"
         )
-    refuse_misnamed(worker, reader, engine_id, meta, expanded=facts.expands_remote_blocks)
+    refuse_misnamed(worker, reader, engine_id, meta, facts)
     return None

@@ -96,56 +96,56 @@ def attach_read_requests(
     computed = _computed_in(step)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
-        prompt = prefilled_tokens(scheduler, request)
+        prompt = prefilled_tokens(scheduler, request, facts)
         parameters = request.kv_transfer_params or {}
         held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
         # A prefill engine that reads back an earlier turn wants what there is of it.
         tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
         if facts.loads_whole_blocks_only:
             tokens -= tokens % scheduler.block_size
-        local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry))
+        local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry, facts))
         has_load = any(local)
         found = ReadRequest(
             tokens,
             held,
             local,
             remote,
-            _hit_tokens(request) if facts.reserves_drafted_blocks else None,
+            _hit_tokens(request, facts),
             None if has_load else computed.get(request_id),
             is_guarded=has_load
-            and is_guarded(scheduler, equal_peers, engine_of(entry), held, remote, facts),
+            and is_guarded(scheduler, equal_peers, engine_of(entry, facts), held, remote, facts),
             arrived=request.arrival_time,
         )
         setattr(entry, _READ_REQUEST, found)
 
 
-def prefilled_tokens(scheduler: Any, request: Any) -> int:
+def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:
     """How many of a request's prompt P computes.
 
     Not the last ones of a model with recurrent state, or where D's drafter needs them.
     """
     prompt = int(request.num_prompt_tokens)
-    loaded = getattr(scheduler, "_get_remote_prefill_token_count", None) or getattr(
-        scheduler, "_mamba_prefill_token_count", None
-    )  # from 0.25, and in 0.19 to 0.24
-    return prompt if loaded is None else int(loaded(prompt))
+    if not facts.prefill_count:
+        return prompt
+    return int(getattr(scheduler, facts.prefill_count)(prompt))
 
 
 def _computed_in(step: Any) -> dict[str, LocallyComputed]:
     """By request, what of new ones the model has computed when a step is over."""
     found = {}
-    for new in getattr(step, "scheduled_new_reqs", None) or ():
+    for new in () if step is None else step.scheduled_new_reqs:
         tokens = new.num_computed_tokens + step.num_scheduled_tokens.get(new.req_id, 0)
         prompt = len(new.prompt_token_ids or ())  # none of a prompt of embeddings
         found[new.req_id] = LocallyComputed(min(int(tokens), prompt), groups(new.block_ids))
     return found
 
 
-def _hit_tokens(request: Any) -> int | None:
-    """Tokens of D's own prefix cache, as they were counted when the request came in."""
-    stats = getattr(request, "prefill_stats", None)
-    hit = getattr(stats, "num_local_cached_tokens", None)
-    return None if hit is None else int(hit)
+def _hit_tokens(request: Any, facts: ReleaseFacts) -> int | None:
+    """Tokens of D's own prefix cache, where its list of blocks does not tell them."""
+    if not facts.reserves_drafted_blocks or not facts.counts_prefix_hits:
+        return None
+    stats = request.prefill_stats  # None once a request was preempted
+    return None if stats is None else int(stats.num_local_cached_tokens)
 
 
 def read_request_of(entry: Any) -> ReadRequest | None:
@@ -160,58 +160,64 @@ def read_requests_of(metadata: Any) -> list[tuple[str, ReadRequest]]:
     return [(name, order) for name, order in found if order is not None]
 
 
-def engine_of(entry: Any) -> str:
+def _address(entry: Any, facts: ReleaseFacts) -> tuple[Any, str]:
+    """Where an entry has what it says of its peer, and what the names there begin with."""
+    return (entry.remote, "") if facts.names_remote_request else (entry, "remote_")
+
+
+def engine_of(entry: Any, facts: ReleaseFacts) -> str:
     """The peer's engine id."""
-    remote = getattr(entry, "remote", None)  # from 0.13
-    return str(entry.remote_engine_id if remote is None else remote.engine_id)
+    owner, prefix = _address(entry, facts)
+    return str(getattr(owner, f"{prefix}engine_id"))
 
 
-def remote_blocks(entry: Any) -> Any:
+def remote_blocks(entry: Any, facts: ReleaseFacts) -> Any:
     """The peer's blocks as the entry has them now."""
-    remote = getattr(entry, "remote", None)
-    return entry.remote_block_ids if remote is None else remote.block_ids
+    owner, prefix = _address(entry, facts)
+    return getattr(owner, f"{prefix}block_ids")
 
 
-def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]]) -> None:
+def local_blocks(entry: Any, facts: ReleaseFacts) -> Any:
+    """D's blocks, as the release pairs them with what the entry has of the peer's."""
+    if not facts.expands_remote_blocks:
+        return entry.local_block_ids
+    return entry.local_physical_block_ids
+
+
+def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]], facts: ReleaseFacts) -> None:
     """Gives the entry others of the peer's blocks to be read, per cache group."""
-    found = remote_blocks(entry)
-    setattr(entry, _REMOTE_BLOCKS, found)
+    found = remote_blocks(entry, facts)
     is_flat = not (len(found) and hasattr(found[0], "__len__"))  # <= 0.17
-    _set_remote_blocks(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks])
+    _keep_and_set(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks], facts)
 
 
-def match_local_block_count(entry: Any, *, expanded: bool) -> None:
+def match_local_block_count(entry: Any, facts: ReleaseFacts) -> None:
     """Gives the entry as many remote blocks as local ones, all of them block 0.
 
     The release pairs the two lists one to one; which bytes that means is ours.
-
-    Args:
-        expanded: whether kernel blocks are paired as they stand here, or logical
-            ones that the release goes on to expand.
     """
-    local = getattr(entry, "local_physical_block_ids", None) if expanded else None
-    if local is None:
-        local = entry.local_block_ids
-    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry))
-    _set_remote_blocks(entry, _zeros(local))
+    _keep_and_set(entry, _zeros(local_blocks(entry, facts)), facts)
 
 
-def restore_remote_blocks(entry: Any) -> None:
-    """Undoes :func:`match_local_block_count`.
+def restore_remote_blocks(entry: Any, facts: ReleaseFacts) -> None:
+    """Undoes :func:`match_local_block_count` and :func:`replace_remote_blocks`.
 
     A release that shakes hands again first (from 0.32) comes back with the same entry,
     and the peer may have turned into one like us.
     """
     own = getattr(entry, _REMOTE_BLOCKS, None)
     if own is not None:
-        _set_remote_blocks(entry, own)
+        _set_remote_blocks(entry, own, facts)
 
 
-def _set_remote_blocks(entry: Any, blocks: Any) -> None:
-    if getattr(entry, "remote", None) is None:
-        entry.remote_block_ids = blocks
-    else:
-        entry.remote.block_ids = blocks
+def _keep_and_set(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
+    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry, facts))
+    _set_remote_blocks(entry, blocks, facts)
+
+
+def _set_remote_blocks(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
+    owner, prefix = _address(entry, facts)
+    setattr(owner, f"{prefix}block_ids", blocks)
 
 
 def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:

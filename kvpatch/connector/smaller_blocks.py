@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch.core.releases import ReleaseFacts
+
 ADVICE = "use one --block-size on both sides"
 
 
@@ -31,23 +33,22 @@ class Blocks:
         return self.kernel_tokens * self.parts
 
 
-def smaller_blocks(worker: Any, engine_id: str) -> tuple[Blocks, Blocks | None] | None:
+def smaller_blocks(
+    worker: Any, engine_id: str, facts: ReleaseFacts
+) -> tuple[Blocks, Blocks | None] | None:
     """Our blocks, and those of a peer that has smaller ones as the release has booked it.
 
     None for any other peer. Theirs are None where nobody knows into what they are cut.
     """
     own_tokens = getattr(worker, "block_size", None)  # missing in workers of vLLM's own tests
-    if own_tokens is None or engine_id not in worker._remote_agents:
+    if own_tokens is None or engine_id not in worker._remote_agents or not facts.topology:
         return None
-    topology = getattr(worker, "transfer_topo", None)
     parts: int | None = None
-    if topology is not None:  # from 0.20
-        booked = topology.get_engine_info(engine_id)
+    if facts.topology == "transfer_topo":
+        booked = worker.transfer_topo.get_engine_info(engine_id)
         tokens, parts = booked.remote_block_size, booked.remote_physical_blocks_per_logical
-    elif getattr(worker, "kv_topo", None) is not None:  # from 0.11.1
-        tokens = worker.kv_topo.remote_block_size[engine_id]
     else:
-        return None
+        tokens = worker.kv_topo.remote_block_size[engine_id]
     if tokens >= own_tokens:
         return None
     ours = Blocks(own_tokens, worker._physical_blocks_per_logical_kv_block)
@@ -56,10 +57,9 @@ def smaller_blocks(worker: Any, engine_id: str) -> tuple[Blocks, Blocks | None] 
     return ours, None if parts is None else Blocks(tokens, parts)
 
 
-def shares_tokens(worker: Any, engine_id: str) -> bool:
+def shares_tokens(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
     """Whether ranks of either side share out tokens (decode context parallelism, from 0.29)."""
-    if getattr(worker, "dcp_size", 1) > 1:
-        return True
-    topology = getattr(worker, "transfer_topo", None)
-    booked = topology.get_engine_info(engine_id) if topology is not None else None
-    return getattr(booked, "remote_dcp_size", 1) > 1
+    if not facts.states_context_parallelism:
+        return False
+    theirs = worker.transfer_topo.get_engine_info(engine_id).remote_dcp_size
+    return bool(worker.dcp_size > 1 or theirs > 1)

@@ -16,6 +16,7 @@ from kvpatch.connector import read_request
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.smaller_blocks import ADVICE, Blocks, shares_tokens
 from kvpatch.core.errors import ReadRefused
+from kvpatch.core.releases import ReleaseFacts
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,30 @@ def remote_slice(
     return start, stop
 
 
-def mend_pairing(
-    worker: Any, meta: Any, groups: Sequence[Group], ours: Blocks, theirs: Blocks | None
-) -> None:
+@dataclass(frozen=True)
+class Pairing:
+    """A peer of smaller blocks.
+
+    Attributes:
+        theirs: its blocks; None where nobody knows into what they are cut.
+    """
+
+    engine_id: str
+    groups: Sequence[Group]
+    ours: Blocks
+    theirs: Blocks | None
+    facts: ReleaseFacts
+
+
+def mend_pairing(worker: Any, meta: Any, pairing: Pairing) -> None:
     """Leaves those of P's blocks on a request that the release pairs with D's.
 
     Raises:
         ReadRefused: there are no such blocks, or nobody can tell.
     """
+    groups, ours, theirs, facts = pairing.groups, pairing.ours, pairing.theirs, pairing.facts
     local, remote = map(
-        read_request.groups, (meta.local_block_ids, read_request.remote_blocks(meta))
+        read_request.groups, (meta.local_block_ids, read_request.remote_blocks(meta, facts))
     )
     if not any(local):
         return
@@ -64,7 +79,7 @@ def mend_pairing(
             "this release's handshake does not say into what the peer's blocks are cut, and ours "
             f"are: {ADVICE}"
         )
-    if shares_tokens(worker, read_request.engine_of(meta)):
+    if shares_tokens(worker, pairing.engine_id, facts):
         _refuse_unlike_shares(meta, local, remote)
         return
     lists = _Lists(worker, read_request.read_request_of(meta), groups, local, remote, ours, theirs)
@@ -83,7 +98,7 @@ def mend_pairing(
             )
         kept[number] = lists.without_freed(number)[slice(*found)]
     if tuple(kept) != remote:
-        read_request.replace_remote_blocks(meta, kept)
+        read_request.replace_remote_blocks(meta, kept, facts)
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import wrapt
 
 from kvpatch.connector import read_request
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.smaller_blocks import Blocks, shares_tokens
-from kvpatch.connector.smaller_blocks_pairing import mend_pairing
+from kvpatch.connector.smaller_blocks import shares_tokens
+from kvpatch.connector.smaller_blocks_pairing import Pairing, mend_pairing
 from kvpatch.core.errors import ReadRefused
 from kvpatch.transfer.nixl import tell_over
 
 
 @contextmanager
-def paired(
-    worker: Any, meta: Any, groups: Sequence[Group], ours: Blocks, theirs: Blocks | None
-) -> Iterator[None]:
+def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
     """While inside, the release reads a request of a peer of smaller blocks, or fails it."""
     try:
-        mend_pairing(worker, meta, groups, ours, theirs)
+        mend_pairing(worker, meta, pairing)
     except ReadRefused as error:
-        read_request.replace_remote_blocks(meta, _preparable(worker, meta, groups, ours, theirs))
-        with _refusing(worker, read_request.engine_of(meta), error):
+        read_request.replace_remote_blocks(meta, _preparable(worker, meta, pairing), pairing.facts)
+        with _refusing(worker, pairing.engine_id, error):
             yield
     else:
         yield
@@ -60,18 +57,16 @@ class _RefusingAgent(wrapt.ObjectProxy[Any]):
         raise self._self_error
 
 
-def _preparable(
-    worker: Any, meta: Any, groups: Sequence[Group], ours: Blocks, theirs: Blocks | None
-) -> list[list[int]]:
+def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
     """As many blocks of P's, all of them block 0, as have the release prepare a transfer."""
-    ratio = 1.0 if theirs is None else ours.tokens / theirs.tokens
-    shares = getattr(worker, "dcp_size", 1)
-    in_front = max(getattr(meta, "local_num_computed_blocks", ()), default=0) + 1
+    theirs = pairing.theirs
+    ratio = 1.0 if theirs is None else pairing.ours.tokens / theirs.tokens
     lengths = []
-    for group, local in zip(groups, read_request.groups(meta.local_block_ids), strict=True):
+    for group, local in zip(pairing.groups, read_request.groups(meta.local_block_ids), strict=True):
         length = len(local) if group.has_state else math.ceil(len(local) * ratio)
-        if shares_tokens(worker, read_request.engine_of(meta)):
-            length = (length + in_front) * shares
+        if shares_tokens(worker, pairing.engine_id, pairing.facts):
+            in_front = max(meta.local_num_computed_blocks, default=0) + 1
+            length = (length + in_front) * worker.dcp_size
         lengths.append(length)
     return [[0] * length for length in lengths]
 

@@ -53,12 +53,18 @@ class ReleaseFacts:
         agent_metadata: the fields of what a worker states at the handshake.
         request_metadata: the fields of a request to receive, in the connector's metadata.
         core_output: the scheduler's name of what its workers report to it.
+        prefill_count: the scheduler's name of how many tokens of a prompt P computes.
         device_table: where the worker's module lists the devices that it can be made for.
         tpu_flag: the worker's name of whether its tensors are a TPU's.
         context_sizes: of how many ranks share out the tokens of a block, in the configuration.
         cache_shape: how FlashAttention's tensors begin.
         shape_source: where a worker finds out the shape of its caches.
         failed_loads: what a worker makes of a load that failed.
+        has_validation_errors: the server has errors of its own for bad requests.
+        notices_bad_requests: a request that the server refuses comes to the scheduler to be ended.
+        counts_prefix_hits: the scheduler keeps how many tokens of a request were cached here.
+        lists_block_sizes: the configuration has a list of all sizes that a block may have.
+        asks_for_kernel_sizes: a backend has a method that says which kernel blocks it takes.
         forgets_failed_reads: the metadata of a read that failed is gone.
         loads_whole_blocks_only: D computes the last, partial block of a prompt.
         asks_for_layout: the connector asks vLLM for a cache layout.
@@ -109,6 +115,7 @@ class ReleaseFacts:
     agent_metadata: frozenset[str]
     request_metadata: frozenset[str]
     core_output: str
+    prefill_count: str
     device_table: str
     tpu_flag: str
     context_sizes: tuple[str, ...]
@@ -116,6 +123,11 @@ class ReleaseFacts:
     shape_source: ShapeSource
     failed_loads: FailedLoads
     topology: Topology = ""
+    has_validation_errors: bool = True
+    notices_bad_requests: bool = True
+    counts_prefix_hits: bool = True
+    lists_block_sizes: bool = False
+    asks_for_kernel_sizes: bool = True
     forgets_failed_reads: bool = False
     loads_whole_blocks_only: bool = False
     asks_for_layout: bool = True
@@ -227,12 +239,17 @@ _0_10_0 = ReleaseFacts(
     | {"attn_backend_name"},
     request_metadata=_ADDRESS | {"local_block_ids", "tp_size"},
     core_output="model_runner_output",
+    prefill_count="",
     device_table="",
     tpu_flag="",
     context_sizes=(),
     cache_shape="keys first",
     shape_source="flags",
     failed_loads="unknown",
+    has_validation_errors=False,
+    notices_bad_requests=False,
+    counts_prefix_hits=False,
+    asks_for_kernel_sizes=False,
     loads_whole_blocks_only=True,
     asks_for_layout=False,
     has_host_buffer=False,
@@ -258,6 +275,7 @@ _0_10_1 = replace(
     core_output="kv_connector_output",
     device_table="_NIXL_SUPPORTED_XPUS",
     tpu_flag="_use_pallas_v1",
+    lists_block_sizes=True,
     loads_whole_blocks_only=False,
     asks_for_layout=True,
     has_host_buffer=True,
@@ -309,6 +327,7 @@ _0_12_0 = replace(
     release="0.12.0",
     generation="g0120",
     context_sizes=("decode_context_parallel_size", "prefill_context_parallel_size"),
+    asks_for_kernel_sizes=True,
     topology_has_block_size=False,
 )
 _0_13_0 = replace(
@@ -324,6 +343,7 @@ _0_14_0 = replace(
     release="0.14.0",
     generation="g0140",
     tpu_flag="",
+    has_validation_errors=True,
     forgets_failed_reads=False,
     meets_one_rank=False,
     divides_own_blocks=True,
@@ -354,10 +374,16 @@ _0_18_0 = replace(
     generation="g0180",
     agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
     shape_source="backends",
+    lists_block_sizes=False,
     has_cache_groups=True,
 )
 _0_18_1 = replace(_0_18_0, release="0.18.1")
-_0_19_0 = replace(_0_18_1, release="0.19.0", counts_tokens_of_failed=True)
+_0_19_0 = replace(
+    _0_18_1,
+    release="0.19.0",
+    prefill_count="_mamba_prefill_token_count",
+    counts_tokens_of_failed=True,
+)
 _0_19_1 = replace(_0_19_0, release="0.19.1")
 _0_20_0 = replace(
     _0_19_1,
@@ -371,6 +397,7 @@ _0_20_0 = replace(
     backends_tell_state=True,
     topology="transfer_topo",
     books_cuts_of_peers=True,
+    counts_prefix_hits=True,
     expands_remote_blocks=False,
     counts_one_head=False,
 )
@@ -386,6 +413,7 @@ _0_21_0 = replace(
     generation="g0210",
     agent_metadata=_0_20_2.agent_metadata | {"physical_blocks_per_logical_kv_block"},
     books_cuts_of_peers=False,
+    notices_bad_requests=True,
     reads_back=True,
 )
 _0_22_0 = replace(
@@ -419,6 +447,7 @@ _0_25_0 = replace(
     _0_24_0,
     release="0.25.0",
     generation="g0250",
+    prefill_count="_get_remote_prefill_token_count",
     reserves_drafted_blocks=False,
     lists_drafted_blocks=False,
 )

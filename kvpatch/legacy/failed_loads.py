@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from kvpatch.connector.read_request import engine_of
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
@@ -35,7 +34,7 @@ def _read_or_leave_waiting(
     loads = worker_state(instance).of(StuckLoads)
 
     def read(req_id: str, meta: Any) -> Any:
-        engine_id = engine_of(meta)
+        engine_id = meta.remote_engine_id
         if engine_id not in instance._remote_agents:
             # The release goes on after a handshake whether it failed or not.
             leave_waiting(loads, req_id, f"the handshake with engine {engine_id} failed")

@@ -192,7 +192,7 @@ def watch_failed_loads(worker: Any) -> None:
 
 def has_several_groups(worker: Any) -> bool:
     """Whether a worker's layers have block tables by group, so that the release fails none."""
-    return bool(getattr(worker, "_is_hma_required", False))  # from 0.18
+    return worker_state(worker).facts.has_cache_groups and bool(worker._is_hma_required)
 
 
 def report_failed(worker: Any, unreported: FailedRequestSet) -> set[str]:

@@ -35,6 +35,7 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from kvpatch.connector.allowed_peers import allowed_peers
@@ -71,7 +72,7 @@ def _server_add_request(
         try:
             _check_at_server(instance.vllm_config, params, facts)
         except ParamsRefused as error:
-            raise _bad_request(error) from None
+            raise _bad_request(error, facts) from None
         return wrapped(request_id, prompt, params, *more, **named)
 
     return add(*args, **kwargs)
@@ -87,10 +88,12 @@ def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
         check(extra.get(FIELD), facts, RequestLimits(most, most, is_push, allowed_peers().allows))
 
 
-def _bad_request(error: ParamsRefused) -> Exception:
+def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
     """What the release answers with status 400: from 0.27 on its own errors, and no ValueErrors."""
-    kind = getattr(sys.modules.get("vllm.exceptions"), "VLLMValidationError", None)
-    found: Exception = error if kind is None else kind(str(error), parameter=FIELD)
+    if not facts.has_validation_errors:
+        return error
+    release = import_module("vllm.exceptions")
+    found: Exception = release.VLLMValidationError(str(error), parameter=FIELD)
     return found
 
 
@@ -112,9 +115,8 @@ def _create_completion(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     async def create(request: Any, *more: Any, **named: Any) -> Any:
-        embedded = getattr(request, "prompt_embeds", None)
         try:
-            check_prompts(request.kv_transfer_params, request.prompt, embedded)
+            check_prompts(request.kv_transfer_params, request.prompt, request.prompt_embeds)
         except ParamsRefused as error:
             return instance.create_error_response(str(error))
         return await wrapped(request, *more, **named)
@@ -134,7 +136,7 @@ def _add_request(
         connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
         for each in connectors_of(instance):
             if isinstance(each, connector):
-                _take_checked(request, facts, _limits_of(instance, each, request))
+                _take_checked(request, facts, _limits_of(instance, each, request, facts))
         return wrapped(request)
 
     return add(*args, **kwargs)
@@ -156,26 +158,36 @@ def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits) -> N
         )
 
 
-def _limits_of(core: Any, connector: Any, request: Any) -> RequestLimits:
+def _limits_of(core: Any, connector: Any, request: Any, facts: ReleaseFacts) -> RequestLimits:
     # A request that was refused at the server comes in to be ended, with another prompt.
-    is_notice = getattr(request, "abort_immediately", False)
+    is_notice = facts.notices_bad_requests and request.abort_immediately
     most = int(core.max_model_len)
     return RequestLimits(
         prompt_tokens=most if is_notice else int(request.num_prompt_tokens),
         max_model_len=most,
-        is_push=hasattr(connector.connector_scheduler, "_push_pending_registrations"),
+        is_push=_is_push(connector.connector_scheduler),
         allows_peer=allowed_peers().allows,
     )
 
 
+def _is_push(scheduler: Any) -> bool:
+    """Whether P writes to D, and D does not read."""
+    return hasattr(scheduler, "_push_pending_registrations")
+
+
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    facts: ReleaseFacts,
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
         found = wrapped(request, num_computed_tokens)
         scheduler = instance.connector_scheduler
-        if found[0] and not hasattr(scheduler, "_push_pending_registrations"):
-            reads_back = getattr(scheduler, "is_bidirectional_kv_xfer_enabled", False)
+        if found[0] and not _is_push(scheduler):
+            reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
             reads_back = reads_back and not scheduler.use_host_buffer
             if loads_nothing(request.kv_transfer_params, reads_back=reads_back):
                 return 0, False
@@ -194,7 +206,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
         seams.create_completion(facts): _create_completion,
         seams.child_sampling(facts): _get_child_info,
         seams.add_request(facts): partial(_add_request, facts=facts),
-        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
+        seams.get_num_new_matched_tokens(facts): partial(_get_num_new_matched_tokens, facts=facts),
     }
 
 

@@ -223,6 +223,8 @@ def _plans_transfers(source: Source) -> bool:
     return chooses
 
 
+#: The newest first: another stays beside it where it is something else.
+_PREFILL_COUNTS = ("_get_remote_prefill_token_count", "_mamba_prefill_token_count")
 _HANDLE_FAILED = "_handle_failed_transfer"
 
 #: What the source of a release says of each fact.
@@ -239,10 +241,27 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "device_table": _device_table,
     "tpu_flag": _tpu_flag,
     "context_sizes": _context_sizes,
+    "prefill_count": lambda s: next((n for n in _PREFILL_COUNTS if s.method(s.scheduler, n)), ""),
     "cache_shape": _cache_shape,
     "shape_source": _shape_source,
     "failed_loads": _failed_loads,
     "topology": _topology,
+    "has_validation_errors": lambda s: any(
+        found.name == "VLLMValidationError" for found in classes(s.release, "vllm.exceptions")
+    ),
+    "notices_bad_requests": lambda s: (
+        "abort_immediately" in s.parameters("vllm.v1.request", "Request.__init__")
+    ),
+    "counts_prefix_hits": lambda s: (
+        "self.prefill_stats" in s.body("vllm.v1.request", "Request.__init__")
+    ),
+    "lists_block_sizes": lambda s: (
+        re.search(r"^BlockSize\b", text(s.release, "vllm.config.cache"), re.MULTILINE) is not None
+    ),
+    "asks_for_kernel_sizes": lambda s: any(
+        s.method(module, "AttentionBackend.get_supported_kernel_block_sizes")
+        for module in ("vllm.attention.backends.abstract", "vllm.v1.attention.backend")
+    ),
     "forgets_failed_reads": _forgets_failed_reads,
     "loads_whole_blocks_only": lambda s: (
         "round_down(" in s.body(s.scheduler, "get_num_new_matched_tokens")

@@ -19,10 +19,10 @@ from kvpatch.connector.handshake.compatibility import (
     decide,
 )
 from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.read_request import _READ_REQUEST, ReadRequest, remote_blocks
+from kvpatch.connector.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.connector.smaller_blocks import Blocks
 from kvpatch.connector.smaller_blocks_admission import why_misread
-from kvpatch.connector.smaller_blocks_pairing import Listed, mend_pairing, remote_slice
+from kvpatch.connector.smaller_blocks_pairing import Listed, Pairing, mend_pairing, remote_slice
 from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
@@ -98,10 +98,17 @@ class _Agent:
         return "a transfer"
 
 
-def _worker(**more: Any) -> Any:
+def _pairing(ours: Blocks, theirs: Blocks) -> Pairing:
+    return Pairing("P", _ATTENTION, ours, theirs, FACTS["0.32.0"])
+
+
+def _worker(dcp_size: int = 1) -> Any:
     """A stand-in of 0.32's worker."""
+    booked = SimpleNamespace(remote_dcp_size=1)
     return SimpleNamespace(
         block_size=64,
+        dcp_size=dcp_size,
+        transfer_topo=SimpleNamespace(get_engine_info=lambda _: booked),
         use_mla=True,
         kv_cache_layout="HND",
         nixl_wrapper=_Agent(),
@@ -109,9 +116,8 @@ def _worker(**more: Any) -> Any:
         _remote_agents={"P": {(0, 0): "agent of P"}},
         vllm_config=SimpleNamespace(
             cache_config=SimpleNamespace(enable_prefix_caching=True),
-            parallel_config=SimpleNamespace(),
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         ),
-        **more,
     )
 
 
@@ -130,33 +136,33 @@ def _meta(local: list[int], remote: list[int], tokens: int | None) -> Any:
 
 def test_blocks_before_a_prefix_hit_are_left_out() -> None:
     meta = _meta([1, 2], [10, 11, 12, 13, 14], 150)
-    mend_pairing(_worker(), meta, _ATTENTION, Blocks(64, 1), Blocks(32, 1))
-    assert remote_blocks(meta) == [[12, 13, 14]]
+    mend_pairing(_worker(), meta, _pairing(Blocks(64, 1), Blocks(32, 1)))
+    assert meta.remote.block_ids == [[12, 13, 14]]
 
 
 @pytest.mark.parametrize("tokens", [150, None])
 def test_without_a_hit_a_request_stays_as_it_is(tokens: int | None) -> None:
     meta = _meta([1, 2, 3], [10, 11, 12, 13, 14], tokens)
-    mend_pairing(_worker(), meta, _ATTENTION, Blocks(64, 1), Blocks(32, 1))
-    assert remote_blocks(meta) == [[10, 11, 12, 13, 14]]
+    mend_pairing(_worker(), meta, _pairing(Blocks(64, 1), Blocks(32, 1)))
+    assert meta.remote.block_ids == [[10, 11, 12, 13, 14]]
 
 
 def test_without_a_token_count_a_hit_may_be_anywhere() -> None:
     meta = _meta([1], [10, 11], None)  # 97 to 192 tokens, in blocks of 64 two or three
     with pytest.raises(ReadRefused, match="ENABLE_KVPATCH"):
-        mend_pairing(_worker(), meta, _ATTENTION, Blocks(64, 1), Blocks(48, 2))
+        mend_pairing(_worker(), meta, _pairing(Blocks(64, 1), Blocks(48, 2)))
 
 
 def test_context_parallelism_pairs_one_to_one() -> None:
     meta = _meta([1], [10, 11], 60)
     with pytest.raises(ReadRefused, match="context parallelism"):
-        mend_pairing(_worker(dcp_size=2), meta, _ATTENTION, Blocks(64, 1), Blocks(32, 1))
+        mend_pairing(_worker(dcp_size=2), meta, _pairing(Blocks(64, 1), Blocks(32, 1)))
 
 
 def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
     worker, meta = _worker(), _meta([1], [10, 11, 12], 150)
     own = worker.nixl_wrapper
-    with paired(worker, meta, _ATTENTION, Blocks(48, 2), Blocks(64, 1)):
+    with paired(worker, meta, _pairing(Blocks(48, 2), Blocks(64, 1))):
         count = len(meta.remote.block_ids[0])
         with pytest.raises(ReadRefused, match="--block-size"):
             worker.nixl_wrapper.make_prepped_xfer("READ", 1, [0], "handle", [0] * count, b"req:1")

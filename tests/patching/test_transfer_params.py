@@ -328,7 +328,7 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
     server = SimpleNamespace(create_error_response=lambda message: f"error: {message}")
 
     def ask(prompt: Any) -> Any:
-        request = SimpleNamespace(prompt=prompt, kv_transfer_params=_OWN)
+        request = SimpleNamespace(prompt=prompt, prompt_embeds=None, kv_transfer_params=_OWN)
         return asyncio.run(_create_completion(create, server, (request,), {}))
 
     assert ask("one") == "answered"

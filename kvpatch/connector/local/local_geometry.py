@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from kvpatch.connector.kernel_block_sizes import KernelBlockSizes, kernel_sizes
+from kvpatch.connector.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, page_bytes_of
@@ -187,7 +187,7 @@ def local_geometry_of(
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
         units=units,
         row_groups=None if units is None else row_groups_of(release, layers, layout),
-        kernel_sizes=kernel_sizes(worker),
+        kernel_sizes=kernel_block_sizes(worker, facts),
     )
 
 

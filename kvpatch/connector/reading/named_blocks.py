@@ -8,28 +8,25 @@ from typing import Any
 from kvpatch.connector import read_request
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import ReadRefused
+from kvpatch.core.releases import ReleaseFacts
 
 
 def refuse_misnamed(
-    worker: Any, reader: Reader, engine_id: str, entry: Any, *, expanded: bool
+    worker: Any, reader: Reader, engine_id: str, entry: Any, facts: ReleaseFacts
 ) -> None:
     """Refuses blocks that the peer does not have, and fewer than are to be filled.
 
     The release reads the first from another layer's blocks, and asserts the second.
 
-    Args:
-        expanded: whether the entry's lists are of kernel blocks here, or of logical ones.
-
     Raises:
         ReadRefused: the request names the wrong blocks.
     """
-    ids = getattr(entry, "local_physical_block_ids", None) if expanded else None
-    local = read_request.groups(entry.local_block_ids if ids is None else ids)
+    local = read_request.groups(read_request.local_blocks(entry, facts))
     is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
     blocks = worker.dst_num_blocks.get(engine_id) if is_met else None
-    if blocks is None or not any(local) or _pairs_otherwise(worker, engine_id):
+    if blocks is None or not any(local) or _pairs_otherwise(worker, engine_id, facts):
         return
-    remote = read_request.groups(read_request.remote_blocks(entry))
+    remote = read_request.groups(read_request.remote_blocks(entry, facts))
     if len(remote) != len(local):
         raise ReadRefused(
             f"the request names blocks of {len(remote)} cache groups of engine {engine_id}, and "
@@ -37,8 +34,8 @@ def refuse_misnamed(
         )
     if reader.has_state:  # pages of states are counted otherwise: the release's to judge
         return
-    blocks = max((blocks, *_of_regions(worker, engine_id)))
-    parts = 1 if expanded else reader.ours.kernel_blocks_per_block
+    blocks = max((blocks, *_of_regions(worker, engine_id, facts)))
+    parts = 1 if facts.expands_remote_blocks else reader.ours.kernel_blocks_per_block
     for theirs, ours in zip(remote, local, strict=True):
         last = max(theirs, default=0)
         if (last + 1) * parts > blocks:
@@ -52,17 +49,19 @@ def refuse_misnamed(
             )
 
 
-def _of_regions(worker: Any, engine_id: str) -> Sequence[int]:
+def _of_regions(worker: Any, engine_id: str, facts: ReleaseFacts) -> Sequence[int]:
     """How many blocks the peer's regions have, where they have their own numbers (from 0.30)."""
-    by_engine = getattr(worker, "dst_region_num_blocks", None) or {}
-    return by_engine.get(engine_id) or ()
+    if "region_num_blocks" not in facts.agent_metadata:
+        return ()
+    return worker.dst_region_num_blocks.get(engine_id) or ()
 
 
-def _pairs_otherwise(worker: Any, engine_id: str) -> bool:
+def _pairs_otherwise(worker: Any, engine_id: str, facts: ReleaseFacts) -> bool:
     """Whether the release pairs lists of other lengths: by region, or by context ranks."""
-    theirs = (getattr(worker, "dst_region_group_ids", None) or {}).get(engine_id)
-    ours = getattr(worker, "region_group_ids", None)
-    if theirs and ours and list(theirs) != list(ours):
-        return True
-    info = getattr(getattr(worker, "transfer_topo", None), "get_engine_info", None)
-    return info is not None and getattr(info(engine_id), "remote_dcp_size", 1) > 1
+    if "region_group_ids" in facts.agent_metadata:  # from 0.30
+        theirs, ours = worker.dst_region_group_ids.get(engine_id), worker.region_group_ids
+        if theirs and ours and list(theirs) != list(ours):
+            return True
+    if not facts.states_context_parallelism:
+        return False
+    return bool(worker.transfer_topo.get_engine_info(engine_id).remote_dcp_size > 1)

@@ -116,7 +116,7 @@ def _start_load_kv(
             book = reports.load if any(request.local_blocks) else reports.compute
             book(request_id)
             if prover is not None and request.computed is not None:
-                engine_id = read_request.engine_of(metadata.reqs_to_recv[request_id])
+                engine_id = read_request.engine_of(metadata.reqs_to_recv[request_id], facts)
                 prover.computing(request_id, engine_id, request)
         return wrapped(metadata)
 
