@@ -64,12 +64,12 @@ class Session:
             _LOG.error("%s", self.status().summary())
         places = CONNECTORS if self._facts is None else (self._facts.connector,)
         for module in {place.module for place in places}:
-            self._hook(module)
+            self._when_imported(module, self._on_import)
         for module in () if self._facts is None else seams.front_end_modules(self._facts):
             for slug in FRONT_ENDS:
-                self._hook_front_end(slug, module)
-        self._watch(kvcacheds_patch.MODULE, self._on_kvcached)
-        self._watch(ray_variables.MODULE, self._on_ray)
+                self._when_imported(module, partial(self._on_front_end, slug))
+        self._when_imported(kvcacheds_patch.MODULE, self._on_kvcached)
+        self._when_imported(ray_variables.MODULE, self._on_ray)
 
     def disable(self) -> None:
         """See :func:`kvpatch.disable`."""
@@ -110,23 +110,16 @@ class Session:
             return PatchStatus(slug, "off", settings.DISABLE)
         return PatchStatus(slug, "waiting", "the connector has not been imported")
 
-    def _hook(self, module: str) -> None:
+    def _when_imported(self, module: str, act: Callable[[ModuleType], None]) -> None:
+        """Acts on a module now, or as soon as it is imported."""
         loaded = sys.modules.get(module)
         if loaded is not None:
-            self._on_import(loaded)
+            act(loaded)
         elif module not in self._hooked:
             # A hook cannot be taken back; one left over from an earlier enable()
             # serves this one too.
             self._hooked.add(module)
-            wrapt.register_post_import_hook(self._on_import, module)
-
-    def _hook_front_end(self, slug: str, module: str) -> None:
-        loaded = sys.modules.get(module)
-        if loaded is not None:
-            self._on_front_end(slug, loaded)
-        elif module not in self._hooked:
-            self._hooked.add(module)
-            wrapt.register_post_import_hook(partial(self._on_front_end, slug), module)
+            wrapt.register_post_import_hook(act, module)
 
     def _on_front_end(self, slug: str, module: ModuleType) -> None:
         """Wraps what the API server has; what goes wrong here the engine's own part catches."""
@@ -146,14 +139,6 @@ class Session:
         except Exception as error:  # noqa: BLE001
             self._rows[slug] = PatchStatus(slug, "refused", str(error))
             _LOG.exception("kvpatch: %s is not applied to %s", slug, module.__name__)
-
-    def _watch(self, module: str, act: Callable[[ModuleType], None]) -> None:
-        loaded = sys.modules.get(module)
-        if loaded is not None:
-            act(loaded)
-        elif module not in self._hooked:
-            self._hooked.add(module)
-            wrapt.register_post_import_hook(act, module)
 
     def _on_ray(self, module: ModuleType) -> None:
         for holder in ray_variables.holders(module) if self._enabled else ():

@@ -18,14 +18,13 @@ from kvpatch.connector.smaller_blocks_pairing import Pairing
 from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.connector.state import release_worker, worker_state
 from kvpatch.core.errors import KvpatchError, ReadRefused
-from kvpatch.core.releases import ReleaseFacts
 
 
 @contextmanager
-def request_read(worker: Any, facts: ReleaseFacts, request_id: str, meta: Any) -> Iterator[None]:
+def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
     """While inside, the release prepares a request's transfers, and they are what they must be."""
     state = worker_state(worker)
-    reader = state.reader
+    reader, facts = state.reader, state.facts
     read_request.restore_remote_blocks(meta, facts)
     engine_id, request = read_request.engine_of(meta, facts), read_request.read_request_of(meta)
     smaller = smaller_blocks(worker, engine_id, facts)
@@ -41,17 +40,16 @@ def request_read(worker: Any, facts: ReleaseFacts, request_id: str, meta: Any) -
             pairing = Pairing(engine_id, groups, *smaller, facts)
             inside.enter_context(paired(worker, meta, pairing))
         elif reader is not None:
-            _take_over(worker, facts, meta, reader, context)
+            _take_over(worker, meta, reader, context)
         yield
 
 
-def _take_over(
-    worker: Any, facts: ReleaseFacts, meta: Any, reader: Reader, context: RequestContext
-) -> None:
+def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:
     """Has a request read by us, or fail, or its prompt be computed, where the release cannot."""
     engine_id, request = context.engine_id, read_request.read_request_of(meta)
+    facts = worker_state(worker).facts
     try:
-        peer = _checked_peer(worker, facts, meta, reader, context)
+        peer = _checked_peer(worker, meta, reader, context)
     except KvpatchError as error:
         read_request.match_local_block_count(meta, facts)
         context.refusal = error
@@ -66,9 +64,7 @@ def _take_over(
         context.reading = Reading(peer, request)
 
 
-def _checked_peer(
-    worker: Any, facts: ReleaseFacts, meta: Any, reader: Reader, context: RequestContext
-) -> Peer | None:
+def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> Peer | None:
     """The peer that the request is read from, where it is of another geometry.
 
     Raises:
@@ -86,11 +82,11 @@ def _checked_peer(
             )
         return peer
     fills = request is not None and any(request.local_blocks)
-    is_known = engine_id in worker._remote_agents
-    if is_known and worker_state(worker).is_host_buffered and fills:
+    is_known, state = engine_id in worker._remote_agents, worker_state(worker)
+    if is_known and state.is_host_buffered and fills:
         raise ReadRefused(
             f"request {context.request_id} reads from engine {engine_id}, which has not shaken "
             "hands with the host buffer's reader"
         )
-    refuse_misnamed(worker, reader, engine_id, meta, facts)
+    refuse_misnamed(worker, reader, engine_id, meta, state.facts)
     return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from kvpatch.connector.registration import registration_step
@@ -78,19 +77,14 @@ def _get_finished_and_given_up(
 
 
 def _handshake_with_the_living(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def handshake(
         host: str, port: int, remote_tp_size: int, expected_engine_id: str
     ) -> dict[int, str]:
         ratio = instance._tp_size[instance.engine_id] // remote_tp_size
         if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
-            release = sys.modules[facts.worker.module]
+            release = sys.modules[worker_state(instance).facts.worker.module]
             address = release.make_zmq_path("tcp", host, port + instance.tp_rank // ratio)
             require_answer(address, release.GET_META_MSG)
         return wrapped(host, port, remote_tp_size, expected_engine_id)  # type: ignore[no-any-return]
@@ -198,7 +192,7 @@ def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         found[seams.start_load_kv(facts)] = _start_load_kv
         found[seams.get_finished(facts)] = _get_finished_and_given_up
         found[seams.read_blocks_for_req(facts)] = _read_or_leave_waiting
-        found[seams.nixl_handshake(facts)] = partial(_handshake_with_the_living, facts=facts)
+        found[seams.nixl_handshake(facts)] = _handshake_with_the_living
         found[seams.pop_done_transfers(facts)] = _pop_done_or_leave_waiting
     if facts.failed_loads in ("as received", "by the first"):
         found |= registration_step(facts, watch_failed_loads)

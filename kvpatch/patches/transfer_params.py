@@ -39,7 +39,7 @@ from importlib import import_module
 from typing import Any
 
 from kvpatch.connector.allowed_peers import allowed_peers
-from kvpatch.connector.state import connectors_of
+from kvpatch.connector.state import connectors_of, engine_state, scheduler_state
 from kvpatch.connector.transfer_params import (
     FIELD,
     RequestLimits,
@@ -125,14 +125,10 @@ def _create_completion(
 
 
 def _add_request(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def add(request: Any) -> Any:
+        facts = engine_state(instance).facts
         connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
         for each in connectors_of(instance):
             if isinstance(each, connector):
@@ -176,16 +172,12 @@ def _is_push(scheduler: Any) -> bool:
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
         found = wrapped(request, num_computed_tokens)
         scheduler = instance.connector_scheduler
+        facts = scheduler_state(scheduler).facts
         if found[0] and not _is_push(scheduler):
             reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
             reads_back = reads_back and not scheduler.use_host_buffer
@@ -205,8 +197,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
         seams.server_add_request(facts): partial(_server_add_request, facts=facts),
         seams.create_completion(facts): _create_completion,
         seams.child_sampling(facts): _get_child_info,
-        seams.add_request(facts): partial(_add_request, facts=facts),
-        seams.get_num_new_matched_tokens(facts): partial(_get_num_new_matched_tokens, facts=facts),
+        seams.add_request(facts): _add_request,
+        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
     }
 
 

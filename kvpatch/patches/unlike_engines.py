@@ -51,7 +51,6 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from kvpatch.connector import read_request
@@ -59,7 +58,7 @@ from kvpatch.connector.handshake.compatibility import decide
 from kvpatch.connector.peer_handshake import Handshake, local_cache
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import release_worker, scheduler_state
+from kvpatch.connector.state import release_worker, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -67,17 +66,13 @@ from kvpatch.patches import old_releases
 
 
 def _add_remote_agent(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def add(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *contexts: Any
     ) -> Any:
         told = nixl_agent_meta, remote_tp_rank, remote_tp_size
+        facts = worker_state(instance).facts
         handshake = Handshake(wrapped, instance, facts, *told, contexts)
         if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
             return handshake.as_release()
@@ -89,37 +84,27 @@ def _add_remote_agent(
 
 
 def _read_blocks_for_req(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def read(req_id: str, meta: Any) -> Any:
-        with request_read(instance, facts, req_id, meta):
+        with request_read(instance, req_id, meta):
             return wrapped(req_id, meta)
 
     return read(*args, **kwargs)
 
 
 def _build_connector_meta(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    waiting = dict(instance._reqs_need_recv)
+    state, waiting = scheduler_state(instance), dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
     read_request.attach_read_requests(
         instance,
         waiting,
         metadata,
-        facts,
-        equal_peers=scheduler_state(instance).equal_peers,
-        step=None if facts.states_kernel_blocks else _step(*args, **kwargs),
+        state.facts,
+        equal_peers=state.equal_peers,
+        step=None if state.facts.states_kernel_blocks else _step(*args, **kwargs),
     )
     return metadata
 
@@ -132,9 +117,9 @@ def _step(scheduler_output: Any) -> Any:
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
         **registration_step(facts),
-        seams.add_remote_agent(facts): partial(_add_remote_agent, facts=facts),
-        seams.read_blocks_for_req(facts): partial(_read_blocks_for_req, facts=facts),
-        seams.build_connector_meta(facts): partial(_build_connector_meta, facts=facts),
+        seams.add_remote_agent(facts): _add_remote_agent,
+        seams.read_blocks_for_req(facts): _read_blocks_for_req,
+        seams.build_connector_meta(facts): _build_connector_meta,
         **old_releases.multi_rank_handshakes(facts),
         **old_releases.content_proof(facts),  # which has a registration step of its own
     }

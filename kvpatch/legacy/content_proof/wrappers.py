@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from kvpatch.connector import read_request
@@ -29,9 +28,9 @@ def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, attach_prover),
         seams.scheduler_matched_tokens(facts): _get_num_new_matched_tokens,
-        seams.start_load_kv(facts): partial(_start_load_kv, facts=facts),
+        seams.start_load_kv(facts): _start_load_kv,
         seams.update_from_kv_xfer_finished(facts): _update_from_kv_xfer_finished,
-        seams.get_finished(facts): partial(_get_finished, facts=facts),
+        seams.get_finished(facts): _get_finished,
     }
     if facts.states_block_size:
         found[seams.set_xfer_handshake_metadata(facts)] = _set_xfer_handshake_metadata
@@ -70,12 +69,7 @@ def _set_xfer_handshake_metadata(
 
 
 def _get_finished(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
@@ -83,7 +77,7 @@ def _get_finished(
             return wrapped(finished_req_ids)
         state = worker_state(worker)
         prover = _prover_of(state)
-        has_aborts = prover is not None and not facts.keeps_aborted_blocks
+        has_aborts = prover is not None and not state.facts.keeps_aborted_blocks
         if has_aborts:
             state.of(AbortedReads).end(worker, finished_req_ids)
         if prover is not None:
@@ -97,16 +91,11 @@ def _get_finished(
 
 
 def _start_load_kv(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def start(metadata: Any) -> Any:
         state = worker_state(instance)
-        prover, reports = _prover_of(state), state.of(ReadableReports)
+        prover, reports, facts = _prover_of(state), state.of(ReadableReports), state.facts
         found = read_request.read_requests_of(metadata)
         if prover is not None and not facts.keeps_aborted_blocks:
             loads = {name: request for name, request in found if any(request.local_blocks)}
