@@ -117,3 +117,22 @@ def test_the_environment_is_read_in_one_place() -> None:
 )
 def test_what_reads_the_environment(line: str, expected: bool) -> None:
     assert any(map(_asks_for_the_environment, ast.walk(ast.parse(line)))) is expected
+
+
+def _imports_of_legacy(nodes: list[ast.AST]) -> bool:
+    return any(
+        isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvpatch.legacy")
+        for node in nodes
+    )
+
+
+def test_what_old_releases_need_is_imported_in_one_place_and_lazily() -> None:
+    trees = {
+        path.relative_to(_ROOT).as_posix(): ast.parse(path.read_text())
+        for path in (_ROOT / "kvpatch").rglob("*.py")
+        if "legacy" not in path.relative_to(_ROOT).parts
+    }
+    doors = {name for name, tree in trees.items() if _imports_of_legacy(list(ast.walk(tree)))}
+
+    assert doors == {"kvpatch/patches/old_releases.py"}
+    assert not _imports_of_legacy(list(trees[doors.pop()].body))
