@@ -98,10 +98,10 @@ class FailedGroupLoads:
 
 
 class FailedRequestSet(set[str]):
-    """Stands where a worker keeps its failed requests, and looks empty to the release.
+    """Stands where a worker keeps its failed requests, and looks empty to it (0.11.1 to 0.21).
 
-    The release takes what it finds here for received, and looks up the engine that it
-    was received from; a peer that was refused is not there.
+    The release reports what it finds here as received, and looks up the engine that it came
+    from; it does not know a peer that was refused.
 
     Args:
         own: what the worker had there.

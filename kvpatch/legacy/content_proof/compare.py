@@ -43,8 +43,7 @@ def blocks_showing_layout(
 ) -> tuple[int, ...]:
     """The peer's first blocks of a prompt, where no block is cut.
 
-    None where there is nothing that could tell: no whole block, or one that slid out of
-    a window.
+    It returns no blocks where none could tell: there is no whole one, or one slid out of a window.
 
     Args:
         most: blocks that may be read.

@@ -1,12 +1,13 @@
-"""How a peer cuts its blocks, from where its memory holds what tokens (0.11.1 to 0.20).
+"""Into how many kernel blocks a peer cuts its blocks: told by where it holds what (0.11.1 to 0.20).
 
-Block ids come from a client, and count blocks of a size that nobody has stated: whoever
-writes two ids for one makes blocks look half as large, and their content is right. So ids
-say no more than where to look. What counts is what lies there: where a peer that cuts its
-blocks into n kernel blocks holds chunk j of a prompt, a kernel block's tokens, the number
-of that kernel block and j leave one rest over n. And block 0 is vLLM's null block, which
-nobody writes to, while block 1 is the first that is ever handed out: of the kernel blocks
-behind block 0's first the first that was ever written to is number n.
+Block ids come from a client, and count blocks of a size that nobody has stated: whoever writes two
+ids for one makes blocks look half as large, and their content is still right. So ids only say where
+to look. What counts is what lies there:
+
+- A chunk is a kernel block's worth of a prompt's tokens. A peer that cuts its blocks into n kernel
+  blocks holds chunk j in a kernel block whose number leaves the same rest as j when divided by n.
+- Block 0 is vLLM's null block, which nobody writes to, and block 1 is the first that is handed out.
+  So of the kernel blocks behind number 0, the first that was ever written to is number n.
 """
 
 from __future__ import annotations
