@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
-from kvpatch.connector.local.registered_caches import LayerCache, read_layers
+from kvpatch.connector.local.registered_caches import LayerCache, is_as_planned, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
@@ -27,18 +27,6 @@ def count_blocks(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> None:
         # Says more than the counts below can; a host buffer's tensors are not kvcached's.
         check_pools(kv_caches, layers, kvcacheds_settings())
     release.set_blocks(common_blocks(layers, kernel_blocks))
-
-
-def is_as_planned(
-    layers: Mapping[str, LayerCache], planned: int | None, kernel_blocks_per_block: int
-) -> bool:
-    """Whether every tensor has the planned blocks, counted as logical or as kernel blocks.
-
-    The hybrid allocator hands out some of each where the two differ in size.
-    """
-    if planned is None:
-        return False
-    return {c.blocks for c in layers.values()} <= {planned, planned * kernel_blocks_per_block}
 
 
 def common_blocks(layers: Mapping[str, LayerCache], kernel_blocks_per_block: int) -> int:

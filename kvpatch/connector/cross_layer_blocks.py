@@ -127,7 +127,8 @@ def register_cross_layer_blocks(
         asked = ReleaseWorker(this_worker(), facts)
         return restated(metadata, row, _form_of(asked, row, layers, told, states))
 
-    with _as_one_region(worker, row), _listener_told(release, restate):
+    agent = _OneRegion(worker.nixl_wrapper, row)
+    with release.speaking_through(agent), _listener_told(release, restate):
         result = wrapped(shown)
     form = _form_of(release, row, layers, told, states)
     _restate_payload(release, row, form)
@@ -342,17 +343,6 @@ class _OneRegion(wrapt.ObjectProxy[Any]):
         row = self._self_row
         whole = [(row.address, row.size_bytes, *descs[0][2:])]
         return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)
-
-
-@contextmanager
-def _as_one_region(worker: Any, row: CrossLayerBlocks) -> Iterator[None]:
-    """While inside, the worker registers the rows whatever regions it names."""
-    agent = worker.nixl_wrapper
-    worker.nixl_wrapper = _OneRegion(agent, row)
-    try:
-        yield
-    finally:
-        worker.nixl_wrapper = agent
 
 
 # --- what peers are told ---------------------------------------------------------

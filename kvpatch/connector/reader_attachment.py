@@ -20,10 +20,10 @@ from kvpatch.connector.inspected_caches import (
     is_plain,
 )
 from kvpatch.connector.local.backend_layouts import backend_layouts
-from kvpatch.connector.local.local_geometry import LocalGeometry, SharesRead, local_geometry_of
-from kvpatch.connector.local.misread_blocks import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.connector.local.local_geometry import LocalGeometry, local_geometry_of
 from kvpatch.connector.local.recurrent_state import StatePages, states_digest
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.local.vllm_bugs import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
 from kvpatch.connector.reading.reader import Destination, Reader
@@ -107,7 +107,7 @@ def _local_geometry(
     release: ReleaseWorker, own: InspectedCaches, cache: Cache, *, is_misread: bool
 ) -> LocalGeometry:
     layers, groups, key_order = cache
-    state, facts = worker_state(release.worker), release.facts
+    state = worker_state(release.worker)
     shown = layers if state.cross_layer is None else state.cross_layer.shown
     ours = local_geometry_of(release, shown, key_order)
     if own.blocks_hold_both:
@@ -115,8 +115,6 @@ def _local_geometry(
     known = backend_layouts(release)
     ours = replace(
         ours,
-        meets_one_rank=facts.meets_one_rank,
-        shares_read=SharesRead(facts.counts_one_head, facts.reads_its_share),
         misreads_blocks=is_misread,
         planned_layout=state.planned_layout,
         backend_layout=next(iter(known)) if len(known) == 1 else None,

@@ -39,14 +39,10 @@ def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) ->
     Raises:
         RegistrationRefused: a layer's blocks are not where the release takes them to be.
     """
-    worker = release.worker
-    agent = worker.nixl_wrapper
-    checked = _CheckedFirst(agent, partial(_refuse_other_strides, release, layers))
-    worker.nixl_wrapper = checked
-    try:
+    check = partial(_refuse_other_strides, release, layers)
+    checked = _CheckedFirst(release.worker.nixl_wrapper, check)
+    with release.speaking_through(checked):
         yield
-    finally:
-        worker.nixl_wrapper = agent
     checked.check()
 
 

@@ -16,10 +16,10 @@ from kvpatch.connector.kvcached.rdma_devices import refuse_cards
 from kvpatch.connector.kvcached.transport_notes import note_transport
 from kvpatch.connector.local.backend_layouts import state_own_order
 from kvpatch.connector.local.local_geometry import state_layout_of_strides
-from kvpatch.connector.local.misread_states import misread_states
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.split_registration import shown_apart
+from kvpatch.connector.local.vllm_bugs import misread_states
 from kvpatch.connector.registration_check import strides_checked
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings

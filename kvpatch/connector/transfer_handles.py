@@ -24,7 +24,7 @@ def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
 def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     """All that are told what one rank is told: of more ranks than ours the release knows one."""
     reader = worker_state(worker).reader
-    if reader is not None and reader.ours.meets_one_rank:
+    if reader is not None and reader.ours.facts.meets_one_rank:
         # Handshakes add to it.
         unproven = (reader.known(engine_id) for engine_id in reader.ambiguous_peers.engine_ids)
         for peer in (*tuple(reader.peers.values()), *(peer for peer in unproven if peer)):

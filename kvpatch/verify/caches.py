@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.connector.local.tensors import tensor_facts
+from kvpatch.connector.local.registered_caches import tensor_facts
 from kvpatch.geometry import DimensionOrder, KeyOrder, Plane, UnreadableGeometry, read_planes
 
 if TYPE_CHECKING:

@@ -110,7 +110,7 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "ranks whose heads are pieces": (local, lambda: peer(1, 2), Stock),
     "ranks that share heads": (local, lambda: peer(5, 8, block_lens=[1024] * 2), Read),
     "ranks of a release that meets one": (
-        lambda: local(meets_one_rank=True), lambda: peer(1, 2, block_lens=[2048] * 2), Read,
+        lambda: local(facts=FACTS["0.13.0"]), lambda: peer(1, 2, block_lens=[2048] * 2), Read,
     ),
     "cut in the only way that there is": (
         lambda: local(kernel_sizes=_CUTS), lambda: replace(peer(), kernel_blocks_per_block=None),

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvpatch.connector.handshake.cross_layer_form import packed_digest, places_digest
-from kvpatch.connector.local.misread_states import misread_states
+from kvpatch.connector.local.registered_caches import tensor_facts
 from kvpatch.connector.local.release_worker import PACKED
-from kvpatch.connector.local.tensors import tensor_facts
+from kvpatch.connector.local.vllm_bugs import misread_states
 from kvpatch.geometry import UnreadableGeometry, read_packed_groups, read_planes
 
 from .release_workers import worker_of

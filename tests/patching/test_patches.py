@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.connector.block_counts import common_blocks, is_as_planned
+from kvpatch.connector.block_counts import common_blocks
 from kvpatch.connector.cross_layer_blocks import cross_layer_blocks_of
 from kvpatch.connector.local.recurrent_state import states_digest, states_in
-from kvpatch.connector.local.registered_caches import read_layers
+from kvpatch.connector.local.registered_caches import is_as_planned, read_layers
 from kvpatch.connector.local.release_worker import (
     BLOCKS_FIRST,
     KEYS_FIRST,

@@ -64,6 +64,7 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
         memory=Memory("DRAM"),
         backend="FLASH_ATTN",
         key_order=KeyOrder.ROW_MAJOR,
+        facts=FACTS["0.33.0"],
         units=units_of(layers),
         row_groups=(tuple(names),),
     )

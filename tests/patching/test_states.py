@@ -20,6 +20,7 @@ from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.state_runs import with_states
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import PeerRefused, ReadRefused
+from kvpatch.core.releases import FACTS
 from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides, plan_runs
 
 BLOCKS, PAGE_BYTES = 5, 1024
@@ -134,6 +135,7 @@ def _ours() -> LocalGeometry:
         memory=Memory("DRAM", 0),
         backend="FLASHINFER",
         key_order=KeyOrder.ROW_MAJOR,
+        facts=FACTS["0.33.0"],
         groups=tuple(group.layers for group in GROUPS),
         row_places="0123456789abcdef",
         states={

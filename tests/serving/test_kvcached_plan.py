@@ -109,7 +109,7 @@ class _Layer:
     block_tokens = 4
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        from kvpatch.connector.local.tensors import tensor_facts
+        from kvpatch.connector.local.registered_caches import tensor_facts
         from kvpatch.geometry import DimensionOrder, read_planes
 
         order = DimensionOrder(("block", "kv", "token", "head", "channel"))

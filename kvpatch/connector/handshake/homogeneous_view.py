@@ -100,7 +100,7 @@ def block_bytes_as_ours(ours: LocalGeometry, peer: AgentMetadata) -> tuple[int, 
 
 def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """Whether it has more ranks than we do, and the release meets one of them."""
-    return ours.meets_one_rank and peer.tp_size > ours.tp_size
+    return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
 
 
 def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:

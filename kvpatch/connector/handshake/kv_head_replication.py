@@ -24,10 +24,10 @@ def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """Whether the release refuses a peer of another TP size for the heads that some ranks share."""
     if peer.tp_size == ours.tp_size or not ours.has_heads:
         return False
-    least = ours.total_heads if ours.shares_read.counts_one_head else ours.total_heads + 1
+    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
     if peer.tp_size > ours.tp_size:
         return peer.tp_size >= least
-    if ours.tp_size <= ours.total_heads or ours.shares_read.reads_its_share:
+    if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
         return False
     return peer.tp_size < least  # else the release takes both for holders of one head a rank
 

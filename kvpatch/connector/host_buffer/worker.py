@@ -16,7 +16,7 @@ from kvpatch.connector.host_buffer.scheduler import StepSaves
 from kvpatch.connector.kvcached.mapped_pages import MappedPages, pages_behind
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.connector.local.local_geometry import state_layout_of_strides
-from kvpatch.connector.local.registered_caches import LayerCache, read_layers
+from kvpatch.connector.local.registered_caches import is_as_planned, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
@@ -126,7 +126,10 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
     if parts is None:  # these releases find out while they register
         parts = int(release.worker.block_size) // min(block_tokens)
     dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
-    blocks = blocks_of(layers, release.planned_blocks, parts)
+    planned = release.planned_blocks
+    if planned is None or not is_as_planned(layers, planned, parts):
+        planned = min(cache.blocks for cache in layers.values()) // parts
+    blocks = planned
     size = block_bytes(kv_caches, dimensions, blocks)
     host_blocks = host_blocks_in(settings.host_buffer_bytes(), size, blocks)
     by_kvcached = settings.is_kvcached_enabled()
@@ -183,14 +186,6 @@ def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
             f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
             "copied to the device"
         )
-
-
-def blocks_of(layers: Mapping[str, LayerCache], planned: int | None, parts: int) -> int:
-    """How many blocks ids count; a tensor may have them whole or in kernel blocks."""
-    counts = {cache.blocks for cache in layers.values()}
-    if planned is not None and counts <= {planned, planned * parts}:
-        return planned
-    return min(counts) // parts
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused
-from kvpatch.geometry import Plane, kernel_blocks
+from kvpatch.geometry import extent_bytes, kernel_blocks
 from kvpatch.transfer import backing
 from kvpatch.transfer.nixl import Int64Array
 
@@ -99,7 +99,7 @@ def _places(
     for layer in dict.fromkeys((*ordered[:1], *ordered[-1:])):
         for plane in pages.layers[layer].planes:
             first = plane.address + numbers * plane.strides_bytes.block
-            for addresses in (first, first + _block_reach(plane) - 1):
+            for addresses in (first, first + extent_bytes(plane.axes[1:], plane.item_bytes) - 1):
                 granules, which = np.unique(
                     addresses // pages.driver.granule_bytes, return_index=True
                 )
@@ -107,9 +107,3 @@ def _places(
                     if granule not in seen:
                         seen.add(granule)
                         yield layer, int(numbers[index]), int(addresses[index])
-
-
-def _block_reach(plane: Plane) -> int:
-    """Bytes from a block's first to past its last."""
-    axes = tuple(zip(plane.counts, plane.strides_bytes, strict=True))[1:]
-    return sum((size - 1) * stride for size, stride in axes) + plane.item_bytes

@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from kvpatch.connector.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, page_bytes_of
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
@@ -33,23 +34,6 @@ KVSplit = Literal["together", "apart"]
 """Whether keys and values of a block are in one region, or in two."""
 
 
-class SharesRead(NamedTuple):
-    """What a release makes of ranks that share heads.
-
-    Attributes:
-        counts_one_head: a P of as many ranks as heads is taken for one that shares them (<= 0.19).
-        reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks (from
-            0.24).
-    """
-
-    counts_one_head: bool
-    reads_its_share: bool
-
-
-#: From 0.24 on.
-_SHARES_READ = SharesRead(counts_one_head=False, reads_its_share=True)
-
-
 @dataclass(frozen=True)
 class LocalGeometry:
     """What this worker registered, as far as a peer's cache is read against it.
@@ -62,6 +46,7 @@ class LocalGeometry:
         layout: its name, as it is sent to peers.
         total_heads: KV heads of the whole model.
         key_order: COLUMN_MAJOR on the CPU backend.
+        facts: of the release that reads it.
         region_names: the layer that each region is named after; None in releases <= 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
             registration; None in releases <= 0.28, and where keys and values are regions of their
@@ -72,8 +57,6 @@ class LocalGeometry:
         groups: the layers of each block table; None where there is one.
         kv_split: whether keys and values are in one region, or in two, where the backend's own
             blocks hold both, one behind the other; None where they do not.
-        meets_one_rank: whether the release shakes hands with one rank of a peer (<= 0.13).
-        shares_read: what the release makes of ranks that share heads.
         misreads_blocks: whether block sizes that peers state are none (CPU, <= 0.11.2).
         planned_layout: what the release would have stated of tensors to which an allocator has
             given another layout, which is the one that is stated; else None.
@@ -96,14 +79,13 @@ class LocalGeometry:
     memory: Memory
     backend: str
     key_order: KeyOrder
+    facts: ReleaseFacts
     region_names: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] | None = None
     row_groups: tuple[tuple[str, ...], ...] | None = None
     kernel_sizes: KernelBlockSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
     kv_split: KVSplit | None = None
-    meets_one_rank: bool = False
-    shares_read: SharesRead = _SHARES_READ
     misreads_blocks: bool = False
     planned_layout: str | None = None
     row_places: str | None = None
@@ -184,6 +166,7 @@ def local_geometry_of(
         ),
         backend=str(worker.backend_name),
         key_order=key_order,
+        facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
         units=units,
         row_groups=None if units is None else row_groups_of(release, layers, layout),

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.connector.local.cache_kinds import ROWS, Holds, Kind
 from kvpatch.connector.local.kinds_of_layers import kind_of
 from kvpatch.connector.local.release_worker import ALL_LAYERS, ReleaseWorker
-from kvpatch.connector.local.tensors import tensor_facts
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import (
     Content,
     DimensionOrder,
     KeyOrder,
+    Memory,
     Plane,
+    TensorFacts,
     UnreadableGeometry,
     block_bytes,
     read_planes,
@@ -144,6 +145,22 @@ def _listed(names: Any) -> str:
     return ", ".join(sorted(names))
 
 
+def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+    """Where a tensor lies and how it is strided; reads no element."""
+    storage = tensor.untyped_storage()
+    on_host = tensor.device.type == "cpu"
+    return TensorFacts(
+        address=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        item_bytes=tensor.element_size(),
+        # torch counts host memory as device -1, NIXL as device 0.
+        memory=Memory("DRAM" if on_host else "VRAM", max(tensor.get_device(), 0)),
+        storage_address=storage.data_ptr(),
+        storage_bytes=storage.nbytes(),
+    )
+
+
 def page_bytes_of(layer: LayerCache) -> int:
     """Bytes of one of a layer's kernel blocks."""
     return block_bytes(layer.planes)
@@ -165,3 +182,15 @@ def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
         if layer.planes[0].content is not Content.LATENT
     }
     return len(shapes) > 1
+
+
+def is_as_planned(
+    layers: Mapping[str, LayerCache], planned: int | None, kernel_blocks_per_block: int
+) -> bool:
+    """Whether every tensor has the planned blocks, counted as logical or as kernel blocks.
+
+    The hybrid allocator hands out some of each where the two differ in size.
+    """
+    if planned is None:
+        return False
+    return {c.blocks for c in layers.values()} <= {planned, planned * kernel_blocks_per_block}

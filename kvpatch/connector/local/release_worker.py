@@ -8,7 +8,8 @@ logical shape that is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +64,16 @@ class ReleaseWorker:
     def stated_layout(self) -> str | None:
         """The layout that it tells peers; None on 0.10.0, which tells none."""
         return self.worker.kv_cache_layout if self.facts.states_layout else None
+
+    @contextmanager
+    def speaking_through(self, agent: Any) -> Iterator[None]:
+        """While inside, it has this one in place of its own NIXL agent."""
+        own = self.worker.nixl_wrapper
+        self.worker.nixl_wrapper = agent
+        try:
+            yield
+        finally:
+            self.worker.nixl_wrapper = own
 
     # --- the regions, once it has registered ------------------------------------
 

@@ -1,8 +1,14 @@
-"""Recurrent state in rows of all layers, as vLLM itself lays it out (0.29 on, BLNHC and BLHNC).
+"""What vLLM gets wrong of caches that it lays out itself.
 
-The release steps from block to block of a state by its own page, where a row of all layers
-lies between the two: it sends other layers' bytes, without an error. Only where attention of
-another group begins in the same place, and is registered first, does it step as it should.
+Blocks whose size a worker reads off the wrong dimension (0.11.1 and 0.11.2): a CPU backend's cache
+is [2, block, head, token, channel], and the worker takes the third dimension from the end, its
+heads, for the tokens of a block. It cuts blocks that nobody has cut, and states the number to its
+peers; addresses and bytes are right.
+
+Recurrent state between the layers of a block (0.29 on, BLNHC and BLHNC): the release steps from
+block to block of a state by its own page, where a block of all layers lies between the two: it
+sends other layers' bytes, without an error. Only where attention of another group begins in the
+same place, and is registered first, does it step as it should.
 """
 
 from __future__ import annotations
@@ -10,8 +16,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.geometry import LAYERS_INSIDE_BLOCKS, in_order
+
+
+def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> bool:
+    """Whether this worker did, and its peers may have; 0.12 asks the worker for its blocks."""
+    tokens = {plane.counts.block_tokens for cache in layers.values() for plane in cache.planes}
+    planned = worker.vllm_config.cache_config.block_size
+    return worker.backend_name == "CPU_ATTN" and tokens == {planned}
+
+
+def take_planned_blocks(worker: Any) -> None:
+    """Has the worker go by the blocks that its ids count, none of which is cut."""
+    worker.block_size = worker.vllm_config.cache_config.block_size
+    worker._physical_blocks_per_logical_kv_block = 1
 
 
 def misread_states(
