@@ -28,7 +28,7 @@ from kvpatch.connector.handshake.cross_layer_form import (
     places_digest,
 )
 from kvpatch.connector.local.kv_cache_groups import packed_groups
-from kvpatch.connector.local.recurrent_state import State, states_digest, states_in
+from kvpatch.connector.local.recurrent_state import StateInPool, states_digest, states_in
 from kvpatch.connector.local.registered_caches import (
     LayerCache,
     are_unlike,
@@ -72,7 +72,7 @@ class RegisteredCrossLayerBlocks:
     row: CrossLayerBlocks
     form: CrossLayerForm
     shown: Mapping[str, LayerCache]
-    states: Mapping[str, State]
+    states: Mapping[str, StateInPool]
     ends: Mapping[str, int]
 
     def end_of(self, layers: Iterable[str]) -> int:
@@ -237,7 +237,7 @@ def shown_tensors(
     }
 
 
-def _shown_state(state: State, row: CrossLayerBlocks, parts: int) -> list[torch.Tensor]:
+def _shown_state(state: StateInPool, row: CrossLayerBlocks, parts: int) -> list[torch.Tensor]:
     """A layer's state over the memory of its place, as :func:`shown_tensors` shows it."""
     page_bytes, blocks = row.layer_bytes[0] * parts, row.blocks // parts
     start = row.address + state.place * page_bytes * blocks
@@ -381,7 +381,7 @@ def _form_of(
     row: CrossLayerBlocks,
     layers: Mapping[str, LayerCache],
     places: str,
-    states: Mapping[str, State],
+    states: Mapping[str, StateInPool],
 ) -> CrossLayerForm:
     """Asked once the worker knows its kernel blocks; <= 0.17 it finds out as it registers."""
     tokens = min(tokens_of(layers, layers))

@@ -1,4 +1,4 @@
-"""This worker's cache as reads from unlike peers fill it, read before it is registered."""
+"""Reads the tensors that a worker is handed, before the release registers them."""
 
 from __future__ import annotations
 

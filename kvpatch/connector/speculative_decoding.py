@@ -1,4 +1,4 @@
-"""Slots for drafted tokens, which an engine reserves behind a prompt."""
+"""Slots that an engine reserves behind a prompt for tokens that speculative decoding drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that travel from a patched scheduler to workers, which may be in other processes.
+"""What a patched scheduler sends to workers, in which kvpatch may not be on.
 
 Workers get no more of a scheduler's environment than vLLM gives them: Ray's have vLLM's own
 variables, headless nodes those of their shells. One without kvpatch takes no notice of what it does

@@ -1,4 +1,4 @@
-"""Which block of the host pool holds which block of the device: the scheduler's books.
+"""Which host block holds which block of the device, and which requests wait for room.
 
 Pure: the worker copies what :meth:`HostBlockTable.save` returns, in the order of the steps.
 """

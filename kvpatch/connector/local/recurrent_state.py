@@ -45,11 +45,11 @@ class StatePages:
 
 
 @dataclass(frozen=True)
-class State:
-    """One layer's recurrent state in a row's pool.
+class StateInPool:
+    """One layer's recurrent state in a pool of cross-layer blocks.
 
     Attributes:
-        place: among the parts of a row.
+        place: among the parts of a block.
         tensors: as they were handed to the registration.
         offsets: of each tensor, in bytes from the place's beginning.
     """
@@ -61,7 +61,7 @@ class State:
 
 def states_in(
     kv_caches: Mapping[str, Any], attention: Mapping[str, Any], row: CrossLayerBlocks, parts: int
-) -> dict[str, State]:
+) -> dict[str, StateInPool]:
     """The layers that are no attention, as states in the rows of the others.
 
     Args:
@@ -97,7 +97,7 @@ def states_in(
                 f"{[(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors]} at byte "
                 f"{start}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
             )
-        found[name] = State(place, tuple(tensors), offsets)
+        found[name] = StateInPool(place, tuple(tensors), offsets)
     return dict(sorted(found.items()))
 
 
