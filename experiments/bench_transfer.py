@@ -5,7 +5,9 @@
 Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
 with P's geometry: one prepared descriptor per block and layer. Every other row reads the
 same tokens into another geometry, with all that a request costs: pairing, planning, posting,
-copying, waiting. Each row's bytes are compared before it is timed. Blocks are scattered.
+copying, waiting, in the progress thread as in an engine; "in steps" is the same without the
+thread, driven by a loop that does nothing else. Each row's bytes are compared before it is
+timed. Blocks are scattered.
 "extra MiB" is what a read took at its peak beyond the caches and the pool (resident memory).
 """
 
@@ -19,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,8 +45,11 @@ from kvpatch.geometry import (
     plan_chunks,
     plan_runs,
 )
+from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from tests.geometry.whole_caches import CacheSizes, named_layout
@@ -130,7 +136,7 @@ def make_agent(name: str, threads: int = THREADS, wait_us: int = 0) -> Any:
 
     bindings.nixlAgent = patient
     try:
-        return nixl_agent(name, nixl_agent_config(num_threads=threads))
+        return nixl_agent(name, nixl_agent_config(num_threads=threads, capture_telemetry=True))
     finally:
         bindings.nixlAgent = make
 
@@ -182,7 +188,9 @@ Way = Callable[[], tuple[int, float]]
 class Setup:
     """One pair on the two memories."""
 
-    def __init__(self, pair: Pair, tokens: int, decode: Decode) -> None:
+    def __init__(
+        self, pair: Pair, tokens: int, decode: Decode, pool_bytes: int = POOL_BYTES
+    ) -> None:
         self.pair, self.tokens, self.decode = pair, tokens, decode
         order = np.random.default_rng(0).permutation
         n_remote, n_local = -(-tokens // pair.remote_tokens), -(-tokens // pair.local_tokens)
@@ -200,7 +208,9 @@ class Setup:
         for plane in self.remote:
             by_layer.setdefault(plane.layer, []).append(plane)
         self.overlaps = overlaps_of(list(by_layer.values()), self.local)
-        self.pool = StagingPool(POOL_BYTES, self._register)
+        self.pool = StagingPool(pool_bytes, self._register)
+        self.engine_agent = EngineAgent(decode.agent, gate := AgentGate())
+        self.gate, self.thread = gate, ProgressThread(self.pool, torch.device("cpu"), gate)
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
         # Made and registered before anything is timed, as it is for all but the first request.
         self.pool.give(self._any_space())
@@ -270,7 +280,7 @@ class Setup:
             nonlocal planning, runs
             started = time.perf_counter()
             share = Share(self.segments(), self.overlaps)
-            for planned in plan_chunks([share], lambda: self.pool.chunk_bytes):
+            for planned in plan_chunks([share], self.pool.chunk_bytes):
                 planning += time.perf_counter() - started
                 runs += planned.length.size
                 yield planned
@@ -287,6 +297,37 @@ class Setup:
             raise RuntimeError(f"a read ended as {state}")
         read.release()
         return runs, planning
+
+    def background(self, *, is_direct: bool) -> BackgroundRead:
+        """The same in the progress thread, as a worker reads; not started."""
+        copies = [copy for overlap in self.overlaps for copy in overlap.copies]
+        share = Share(self.segments(), self.overlaps)
+        read = StagedRead(
+            ProgressAgent(self.decode.agent, self.gate), self.pool, self.caches, self.decode.ends,
+            b"read", lambda: plan_runs([(self.segments(), copies)] if is_direct else []),
+            plan_chunks([] if is_direct else [share], lambda: self.pool.chunk_bytes(is_paced=True)),
+            is_paced=True,
+        )  # fmt: skip
+        return BackgroundRead(read, self.thread)
+
+    def steps_read(self) -> StagedRead:
+        """A staged read that goes on when it is looked at."""
+        share = Share(self.segments(), self.overlaps)
+        chunks = plan_chunks([share], self.pool.chunk_bytes)
+        return StagedRead(
+            self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
+            plan_runs([]), chunks,
+        )  # fmt: skip
+
+    def in_thread(self, *, is_direct: bool) -> tuple[int, float]:
+        """Looked at without a pause."""
+        read = self.background(is_direct=is_direct)
+        read.start()
+        while (state := read.state()) == "PROC":
+            time.sleep(1e-4)
+        if state != "DONE":
+            raise RuntimeError(f"a read ended as {state}")
+        return read.telemetry().descCount, 0.0
 
     def check(self) -> None:
         """Every item of every token in its place."""
@@ -331,7 +372,12 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
     ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
     if pair.local_tokens != pair.remote_tokens:
         ways["stock, both like D"] = setup.like(pair.local_tokens)
-    ways |= {"direct": setup.direct, "staged": setup.staged}
+    ways |= {
+        "direct": partial(setup.in_thread, is_direct=True),
+        "staged": partial(setup.in_thread, is_direct=False),
+        "direct, in steps": setup.direct,
+        "staged, in steps": setup.staged,
+    }
     extra = {}
     for way, run in ways.items():
         decode.memory.copy_(random_bytes(decode.memory.numel(), 2))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.connector.divided_block_handles import watch_divided_blocks
 from kvpatch.connector.handshake.cross_layer_form import places_digest
 from kvpatch.connector.handshake.remote_states import places_of_states
 from kvpatch.connector.handshake.split_kv import kv_split_of
+from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.inspected_caches import (
     Cache,
     InspectedCaches,
@@ -26,6 +27,7 @@ from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.vllm_bugs import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
+from kvpatch.connector.reading.read_factory import Progress
 from kvpatch.connector.reading.reader import Destination, Reader
 from kvpatch.connector.reading.worker_staging_pool import staging_pool
 from kvpatch.connector.state import worker_state
@@ -33,6 +35,11 @@ from kvpatch.connector.transfer_handles import agents_beside, heterogeneous_engi
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry import places_of
+from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
+
+if TYPE_CHECKING:
+    import torch
 
 
 def attach_reader(
@@ -67,17 +74,18 @@ def attach_reader(
             "states that are not one behind the other): set KVCACHED_CONTIGUOUS_LAYOUT=false"
         )
     if can_read and own.cache is not None and own.behind is not None:
-        agent = _own_agent(worker.nixl_wrapper)
+        agent, gate = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
-        reader = _reader(worker, kv_caches, own, ours)
+        reader = _reader(worker, kv_caches, own, ours, agent, gate)
         reader.leases = leases_of(worker)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
-            agent,
+            EngineAgent(agent, gate),
             reader,
             partial(ranks_of, worker),
             partial(heterogeneous_engine_of, worker),
             partial(agents_beside, worker),
+            reader.thread,
         )
         watch_divided_blocks(worker, release.facts)
         release.admit_larger_blocks()
@@ -98,9 +106,14 @@ def _can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
     )
 
 
-def _own_agent(agent: Any) -> Any:
-    """NIXL's own agent, where the worker has registered before."""
-    return agent.__wrapped__ if isinstance(agent, ReadingAgent) else agent
+def _own_agent(agent: Any) -> tuple[Any, AgentGate]:
+    """NIXL's own agent and its gate, which stays what it was where the worker registers again."""
+    if isinstance(agent, ReadingAgent):
+        agent.stop_reading()
+        agent = agent.__wrapped__
+    if isinstance(agent, EngineAgent):
+        return agent.__wrapped__, agent.gate
+    return agent, AgentGate()
 
 
 def _local_geometry(
@@ -147,24 +160,36 @@ def _with_states(
 
 
 def _reader(
-    worker: Any, kv_caches: Mapping[str, Any], own: InspectedCaches, ours: LocalGeometry
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    own: InspectedCaches,
+    ours: LocalGeometry,
+    nixl: Any,
+    gate: AgentGate,
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it."""
     if own.cache is None or own.behind is None:
         raise RegistrationRefused("a cache that cannot be read into has no reader")
     layers, groups, _ = own.cache
     state = worker_state(worker)
-    agent, buffer = _own_agent(worker.nixl_wrapper), state.host_buffer
+    buffer = state.host_buffer
     device = kv_caches[next(iter(layers))].device
     if buffer is None:
         shown = None if state.cross_layer is None else layers
         destination = Destination(kv_caches, shown, state.cross_layer, states=own.states)
-        pool = staging_pool(agent, ours.memory, device)
-        mode = settings.transfer_mode()
+        copied_to, mode = None, settings.transfer_mode()
     else:
-        caches = buffer.caches
-        copied_to = next(iter(buffer.tensors.values())).device if caches is None else caches.device
-        destination = Destination(buffer.tensors, own.behind[0], caches=caches)
-        pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
-        mode = "staged"
-    return Reader(ours, groups, destination, pool, mode)
+        destination = Destination(buffer.tensors, own.behind[0], caches=buffer.caches)
+        copied_to, mode = _device_behind(buffer), "staged"
+    placed_on = device if copied_to is None else copied_to
+    has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
+    agent = ProgressAgent(nixl, gate) if has_thread else nixl
+    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
+    progress = Progress(ProgressThread(pool, placed_on, gate), agent) if has_thread else None
+    return Reader(ours, groups, destination, pool, mode, progress)
+
+
+def _device_behind(buffer: HostBuffer) -> torch.device:
+    """Where what is read is placed, behind a host buffer."""
+    caches = buffer.caches
+    return next(iter(buffer.tensors.values())).device if caches is None else caches.device

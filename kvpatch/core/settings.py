@@ -26,6 +26,7 @@ PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
+PROGRESS = "KVPATCH_PROGRESS"
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 
 #: Read outside the engines: by the experiments and by the test suite.
@@ -43,6 +44,7 @@ _HOST_BUFFERS = ("auto", "always", "never")
 _KVCACHED_CARDS = ("refuse", "trust")
 _LAYOUTS = ("HND", "NHD")
 _TRANSFERS = ("auto", "direct", "staged")
+_PROGRESSES = ("auto", "step")
 _UNSTATED_LAYOUTS = ("prove", "same")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 _DEFAULT_STAGING_BYTES = 256 * 1024**2
@@ -162,6 +164,11 @@ def transfer_mode() -> str:
     return _choice(TRANSFER, _TRANSFERS)
 
 
+def progress() -> str:
+    """What reads go on in: ``auto``, a thread of their own where it can be, or ``step``."""
+    return _choice(PROGRESS, _PROGRESSES)
+
+
 def unstated_layout() -> str:
     """What becomes of a peer whose handshake states no layout (0.10.0): ``prove`` or ``same``."""
     return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
@@ -184,6 +191,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         LOG_LEVEL,
         PEER_BLOCK_SIZE,
         PEER_LAYOUT,
+        PROGRESS,
         STAGING_BYTES,
         TRANSFER,
         UNSTATED_LAYOUT,

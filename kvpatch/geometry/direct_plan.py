@@ -47,6 +47,16 @@ class Plan:
     def __len__(self) -> int:
         return int(self.length.size)
 
+    def plus(self, other: Plan) -> Plan:
+        """Both plans' runs."""
+        if not len(other):
+            return self
+        return Plan(
+            np.concatenate((self.remote_address, other.remote_address)),
+            np.concatenate((self.local_address, other.local_address)),
+            np.concatenate((self.length, other.length)),
+        )
+
 
 def plan_runs(parts: Iterable[tuple[Segments, Sequence[Copy]]]) -> Plan:
     """The runs of some copies, each of its own segments.

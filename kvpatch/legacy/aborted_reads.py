@@ -14,9 +14,8 @@ from typing import Any
 
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.state import worker_state
-from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.own_read import OwnRead
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -64,7 +63,7 @@ class AbortedReads:
 
     def _take(self, request_id: str, entry: Any) -> bool:
         read = entry[0] if isinstance(entry, tuple) else entry  # with a time <= 0.12
-        if not isinstance(read, StagedRead | JoinedRead):
+        if not isinstance(read, OwnRead):
             return False
         request = read.owner
         if (
@@ -101,7 +100,7 @@ class AbortedReads:
         return found
 
 
-def _is_going(read: StagedRead | JoinedRead, nixl: Any) -> bool:
+def _is_going(read: OwnRead, nixl: Any) -> bool:
     """Whether a read that was given up has something on the wire; lets go of it otherwise."""
     errors = errors_of(nixl)
     try:

@@ -27,15 +27,30 @@ class Caches:
         """Where the caches lie, the staging buffer too."""
         return next(iter(self._tensors.values())).device
 
-    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+    def mark(self) -> Any:
+        """What the engine's thread has told the device by now; None where copies end at once.
+
+        Called when a read begins: what the model has under way then may be of whoever had these
+        blocks before.
+        """
+        streams = side_streams(self.device)
+        if streams is None:
+            return None
+        event = streams.Event()
+        event.record(streams.current_stream(self.device))
+        return event
+
+    def place(
+        self, staging: torch.Tensor, placements: tuple[Placement, ...], after: Any
+    ) -> Callable[[], bool]:
         """Copies what has landed to its places; what is returned says whether it is done.
 
-        On a device the copies run in a stream of their own, after all that the device was
-        told: what the model has under way may be of whoever had these blocks before. A read
-        is reported only when they are done, so that whatever the model runs then comes after.
+        On a device the copies run in a stream of their own. A read is reported only when they
+        are done, so that whatever the model runs then comes after.
 
         Args:
             staging: a chunk's buffer, ``uint8``, one-dimensional, on the device or the host.
+            after: what :meth:`mark` returned when the read began; copies come after it.
         """
         streams = side_streams(self.device)
         if streams is None:
@@ -43,9 +58,8 @@ class Caches:
             return _done
         if self._stream is None:
             self._stream = streams.Stream(device=self.device)
-        current = streams.current_stream(self.device)
         with streams.stream(self._stream):
-            self._stream.wait_stream(current)
+            self._stream.wait_event(after)
             self._copy(staging, placements)
             event = streams.Event()
             event.record(self._stream)

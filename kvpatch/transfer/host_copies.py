@@ -65,7 +65,7 @@ class HostCopies:
         ]
         if self._threads is None and len(of) * self._slot_bytes >= _LONG_BYTES:
             self._threads = ThreadPoolExecutor(
-                _most_threads(), "kvpatch-host-pool", initializer=_use_all_cores
+                _most_threads(), "kvpatch-host-pool", initializer=use_all_cores
             )
         if self._threads is None:
             for task in tasks:
@@ -139,7 +139,7 @@ def _most_threads() -> int:
     return max(1, min(_MOST_THREADS, int(torch.get_num_threads())))
 
 
-def _use_all_cores() -> None:
+def use_all_cores() -> None:
     """Lets this thread run where any thread of the process may.
 
     A thread starts on the cores of the one that made it, and on a CPU the connector keeps a

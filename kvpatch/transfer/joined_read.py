@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.staged_read import StagedRead, Telemetry, sum_of
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.staged_read import Telemetry, sum_of
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
-class JoinedRead:
+class JoinedRead(OwnRead):
     """One request's reads, one from each rank, each of which tells its own rank.
 
     One that fails leaves the others going on: blocks may be handed out again when nothing
@@ -33,11 +34,9 @@ class JoinedRead:
         self._reads = list(reads)
         self._tell_others = tell_others
         self._going: list[Any] = []
-        self._given_up: list[StagedRead] = []
+        self._given_up: list[OwnRead] = []
         self._has_failed = self._is_told = self._is_done = False
         self._errors: tuple[type[Exception], ...] = errors_of(agent)
-        #: Of whoever reads; nothing here looks at it.
-        self.owner: object = None
 
     def start(self) -> str:
         """Starts all of them.
@@ -87,7 +86,7 @@ class JoinedRead:
 
     def void(self) -> bool:
         """As a staged read's, of those among these; False where there is none that goes on."""
-        self._given_up += [r for r in self._going if isinstance(r, StagedRead) and r.void()]
+        self._given_up += [r for r in self._going if isinstance(r, OwnRead) and r.void()]
         return bool(self._given_up)
 
     def telemetry(self) -> Telemetry:

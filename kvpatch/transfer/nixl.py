@@ -32,13 +32,11 @@ def prepare_read(
     remote_address: Int64Array,
     local_address: Int64Array,
     length: Int64Array,
-    notification: bytes = b"",
 ) -> Any:
     """One READ of all runs, whatever their number; the caller starts it.
 
     Args:
         nixl: an agent of NIXL's Python API.
-        notification: what the peer gets after the last byte; nothing where it is empty.
 
     Raises:
         NothingToRead: there are no runs.
@@ -49,7 +47,7 @@ def prepare_read(
     theirs = nixl.get_xfer_descs(
         _descriptors(remote_address, length, ends.remote), ends.remote.kind
     )
-    return nixl.initialize_xfer("READ", ours, theirs, ends.agent, notification)
+    return nixl.initialize_xfer("READ", ours, theirs, ends.agent, b"")
 
 
 def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:

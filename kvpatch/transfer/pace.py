@@ -1,10 +1,10 @@
-"""How large the next chunk of a read should be."""
+"""How large the next piece of a read should be."""
 
 from __future__ import annotations
 
 
 class Pace:
-    """Follows how long its reader is away between two looks.
+    """Of reads that go on in an engine's steps: follows how long these are apart.
 
     A small chunk is copied while it is in the processor's cache still. But with the next
     look comes the next chunk, and an engine looks once a step: a reader that is away for

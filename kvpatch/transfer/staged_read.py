@@ -1,6 +1,7 @@
-"""A read in chunks, driven by whoever asks for its state.
+"""A read in pieces: chunks through the staging pool, and runs that go straight to their places.
 
-Looks to a release like one transfer: started, asked for its state, measured, released.
+It goes on when it is told to: by the progress thread (``background_read``), or, without one, by
+whoever asks for its state. To a release it looks like one transfer.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpatch.core.errors import KvpatchError
+import numpy as np
+
+from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry import Chunk, Placement, Plan
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
+from kvpatch.transfer.nixl import Ends, Int64Array, errors_of, prepare_read
+from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staging_pool import StagingPool, Turn
 
 if TYPE_CHECKING:
@@ -31,10 +35,22 @@ _LONG_SECONDS = 5e-3
 _QUARANTINE_SECONDS = 120.0
 
 
+#: Of one read's posts that go straight to their places, which are all asked for.
+_MOST_DIRECT_FLIGHTS = 8
+#: Of one post, so that the engine's own calls of NIXL wait for few.
+_MOST_RUNS = 8192
+_MOST_DIRECT_BYTES = 32 * 1024**2
+
+
 class Placer(Protocol):
     """:class:`kvpatch.transfer.caches.Caches`, or what stands for it."""
 
-    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+    def mark(self) -> Any:
+        """What the engine's thread has told the device by now, which copies come after."""
+
+    def place(
+        self, staging: torch.Tensor, placements: tuple[Placement, ...], after: Any
+    ) -> Callable[[], bool]:
         """Copies what has landed; what is returned says whether it is done, or raises."""
 
     def settle(self) -> None:
@@ -51,16 +67,20 @@ class Telemetry:
     totalBytes: int = 0  # noqa: N815
     descCount: int = 0  # noqa: N815
 
+    def add(self, one: Any) -> None:
+        """Counts another transfer; of the starts the first stays."""
+        self.startTime = min(self.startTime or one.startTime, one.startTime)
+        self.postDuration += one.postDuration
+        self.xferDuration += one.xferDuration
+        self.totalBytes += one.totalBytes
+        self.descCount += one.descCount
+
 
 def sum_of(found: Iterable[Any]) -> Telemetry:
-    """What several transfers come to; of their starts the first."""
+    """What several transfers come to."""
     total = Telemetry()
     for one in found:
-        total.startTime = min(total.startTime or one.startTime, one.startTime)
-        total.postDuration += one.postDuration
-        total.xferDuration += one.xferDuration
-        total.totalBytes += one.totalBytes
-        total.descCount += one.descCount
+        total.add(one)
     return total
 
 
@@ -72,7 +92,7 @@ class _Flight(NamedTuple):
     space: Space | None
 
 
-class StagedRead:
+class StagedRead(OwnRead):
     """One request's read from one rank of a peer.
 
     The peer is told by a notification of its own, once, when the last byte has been read.
@@ -80,9 +100,12 @@ class StagedRead:
     told to cancel may still be written.
 
     Args:
-        direct: what goes straight to its place; may have no runs.
+        direct: what goes straight to its place; may have no runs. Where it is a function, it
+            is called when the read begins.
         chunks: what goes through the pool, made as it is needed.
         caches: where chunks are placed.
+        is_paced: it is driven by the progress thread: each post is short, and each call of
+            :meth:`advance` makes one.
     """
 
     def __init__(
@@ -92,8 +115,10 @@ class StagedRead:
         caches: Placer,
         ends: Ends,
         notification: bytes,
-        direct: Plan,
+        direct: Plan | Callable[[], Plan],
         chunks: Iterator[Chunk],
+        *,
+        is_paced: bool = False,
     ) -> None:
         self._nixl = nixl
         self._pool = pool
@@ -101,17 +126,28 @@ class StagedRead:
         self._ends = ends
         self._notification = notification
         self._direct = direct
+        self._runs: _Runs | None = None
         self._chunks = chunks
+        self._is_paced = is_paced
         self._next: Chunk | None = None
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
-        self._read: list[Any] = []
+        self._failed_handles: list[Any] = []
+        self._telemetry = Telemetry()
+        #: NIXL's, where the release did not ask it to count.
+        self._uncounted: Exception | None = None
         #: While it waits for the pool.
         self._turn: Turn | None = None
-        self._is_void = self._has_failed = self._is_told = self._is_done = False
+        self._is_begun = self._is_void = self._has_failed = self._is_told = False
+        #: Whether the engine did not look for longer than the peer's lease allows.
+        self.was_away = False
+        #: ``DONE``, ``PROC`` or ``ERR``.
+        self.outcome = "PROC"
         #: When the last look ended, and how long the last one took that found something.
         self._left = self._worked = 0.0
+        #: How long a look came after the one before it, until something has landed in it.
+        self._away: float | None = None
         #: NIXL's errors, a chunk that cannot be, no memory for the pool, a copy that cannot be.
         self._errors: tuple[type[Exception], ...] = (
             KvpatchError,
@@ -121,74 +157,112 @@ class StagedRead:
             IndexError,
             *errors_of(nixl),
         )
-        #: Of whoever reads; nothing here looks at it.
-        self.owner: object = None
+        #: An old NIXL has no counts at all.
+        self._count_errors: tuple[type[Exception], ...] = (AttributeError, *errors_of(nixl))
         #: Of what is read; nothing is asked for after it.
         self.lifetime: Lifetime | None = None
+        self._after: Any = None
+        #: When the first piece was posted.
+        self._began: float | None = None
         self._looked = time.monotonic()
 
     def start(self) -> str:
         """Posts what there is room for."""
-        came = self._looked = time.monotonic()
-        if self._is_late(0.0):
-            self._expire()
-            return "PROC"
-        try:
-            if len(self._direct):
-                plan = self._direct
-                runs = plan.remote_address, plan.local_address, plan.length
-                self._launch(prepare_read(self._nixl, self._ends, *runs), None, None)
-            self._next = next(self._chunks, None)
-            self._post()
-        except self._errors:
-            self._fail()
+        came = time.monotonic()
+        self.admit()
+        self._begin()
         self._left = time.monotonic()
         self._worked = self._left - came
         return "PROC"
 
+    def admit(self) -> None:
+        """Books that it may begin, and what the device was told before; on the engine's thread."""
+        self._looked = time.monotonic()
+        self._after = self._caches.mark()
+
+    def _begin(self) -> None:
+        """Plans what goes straight to its place, and posts."""
+        self._is_begun = True
+        if self._is_void:
+            return
+        if self._is_late():
+            self._expire()
+            return
+        try:
+            direct = self._direct() if callable(self._direct) else self._direct
+            if len(direct):
+                self._runs = _Runs(direct)
+            self._next = next(self._chunks, None)
+            if not self._has_more:
+                raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
+            if not self._is_paced:
+                self._post()
+        except self._errors:
+            self._fail()
+
+    def look(self) -> None:
+        """Books that the engine has looked at the read: so often its peer's lease is renewed."""
+        now = time.monotonic()
+        if self.lifetime is not None and now - self._looked > self.lifetime.longest_gap:
+            self.was_away = True
+        self._looked = now
+
+    def settle(self) -> None:
+        """Waits for every copy that has been asked for."""
+        if self._placing:
+            self._caches.settle()
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether it is over, and nothing of it is left to be released."""
+        return self.outcome == "DONE" or (self.outcome == "ERR" and not self._failed_handles)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it can only wait for reads of the same peer that have asked before it."""
+        turn = self._turn
+        return turn is not None and not (turn.is_first or self._flights or self._placing)
+
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
-        turn = self._turn
-        if turn is not None and not turn.is_first and not self._flights and not self._placing:
-            now = time.monotonic()
-            gap, self._looked = now - self._looked, now
-            if self.lifetime is None or gap <= self.lifetime.longest_gap:
-                return "PROC"  # of thousands, in every step
-            self._expire()
-        if self._is_done:
-            return "DONE"
+        self.look()
+        if self.outcome == "DONE" or (self.is_queued and not self.was_away):
+            return self.outcome  # of thousands, in every step
         came = time.monotonic()
-        if self._next is not None and self._is_late(came - self._looked):
-            self._expire()  # all that is on the wire already is as good as a release's own read
-        self._looked = came
+        self._away = came - self._left
         has_landed = False
-        while self._land():
-            if not has_landed and self._next is not None:
-                self._pool.pace.looked(came - self._left, self._worked)
+        while self.advance():
             has_landed = True
-            while self._landed:
-                self._place(self._landed.pop(0))
-            self._give_back()
-            self._post_more()
             if time.monotonic() - came > _LONG_SECONDS:
                 break
-        self._give_back()
-        if not self._flights:
-            self._post_more()
         self._left = time.monotonic()
         if has_landed:
             self._worked = self._left - came
-        if self._flights or self._placing or self._next is not None:
-            return "PROC"
-        if self._has_failed:
-            return "ERR"
-        if not self._is_told:
-            self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
-            self._is_told = True
-        if self._is_void:
-            return "ERR"
-        self._is_done = True
-        return "DONE"
+        return self.outcome
+
+    def advance(self) -> bool:
+        """Does what can be done now, of a paced read one piece of it.
+
+        Returns:
+            Whether something has landed, or, of a paced read, was placed or posted.
+        """
+        if self.outcome != "PROC":
+            return False
+        if not self._is_begun:
+            self._begin()
+        if self._has_more and self._is_late():
+            self._expire()  # all that is on the wire already is as good as a release's own read
+        has_landed = self._land()
+        if has_landed and self._away is not None and self._next is not None:
+            self._pool.pace.looked(self._away, self._worked)
+        if has_landed:
+            self._away = None
+        while self._landed:
+            self._place(self._landed.pop(0))
+        has_placed = self._give_back()
+        has_posted = self._post_more()
+        self._conclude()
+        return has_landed or (self._is_paced and (has_placed or has_posted))
 
     def void(self) -> bool:
         """Ends it as soon as what is on the wire has landed, without placing any of it.
@@ -199,7 +273,7 @@ class StagedRead:
         Returns:
             False where it is done already.
         """
-        if self._is_done:
+        if self.outcome == "DONE":
             return False
         self._is_void = True
         self._stop()
@@ -208,8 +282,14 @@ class StagedRead:
         return True
 
     def telemetry(self) -> Telemetry:
-        """The sums over all transfers so far."""
-        return sum_of(self._nixl.get_xfer_telemetry(handle) for handle in self._read)
+        """The sums over all transfers so far.
+
+        Raises:
+            Exception: NIXL's, where it does not count.
+        """
+        if self._uncounted is not None:
+            raise self._uncounted
+        return self._telemetry
 
     def release(self) -> None:
         """Lets go of everything, finished or not; a second time does nothing.
@@ -228,9 +308,9 @@ class StagedRead:
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
-        for handle in self._read:
+        for handle in self._failed_handles:
             self._nixl.release_xfer_handle(handle)
-        self._read.clear()
+        self._failed_handles.clear()
         for flight in tuple(self._flights):
             if flight.space is None:
                 self._nixl.release_xfer_handle(flight.handle)
@@ -238,17 +318,31 @@ class StagedRead:
                 _LOG.debug("a read that was given up still holds %s of the pool", flight.space)
                 self._pool.lose(flight.space, _Over(self._nixl, flight.handle))
             self._flights.remove(flight)
+        if self.outcome == "PROC":
+            self.outcome = "ERR"  # nothing more is done for it, and nobody is told of it
+
+    def let_go(self) -> None:
+        """As :meth:`release`, of a read that nobody asks for any more."""
+        try:
+            self.release()
+        except errors_of(self._nixl):
+            _LOG.warning("a read that nobody asks for could not be released", exc_info=True)
 
     def __del__(self) -> None:
         # A release that forgets a read must not keep its space from the others.
         if not sys.is_finalizing():
             self.release()
 
+    @property
+    def _has_more(self) -> bool:
+        """Whether something is still to be posted."""
+        return self._next is not None or self._runs is not None
+
     def _stop(self) -> None:
-        """No more chunks."""
+        """Nothing more is posted."""
         self._pool.leave(self)
         self._turn = None
-        self._next, self._chunks = None, iter(())
+        self._next, self._chunks, self._runs = None, iter(()), None
 
     def _fail(self) -> None:
         """Books the error that is being handled."""
@@ -256,8 +350,18 @@ class StagedRead:
         self._has_failed = True
         self._stop()
 
-    def _is_late(self, gap: float) -> bool:
-        return self.lifetime is not None and self.lifetime.is_over(gap)
+    def _is_late(self) -> bool:
+        gap = time.monotonic() - self._looked
+        return self.was_away or (self.lifetime is not None and self.lifetime.is_over(gap))
+
+    def _must_wait(self) -> bool:
+        """Whether the engine has not looked for so long that a post might land after the lease.
+
+        In an engine's steps nothing is posted but in a look.
+        """
+        if not self._is_paced or self.lifetime is None:
+            return False
+        return time.monotonic() - self._looked > self.lifetime.longest_gap / 2
 
     def _expire(self) -> None:
         """Fails, if it has not: the peer may have given its blocks to another request."""
@@ -269,6 +373,20 @@ class StagedRead:
             )
             self._has_failed = True
             self._stop()
+
+    def _conclude(self) -> None:
+        """Tells the peer and books the outcome, once there is nothing left to wait for."""
+        if self._flights or self._placing or self._has_more or self.outcome != "PROC":
+            return
+        if not self._has_failed and not self._is_told:
+            try:
+                self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
+                self._is_told = True
+            except self._errors:
+                self._fail()
+        if self._is_paced and self._began is not None:  # pieces are on the wire together
+            self._telemetry.xferDuration = round(1e6 * (time.monotonic() - self._began))
+        self.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""
@@ -283,11 +401,22 @@ class StagedRead:
             self._flights.remove(flight)
             if state == "DONE":
                 self._landed.append(flight)
+                self._let_go(flight.handle)
             else:
                 self._lose(flight, state)
-            if state == "DONE" or flight.space is None:
-                self._read.append(flight.handle)
         return bool(self._landed)
+
+    def _let_go(self, handle: Any) -> None:
+        """Counts a transfer that is done, and releases it."""
+        try:
+            if self._uncounted is None:
+                self._telemetry.add(self._nixl.get_xfer_telemetry(handle))
+        except self._count_errors as error:
+            self._uncounted = error
+        try:
+            self._nixl.release_xfer_handle(handle)
+        except errors_of(self._nixl):
+            _LOG.warning("a transfer that is done could not be released", exc_info=True)
 
     def _lose(self, flight: _Flight, state: str) -> None:
         """Books a transfer that failed. NIXL's word for that is no word about its parts.
@@ -300,7 +429,9 @@ class StagedRead:
             _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
             self._has_failed = True
             self._stop()
-        if flight.space is not None:
+        if flight.space is None:
+            self._failed_handles.append(flight.handle)
+        else:
             self._pool.quarantine(flight.space, _Over(self._nixl, flight.handle, has_failed=True))
             _LOG.warning(
                 "%d bytes of the staging pool, which a read from %s that failed may still write "
@@ -318,8 +449,9 @@ class StagedRead:
         if self._has_failed or self._is_void:
             self._pool.give(flight.space)
             return
+        memory = self._pool.memory(flight.space)
         try:
-            is_placed = self._caches.place(self._pool.memory(flight.space), flight.chunk.placements)
+            is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
         except self._errors:
             self._fail()
             self._caches.settle()
@@ -327,7 +459,9 @@ class StagedRead:
         else:
             self._placing.append((is_placed, flight.space))
 
-    def _give_back(self) -> None:
+    def _give_back(self) -> bool:
+        """Frees the space of what has been placed; whether there was any."""
+        before = len(self._placing)
         for placing in tuple(self._placing):
             is_placed, space = placing
             try:
@@ -338,43 +472,106 @@ class StagedRead:
             if is_over:
                 self._placing.remove(placing)
                 self._pool.give(space)
+        return len(self._placing) < before
 
-    def _post_more(self) -> None:
-        if not self._has_failed:
-            try:
-                self._post()
-            except self._errors:
-                self._fail()
+    def _post_more(self) -> bool:
+        """Whether something was posted."""
+        if self._has_failed or self._must_wait():
+            return False
+        try:
+            return self._post()
+        except self._errors:
+            self._fail()
+            return False
 
-    def _post(self) -> None:
-        while self._next is not None:
-            on_wire = sum(flight.chunk is not None for flight in self._flights)
-            if on_wire >= self._pool.chunks_on_wire:
-                return
-            space = self._pool.take(self, self._ends.agent, self._next.buffer_bytes)
-            if space is None:
-                self._turn = self._pool.turn(self)
-                return
-            self._turn = None
-            try:
-                landing = self._pool.memory(space).data_ptr()
-                handle = prepare_read(
-                    self._nixl,
-                    self._ends,
-                    self._next.remote_address,
-                    landing + self._next.staging_offset,
-                    self._next.length,
-                )
-            except self._errors:
-                self._pool.give(space)
-                raise
-            self._launch(handle, self._next, space)
-            self._next = next(self._chunks, None)
-        self._pool.leave(self)
+    def _post(self) -> bool:
+        """Posts all that there is room for, of a paced read one piece; whether there was any."""
+        has_posted = False
+        while self._has_more and not (has_posted and self._is_paced):
+            is_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
+            if not is_posted:
+                return has_posted
+            has_posted = True
+        if self._next is None:
+            self._pool.leave(self)
+        return has_posted
+
+    def _post_runs(self, runs: _Runs) -> bool:
+        """Posts runs that go straight to their places, where few are on the wire."""
+        if self._is_paced and len(self._flights) >= _MOST_DIRECT_FLIGHTS:
+            return False
+        limit = _MOST_DIRECT_BYTES if self._is_paced else None
+        addresses = runs.take(limit)
+        self._launch(prepare_read(self._nixl, self._ends, *addresses), None, None)
+        if runs.is_over:
+            self._runs = None
+        return True
+
+    def _post_chunk(self) -> bool:
+        """Posts the next chunk, where there is room for it; whether there was."""
+        chunk = self._next
+        if chunk is None:
+            return False
+        on_wire = sum(flight.chunk is not None for flight in self._flights)
+        if on_wire >= self._pool.chunks_on_wire:
+            return False
+        space = self._pool.take(self, self._ends.agent, chunk.buffer_bytes)
+        if space is None:
+            self._turn = self._pool.turn(self)
+            return False
+        self._turn = None
+        try:
+            landing = self._pool.memory(space).data_ptr()
+            handle = prepare_read(
+                self._nixl,
+                self._ends,
+                chunk.remote_address,
+                landing + chunk.staging_offset,
+                chunk.length,
+            )
+        except self._errors:
+            self._pool.give(space)
+            raise
+        self._launch(handle, chunk, space)
+        self._next = next(self._chunks, None)
+        return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> None:
         self._flights.append(_Flight(handle, planned, space))
+        self._began = self._began or time.monotonic()
         self._nixl.transfer(handle)
+
+
+class _Runs:
+    """What of a plan is still to be posted."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._end_bytes = np.cumsum(plan.length)
+        self._first = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._first >= len(self._plan)
+
+    def take(self, most_bytes: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """(remote address, local address, bytes) of the next runs; one at least.
+
+        Args:
+            most_bytes: that they come to together; None for all that is left.
+        """
+        first, end = self._first, len(self._plan)
+        if most_bytes is not None:
+            begun = int(self._end_bytes[first - 1]) if first else 0
+            last = int(np.searchsorted(self._end_bytes, begun + most_bytes, side="right"))
+            end = max(first + 1, min(last, first + _MOST_RUNS))
+        self._first = end
+        part = slice(first, end)
+        return (
+            self._plan.remote_address[part],
+            self._plan.local_address[part],
+            self._plan.length[part],
+        )
 
 
 class _Over:

@@ -62,6 +62,11 @@ class Turn:
         self.number = number
         self.is_first = self.has_left = False
 
+    @property
+    def reader(self) -> object:
+        """Whose place it is; None where it was dropped."""
+        return self._reader()
+
     def is_of(self, reader: object) -> bool:
         """Whether it is this one's; another one can have the id of one that was dropped."""
         return self._reader() is reader
@@ -104,6 +109,7 @@ class StagingPool:
         most = max(1, size_bytes // _ROUNDS_IN_POOL)
         least = _DEVICE_ROUND_BYTES if on_device else _LEAST_ROUND_BYTES
         self.pace = Pace(least, min(least, most) if on_device else most)
+        self._paced_bytes = min(least, most)
         self.chunks_on_wire = size_bytes if on_device else _HOST_ROUNDS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
@@ -117,6 +123,8 @@ class StagingPool:
         self._lost: deque[_Lost] = deque()
         self._retired: _Retired | None = None
         self._spare: torch.Tensor | None = None
+        #: Where those are put who have become the first of their peer, if somebody takes them out.
+        self.called: deque[object] | None = None
 
     def aside(self, size_bytes: int) -> StagingPool:
         """Another one of the same kind of memory, for what must not wait in this one."""
@@ -138,10 +146,13 @@ class StagingPool:
         retired = self._retired.lost if self._retired is not None else ()
         return _bytes_of(self._lost) + _bytes_of(retired)
 
-    @property
-    def chunk_bytes(self) -> int:
-        """How large a chunk is at most, if its blocks are no larger."""
-        return self.pace.chunk_bytes
+    def chunk_bytes(self, *, is_paced: bool = False) -> int:
+        """How large a chunk is at most, if its blocks are no larger.
+
+        Args:
+            is_paced: of a read of the progress thread, which is never away.
+        """
+        return self._paced_bytes if is_paced else self.pace.chunk_bytes
 
     def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
         """Space for a chunk of ``reader``; None where it has to wait and ask again.
@@ -185,6 +196,8 @@ class StagingPool:
             return None
         if not queue[0].is_first:
             queue[0].is_first = True
+            if self.called is not None:
+                self.called.append(queue[0].reader)
             self._offer(queue[0])
         return queue[0]
 

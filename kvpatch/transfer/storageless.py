@@ -202,7 +202,12 @@ class StoragelessCaches:
 
         return torch.device("cpu")
 
-    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+    def mark(self) -> None:
+        """Nothing: such a device does what it is told in turn."""
+
+    def place(
+        self, staging: torch.Tensor, placements: tuple[Placement, ...], after: None
+    ) -> Callable[[], bool]:
         """As :meth:`kvpatch.transfer.caches.Caches.place`; done when it returns."""
         import torch
 

@@ -55,6 +55,8 @@ MEANINGS = {
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
     "direct-and-staged); it is made when the first read needs it, and a second one of this size "
     "where transfers that failed hold too much of it",
+    "KVPATCH_PROGRESS": "`step`: reads go on in the engine's steps alone, without a thread of "
+    "their own; slower, for where a thread beside the engine is not wanted",
     "KVPATCH_TRANSFER": "`direct` or `staged` forces one way of reading heterogeneous caches",
     "KVPATCH_PEER_BLOCK_SIZE": "tokens of the blocks of every P (its `--block-size`), where "
     "handshakes do not say (`<= 0.20`): D does not have to find it out, and refuses a P whose "

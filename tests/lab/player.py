@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -373,7 +374,8 @@ class Player(Engine):
             assert reader.leases.gap_seconds == 15.0, "half of the release's lease"
             for reads in release.nixl_of(worker).connector_worker._recving_transfers.values():
                 for read in reads:
-                    read.lifetime = replace(read.lifetime, longest_gap=longest)
+                    staged = getattr(read, "_read", read)  # in the thread, or in the steps
+                    staged.lifetime = replace(staged.lifetime, longest_gap=longest)
         time.sleep(seconds)
 
     def _parts(self, name: str) -> set[str]:
@@ -502,16 +504,31 @@ class Player(Engine):
 
     def strays(self) -> int:
         """Bytes written outside the blocks of all requests so far, aborted and failed too."""
-        now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
-        stray = self._stray_bytes() if self.before else 0
-        for caches, copies in zip(self.caches, now, strict=True):
-            for memory, copy in zip(caches.memory, copies, strict=True):
-                memory[:] = copy
+        with self._still():
+            now = [[memory.copy() for memory in caches.memory] for caches in self.caches]
+            stray = self._stray_bytes() if self.before else 0
+            for caches, copies in zip(self.caches, now, strict=True):
+                for memory, copy in zip(caches.memory, copies, strict=True):
+                    memory[:] = copy
         return stray
+
+    @contextmanager
+    def _still(self) -> Iterator[None]:
+        """While inside, no thread of a worker's places anything: memory is put back for a look."""
+        with ExitStack() as held:
+            for worker in self.workers:
+                reader = _reader_of(release.nixl_of(worker).connector_worker)
+                if reader is not None and reader.thread is not None:
+                    held.enter_context(reader.thread.paused())
+            yield
 
     def written(self, name: str) -> int:
         """Bytes in a request's blocks that are not what was there before it asked."""
-        tracked, count = self._by_name[name], 0
+        with self._still():
+            return self._written(self._by_name[name])
+
+    def _written(self, tracked: Tracked) -> int:
+        count = 0
         for caches, before in zip(self.caches, self.before, strict=True):
             now = [memory.copy() for memory in caches.memory]
             found = [plane[tracked.tables[0]] for c in caches.layers for plane in c.planes]
@@ -549,8 +566,9 @@ class Player(Engine):
         end = time.monotonic() + 4 * _QUARANTINE_SECONDS
         while any(pool.lost_bytes for pool in pools) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
-            for pool in pools:
-                pool.recover()
+            with self._still():
+                for pool in pools:
+                    pool.recover()
 
     def unlike_peers(self) -> set[str]:
         """The engines that kvpatch reads from in place of the release."""

@@ -12,7 +12,11 @@ pytestmark = pytest.mark.patching
 
 SIZES = {"KVPATCH_HOST_BUFFER_BYTES": settings.host_buffer_bytes}
 SIZES["KVPATCH_STAGING_BYTES"] = settings.staging_bytes
-CHOICES = {"KVPATCH_HOST_BUFFER": settings.host_buffer, "KVPATCH_TRANSFER": settings.transfer_mode}
+CHOICES = {
+    "KVPATCH_HOST_BUFFER": settings.host_buffer,
+    "KVPATCH_TRANSFER": settings.transfer_mode,
+    "KVPATCH_PROGRESS": settings.progress,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -17,11 +17,11 @@ from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import BLOCKS_FIRST
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.state_runs import with_states
+from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides, plan_runs
+from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))
@@ -204,10 +204,10 @@ class TestAPeersPages:
 
 class TestRuns:
     def _plan(self, local: int, remote: int):
-        ours, nothing = _ours(), plan_runs([])
+        ours = _ours()
         theirs = states_of_peer(ours, _peer())
         order = _order((local,), (remote,))
-        return with_states(nothing, GROUPS, _peer(), order, ours.states, theirs)
+        return states_plan(GROUPS, _peer(), order, ours.states, theirs)
 
     def test_each_layers_states_and_nothing_else(self):
         plan = self._plan(local=4, remote=2)

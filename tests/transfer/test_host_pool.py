@@ -446,7 +446,7 @@ def test_threads_run_where_any_thread_of_the_process_may():
     try:
         with ThreadPoolExecutor(1) as bound:
             assert bound.submit(os.sched_getaffinity, 0).result() == {min(cores)}
-        with ThreadPoolExecutor(1, initializer=host_copies._use_all_cores) as free:
+        with ThreadPoolExecutor(1, initializer=host_copies.use_all_cores) as free:
             assert free.submit(os.sched_getaffinity, 0).result() == cores
         assert os.sched_getaffinity(0) == {min(cores)}
     finally:

@@ -31,9 +31,8 @@ class FakeStream:
     def add(self, work: Callable[[], None]) -> None:
         self.work.append(work)
 
-    def wait_stream(self, other: FakeStream) -> None:
-        before = len(other.work)
-        self.add(lambda: other.run(before))
+    def wait_event(self, event: FakeEvent) -> None:
+        self.add(event.wait)
 
     def run(self, count: int | None = None) -> None:
         now, self.work = self.work[:count], [] if count is None else self.work[count:]
@@ -48,7 +47,10 @@ class FakeEvent:
     """Fake: looking at it runs its stream."""
 
     def record(self, stream: FakeStream) -> None:
-        self._stream = stream
+        self._stream, self._before = stream, len(stream.work)
+
+    def wait(self) -> None:
+        self._stream.run(self._before)
 
     def query(self) -> bool:
         self._stream.run()
@@ -107,9 +109,13 @@ def test_copies_come_after_what_the_device_was_told_before(streams: FakeStreams)
     streams.model.add(lambda: target.fill_(0xA5))
     before = target.clone()
 
-    is_placed = Caches({remote[0].layer: target}).place(staging, round_.placements)
+    caches, later = Caches({remote[0].layer: target}), []
+    begun = caches.mark()
+    streams.model.add(lambda: later.append(target.clone()))
+    is_placed = caches.place(staging, round_.placements, begun)
     assert torch.equal(target, before), "negative control: nothing has run"
     assert is_placed()
+    assert not later, "the next steps are not waited for"
     streams.model.run()
 
     assert torch.equal(seen[0], before), "the model read what its own request had there"

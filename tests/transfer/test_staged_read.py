@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,127 +13,21 @@ import torch
 import wrapt
 
 from kvpatch.core.errors import PoolExhausted
-from kvpatch.geometry import (
-    BlockList,
-    Memory,
-    Share,
-    overlaps_of,
-    pair_blocks,
-    plan_chunks,
-    plan_runs,
-)
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import staged_read as staged_module
-from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.nixl import Ends, errors_of
-from kvpatch.transfer.staged_read import StagedRead
-from kvpatch.transfer.staging_pool import StagingPool
-from tests.geometry.whole_caches import CacheSizes, named_layout
+from kvpatch.transfer.nixl import errors_of
+
+from .staged_world import (
+    SECONDS,
+    TOKENS,
+    Failing,
+    World,
+    finish,
+    notifications,
+)
 
 pytestmark = pytest.mark.lab
-
-DRAM = Memory("DRAM")
-SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, item_bytes=2)
-TOKENS = 300
-SECONDS = 20.0
-
-
-class _Failing(wrapt.ObjectProxy):
-    """A real agent one of whose transfers is said to have failed (a stand-in for a dead peer)."""
-
-    def __init__(self, agent: Any, after: int) -> None:
-        super().__init__(agent)
-        self._self_after = after
-
-    def check_xfer_state(self, handle: Any) -> str:
-        self._self_after -= 1
-        if self._self_after < 0:
-            return "ERR"
-        return str(self.__wrapped__.check_xfer_state(handle))
-
-
-@dataclass
-class World:
-    """P's and D's agents, caches and a request of theirs."""
-
-    prefill: Any
-    decode: Any
-    source: torch.Tensor
-    target: torch.Tensor
-    ends: Ends
-
-    def read(self, pool: StagingPool, agent: Any = None) -> StagedRead:
-        """A new staged read of the whole request, in chunks of a block or more."""
-        remote = named_layout("LBNHC").planes(SIZES, self.source.data_ptr(), DRAM)
-        sizes = replace(SIZES, block_tokens=48, blocks=8)
-        local = named_layout("LBHNC").planes(sizes, self.target.data_ptr(), DRAM)
-        layers = dict.fromkeys(plane.layer for plane in remote)
-        overlaps = overlaps_of([[p for p in remote if p.layer == layer] for layer in layers], local)
-        segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
-        least = max(overlap.staged_bytes for overlap in overlaps)
-        chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes))
-        caches = Caches(dict.fromkeys(layers, self.target))
-        return StagedRead(
-            agent or self.decode, pool, caches, self.ends, b"done", plan_runs([]), chunks
-        )
-
-    def pool(self, size_bytes: int) -> StagingPool:
-        def make(size: int) -> torch.Tensor:
-            buffer = torch.zeros(size, dtype=torch.uint8)
-            self.decode.register_memory([(buffer.data_ptr(), size, 0, "")], "DRAM")
-            return buffer
-
-        return StagingPool(size_bytes, make)
-
-    def is_identical(self) -> bool:
-        remote = named_layout("LBNHC").planes(SIZES, 0, DRAM)
-        local = named_layout("LBHNC").planes(replace(SIZES, block_tokens=48, blocks=8), 0, DRAM)
-        at = np.arange(TOKENS)
-        return all(
-            np.array_equal(
-                theirs.as_array(self.source.numpy(), 0)[_ids(10, 12)[at // 32], :, at % 32],
-                ours.as_array(self.target.numpy(), 0)[_ids(7, 8)[at // 48], :, at % 48],
-            )
-            for theirs, ours in zip(remote, local, strict=True)
-        )
-
-
-def _ids(count: int, of: int) -> np.ndarray:
-    return np.random.default_rng(count).permutation(of)[:count]
-
-
-@pytest.fixture
-def world():
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    config = nixl_agent_config(num_threads=1, capture_telemetry=True)  # as the releases do
-    agents = [nixl_agent(f"{n}-{time.time_ns()}", config) for n in "PD"]
-    noise = np.random.default_rng(0)
-    size = 3 * 12 * 2 * 2 * 32 * 16 * 2
-    memory = [torch.from_numpy(noise.integers(0, 256, size, dtype=np.uint8)) for _ in agents]
-    for agent, bytes_ in zip(agents, memory, strict=True):
-        agent.register_memory([(bytes_.data_ptr(), bytes_.numel(), 0, "")], "DRAM")
-    name = agents[1].add_remote_agent(agents[0].get_agent_metadata())
-    name = name.decode() if isinstance(name, bytes) else name
-    return World(*agents, *memory, Ends(DRAM, DRAM, name))
-
-
-def finish(*reads: StagedRead) -> list[str]:
-    """Polls reads as a release does, until none is in progress."""
-    end = time.monotonic() + SECONDS
-    states = ["PROC"]
-    while "PROC" in states and time.monotonic() < end:
-        states = [read.state() for read in reads]
-    return states
-
-
-def notifications(world: World) -> list[bytes]:
-    found: list[bytes] = []
-    end = time.monotonic() + 1
-    while time.monotonic() < end and not found:
-        found += [m for messages in world.prefill.get_new_notifs().values() for m in messages]
-    return found
 
 
 @pytest.mark.parametrize("pool_bytes", [1 << 20, 3 * 4096, 4096])
@@ -276,7 +169,7 @@ def test_what_is_on_the_wire_before_the_end_is_read(world):
 def test_a_failed_rounds_space_comes_back_after_a_time(world, monkeypatch):
     monkeypatch.setattr(staged_module, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
-    read = world.read(pool, _Failing(world.decode, after=2))
+    read = world.read(pool, Failing(world.decode, after=2))
     read.start()
     assert finish(read) == ["ERR"]
     read.release()

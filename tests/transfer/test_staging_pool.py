@@ -227,21 +227,21 @@ def test_whatever_the_order_everybody_is_served(data):
 
 
 def test_rounds_are_small_beside_the_pool():
-    assert StagingPool(1 << 30, torch.zeros).chunk_bytes == 16 << 20
-    assert StagingPool(1 << 30, torch.zeros, on_device=True).chunk_bytes == 16 << 20
-    assert StagingPool(4096, torch.zeros).chunk_bytes == 1024
+    assert StagingPool(1 << 30, torch.zeros).chunk_bytes() == 16 << 20
+    assert StagingPool(1 << 30, torch.zeros, on_device=True).chunk_bytes() == 16 << 20
+    assert StagingPool(4096, torch.zeros).chunk_bytes() == 1024
 
 
 def test_rounds_shrink_for_a_reader_that_is_hardly_away_and_grow_for_one_that_is():
     pool = StagingPool(1 << 28, torch.zeros)
     for _ in range(8):
         pool.pace.looked(away_seconds=1e-6, working_seconds=1e-3)
-    assert pool.chunk_bytes == 8 << 20
+    assert pool.chunk_bytes() == 8 << 20
     pool.pace.looked(away_seconds=0.9e-3, working_seconds=1e-3)
-    assert pool.chunk_bytes == 8 << 20, "it works about as long as it is away"
+    assert pool.chunk_bytes() == 8 << 20, "it works about as long as it is away"
     for _ in range(8):
         pool.pace.looked(away_seconds=1e-2, working_seconds=1e-3)
-    assert pool.chunk_bytes == 64 << 20, "a quarter of the pool"
+    assert pool.chunk_bytes() == 64 << 20, "a quarter of the pool"
 
 
 def test_rounds_of_a_device_keep_their_size():
@@ -249,7 +249,7 @@ def test_rounds_of_a_device_keep_their_size():
     for away in (1.0, 0.0):
         for _ in range(4):
             pool.pace.looked(away, working_seconds=1e-3)
-        assert pool.chunk_bytes == 16 << 20
+        assert pool.chunk_bytes() == 16 << 20
 
 
 class _Reference:

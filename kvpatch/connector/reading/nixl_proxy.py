@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
+from weakref import finalize
 
 import wrapt
 
@@ -12,7 +13,8 @@ from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import tell_over
-from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.progress_thread import ProgressThread
 
 
 class ReadingAgent(wrapt.ObjectProxy[Any]):
@@ -23,6 +25,7 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
             the release knows one handle for them.
         engine_of: handle -> the unlike engine that it belongs to, if it does to one.
         beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
+        thread: what reads go on in; ended with this worker's agent.
     """
 
     def __init__(
@@ -32,12 +35,16 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         ranks_of: Callable[[str, Any], Sequence[int]],
         engine_of: Callable[[Any], str | None],
         beside: Callable[[str], Sequence[str]],
+        thread: ProgressThread | None = None,
     ) -> None:
         super().__init__(agent)
         self._self_reader = reader
         self._self_ranks_of = ranks_of
         self._self_engine_of = engine_of
         self._self_beside = beside
+        self._self_thread = thread
+        if thread is not None:
+            finalize(self, thread.stop)
 
     def make_prepped_xfer(
         self,
@@ -125,24 +132,38 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts a transfer."""
-        if isinstance(handle, StagedRead | JoinedRead):
+        if isinstance(handle, OwnRead):
             return handle.start()
         return self.__wrapped__.transfer(handle, *args, **kwargs)
 
     def check_xfer_state(self, handle: Any) -> Any:
         """``DONE``, ``PROC`` or ``ERR``."""
-        if isinstance(handle, StagedRead | JoinedRead):
+        if isinstance(handle, OwnRead):
             return handle.state()
         return self.__wrapped__.check_xfer_state(handle)
 
     def get_xfer_telemetry(self, handle: Any) -> Any:
         """NIXL's counts of a transfer."""
-        if isinstance(handle, StagedRead | JoinedRead):
+        if isinstance(handle, OwnRead):
             return handle.telemetry()
         return self.__wrapped__.get_xfer_telemetry(handle)
 
+    def stop_reading(self) -> None:
+        """Ends the thread of this worker's reads."""
+        if self._self_thread is not None:
+            self._self_thread.stop()
+
+    def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes back a registration, as an engine that sleeps or ends: nothing is read meanwhile.
+
+        The next read has the thread start again (0.33 registers anew when it wakes up).
+        """
+        if self._self_thread is not None:
+            self._self_thread.rest()
+        return self.__wrapped__.deregister_memory(*args, **kwargs)
+
     def release_xfer_handle(self, handle: Any) -> Any:
         """Lets go of a transfer."""
-        if isinstance(handle, StagedRead | JoinedRead):
+        if isinstance(handle, OwnRead):
             return handle.release()
         return self.__wrapped__.release_xfer_handle(handle)

@@ -9,7 +9,7 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,8 @@ from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
-from kvpatch.connector.reading.state_runs import with_states
+from kvpatch.connector.reading.read_factory import Progress, ReadFactory
+from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry import (
@@ -37,16 +38,17 @@ from kvpatch.geometry import (
     HOST_MEMORY,
     Content,
     Overlap,
+    Plan,
     Share,
     is_direct,
     kernel_blocks,
     pair_whole_blocks,
-    plan_chunks,
     plan_runs,
 )
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends, Int64Array, prepare_read
-from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.nixl import Ends, Int64Array
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
 
@@ -83,6 +85,7 @@ class Reader:
     Args:
         pool: where staged reads land.
         mode: ``auto``, ``direct`` or ``staged``.
+        progress: what reads go on in between the engine's steps; None for the steps alone.
 
     Attributes:
         ambiguous_peers: of peers whose handshakes leave something open.
@@ -95,6 +98,7 @@ class Reader:
         destination: Destination,
         pool: StagingPool,
         mode: str,
+        progress: Progress | None = None,
     ) -> None:
         self.ours = ours
         self.groups = groups
@@ -109,6 +113,7 @@ class Reader:
         if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
+        self._reads = ReadFactory(pool, caches, progress)
         self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
         self.ambiguous_peers = AmbiguousPeers()
         self.context: RequestContext | None = None
@@ -183,6 +188,11 @@ class Reader:
         peer.add(rank, self.planes)
 
     @property
+    def thread(self) -> ProgressThread | None:
+        """What reads go on in between the engine's steps; None for the steps alone."""
+        return None if self._reads.progress is None else self._reads.progress.thread
+
+    @property
     def has_state(self) -> bool:
         """Whether some of our layers have recurrent state."""
         return bool(self._states)
@@ -211,7 +221,7 @@ class Reader:
         context = self.context
         return None if context is None or context.reading is None else context.engine_id
 
-    def prepare(self, nixl: Any, number: int, notification: bytes) -> Any:
+    def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
         """The transfer that replaces the release's own, of one rank of the peer.
 
         Raises:
@@ -230,26 +240,31 @@ class Reader:
             self.ours, self.groups, metadata, rank.overlaps, reading.request, rank.block_tokens
         )
         ends = Ends(self.ours.memory, peer_memory(self.ours, metadata), rank.agent)
+
+        lifetime = self.leases.lifetime(reading.request)
+
+        def read(direct: Plan | Callable[[], Plan], staged: Sequence[Share]) -> OwnRead:
+            return self._reads.read(
+                nixl, ends, notification, direct, staged, reading.request, lifetime
+            )
+
         whole = self._whole_rows(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
-            return prepare_read(nixl, ends, *whole, notification)
+            return read(Plan(*whole), ())
         if reading.tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.request)
             reading.tails_left = False
         direct, staged = self._split(shares)
-        plan = plan_runs(
-            (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
-            for share in direct
-        )
-        plan = with_states(plan, self.groups, metadata, reading.request, self._states, rank.states)
-        if not staged:
-            runs = plan.remote_address, plan.local_address, plan.length
-            return prepare_read(nixl, ends, *runs, notification)
-        chunks = plan_chunks(staged, lambda: self.pool.chunk_bytes)
-        read = StagedRead(nixl, self.pool, self._caches, ends, notification, plan, chunks)
-        read.owner = reading.request
-        read.lifetime = self.leases.lifetime(reading.request)
-        return read
+        states = states_plan(self.groups, metadata, reading.request, self._states, rank.states)
+
+        def plan() -> Plan:
+            pairs = (
+                (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
+                for share in direct
+            )
+            return plan_runs(pairs).plus(states)
+
+        return read(plan, staged)
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

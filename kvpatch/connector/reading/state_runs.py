@@ -12,18 +12,17 @@ from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import ReadRefused
-from kvpatch.geometry import Plan
+from kvpatch.geometry import Plan, plan_runs
 
 
-def with_states(
-    plan: Plan,
+def states_plan(
     groups: Iterable[Group],
     peer: AgentMetadata,
     request: ReadRequest,
     ours: Mapping[str, StatePages],
     theirs: Mapping[str, StatePages],
 ) -> Plan:
-    """A plan, and the runs that bring each layer's states whole.
+    """The runs that bring each layer's states whole.
 
     Raises:
         ReadRefused: a group has several blocks, or one that the peer has not.
@@ -45,10 +44,5 @@ def with_states(
                 )
             )
     if not runs:
-        return plan
-    remote_address, local_address, length = np.asarray(runs, dtype=np.int64).T
-    return Plan(
-        np.concatenate((plan.remote_address, remote_address)),
-        np.concatenate((plan.local_address, local_address)),
-        np.concatenate((plan.length, length)),
-    )
+        return plan_runs(())
+    return Plan(*np.asarray(runs, dtype=np.int64).T)

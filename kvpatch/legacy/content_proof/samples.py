@@ -190,7 +190,12 @@ class LandedBlocks:
             np.array(address, dtype=np.int64), offsets, lengths, int(lengths.sum()), ()
         )
 
-    def place(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> Callable[[], bool]:
+    def mark(self) -> None:
+        """Nothing: it copies to where nobody else does."""
+
+    def place(
+        self, staging: torch.Tensor, placements: tuple[Placement, ...], after: None
+    ) -> Callable[[], bool]:
         """Keeps a copy."""
         self._bytes = staging.cpu().numpy().copy()
         return lambda: True

@@ -1,0 +1,77 @@
+"""Makes what a release drives like a transfer of what is to be read from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.connector.read_request import ReadRequest
+from kvpatch.geometry import Plan, Share, plan_chunks
+from kvpatch.transfer.background_read import BackgroundRead
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.nixl import Ends
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.storageless import StoragelessCaches
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A worker's progress thread, and the worker's NIXL agent as that thread may use it."""
+
+    thread: ProgressThread
+    agent: Any
+
+
+@dataclass(frozen=True)
+class ReadFactory:
+    """Of one worker.
+
+    Attributes:
+        pool: where staged reads land.
+        caches: where they are placed.
+        progress: None where reads go on in the engine's steps.
+    """
+
+    pool: StagingPool
+    caches: Caches | StoragelessCaches
+    progress: Progress | None
+
+    def read(
+        self,
+        nixl: Any,
+        ends: Ends,
+        notification: bytes,
+        direct: Plan | Callable[[], Plan],
+        staged: Sequence[Share],
+        request: ReadRequest,
+        lifetime: Lifetime,
+    ) -> OwnRead:
+        """A read that is not started.
+
+        Args:
+            nixl: the engine's agent.
+            notification: what the peer is told after the last byte.
+            direct: goes straight to its place; planned when the read begins.
+            staged: goes through the pool.
+            lifetime: of the peer's blocks.
+        """
+        is_paced = self.progress is not None
+        read = StagedRead(
+            nixl if self.progress is None else self.progress.agent,
+            self.pool,
+            self.caches,
+            ends,
+            notification,
+            direct,
+            plan_chunks(staged, lambda: self.pool.chunk_bytes(is_paced=is_paced)),
+            is_paced=is_paced,
+        )
+        read.lifetime = lifetime
+        own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
+        own.owner = request
+        return own

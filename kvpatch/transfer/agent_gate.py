@@ -1,0 +1,227 @@
+"""Keeps the progress thread and the engine's threads out of one NIXL agent at the same time.
+
+A release makes its agent without locks of NIXL's own (``NIXL_THREAD_SYNC_NONE``), and NIXL's
+bindings let go of the interpreter's lock while they work. The engine's own threads, the one of
+its steps and the one of its handshakes, share the agent as they do without kvpatch; the progress
+thread is in it alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import RLock, get_ident
+from typing import Any, TypeVar
+
+import wrapt
+
+_Found = TypeVar("_Found")
+
+#: What a release calls in its steps. All else may take long: it belongs to handshakes.
+STEP_CALLS = frozenset(
+    {
+        "check_remote_metadata",
+        "check_xfer_state",
+        "get_new_notifs",
+        "get_xfer_descs",
+        "get_xfer_telemetry",
+        "initialize_xfer",
+        "make_prepped_xfer",
+        "release_xfer_handle",
+        "send_notif",
+        "transfer",
+    }
+)
+#: How long the progress thread stays away for, once an engine's thread waits.
+_STEP_ASIDE_SECONDS = 2e-5
+#: Looks of steps at transfers in a row.
+_MOST_UNANSWERED = 16
+
+
+class _Side:
+    """One lock of an engine's threads; whoever waits for the progress thread goes before it."""
+
+    def __init__(self) -> None:
+        # One thread may enter twice: whatever it collects there may let go of a transfer.
+        self._lock = RLock()
+        #: One for each thread that waits; its ends are changed in one go, as a number is not.
+        self._waiting: deque[None] = deque()
+        #: The thread that is alone in it.
+        self._inside: int | None = None
+
+    def call(self, made: Callable[..., _Found], *args: Any, **kwargs: Any) -> _Found:
+        lock = self._lock
+        if not lock.acquire(blocking=False):
+            self._waiting.append(None)
+            try:  # a signal's exception may end the wait
+                lock.acquire()
+            finally:
+                self._waiting.pop()
+        try:
+            return made(*args, **kwargs)
+        finally:
+            lock.release()
+
+    def call_now(self, made: Callable[..., _Found], *args: Any) -> _Found | None:
+        """None where somebody else is inside."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return made(*args)
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def unless_taken(self) -> Iterator[bool]:
+        """While inside, whether it is this thread's; another one's is not waited for."""
+        is_ours = not self._waiting and self._lock.acquire(blocking=False)
+        try:
+            if is_ours:
+                with self._entered():
+                    yield True
+            else:
+                yield False
+        finally:
+            if is_ours:
+                self._lock.release()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While inside, it is this thread's, which lets those go first that wait for it."""
+        # Whoever is inside already must not wait for those who wait for it.
+        while self._waiting and self._inside != get_ident():
+            time.sleep(_STEP_ASIDE_SECONDS)
+        with self._lock, self._entered():
+            yield
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        before, self._inside = self._inside, get_ident()
+        try:
+            yield
+        finally:
+            self._inside = before
+
+
+class _Messages:
+    """What the progress thread has heard on behalf of the engine's step."""
+
+    def __init__(self) -> None:
+        self.are_wanted = False
+        self._heard: deque[tuple[Any, Any]] = deque()
+
+    def add(self, found: Mapping[Any, list[Any]]) -> None:
+        for sender, messages in found.items():
+            self._heard.extend((sender, message) for message in messages)
+
+    def taken_with(self, found: Mapping[Any, list[Any]]) -> dict[Any, list[Any]]:
+        """All that was added, and behind it what was found just now."""
+        taken: dict[Any, list[Any]] = {}
+        while self._heard:
+            sender, message = self._heard.popleft()
+            taken.setdefault(sender, []).append(message)
+        for sender, messages in found.items():
+            taken.setdefault(sender, []).extend(messages)
+        return taken
+
+
+class AgentGate:
+    """One agent's. A step does not wait for a handshake, as without kvpatch."""
+
+    def __init__(self) -> None:
+        self._steps, self._handshakes = _Side(), _Side()
+        self.messages = _Messages()
+
+    def side_of(self, name: str) -> _Side:
+        """Where an engine's call of that name is made."""
+        return self._steps if name in STEP_CALLS else self._handshakes
+
+    @contextmanager
+    def without_handshakes(self) -> Iterator[bool]:
+        """While inside, none is in the agent; False where one is, which is not waited for."""
+        with self._handshakes.unless_taken() as is_ours:
+            yield is_ours
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While inside, no other thread is in the agent. For the progress thread."""
+        with self._handshakes.alone(), self._steps.alone():
+            yield
+
+
+class EngineAgent(wrapt.ObjectProxy[Any]):
+    """A NIXL agent as the engine's threads may use it beside the progress thread.
+
+    A step asks for messages and for the states of transfers. It does not wait for that: where
+    the progress thread is in the agent, it hears what that thread has heard on its behalf.
+    """
+
+    def __init__(self, agent: Any, gate: AgentGate) -> None:
+        super().__init__(agent)
+        self._self_gate = gate
+        self._self_steps = gate.side_of("check_xfer_state")
+        self._self_unanswered = 0
+
+    @property
+    def gate(self) -> AgentGate:
+        """Its gate, which every thread of the agent has to use."""
+        return self._self_gate
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        """As NIXL's own; ``PROC`` where it cannot be asked for now, but not for long."""
+        look = self.__wrapped__.check_xfer_state
+        if self._self_unanswered < _MOST_UNANSWERED:
+            found = self._self_steps.call_now(look, handle)
+            if found is None:
+                self._self_unanswered += 1
+                return "PROC"
+        else:
+            found = self._self_steps.call(look, handle)
+        self._self_unanswered = 0
+        return found
+
+    def get_new_notifs(self, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own; {sender: messages}."""
+        if args or kwargs:
+            return self._self_steps.call(self.__wrapped__.get_new_notifs, *args, **kwargs)
+        messages = self._self_gate.messages
+        found = self._self_steps.call_now(self.__wrapped__.get_new_notifs)
+        messages.are_wanted = found is None
+        return messages.taken_with(found or {})
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__wrapped__, name)
+        if not callable(found):
+            return found
+        side = self._self_gate.side_of(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return side.call(found, *args, **kwargs)
+
+        return call
+
+
+class ProgressAgent(wrapt.ObjectProxy[Any]):
+    """The same agent for the progress thread."""
+
+    def __init__(self, agent: Any, gate: AgentGate) -> None:
+        super().__init__(agent)
+        self._self_gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__wrapped__, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            gate = self._self_gate
+            with gate.alone():
+                result = found(*args, **kwargs)
+                if gate.messages.are_wanted:  # the engine's step did not wait for this call
+                    gate.messages.are_wanted = False
+                    gate.messages.add(self.__wrapped__.get_new_notifs())
+                return result
+
+        return call

@@ -1,0 +1,262 @@
+"""The thread on which a worker's reads go on between the engine's steps.
+
+A decode engine looks at its transfers once a step. A read that needs several rounds (chunks
+through the staging pool, posts of bounded length) would stand still from one step to the next:
+with steps of 40 ms and a pool of 256 MiB no faster than 6 GB/s, whatever the network.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from queue import Empty, SimpleQueue
+from threading import RLock, Thread, current_thread
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.transfer.agent_gate import AgentGate
+from kvpatch.transfer.device_copies import streams_of
+from kvpatch.transfer.host_copies import use_all_cores
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.storageless import StoragelessCaches
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.progress")
+
+#: Devices whose copies are known to run beside the model when another thread asks for them.
+_DEVICES = ("cpu", "cuda")
+#: How long it waits for a transfer before it looks again: at first, and at most.
+_FIRST_WAIT_SECONDS = 3e-5
+_LONGEST_WAIT_SECONDS = 1e-3
+#: It ends when there was nothing to read for so long.
+_IDLE_SECONDS = 10.0
+_STEP_ASIDE_SECONDS = 2e-5
+#: Reads whose states alone take long to ask for; of few, NIXL's calls and copies are longer, and
+#: let go of the interpreter's lock.
+_MANY = 8
+#: Without a pause, in which a step may get the interpreter's lock.
+_LONGEST_WORK_SECONDS = 1e-3
+_STOP_SECONDS = 10.0
+
+
+def can_read_beside(device: torch.device, caches: object = None) -> bool:
+    """Whether another thread than the engine's can place what was read.
+
+    Args:
+        device: that it is placed on.
+        caches: what places it, where torch does not.
+    """
+    if isinstance(caches, StoragelessCaches) or device.type not in _DEVICES:
+        return False
+    return device.type == "cpu" or streams_of(device) is not None
+
+
+class ProgressThread:
+    """One worker's; it starts with the first read and ends when there was none for a while.
+
+    Where it cannot run (it was stopped, an error ended it, a process was forked from this one)
+    each read goes on when it is asked for its state.
+
+    Args:
+        pool: of the reads; nobody else uses it.
+        device: where reads are placed.
+        gate: of the agent that they use.
+    """
+
+    def __init__(self, pool: StagingPool, device: torch.device, gate: AgentGate) -> None:
+        self._pool = pool
+        self._device = device
+        self._gate = gate
+        #: Reads to begin with or to look at again, and such as nobody wants any more.
+        self._inbox: SimpleQueue[tuple[StagedRead, bool] | None] = SimpleQueue()
+        self._going: dict[int, StagedRead] = {}
+        self._queued: dict[int, StagedRead] = {}
+        self._called: deque[object] = deque()
+        #: Held while something is done for a read.
+        self._work = RLock()
+        #: One for each of the engine's threads that waits for it.
+        self._waiting: deque[None] = deque()
+        #: When it last gave up the interpreter's lock of its own accord.
+        self._rested = 0.0
+        self._start = RLock()
+        self._thread: Thread | None = None
+        #: Whether it takes care of the reads that were added; each step asks for each read.
+        self.is_running = False
+        self._process = os.getpid()
+        #: For good, and for now.
+        self._is_stopped = self._is_ending = False
+
+    def add(self, read: StagedRead) -> None:
+        """Has a read begin, or looked at again where it waits for others."""
+        self._inbox.put((read, True))
+        with self._start:
+            if self._thread is not None or self._is_stopped or self._process != os.getpid():
+                return
+            # Whoever was called while there was no thread is among these.
+            self._going |= self._queued
+            self._queued.clear()
+            self._pool.called = self._called
+            self._thread = Thread(target=self._run, name="kvpatch-reads", daemon=True)
+            self.is_running = True
+            try:
+                self._thread.start()
+            except RuntimeError:
+                _LOG.exception("the thread that reads cannot start: the engine's steps take over")
+                self._is_stopped, self.is_running = True, False
+
+    def drop(self, read: StagedRead) -> None:
+        """Has a read let go of that nobody asks for any more. May be called from anywhere."""
+        self._inbox.put((read, False))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While inside, nothing is done for any read; for an engine's thread."""
+        if self._process != os.getpid():  # there is no thread here, and its lock is for ever held
+            yield
+            return
+        if not self._work.acquire(blocking=False):
+            self._waiting.append(None)
+            try:  # a signal's exception may end the wait
+                self._work.acquire()
+            finally:
+                self._waiting.pop()
+        try:
+            yield
+        finally:
+            self._work.release()
+
+    def go_on_with(self, read: StagedRead) -> str:
+        """A read's state, after doing what can be done; inside :meth:`paused`, without a thread."""
+        self._pool.called = None  # nobody takes them out
+        self._called.clear()
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            if message is not None:
+                self._book(*message)
+        state = read.state()
+        if state != "PROC":
+            self._going.pop(id(read), None)
+            self._queued.pop(id(read), None)
+        return state
+
+    def rest(self) -> None:
+        """Ends it until the next read is added; no copy is under way when it returns."""
+        self._end()
+        with self.paused():
+            for read in (*self._going.values(), *self._queued.values()):
+                read.settle()
+        with self._start:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread, self._is_ending = None, False
+
+    def stop(self) -> None:
+        """Ends it; reads that are not done go on when they are asked for their state."""
+        self._is_stopped = True
+        self._end()
+
+    def _end(self) -> None:
+        self._is_ending = True
+        thread = self._thread
+        if thread is None or not self.is_running or thread is current_thread():
+            return  # what is collected on the thread may be the worker's agent
+        self._inbox.put(None)
+        thread.join(_STOP_SECONDS)
+        if thread.is_alive():
+            _LOG.warning("the thread that reads did not end within %d s", _STOP_SECONDS)
+
+    def _run(self) -> None:
+        has_ended = False
+        try:
+            with self._as_the_engine():
+                self._read()
+            has_ended = True
+        finally:
+            if not has_ended:  # of what, Python says
+                self._is_stopped = True
+                _LOG.error("the thread that reads has failed: the engine's steps take over")
+            if self._thread is current_thread():  # and not the one that comes after it
+                self.is_running = False
+
+    def _as_the_engine(self) -> AbstractContextManager[Any]:
+        """While inside, this thread sees the device, and may write to what the engine's may."""
+        import torch
+
+        if self._device.type == "cpu":
+            use_all_cores()
+        else:
+            torch.get_device_module(self._device).set_device(self._device)
+        # Caches that were made in this mode can be written to in it alone.
+        mode: AbstractContextManager[Any] = torch.inference_mode()
+        return mode
+
+    def _read(self) -> None:
+        """Goes round the reads until there is nothing to read."""
+        wait = _FIRST_WAIT_SECONDS
+        while not self._is_ending:
+            came = monotonic()
+            has_moved = self._move()
+            if has_moved and self._inbox.empty():
+                wait = _FIRST_WAIT_SECONDS
+                continue
+            # No more than a part of the time is spent on asking, however many there are.
+            wait = max(min(1.5 * wait, _LONGEST_WAIT_SECONDS), 3 * (monotonic() - came))
+            if not (self._going or self._queued):
+                wait = _IDLE_SECONDS
+            if not self._take(wait) and not (self._going or self._queued):
+                with self._start:
+                    if self._inbox.empty():
+                        self._thread, self.is_running = None, False
+                        return
+
+    def _move(self) -> bool:
+        """Does one thing for each read that can go on; whether there was any."""
+        has_moved, is_long = False, len(self._going) > _MANY
+        for key, read in tuple(self._going.items()):
+            if is_long and monotonic() - self._rested > _LONGEST_WORK_SECONDS:
+                sleep(_STEP_ASIDE_SECONDS)  # who waits for the interpreter's lock gets it
+                self._rested = monotonic()
+            while self._waiting:
+                sleep(_STEP_ASIDE_SECONDS)
+            # A handshake may take long, and a step that gives a read up must not wait for it.
+            with self._work, self._gate.without_handshakes() as is_free:
+                if not is_free:
+                    continue
+                has_moved |= read.advance()
+                if read.outcome != "PROC":
+                    del self._going[key]
+                elif read.is_queued:
+                    self._queued[key] = self._going.pop(key)
+        while self._called:
+            called = self._queued.pop(id(self._called.popleft()), None)
+            if called is not None:
+                self._going[id(called)] = called
+                has_moved = True
+        return has_moved
+
+    def _take(self, seconds: float) -> bool:
+        """Takes what has come within a time; whether anything has."""
+        try:
+            message = self._inbox.get(timeout=seconds)
+        except Empty:
+            return False
+        while True:
+            if message is not None:
+                self._book(*message)
+            if self._inbox.empty():  # nobody else takes anything out
+                return True
+            message = self._inbox.get()
+
+    def _book(self, read: StagedRead, is_wanted: bool) -> None:
+        self._going.pop(id(read), None)
+        self._queued.pop(id(read), None)
+        if is_wanted:
+            self._going[id(read)] = read
+            return
+        with self._work:
+            read.let_go()

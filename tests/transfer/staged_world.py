@@ -1,0 +1,145 @@
+"""P and D in one process, over real NIXL, and one request between two unlike caches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import wrapt
+
+from kvpatch.geometry import (
+    BlockList,
+    Memory,
+    Share,
+    overlaps_of,
+    pair_blocks,
+    plan_chunks,
+    plan_runs,
+)
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.nixl import Ends
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
+from tests.geometry.whole_caches import CacheSizes, named_layout
+
+DRAM = Memory("DRAM")
+SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, item_bytes=2)
+TOKENS = 300
+SECONDS = 60.0
+
+
+class Failing(wrapt.ObjectProxy):
+    """A real agent one of whose transfers is said to have failed (a stand-in for a dead peer)."""
+
+    def __init__(self, agent: Any, after: int) -> None:
+        super().__init__(agent)
+        self._self_after = after
+
+    def check_xfer_state(self, handle: Any) -> str:
+        self._self_after -= 1
+        if self._self_after < 0:
+            return "ERR"
+        return str(self.__wrapped__.check_xfer_state(handle))
+
+
+@dataclass
+class World:
+    """P's and D's agents, caches and a request of theirs."""
+
+    prefill: Any
+    decode: Any
+    source: torch.Tensor
+    target: torch.Tensor
+    ends: Ends
+
+    def read(
+        self, pool: StagingPool, agent: Any = None, *, into: torch.Tensor | None = None, **how: Any
+    ) -> StagedRead:
+        """A new staged read of the whole request, in chunks of a block or more.
+
+        Args:
+            into: D's cache, where it is not the world's.
+            how: ``is_direct``: straight to its place; all else as StagedRead takes it.
+        """
+        target = self.target if into is None else into
+        remote = named_layout("LBNHC").planes(SIZES, self.source.data_ptr(), DRAM)
+        sizes = replace(SIZES, block_tokens=48, blocks=8)
+        local = named_layout("LBHNC").planes(sizes, target.data_ptr(), DRAM)
+        layers = dict.fromkeys(plane.layer for plane in remote)
+        overlaps = overlaps_of([[p for p in remote if p.layer == layer] for layer in layers], local)
+        segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
+        least = max(overlap.staged_bytes for overlap in overlaps)
+        chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes()))
+        caches = Caches(dict.fromkeys(layers, target))
+        plan = plan_runs([])
+        if how.pop("is_direct", False):
+            copies = [copy for overlap in overlaps for copy in overlap.copies]
+            plan, chunks = plan_runs([(segments, copies)]), iter(())
+        return StagedRead(
+            agent or self.decode, pool, caches, self.ends, b"done", plan, chunks, **how
+        )
+
+    def pool(self, size_bytes: int) -> StagingPool:
+        """A pool of memory that D has registered."""
+
+        def make(size: int) -> torch.Tensor:
+            buffer = torch.zeros(size, dtype=torch.uint8)
+            self.decode.register_memory([(buffer.data_ptr(), size, 0, "")], "DRAM")
+            return buffer
+
+        return StagingPool(size_bytes, make)
+
+    def is_identical(self, into: torch.Tensor | None = None) -> bool:
+        """Whether D's cache holds what P's does, at every token, head and channel."""
+        target = self.target if into is None else into
+        remote = named_layout("LBNHC").planes(SIZES, 0, DRAM)
+        local = named_layout("LBHNC").planes(replace(SIZES, block_tokens=48, blocks=8), 0, DRAM)
+        at = np.arange(TOKENS)
+        return all(
+            np.array_equal(
+                theirs.as_array(self.source.numpy(), 0)[_ids(10, 12)[at // 32], :, at % 32],
+                ours.as_array(target.numpy(), 0)[_ids(7, 8)[at // 48], :, at % 48],
+            )
+            for theirs, ours in zip(remote, local, strict=True)
+        )
+
+
+def _ids(count: int, of: int) -> np.ndarray:
+    return np.random.default_rng(count).permutation(of)[:count]
+
+
+def make_world() -> World:
+    """Two agents that know each other, and a cache of noise each."""
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    config = nixl_agent_config(num_threads=1, capture_telemetry=True)  # as the releases do
+    agents = [nixl_agent(f"{n}-{time.time_ns()}", config) for n in "PD"]
+    noise = np.random.default_rng(0)
+    size = 3 * 12 * 2 * 2 * 32 * 16 * 2
+    memory = [torch.from_numpy(noise.integers(0, 256, size, dtype=np.uint8)) for _ in agents]
+    for agent, bytes_ in zip(agents, memory, strict=True):
+        agent.register_memory([(bytes_.data_ptr(), bytes_.numel(), 0, "")], "DRAM")
+    name = agents[1].add_remote_agent(agents[0].get_agent_metadata())
+    name = name.decode() if isinstance(name, bytes) else name
+    return World(*agents, *memory, Ends(DRAM, DRAM, name))
+
+
+def finish(*reads: OwnRead) -> list[str]:
+    """Polls reads as a release does, until none is in progress."""
+    end = time.monotonic() + SECONDS
+    states = ["PROC"]
+    while "PROC" in states and time.monotonic() < end:
+        states = [read.state() for read in reads]
+    return states
+
+
+def notifications(world: World) -> list[bytes]:
+    found: list[bytes] = []
+    end = time.monotonic() + 1
+    while time.monotonic() < end and not found:
+        found += [m for messages in world.prefill.get_new_notifs().values() for m in messages]
+    return found

@@ -1,0 +1,577 @@
+"""Reads that go on in a thread of their own, over real NIXL; what is made to fail is labelled."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import wrapt
+
+from kvpatch.transfer import caches as caches_module
+from kvpatch.transfer import progress_thread
+from kvpatch.transfer import staged_read as staged_module
+from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.background_read import BackgroundRead
+from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.progress_thread import ProgressThread
+
+from .staged_world import SECONDS, TOKENS, Failing, World, finish, notifications
+
+pytestmark = pytest.mark.lab
+
+
+class Engine:
+    """One worker's thread, pool and gate."""
+
+    def __init__(self, world: World, pool_bytes: int) -> None:
+        self.world = world
+        self.gate = AgentGate()
+        self.pool = world.pool(pool_bytes)
+        self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
+
+    def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
+        gated = ProgressAgent(agent or self.world.decode, self.gate)
+        return BackgroundRead(self.world.read(self.pool, gated, is_paced=True, **how), self.thread)
+
+
+@pytest.fixture
+def make(world: World) -> Iterator[Callable[[int], Engine]]:
+    made: list[Engine] = []
+
+    def engine(pool_bytes: int) -> Engine:
+        made.append(Engine(world, pool_bytes))
+        return made[-1]
+
+    yield engine
+    for one in made:
+        one.thread.stop()
+        assert not one.thread.is_running
+        assert not any(thread.name == "kvpatch-reads" for thread in threading.enumerate())
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 4 * SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(1e-3)
+
+
+@pytest.mark.parametrize("pool_bytes", [1 << 20, 3 * 4096, 4096])
+def test_a_read_goes_on_while_nobody_looks(world, make, pool_bytes):
+    engine = make(pool_bytes)
+    read = engine.read()
+    assert not world.is_identical(), "negative control"
+    assert not engine.thread.is_running, "nothing has been read yet"
+    assert read.start() == "PROC"
+    wait_until(lambda: notifications(world) == [b"done"])
+    assert world.is_identical()
+    assert read.state() == "DONE"
+    assert engine.pool.taken_bytes == 0
+    assert read.telemetry().totalBytes >= TOKENS * 2 * 2 * 16 * 2 * 3
+    read.release()
+    read.release()
+    assert read.state() == "DONE", "an old release asks again after it has let go"
+    assert notifications(world) == []
+
+
+def test_what_goes_straight_to_its_place_is_posted_in_pieces(world, make, monkeypatch):
+    engine = make(4096)
+    monkeypatch.setattr(staged_module, "_MOST_DIRECT_BYTES", 4096)
+    posts = _Counted(world.decode)
+    read = engine.read(posts, is_direct=True)
+    read.start()
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    assert posts.calls["transfer"] > 10
+    assert read.telemetry().totalBytes == TOKENS * 2 * 2 * 16 * 2 * 3
+    assert engine.pool.taken_bytes == 0
+    assert notifications(world) == [b"done"]
+
+
+class _Counted(wrapt.ObjectProxy):
+    """A real agent that counts what it is asked for."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent)
+        self._self_calls: dict[str, int] = {}
+
+    @property
+    def calls(self) -> dict[str, int]:
+        return self._self_calls
+
+    def transfer(self, handle: Any) -> Any:
+        self._self_calls["transfer"] = self._self_calls.get("transfer", 0) + 1
+        return self.__wrapped__.transfer(handle)
+
+
+def test_many_reads_share_a_pool_of_one_block_in_order(world, make, monkeypatch):
+    engine = make(4096)
+    asked: list[object] = []
+    take = engine.pool.take
+    monkeypatch.setattr(engine.pool, "take", lambda *of: asked.append(of[0]) or take(*of))
+    reads = [engine.read() for _ in range(16)]
+    for read in reads:
+        read.start()
+    assert finish(*reads) == ["DONE"] * 16
+    assert world.is_identical()
+    assert engine.pool.taken_bytes == 0
+    first = list(dict.fromkeys(asked))
+    assert first == [read._read for read in reads], "in the order of asking"
+
+
+def test_reads_in_line_are_not_asked_again(world, make, monkeypatch):
+    engine = make(4096)
+    held = engine.pool.take(World, "other", 4096)
+    engine.pool.leave(World)
+    reads = [engine.read() for _ in range(40)]
+    for read in reads:
+        read.start()
+    wait_until(lambda: len(engine.thread._queued) == 39)
+    assert finish_once(reads) == ["PROC"] * 40
+    with engine.thread.paused():
+        engine.pool.give(held)
+    assert finish(*reads) == ["DONE"] * 40
+    assert world.is_identical()
+
+
+def finish_once(reads: list[BackgroundRead]) -> list[str]:
+    return [read.state() for read in reads]
+
+
+def test_a_failed_transfer_fails_its_read_alone(world, make, caplog):
+    engine = make(8 * 4096)
+    read, other = engine.read(Failing(world.decode, after=2)), engine.read()
+    read.start()
+    assert finish(read) == ["ERR"]
+    lost = engine.pool.lost_bytes
+    assert lost, "it may still be written to"
+    assert "are not used for" in caplog.text
+    assert notifications(world) == [], "P is not told that it was read"
+    read.release()
+    other.start()
+    assert finish(other) == ["DONE"]
+    assert world.is_identical()
+
+
+class _HeldCopies:
+    """Stands in for the copy of one placement, which waits in the middle of the thread's work."""
+
+    def __init__(self) -> None:
+        self.is_in, self.may_go = threading.Event(), threading.Event()
+        self.real = caches_module.place_in_host_memory
+
+    def __call__(self, *arguments: Any) -> None:
+        self.is_in.set()
+        assert self.may_go.wait(SECONDS)
+        self.real(*arguments)
+
+
+@pytest.mark.parametrize("end", ["void", "release"])
+def test_giving_up_waits_for_the_copy_that_is_under_way_and_for_no_more(
+    world, make, end, monkeypatch
+):
+    """The blocks may be another request's when it returns."""
+    copies = _HeldCopies()
+    monkeypatch.setattr(caches_module, "place_in_host_memory", copies)
+    engine = make(4096)
+    read = engine.read()
+    read.start()
+    assert copies.is_in.wait(SECONDS)
+    given_up = threading.Thread(target=getattr(read, end))
+    given_up.start()
+    time.sleep(0.1)
+    assert given_up.is_alive(), "a copy goes on"
+    copies.may_go.set()
+    given_up.join(SECONDS)
+    assert not given_up.is_alive()
+    after = world.target.clone()
+    if end == "void":
+        assert finish(read) == ["ERR"], "what was not placed is not received"
+        assert notifications(world) == [b"done"], "P may free its blocks"
+    time.sleep(0.1)
+    assert torch.equal(world.target, after)
+    assert not world.is_identical(), "negative control: the rest was not placed"
+    read.release()
+    other = engine.read()
+    other.start()
+    assert finish(other) == ["DONE"], "the pool serves the next request"
+    assert world.is_identical()
+
+
+def test_one_that_is_given_up_before_it_begins_reads_nothing(world, make):
+    engine, before = make(4096), world.target.clone()
+    read = engine.read()
+    with engine.thread.paused():
+        read.start()
+        assert read.void()
+    assert finish(read) == ["ERR"]
+    assert torch.equal(world.target, before)
+    assert notifications(world) == [b"done"]
+
+
+def test_a_read_that_is_dropped_gives_its_space_back(world, make):
+    engine = make(3 * 4096)
+    read = engine.read()
+    read.start()
+    del read
+    gc.collect()
+    other = engine.read()
+    other.start()
+    assert finish(other) == ["DONE"]
+    wait_until(lambda: engine.pool.taken_bytes == 0)
+
+
+@pytest.mark.parametrize("over", ["before it starts", "while it waits", "while nobody looks"])
+def test_a_read_that_would_begin_too_late_fails(world, make, over, caplog):
+    engine = make(4096)
+    held = engine.pool.take(World, "other", 4096)
+    engine.pool.leave(World)
+    before = world.target.clone()
+    first, read = engine.read(), engine.read()
+    read._read.lifetime = Lifetime(ends=time.time() + 0.3)
+    if over == "before it starts":
+        read._read.lifetime = Lifetime(ends=time.time())
+    if over == "while nobody looks":
+        read._read.lifetime = Lifetime(longest_gap=0.2)
+    for one in (first, read):
+        one.start()
+    time.sleep(0.4)
+    with engine.thread.paused():
+        engine.pool.give(held)
+    assert finish(first) == ["DONE"], "negative control: it knows of no end"
+    world.target.copy_(before)
+    assert finish(read) == ["ERR"]
+    assert torch.equal(world.target, before)
+    assert "may have let go of its blocks" in caplog.text
+    assert engine.pool.taken_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_where_the_thread_has_failed_the_steps_go_on(world, make, monkeypatch, caplog):
+    """A mistake of ours, made up: an error that no read can raise."""
+    engine = make(4096)
+    reads = [engine.read() for _ in range(3)]
+    monkeypatch.setattr(ProgressThread, "_move", lambda thread: 1 / 0)
+    for read in reads:
+        read.start()
+    wait_until(lambda: not engine.thread.is_running)
+    assert not world.is_identical(), "negative control"
+    assert finish(*reads) == ["DONE"] * 3
+    assert world.is_identical()
+    assert engine.pool.taken_bytes == 0
+    assert "the engine's steps take over" in caplog.text
+
+
+def test_a_stopped_thread_leaves_reads_to_the_steps(world, make):
+    engine = make(4096)
+    reads = [engine.read() for _ in range(8)]
+    for read in reads[:4]:
+        read.start()
+    engine.thread.stop()
+    assert not any(thread.name == "kvpatch-reads" for thread in threading.enumerate())
+    dropped = reads.pop(0)
+    del dropped
+    gc.collect()
+    for read in reads[3:]:
+        read.start()
+    assert finish(*reads) == ["DONE"] * 7
+    assert world.is_identical()
+    assert engine.pool.taken_bytes == 0
+
+
+def test_an_engine_that_sleeps_and_wakes_up_reads_in_the_thread_again(world, make):
+    engine = make(4096)
+    first, later = engine.read(), engine.read()
+    first.start()
+    engine.thread.rest()
+    assert not engine.thread.is_running
+    before = world.target.clone()
+    time.sleep(0.05)
+    assert torch.equal(world.target, before), "nothing is placed while it rests"
+    later.start()
+    assert engine.thread.is_running
+    wait_until(lambda: len(notifications(world)) > 0)
+    assert finish(first, later) == ["DONE"] * 2
+    assert world.is_identical()
+    assert engine.pool.taken_bytes == 0
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_one_that_is_let_go_of_half_way_tells_nobody(world, make, is_direct):
+    """P would let go of blocks that are still being read."""
+    engine = make(4096)
+    reads = [engine.read(is_direct=is_direct) for _ in range(4)]
+    others = [engine.read() for _ in range(2)]
+    with engine.thread.paused():
+        for read in (*reads, *others):
+            read.start()
+    for read in reads:
+        read.release()
+    is_over = [read.state() for read in reads]
+    assert finish(*others) == ["DONE"] * 2
+    assert is_over.count("ERR") > 0, "negative control: some were let go of half way"
+    time.sleep(0.05)
+    told = notifications(world)
+    while more := notifications(world):
+        told += more
+    assert len(told) == 2 + is_over.count("DONE")
+
+
+def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
+    """Half of what a lease allows for: what is posted lands before the lease is over."""
+    engine = make(4096)
+    posts = _Counted(world.decode)
+    read = engine.read(posts)
+    read._read.lifetime = Lifetime(longest_gap=2.0)
+    with engine.thread.paused():
+        read.start()
+        read._read._looked -= 1.1
+    time.sleep(0.2)
+    assert not posts.calls
+    assert finish(read) == ["DONE"], "it goes on with the next look"
+    assert world.is_identical()
+
+
+def test_a_thread_that_is_stopped_keeps_nothing(world, make):
+    engine = make(4096)
+    engine.thread.stop()
+    for _ in range(3):
+        reads = [engine.read() for _ in range(4)]
+        for read in reads:
+            read.start()
+        assert finish(*reads) == ["DONE"] * 4
+        for read in reads:
+            read.release()
+    assert not engine.thread._going
+    assert not engine.thread._queued
+    assert not engine.thread._called
+
+
+class _Interrupted(Exception):
+    """Stands in for what a signal's handler raises."""
+
+
+def test_a_wait_that_a_signal_ends_is_over(world, make, monkeypatch):
+    engine = make(4096)
+
+    class _Lock:
+        """Fake: a lock that another thread holds, and a signal while it is waited for."""
+
+        def acquire(self, *, blocking: bool = True) -> bool:
+            if blocking:
+                raise _Interrupted
+            return False
+
+    side = engine.gate.side_of("check_xfer_state")
+    monkeypatch.setattr(side, "_lock", _Lock())
+    monkeypatch.setattr(engine.thread, "_work", _Lock())
+    with pytest.raises(_Interrupted):
+        side.call(len, "")
+    with pytest.raises(_Interrupted), engine.thread.paused():
+        pass
+    assert not side._waiting
+    assert not engine.thread._waiting
+
+
+def test_it_ends_when_there_is_nothing_to_read_and_starts_again(world, make, monkeypatch):
+    monkeypatch.setattr(progress_thread, "_IDLE_SECONDS", 0.05)
+    engine = make(4096)
+    for _ in range(3):
+        read = engine.read()
+        read.start()
+        assert finish(read) == ["DONE"]
+        wait_until(lambda: not engine.thread.is_running)
+        assert read.state() == "DONE"
+    assert world.is_identical()
+
+
+def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
+    """None is wrong, none writes after it was given up, and no space of the pool is lost."""
+    engine = make(3 * 4096)
+    chosen = np.random.default_rng(7)
+    noise = torch.from_numpy(chosen.integers(0, 256, world.target.numel(), dtype=np.uint8))
+
+    def fresh() -> torch.Tensor:
+        made = noise.clone()
+        world.decode.register_memory([(made.data_ptr(), made.numel(), 0, "")], "DRAM")
+        return made
+
+    fates = ["read", "void", "release", "drop", "read"] * 6
+    seen = dict.fromkeys(fates, 0)
+    going: list[tuple[BackgroundRead, torch.Tensor, str, int]] = []
+    steps = 0
+    while fates or going:
+        while fates and len(going) < 8:
+            into = fresh()
+            read = engine.read(into=into, is_direct=bool(chosen.integers(2)))
+            read.start()
+            going.append((read, into, fates.pop(), steps + int(chosen.integers(8))))
+        left = []
+        for read, into, fate, when in going:
+            if read.state() == "DONE":
+                assert world.is_identical(into)
+                seen["read"] += 1
+            elif fate == "read" or steps < when:
+                left.append((read, into, fate, when))
+            else:
+                seen[fate] += 1
+                if fate != "drop":
+                    getattr(read, fate)()
+                    written = into.clone()
+                    time.sleep(1e-3)
+                    assert torch.equal(into, written), f"written to after its {fate}"
+        going = left
+        del read
+        steps += 1
+        time.sleep(1e-3)
+    assert sum(seen.values()) == 30
+    assert min(seen.values()) > 0, seen
+    wait_until(lambda: engine.pool.taken_bytes == 0)
+    assert engine.pool.lost_bytes == 0
+
+
+class _Watched:
+    """Fake: an agent that knows who is in it."""
+
+    def __init__(self) -> None:
+        self.inside: list[str] = []
+        self.seen: set[tuple[str, ...]] = set()
+        self._lock = threading.Lock()
+
+    def _call(self, who: str) -> None:
+        with self._lock:
+            self.inside.append(who)
+            self.seen.add(tuple(sorted(self.inside)))
+        time.sleep(2e-4)
+        with self._lock:
+            self.inside.remove(who)
+
+    def check_xfer_state(self, who: str) -> None:
+        self._call(who)
+
+    def send_notif(self, who: str) -> None:
+        self._call(who)
+
+    def add_remote_agent(self, who: str) -> None:
+        self._call(who)
+
+
+def test_nobody_else_is_in_the_agent_while_the_thread_is():
+    agent, gate = _Watched(), AgentGate()
+    engine, progress = EngineAgent(agent, gate), ProgressAgent(agent, gate)
+    assert "add_remote_agent" not in STEP_CALLS
+    end = time.monotonic() + 1.0
+    counts = dict.fromkeys(("step", "handshake", "thread"), 0)
+
+    def loop(who: str, *calls: Callable[[str], None]) -> None:
+        while time.monotonic() < end:
+            for call in calls:
+                call(who)
+                counts[who] += 1
+
+    loops = [
+        threading.Thread(target=loop, args=args)
+        for args in (
+            ("step", engine.check_xfer_state, engine.send_notif),
+            ("handshake", engine.add_remote_agent),
+            ("thread", progress.check_xfer_state, progress.add_remote_agent),
+        )
+    ]
+    for one in loops:
+        one.start()
+    for one in loops:
+        one.join()
+    assert agent.seen <= {("step",), ("handshake",), ("thread",), ("handshake", "step")}
+    assert ("handshake", "step") in agent.seen, "these two share it, as without kvpatch"
+    assert min(counts.values()) > 10, f"nobody is kept out: {counts}"
+
+
+def test_a_handshake_that_waits_for_the_thread_does_not_stop_it():
+    """It is kept out for a whole round, in which the thread makes several calls."""
+    agent, gate = _Watched(), AgentGate()
+    engine, progress = EngineAgent(agent, gate), ProgressAgent(agent, gate)
+    handshake = threading.Thread(target=engine.add_remote_agent, args=("handshake",))
+
+    def read() -> None:
+        with gate.without_handshakes() as is_free:
+            assert is_free
+            handshake.start()
+            wait_until(lambda: bool(gate.side_of("add_remote_agent")._waiting))
+            progress.check_xfer_state("thread")
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    handshake.join(SECONDS)
+    assert agent.seen == {("thread",), ("handshake",)}
+    with gate.side_of("add_remote_agent").alone():
+        other = []
+        asking = threading.Thread(target=lambda: other.append(_is_free(gate)))
+        asking.start()
+        asking.join(SECONDS)
+        assert other == [False], "a handshake is not waited for"
+    assert _is_free(gate)
+
+
+def _is_free(gate: AgentGate) -> bool:
+    with gate.without_handshakes() as is_free:
+        return is_free
+
+
+def test_an_agents_own_thread_may_enter_again():
+    """What is collected inside may let go of a transfer."""
+    gate = AgentGate()
+
+    class _Again:
+        def check_xfer_state(self, depth: int) -> int:
+            return ProgressAgent(self, gate).send_notif(depth)
+
+        def send_notif(self, depth: int) -> int:
+            return depth if not depth else EngineAgent(self, gate).check_xfer_state(depth - 1)
+
+    assert EngineAgent(_Again(), gate).check_xfer_state(2) == 0
+
+
+def test_a_step_does_not_wait_for_messages_or_states():
+    """It hears later what the thread has heard for it: all of it, once, in order."""
+
+    class _Busy:
+        """Fake: an agent with messages, one of whose calls takes until it is told to end."""
+
+        def __init__(self) -> None:
+            self.is_in, self.may_go = threading.Event(), threading.Event()
+            self.waiting = {"P": [b"1", b"2"]}
+
+        def transfer(self, handle: Any) -> str:
+            self.is_in.set()
+            assert self.may_go.wait(SECONDS)
+            return "PROC"
+
+        def get_new_notifs(self) -> dict[str, list[bytes]]:
+            found, self.waiting = self.waiting, {}
+            return found
+
+        def check_xfer_state(self, handle: Any) -> str:
+            return "DONE"
+
+    agent, gate = _Busy(), AgentGate()
+    engine, progress = EngineAgent(agent, gate), ProgressAgent(agent, gate)
+    posting = threading.Thread(target=progress.transfer, args=(1,))
+    posting.start()
+    assert agent.is_in.wait(SECONDS)
+    assert engine.get_new_notifs() == {}
+    assert [engine.check_xfer_state(1) for _ in range(16)] == ["PROC"] * 16
+    agent.may_go.set()
+    assert engine.check_xfer_state(1) == "DONE", "not for ever"
+    posting.join(SECONDS)
+    agent.waiting = {"P": [b"3"], "Q": [b"4"]}
+    assert engine.get_new_notifs() == {"P": [b"1", b"2", b"3"], "Q": [b"4"]}
+    assert engine.get_new_notifs() == {}
+    assert engine.check_xfer_state(1) == "DONE"
