@@ -156,7 +156,7 @@ _WITH_A_BLOCK_MORE = (96, 158, 159, 256)
 
 @pytest.mark.parametrize("prompt", _WITH_A_BLOCK_MORE)
 @pytest.mark.parametrize("sizes", BLOCK_TOKENS)
-def test_a_speculating_prefillengine_of(lab: Lab, sizes: str, prompt: int) -> None:
+def test_a_speculating_prefill_engine_of(lab: Lab, sizes: str, prompt: int) -> None:
     """<= 0.24 P sends that block too, behind the prompt's; it may push one out in front."""
     case = _speculating(BLOCK_TOKENS[sizes], prompt)
 
@@ -181,7 +181,7 @@ def test_a_speculating_prefill_engine_alone(lab: Lab) -> None:
 
 @pytest.mark.parametrize("hit", ["none", "one block"])
 @pytest.mark.parametrize("prompt", [160, 191])
-def test_a_speculating_decodeengine_of(lab: Lab, prompt: int, hit: str) -> None:
+def test_a_speculating_decode_engine_of(lab: Lab, prompt: int, hit: str) -> None:
     """In 0.23 and 0.24 a D with a draft model has blocks behind the prompt's, too.
 
     Its list of a window is then short of one block where the window begins in the
