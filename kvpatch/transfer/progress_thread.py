@@ -34,6 +34,7 @@ _DEVICES = ("cpu", "cuda")
 #: How long it waits for a transfer before it looks again: at first, and at most.
 _FIRST_WAIT_SECONDS = 3e-5
 _LONGEST_WAIT_SECONDS = 1e-3
+_LONGEST_REST_SECONDS = 2e-2
 #: It ends when there was nothing to read for so long.
 _IDLE_SECONDS = 10.0
 _STEP_ASIDE_SECONDS = 2e-5
@@ -204,8 +205,10 @@ class ProgressThread:
             if has_moved and self._inbox.empty():
                 wait = _FIRST_WAIT_SECONDS
                 continue
-            # No more than a part of the time is spent on asking, however many there are.
-            wait = max(min(1.5 * wait, _LONGEST_WAIT_SECONDS), 3 * (monotonic() - came))
+            # No more than a part of the time is spent on asking, however many there are. A round
+            # may also have taken long because it had to wait for somebody.
+            asking = min(3 * (monotonic() - came), _LONGEST_REST_SECONDS)
+            wait = max(min(1.5 * wait, _LONGEST_WAIT_SECONDS), asking)
             if not (self._going or self._queued):
                 wait = _IDLE_SECONDS
             if not self._take(wait) and not (self._going or self._queued):

@@ -71,7 +71,7 @@ def test_a_read_goes_on_while_nobody_looks(world, make, pool_bytes):
     assert read.start() == "PROC"
     wait_until(lambda: notifications(world) == [b"done"])
     assert world.is_identical()
-    assert read.state() == "DONE"
+    assert finish(read) == ["DONE"], "P may hear of it first"
     assert engine.pool.taken_bytes == 0
     assert read.telemetry().totalBytes >= TOKENS * 2 * 2 * 16 * 2 * 3
     read.release()
@@ -351,6 +351,34 @@ def test_a_thread_that_is_stopped_keeps_nothing(world, make):
     assert not engine.thread._going
     assert not engine.thread._queued
     assert not engine.thread._called
+
+
+class _Slow(wrapt.ObjectProxy):
+    """A real agent that takes its time to say that a transfer is not done, five times."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent)
+        self._self_left = 5
+
+    def check_xfer_state(self, handle: Any) -> str:
+        if not self._self_left:
+            return str(self.__wrapped__.check_xfer_state(handle))
+        self._self_left -= 1
+        time.sleep(0.1)
+        return "PROC"
+
+
+def test_a_round_that_had_to_wait_is_not_followed_by_a_long_rest(world, make, monkeypatch):
+    """A call of the engine's may keep the thread out of NIXL for seconds."""
+    engine, waits = make(4096), []
+    take = engine.thread._take
+    monkeypatch.setattr(engine.thread, "_take", lambda wait: waits.append(wait) or take(wait))
+    read = engine.read(_Slow(world.decode))
+    read.start()
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    rests = [wait for wait in waits if wait != progress_thread._IDLE_SECONDS]
+    assert max(rests) == progress_thread._LONGEST_REST_SECONDS
 
 
 class _Interrupted(Exception):
