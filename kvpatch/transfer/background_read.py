@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead, Telemetry
+
+#: So often the thread is asked for a read that is not over, whatever it waits for.
+_SURELY_SECONDS = 2.0
 
 
 class BackgroundRead(OwnRead):
@@ -20,17 +24,20 @@ class BackgroundRead(OwnRead):
         self._read = read
         self._thread = thread
         self._is_late = False
+        #: When the thread was last asked to look at it.
+        self._asked = 0.0
 
     def start(self) -> str:
         """Hands it to the thread."""
         self._read.admit()
+        self._asked = time.monotonic()
         self._thread.add(self._read)
         return "PROC"
 
     def state(self) -> str:
         """What the thread has come to; without a thread it is done here."""
         read = self._read
-        read.look()
+        now = read.look()
         if read.outcome != "PROC":
             return read.outcome
         if not self._thread.is_running:
@@ -38,7 +45,10 @@ class BackgroundRead(OwnRead):
                 return self._thread.go_on_with(read)
         if read.was_away and not self._is_late:
             self._is_late = True
-            self._thread.add(read)  # it may be queued behind others
+            self._asked = now - _SURELY_SECONDS  # it may be queued behind others
+        if now - self._asked >= _SURELY_SECONDS:
+            self._asked = now
+            self._thread.add(read)
         return "PROC"
 
     def void(self) -> bool:

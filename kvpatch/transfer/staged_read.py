@@ -200,12 +200,17 @@ class StagedRead(OwnRead):
         except self._errors:
             self._fail()
 
-    def look(self) -> None:
-        """Books that the engine has looked at the read: so often its peer's lease is renewed."""
+    def look(self) -> float:
+        """Books that the engine has looked at the read: so often its peer's lease is renewed.
+
+        Returns:
+            The time, as ``time.monotonic`` counts.
+        """
         now = time.monotonic()
         if self.lifetime is not None and now - self._looked > self.lifetime.longest_gap:
             self.was_away = True
         self._looked = now
+        return now
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""

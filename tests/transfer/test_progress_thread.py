@@ -338,6 +338,22 @@ def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
     assert world.is_identical()
 
 
+def test_a_read_that_the_thread_has_lost_sight_of_goes_on(world, make):
+    """Made up: whatever it waits for, the engine's looks bring it back."""
+    engine = make(4096)
+    read = engine.read()
+    with engine.thread.paused():
+        read.start()
+        wait_until(lambda: bool(engine.thread._going))
+        lost = dict(engine.thread._going)
+        engine.thread._going.clear()
+    time.sleep(0.1)
+    assert lost
+    assert read.state() == "PROC", "negative control: nobody takes care of it"
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+
+
 def test_a_thread_that_is_stopped_keeps_nothing(world, make):
     engine = make(4096)
     engine.thread.stop()
