@@ -300,18 +300,22 @@ class Case:
 
     def stock(self) -> Case:
         """The same case with kvpatch off on both sides."""
-        off = {"patched": False, "patches": ()}
         return replace(
-            self, prefill=replace(self.prefill, **off), decode=replace(self.decode, **off)
+            self,
+            prefill=replace(self.prefill, patched=False, patches=()),
+            decode=replace(self.decode, patched=False, patches=()),
         )
 
     def patched(self, *slugs: str, prefill: bool = True, decode: bool = True) -> Case:
         """The same case with kvpatch on, on the sides that are named."""
-        on = {"patched": True, "patches": slugs}
+
+        def switched_on(engine: EngineSpec) -> EngineSpec:
+            return replace(engine, patched=True, patches=slugs)
+
         return replace(
             self,
-            prefill=replace(self.prefill, **on) if prefill else self.prefill,
-            decode=replace(self.decode, **on) if decode else self.decode,
+            prefill=switched_on(self.prefill) if prefill else self.prefill,
+            decode=switched_on(self.decode) if decode else self.decode,
         )
 
 

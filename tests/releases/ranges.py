@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import httpx
 
@@ -77,7 +78,14 @@ def _size_bytes(client: httpx.Client, url: str) -> int:
     return int(match[1])
 
 
-def _copy(client, url, start, stop, file, on_bytes) -> None:
+def _copy(
+    client: httpx.Client,
+    url: str,
+    start: int,
+    stop: int,
+    file: BinaryIO,
+    on_bytes: Callable[[int], None],
+) -> None:
     headers = {"Range": f"bytes={start}-{stop - 1}"}
     with client.stream("GET", url, headers=headers) as response:
         if response.status_code != 206:

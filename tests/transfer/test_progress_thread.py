@@ -454,8 +454,15 @@ def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
         while fates and len(going) < 8:
             into = fresh()
             read = engine.read(into=into, is_direct=bool(chosen.integers(2)))
-            read.start()
-            going.append((read, into, fates.pop(), steps + int(chosen.integers(8))))
+            fate = fates.pop()
+            with engine.thread.paused():
+                read.start()
+                if fate != "read" and len(fates) % 2:  # before anything of it was read
+                    seen[fate] += 1
+                    if fate != "drop":
+                        getattr(read, fate)()
+                    continue
+            going.append((read, into, fate, steps + int(chosen.integers(8))))
         left = []
         for read, into, fate, when in going:
             if read.state() == "DONE":
