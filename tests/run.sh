@@ -79,7 +79,7 @@ case "${1:-}" in
     --full)
         releases="${KVPATCH_TEST_RELEASES:-all}"
         KVPATCH_TEST_RELEASES="$releases" play_without_engines "not serving"
-        play_engines serving
+        KVPATCH_TEST_FULL=true play_engines serving
         play_results "$releases"
         KVPATCH_TEST_RELEASES="$releases" say_what_passed "all tests" "all pairs"
         ;;
