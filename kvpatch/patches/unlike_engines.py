@@ -54,10 +54,10 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpatch.connector import read_request
-from kvpatch.connector.handshake.compatibility import decide
-from kvpatch.connector.peer_handshake import Handshake, local_cache
+from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
+from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.state import release_worker, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.connector.handshake.compatibility import is_like, with_both_geometries
+from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.handshake.decision import with_both_geometries
 from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry, possible_geometries
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.local.kv_cache_groups import Group
@@ -106,7 +107,7 @@ def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
         blocks = tuple(rng.choice((0, 1, 3, 5, 6, 1 << 20)) for _ in range(rng.choice((1, 2, 7))))
         try:
             peer = _completed(ours, metadata)
-            if is_like(ours, peer):
+            if is_compatible(ours, peer):
                 alike += 1
                 continue
             overlaps = overlaps_of(peer_regions(ours, peer), planes)

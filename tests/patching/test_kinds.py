@@ -8,17 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.handshake.compatibility import (
-    Decision,
-    LocalCache,
-    Refuse,
-    Stock,
-    UncheckedMetadata,
-    UnreadCache,
-    decide,
-    is_like,
-)
+from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.handshake.decision import Decision, LocalCache, Refuse, Stock, decide
 from kvpatch.connector.handshake.remote_geometry import peer_regions
+from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SEVERAL, ROWS, Holds
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.connector.local.recurrent_state import StatePages
@@ -160,7 +153,7 @@ def _unknown():
 def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
     peer = _stated(block_tokens=16)
 
-    assert is_like(_unknown(), peer)
+    assert is_compatible(_unknown(), peer)
     assert peer_regions(_unknown(), peer)  # as behind a host buffer
 
 
@@ -176,7 +169,7 @@ def test_an_unknown_kind_is_left_to_the_release_between_like_engines() -> None:
 def test_an_unknown_kind_is_refused_to_unlike_peers(stated: dict, tp_size: int) -> None:
     peer = _stated(0, tp_size, **stated)
 
-    assert not is_like(_unknown(), peer)
+    assert not is_compatible(_unknown(), peer)
     with pytest.raises(PeerRefused, match=r"strange\.attention\.StrangeBackend"):
         peer_regions(_unknown(), peer)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from kvpatch.connector.handshake import possible_geometries as possible
 from kvpatch.connector.handshake.agent_metadata import read_agent_metadata
 from kvpatch.connector.handshake.block_shapes import heads_of
-from kvpatch.connector.handshake.compatibility import LocalCache, Read, Refuse, decide, is_like
+from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.handshake.decision import LocalCache, Read, Refuse, decide
 from kvpatch.connector.handshake.homogeneous_view import (
     block_bytes_as_ours,
     check_descriptors,
@@ -167,7 +168,7 @@ def test_a_mutated_statement_is_refused_or_stays_within_what_it_states(name, val
     _, ours = ours_of()
     try:
         peer = _stated(**{name: value})
-        if is_like(ours, peer):
+        if is_compatible(ours, peer):
             return
         planes = [plane for region in peer_regions(ours, peer) for plane in region]
     except PeerRefused:
@@ -362,7 +363,7 @@ class TestNamedLayouts:
         for layout, alike in (("LBHNC", True), ("LHBNC", False), ("BHLNC", False)):
             _, ours = ours_of(layout=layout, tp_size=2)
             peer = _stated(block_tokens=16, kv_cache_layout=layout)
-            assert is_like(ours, peer) is alike, layout
+            assert is_compatible(ours, peer) is alike, layout
 
     @pytest.mark.parametrize("stated", ["LBNHC", "LBHNC"])
     def test_mla_has_no_heads_to_be_unlike(self, stated):
@@ -375,8 +376,8 @@ class TestNamedLayouts:
             for name, cache in ours.layers.items()
         }
         peer = _stated(1, 4, block_tokens=16, kv_cache_layout=stated)
-        assert is_like(replace(ours, layers=latents, inner_layout="NHD"), peer)
-        assert not is_like(replace(ours, inner_layout="NHD"), peer)
+        assert is_compatible(replace(ours, layers=latents, inner_layout="NHD"), peer)
+        assert not is_compatible(replace(ours, inner_layout="NHD"), peer)
 
     @pytest.mark.parametrize("count", [1, 3, 8])
     @pytest.mark.parametrize("layout", NAMED_LAYOUTS)
@@ -406,7 +407,7 @@ class TestNamedLayouts:
 def test_another_backend_is_refused_where_the_geometry_differs():
     _, ours = ours_of()
     with pytest.raises(PeerRefused, match="VLLM_ATTENTION_BACKEND"):
-        is_like(ours, _stated(attn_backend_name="FLASHINFER"))
+        is_compatible(ours, _stated(attn_backend_name="FLASHINFER"))
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,7 @@ def test_another_backend_is_refused_where_the_geometry_differs():
 )
 def test_like_peers_are_told_from_unlike_ones(changes, alike):
     _, ours = ours_of()
-    assert is_like(ours, _stated(**changes)) is alike
+    assert is_compatible(ours, _stated(**changes)) is alike
 
 
 def test_the_peer_like_us_lies_within_what_the_peer_registered():
@@ -497,7 +498,7 @@ def test_an_unstated_block_size_follows_from_the_bytes_and_has_to_be_proven(bloc
 
     assert found.is_open, "its items may be of another size"
     assert peer.block_tokens == block_tokens
-    assert is_like(ours, peer) is alike
+    assert is_compatible(ours, peer) is alike
 
 
 def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
@@ -542,19 +543,19 @@ def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
     _, ours = ours_of(block_tokens=16)
-    assert not is_like(ours, _stated(block_tokens=16, physical_blocks_per_logical_kv_block=2))
+    assert not is_compatible(ours, _stated(block_tokens=16, physical_blocks_per_logical_kv_block=2))
 
 
 def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     _, ours = ours_of(block_tokens=16)
     stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, backend=None)
     with pytest.raises(PeerRefused, match="may cut blocks"):
-        is_like(ours, stated)
+        is_compatible(ours, stated)
     whole = replace(ours, kernel_sizes=KernelBlockSizes(((),), ((16,),)))
     found = _possible(whole, stated)
     (peer,) = found.completed
     assert not found.is_open and peer.kernel_blocks_per_block == 1
-    assert not is_like(whole, peer)
+    assert not is_compatible(whole, peer)
 
 
 def _parts(found):
@@ -589,13 +590,13 @@ def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
 def test_two_byte_keys_by_column_are_refused():
     _, ours = ours_of(block_tokens=16)
     by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
-    assert not is_like(by_column, _stated(block_tokens=64)), "4 bytes an item: no AMX"
+    assert not is_compatible(by_column, _stated(block_tokens=64)), "4 bytes an item: no AMX"
     halves = dict(ours.layers)
     for name, cache in ours.layers.items():
         planes = tuple(replace(p, item_bytes=2) for p in cache.planes)
         halves[name] = replace(cache, planes=planes)
     with pytest.raises(PeerRefused, match="AMX"):
-        is_like(replace(by_column, layers=halves), _stated(block_tokens=64))
+        is_compatible(replace(by_column, layers=halves), _stated(block_tokens=64))
 
 
 class TestRequests:

@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake.compatibility import (
-    Decision,
-    Refuse,
-    Stock,
-    UncheckedMetadata,
-    UnreadCache,
-    decide,
-)
+from kvpatch.connector.handshake.decision import Decision, Refuse, Stock, decide
+from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.read_request import _READ_REQUEST, ReadRequest
 from kvpatch.connector.smaller_blocks import Blocks

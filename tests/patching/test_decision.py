@@ -9,17 +9,9 @@ from typing import Any
 import pytest
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.connector.handshake.compatibility import (
-    LocalCache,
-    Prove,
-    Read,
-    Refuse,
-    Stock,
-    UncheckedMetadata,
-    UnreadCache,
-    decide,
-)
+from kvpatch.connector.handshake.decision import LocalCache, Prove, Read, Refuse, Stock, decide
 from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
+from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
 from kvpatch.connector.local.local_geometry import LocalGeometry

@@ -1,7 +1,7 @@
 """A handshake with one rank of a peer: reads both sides, and acts on the decision.
 
 The release is left with a peer that it reads rightly, and is shown a heterogeneous one as one like
-us. :func:`~kvpatch.connector.handshake.compatibility.decide` says which of the two a peer is.
+us. :func:`~kvpatch.connector.handshake.decision.decide` says which of the two a peer is.
 """
 
 from __future__ import annotations
@@ -15,15 +15,7 @@ from typing import Any
 
 from kvpatch.connector.divided_block_handles import blocks_undivided
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.connector.handshake.compatibility import (
-    Decision,
-    LocalCache,
-    Prove,
-    Read,
-    Refuse,
-    UncheckedMetadata,
-    UnreadCache,
-)
+from kvpatch.connector.handshake.decision import Decision, LocalCache, Prove, Read, Refuse
 from kvpatch.connector.handshake.homogeneous_view import (
     block_bytes_as_ours,
     book_own_cut,
@@ -39,6 +31,7 @@ from kvpatch.connector.handshake.kv_head_replication import (
 )
 from kvpatch.connector.handshake.possible_geometries import declared_geometry
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
+from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.local.cache_kinds import Kind
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of
 from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions

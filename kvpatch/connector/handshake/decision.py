@@ -1,0 +1,256 @@
+"""Whether a peer is left to the release, read by us, or refused: the decision of a handshake.
+
+:func:`decide` is made of values alone; :mod:`kvpatch.connector.remote_agents` reads them and acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.handshake.possible_geometries import (
+    DeclaredGeometry,
+    GeometryName,
+    PossibleGeometries,
+    possible_geometries,
+)
+from kvpatch.connector.handshake.remote_geometry import peer_regions
+from kvpatch.connector.handshake.remote_ranks import RemoteRank
+from kvpatch.connector.handshake.remote_states import states_of_peer
+from kvpatch.connector.handshake.unread_caches import (
+    Metadata,
+    UncheckedMetadata,
+    UnreadCache,
+    check_smaller,
+    check_unread,
+    has_smaller_blocks,
+)
+from kvpatch.connector.handshake.whole_blocks import check_blocks
+from kvpatch.connector.local.cache_kinds import Holds
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry import LAYER_BY_LAYER, Plane, overlaps_of
+
+# --- what is decided ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The release reads the peer.
+
+    Attributes:
+        peer: what it states, completed; None where nobody here looks at it.
+    """
+
+    peer: AgentMetadata | None = None
+
+
+@dataclass(frozen=True)
+class Read:
+    """We read the peer."""
+
+    mapping: RemoteRank
+
+
+@dataclass(frozen=True)
+class Prove:
+    """The peer may be one of several for all that it says, and its blocks have to show which.
+
+    Attributes:
+        mappings: by the name of each that can be read; one at least.
+        refusals: by the name of each other.
+        stock: the one of `mappings` that the release reads; None for none.
+    """
+
+    mappings: Mapping[GeometryName, RemoteRank]
+    refusals: Mapping[GeometryName, Refuse]
+    stock: GeometryName | None = None
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Nobody here can read the peer.
+
+    Attributes:
+        reason: both geometries, and what keeps one from the other.
+        cure: what would help.
+    """
+
+    reason: str
+    cure: str = ""
+
+    @property
+    def error(self) -> PeerRefused:
+        """What the release makes a failed handshake of."""
+        return PeerRefused(self.reason, self.cure)
+
+
+Decision = Stock | Read | Prove | Refuse
+
+# --- what it is made of -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalCache:
+    """A cache that we read into.
+
+    Attributes:
+        geometry: what is registered.
+        planes: what reads fill: all of the device's, where that is something else.
+        staging_bytes: of the pool that every read goes through; None where they need not.
+        reads_all: whether peers like us are ours too.
+        is_shown: whether the release was shown other tensors than there are.
+        hides_ends: whether drafted tokens hide where lists of blocks end.
+        has_sure_layout: whether peers on devices like ours have the layout that they state.
+        declared: what the operator says of peers.
+        misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
+            does some.
+    """
+
+    geometry: LocalGeometry
+    planes: Sequence[Plane]
+    staging_bytes: int | None = None
+    reads_all: bool = False
+    is_shown: bool = False
+    hides_ends: bool = False
+    has_sure_layout: bool = True
+    declared: DeclaredGeometry = DeclaredGeometry()
+    misreads_smaller: Callable[[], str] = str
+
+
+def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
+    """What becomes of one rank of a peer."""
+    if isinstance(local, UnreadCache):
+        return _of_unread(local, remote, facts)
+    if isinstance(remote, UncheckedMetadata):
+        return Stock()
+    return _of_read(local, remote, facts)
+
+
+def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
+    ours = local.geometry
+    try:
+        has_plain_states = bool(ours.states) and peer.form is None and not local.is_shown
+        if has_plain_states and peer.tp_size != ours.tp_size:  # which the release alone splits
+            check_blocks(ours, peer)
+            check_smaller(peer, ours.block_tokens, local.misreads_smaller)
+            return Stock()
+        if ours.misreads_blocks:
+            peer = replace(peer, block_tokens=None)
+        possible = possible_geometries(ours, peer, local.declared)
+        peer = possible.completed[0]
+        if not local.has_sure_layout and peer.layout not in (None, ours.layout):
+            raise PeerRefused(
+                "the caches of this device have no storage, and a peer on one like it may have "
+                "another layout than it states",
+                "set ENABLE_KVPATCH there too",
+            )
+        if possible.is_open:
+            return _to_prove(local, possible, facts)
+        if is_compatible(ours, peer) and not local.reads_all:
+            return Stock(peer)
+        if _is_joined(local, peer, facts):
+            return Stock(peer)
+        _check_block_lists(local, peer, facts)
+        return Read(mapping_of(local, peer))
+    except PeerRefused as error:
+        return with_both_geometries(ours, peer, error)
+
+
+def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused) -> Refuse:
+    """With both geometries before the reason."""
+    both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
+    return Refuse(f"{both}; {error.reason}", error.cure)
+
+
+def _to_prove(
+    local: LocalCache, possible: PossibleGeometries, facts: ReleaseFacts
+) -> Prove | Refuse:
+    mappings: dict[GeometryName, RemoteRank] = {}
+    refusals: dict[GeometryName, Refuse] = {}
+    stock: GeometryName | None = None
+    for name, peer in possible.named.items():
+        try:
+            is_stock = is_compatible(local.geometry, peer) and not local.reads_all
+            if not is_stock:
+                _check_block_lists(local, peer, facts)
+            mappings[name] = mapping_of(local, peer)
+        except PeerRefused as error:
+            refusals[name] = with_both_geometries(local.geometry, peer, error)
+            continue
+        if is_stock:
+            stock = name
+    if not mappings:
+        return next(iter(refusals.values()))
+    return Prove(mappings, refusals, stock)
+
+
+def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
+    """Where a peer's layers lie, and where they overlap ours.
+
+    Raises:
+        PeerRefused: it cannot be read.
+    """
+    regions = peer_regions(local.geometry, peer)
+    states = states_of_peer(local.geometry, peer)
+    overlaps = overlaps_of(regions, local.planes)
+    largest = max((overlap.staged_bytes for overlap in overlaps), default=0)
+    if local.staging_bytes is not None and largest > local.staging_bytes:
+        raise PeerRefused(
+            f"one of its blocks takes {largest} bytes of staging pool, which has "
+            f"{local.staging_bytes}",
+            f"set KVPATCH_STAGING_BYTES to {largest} or more, or KVPATCH_TRANSFER to auto",
+        )
+    planes = tuple(plane for region in regions for plane in region)
+    return RemoteRank(peer, planes, overlaps, states=states)
+
+
+def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
+    """Whether the release joins smaller blocks of whose layers some move whole, but for that.
+
+    Raises:
+        PeerRefused: it would be read by nobody whatever its blocks.
+    """
+    ours = local.geometry
+    whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
+    return (
+        bool(whole)
+        and all(kind.joins for kind in whole)
+        and facts.pairs_heads_by_layout
+        and not (local.reads_all or local.is_shown)
+        and ours.layout in LAYER_BY_LAYER
+        and has_smaller_blocks(peer, ours.block_tokens)
+        and is_compatible(ours, replace(peer, block_tokens=ours.block_tokens))
+    )
+
+
+def _check_block_lists(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> None:
+    """Whether the lists of blocks that a heterogeneous peer names are lists of ours.
+
+    Raises:
+        PeerRefused: they end nobody knows where, or ranks share out a block's tokens.
+    """
+    if local.hides_ends and facts.has_cache_groups and facts.lists_drafted_blocks:
+        raise PeerRefused(
+            "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "
+            "groups of several shapes, nobody can tell them from the prompt's",
+            "speculate without a draft model, use one --block-size, or vLLM 0.25 or later",
+        )
+    if peer.shares_tokens:
+        raise PeerRefused(
+            "its ranks share out the tokens of a block",
+            "use --decode-context-parallel-size 1 on the prefill side",
+        )
+
+
+def _of_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
+    try:
+        check_unread(local, remote, facts)
+    except PeerRefused as error:
+        return Refuse(
+            f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}", error.cure
+        )
+    return Stock()

@@ -1,0 +1,133 @@
+"""A cache that we do not read into: whether the release, which alone does, reads a peer rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.whole_blocks import unknown_kind
+from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+
+
+@dataclass(frozen=True)
+class UnreadCache:
+    """A cache that we do not read into: the release alone does.
+
+    Attributes:
+        needs_reader: whether its host buffer needs us to.
+        knows_keys: whether anybody knows how keys lie in a block.
+        has_heads: whether ranks hold heads; the latents of MLA are whole on each.
+        kinds: of its layers.
+        misreads_smaller: as of :class:`~kvpatch.connector.handshake.decision.LocalCache`.
+    """
+
+    block_tokens: int
+    tp_size: int
+    layout: str | None
+    backend: str
+    needs_reader: bool = False
+    knows_keys: bool = True
+    has_heads: bool = True
+    kinds: Callable[[], Mapping[str, Kind]] = dict
+    misreads_smaller: Callable[[], str] = str
+
+
+@dataclass(frozen=True)
+class UncheckedMetadata:
+    """What a cache that we do not read into asks of a peer's metadata; the release checks it."""
+
+    engine_id: str
+    tp_size: int
+    block_tokens: Any
+    layout: Any
+
+
+Metadata = AgentMetadata | UncheckedMetadata
+
+
+def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> None:
+    """Whether the release reads the peer rightly.
+
+    Raises:
+        PeerRefused: it would copy packed keys as if they were rows, cut what moves whole, or
+            pair smaller blocks wrongly.
+    """
+    if local.needs_reader:
+        raise PeerRefused(
+            "this engine's cache is not one that kvpatch reads into (keys in tiles, context "
+            "parallelism), and its host buffer needs that",
+            "use KVPATCH_HOST_BUFFER=never",
+        )
+    same_tokens = remote.block_tokens in (None, local.block_tokens)
+    same_layout = remote.layout in (None, local.layout)
+    if not local.knows_keys and not (same_tokens and same_layout):
+        raise PeerRefused(
+            f"it has {remote}; we have blocks of {local.block_tokens} tokens, layout "
+            f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
+            "use one block size and layout on both sides",
+        )
+    if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
+        # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
+        joins = facts.pairs_heads_by_layout and has_smaller_blocks(remote, local.block_tokens)
+        for layer, kind in local.kinds().items():
+            has_tokens = same_tokens or (kind.joins and joins)
+            _check_uncut(local, remote, layer, kind, same_tokens=has_tokens)
+    if local.knows_keys:
+        check_smaller(remote, local.block_tokens, local.misreads_smaller)
+
+
+def _check_uncut(
+    local: UnreadCache, remote: Metadata, layer: str, kind: Kind, *, same_tokens: bool
+) -> None:
+    """Whether the release reads blocks of a layer whole.
+
+    What has no heads is whole on every rank, and the release reads it so, but for a ring (up to
+    0.33 at least): that has the region of the layer in whose place it lies, and a D of more ranks
+    than P reads the share of it that is a rank's of that layer's.
+
+    Raises:
+        PeerRefused: it would cut them.
+    """
+    if not kind.is_known:
+        raise unknown_kind(layer, kind)
+    if kind.holds is not Holds.WHOLE:
+        return
+    contents = f"blocks of layer {layer} hold {kind.contents}"
+    if not same_tokens:
+        raise PeerRefused(f"{contents}, and move whole", "use one block size")
+    if local.has_heads and kind.mixes_heads and remote.tp_size != local.tp_size:
+        raise PeerRefused(
+            f"{contents}, and move whole, never a share of their heads",
+            "use one --tensor-parallel-size on both sides",
+        )
+    if local.has_heads and kind == RING and remote.tp_size < local.tp_size:
+        raise PeerRefused(
+            f"{contents}, of which this vLLM reads a share where P has fewer ranks",
+            "use one --tensor-parallel-size on both sides",
+        )
+
+
+def has_smaller_blocks(remote: Metadata, block_tokens: int) -> bool:
+    theirs = remote.block_tokens
+    return isinstance(theirs, int) and theirs < block_tokens
+
+
+def check_smaller(remote: Metadata, block_tokens: int, misreads_smaller: Callable[[], str]) -> None:
+    """Whether the release reads some request of a peer of smaller blocks rightly.
+
+    Raises:
+        PeerRefused: it reads none.
+    """
+    reason = misreads_smaller() if has_smaller_blocks(remote, block_tokens) else ""
+    if reason:
+        raise PeerRefused(
+            f"its blocks have {remote.block_tokens} tokens, ours {block_tokens}, this engine's "
+            "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
+            "that share caches, or recurrent state in layout BLHNC or over other numbers of "
+            f"ranks), and this vLLM {reason}",
+            "use one --block-size on both sides",
+        )
