@@ -7,7 +7,8 @@ import time
 
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
-from kvpatch.transfer.staged_read import StagedRead, Telemetry
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.telemetry import Telemetry
 
 #: So often the thread is asked for a read that is not over, whatever it waits for.
 _SURELY_SECONDS = 2.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.own_read import OwnRead
-from kvpatch.transfer.staged_read import Telemetry, sum_of
+from kvpatch.transfer.telemetry import Telemetry, sum_of
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
-
-import numpy as np
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry import Chunk, Placement, Plan
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.nixl import Ends, Int64Array, errors_of, prepare_read
+from kvpatch.transfer.lost_transfers import lose, quarantine
+from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staging_pool import StagingPool, Turn
+from kvpatch.transfer.telemetry import Tally, Telemetry
+from kvpatch.transfer.unposted import DirectRuns, Unposted
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +31,9 @@ _LOG = logging.getLogger("kvpatch.staging")
 #: Where NIXL reads while it is asked to, an engine is kept from its next step for no longer.
 _LONG_SECONDS = 5e-3
 
-#: Many times what a transport goes on trying for after an error (UCX: 7 times, a second each).
-_QUARANTINE_SECONDS = 120.0
-
-
 #: Of one read's posts that go straight to their places, which are all asked for.
 _MOST_DIRECT_FLIGHTS = 8
-#: Of one post, so that the engine's own calls of NIXL wait for few.
-_MOST_RUNS = 8192
+#: Of one post of a paced read, as ``unposted`` limits the runs of one.
 _MOST_DIRECT_BYTES = 32 * 1024**2
 
 
@@ -55,33 +50,6 @@ class Placer(Protocol):
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
-
-
-@dataclass
-class Telemetry:
-    """What NIXL counts of a transfer, over all that a read consisted of. Times in us."""
-
-    startTime: int = 0  # noqa: N815 - NIXL's own names
-    postDuration: int = 0  # noqa: N815
-    xferDuration: int = 0  # noqa: N815
-    totalBytes: int = 0  # noqa: N815
-    descCount: int = 0  # noqa: N815
-
-    def add(self, one: Any) -> None:
-        """Counts another transfer; of the starts the first stays."""
-        self.startTime = min(self.startTime or one.startTime, one.startTime)
-        self.postDuration += one.postDuration
-        self.xferDuration += one.xferDuration
-        self.totalBytes += one.totalBytes
-        self.descCount += one.descCount
-
-
-def sum_of(found: Iterable[Any]) -> Telemetry:
-    """What several transfers come to."""
-    total = Telemetry()
-    for one in found:
-        total.add(one)
-    return total
 
 
 class _Flight(NamedTuple):
@@ -125,18 +93,13 @@ class StagedRead(OwnRead):
         self._caches = caches
         self._ends = ends
         self._notification = notification
-        self._direct = direct
-        self._runs: _Runs | None = None
-        self._chunks = chunks
+        self._unposted = Unposted(direct, chunks)
         self._is_paced = is_paced
-        self._next: Chunk | None = None
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []
         self._placing: list[tuple[Callable[[], bool], Space]] = []
         self._failed_handles: list[Any] = []
-        self._telemetry = Telemetry()
-        #: NIXL's, where the release did not ask it to count.
-        self._uncounted: Exception | None = None
+        self._tally = Tally(nixl)
         #: While it waits for the pool.
         self._turn: Turn | None = None
         self._is_begun = self._is_void = self._has_failed = self._is_told = False
@@ -157,8 +120,6 @@ class StagedRead(OwnRead):
             IndexError,
             *errors_of(nixl),
         )
-        #: An old NIXL has no counts at all.
-        self._count_errors: tuple[type[Exception], ...] = (AttributeError, *errors_of(nixl))
         #: Of what is read; nothing is asked for after it.
         self.lifetime: Lifetime | None = None
         self._after: Any = None
@@ -189,11 +150,8 @@ class StagedRead(OwnRead):
             self._expire()
             return
         try:
-            direct = self._direct() if callable(self._direct) else self._direct
-            if len(direct):
-                self._runs = _Runs(direct)
-            self._next = next(self._chunks, None)
-            if not self._has_more:
+            self._unposted.plan()
+            if not self._unposted.is_any:
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
             if not self._is_paced:
                 self._post()
@@ -255,10 +213,10 @@ class StagedRead(OwnRead):
             return False
         if not self._is_begun:
             self._begin()
-        if self._has_more and self._is_late():
+        if self._unposted.is_any and self._is_late():
             self._expire()  # all that is on the wire already is as good as a release's own read
         has_landed = self._land()
-        if has_landed and self._away is not None and self._next is not None:
+        if has_landed and self._away is not None and self._unposted.chunk is not None:
             self._pool.pace.looked(self._away, self._worked)
         if has_landed:
             self._away = None
@@ -292,9 +250,7 @@ class StagedRead(OwnRead):
         Raises:
             Exception: NIXL's, where it does not count.
         """
-        if self._uncounted is not None:
-            raise self._uncounted
-        return self._telemetry
+        return self._tally.telemetry()
 
     def release(self) -> None:
         """Lets go of everything, finished or not; a second time does nothing.
@@ -320,8 +276,7 @@ class StagedRead(OwnRead):
             if flight.space is None:
                 self._nixl.release_xfer_handle(flight.handle)
             else:
-                _LOG.debug("a read that was given up still holds %s of the pool", flight.space)
-                self._pool.lose(flight.space, _Over(self._nixl, flight.handle))
+                lose(self._nixl, flight.handle, self._pool, flight.space)
             self._flights.remove(flight)
         if self.outcome == "PROC":
             self.outcome = "ERR"  # nothing more is done for it, and nobody is told of it
@@ -338,16 +293,11 @@ class StagedRead(OwnRead):
         if not sys.is_finalizing():
             self.release()
 
-    @property
-    def _has_more(self) -> bool:
-        """Whether something is still to be posted."""
-        return self._next is not None or self._runs is not None
-
     def _stop(self) -> None:
         """Nothing more is posted."""
         self._pool.leave(self)
         self._turn = None
-        self._next, self._chunks, self._runs = None, iter(()), None
+        self._unposted.clear()
 
     def _fail(self) -> None:
         """Books the error that is being handled."""
@@ -381,7 +331,7 @@ class StagedRead(OwnRead):
 
     def _conclude(self) -> None:
         """Tells the peer and books the outcome, once there is nothing left to wait for."""
-        if self._flights or self._placing or self._has_more or self.outcome != "PROC":
+        if self._flights or self._placing or self._unposted.is_any or self.outcome != "PROC":
             return
         if not self._has_failed and not self._is_told:
             try:
@@ -390,7 +340,7 @@ class StagedRead(OwnRead):
             except self._errors:
                 self._fail()
         if self._is_paced and self._began is not None:  # pieces are on the wire together
-            self._telemetry.xferDuration = round(1e6 * (time.monotonic() - self._began))
+            self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
 
     def _land(self) -> bool:
@@ -413,11 +363,7 @@ class StagedRead(OwnRead):
 
     def _let_go(self, handle: Any) -> None:
         """Counts a transfer that is done, and releases it."""
-        try:
-            if self._uncounted is None:
-                self._telemetry.add(self._nixl.get_xfer_telemetry(handle))
-        except self._count_errors as error:
-            self._uncounted = error
+        self._tally.count(handle)
         try:
             self._nixl.release_xfer_handle(handle)
         except errors_of(self._nixl):
@@ -437,16 +383,7 @@ class StagedRead(OwnRead):
         if flight.space is None:
             self._failed_handles.append(flight.handle)
         else:
-            self._pool.quarantine(flight.space, _Over(self._nixl, flight.handle, has_failed=True))
-            _LOG.warning(
-                "%d bytes of the staging pool, which a read from %s that failed may still write "
-                "to, are not used for %d s; that is so of %d of its %d bytes",
-                flight.space.end - flight.space.start,
-                self._ends.agent,
-                _QUARANTINE_SECONDS,
-                self._pool.lost_bytes,
-                self._pool.size_bytes,
-            )
+            quarantine(self._nixl, flight.handle, self._pool, flight.space, self._ends.agent)
 
     def _place(self, flight: _Flight) -> None:
         if flight.chunk is None or flight.space is None:
@@ -492,16 +429,17 @@ class StagedRead(OwnRead):
     def _post(self) -> bool:
         """Posts all that there is room for, of a paced read one piece; whether there was any."""
         has_posted = False
-        while self._has_more and not (has_posted and self._is_paced):
-            is_posted = self._post_chunk() if self._runs is None else self._post_runs(self._runs)
+        while self._unposted.is_any and not (has_posted and self._is_paced):
+            runs = self._unposted.runs
+            is_posted = self._post_chunk() if runs is None else self._post_runs(runs)
             if not is_posted:
                 return has_posted
             has_posted = True
-        if self._next is None:
+        if self._unposted.chunk is None:
             self._pool.leave(self)
         return has_posted
 
-    def _post_runs(self, runs: _Runs) -> bool:
+    def _post_runs(self, runs: DirectRuns) -> bool:
         """Posts runs that go straight to their places, where few are on the wire."""
         if self._is_paced and len(self._flights) >= _MOST_DIRECT_FLIGHTS:
             return False
@@ -509,12 +447,12 @@ class StagedRead(OwnRead):
         addresses = runs.take(limit)
         self._launch(prepare_read(self._nixl, self._ends, *addresses), None, None)
         if runs.is_over:
-            self._runs = None
+            self._unposted.runs = None
         return True
 
     def _post_chunk(self) -> bool:
         """Posts the next chunk, where there is room for it; whether there was."""
-        chunk = self._next
+        chunk = self._unposted.chunk
         if chunk is None:
             return False
         on_wire = sum(flight.chunk is not None for flight in self._flights)
@@ -538,79 +476,10 @@ class StagedRead(OwnRead):
             self._pool.give(space)
             raise
         self._launch(handle, chunk, space)
-        self._next = next(self._chunks, None)
+        self._unposted.next_chunk()
         return True
 
     def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> None:
         self._flights.append(_Flight(handle, planned, space))
         self._began = self._began or time.monotonic()
         self._nixl.transfer(handle)
-
-
-class _Runs:
-    """What of a plan is still to be posted."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._end_bytes = np.cumsum(plan.length)
-        self._first = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self._first >= len(self._plan)
-
-    def take(self, most_bytes: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """(remote address, local address, bytes) of the next runs; one at least.
-
-        Args:
-            most_bytes: that they come to together; None for all that is left.
-        """
-        first, end = self._first, len(self._plan)
-        if most_bytes is not None:
-            begun = int(self._end_bytes[first - 1]) if first else 0
-            last = int(np.searchsorted(self._end_bytes, begun + most_bytes, side="right"))
-            end = max(first + 1, min(last, first + _MOST_RUNS))
-        self._first = end
-        part = slice(first, end)
-        return (
-            self._plan.remote_address[part],
-            self._plan.local_address[part],
-            self._plan.length[part],
-        )
-
-
-class _Over:
-    """Whether a transfer that nobody waits for is over; lets go of it then.
-
-    One that has failed is taken to be over after a time, for NIXL does not tell.
-    """
-
-    def __init__(self, nixl: Any, handle: Any, *, has_failed: bool = False) -> None:
-        self._nixl = nixl
-        self._handle = handle
-        self._until = time.monotonic() + _QUARANTINE_SECONDS if has_failed else None
-
-    def __call__(self) -> bool:
-        if self._handle is None:
-            return True
-        if self._until is None and not self._has_ended():
-            return False
-        if self._until is not None and time.monotonic() < self._until:
-            return False
-        handle, self._handle = self._handle, None
-        try:
-            self._nixl.release_xfer_handle(handle)
-        except errors_of(self._nixl):
-            _LOG.debug("a transfer that was given up could not be released", exc_info=True)
-        return True
-
-    def _has_ended(self) -> bool:
-        """Whether it is; from a failure on a clock runs."""
-        try:
-            state = self._nixl.check_xfer_state(self._handle)
-        except errors_of(self._nixl):
-            _LOG.debug("a transfer that was given up has failed", exc_info=True)
-            state = "ERR"
-        if state not in ("PROC", "DONE"):
-            self._until = time.monotonic() + _QUARANTINE_SECONDS
-        return bool(state != "PROC")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from kvpatch.transfer import staged_read
+from kvpatch.transfer import lost_transfers
 
 from . import release
 from .core import CoreScheduler
@@ -34,7 +34,7 @@ class Player(Engine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        staged_read._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
+        lost_transfers._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}

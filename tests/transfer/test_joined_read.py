@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvpatch.transfer.joined_read import JoinedRead
-from kvpatch.transfer.staged_read import StagedRead, Telemetry
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.telemetry import Telemetry
 
 
 class nixlBind:  # noqa: N801 - where NIXL's errors are looked for, by this name

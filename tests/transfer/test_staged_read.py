@@ -14,6 +14,7 @@ import wrapt
 
 from kvpatch.core.errors import PoolExhausted
 from kvpatch.transfer import caches as caches_module
+from kvpatch.transfer import lost_transfers
 from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import errors_of
@@ -167,7 +168,7 @@ def test_what_is_on_the_wire_before_the_end_is_read(world):
 
 
 def test_a_failed_rounds_space_comes_back_after_a_time(world, monkeypatch):
-    monkeypatch.setattr(staged_module, "_QUARANTINE_SECONDS", 0.3)
+    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
     read = world.read(pool, Failing(world.decode, after=2))
     read.start()
@@ -185,7 +186,7 @@ def test_a_failed_rounds_space_comes_back_after_a_time(world, monkeypatch):
 
 
 def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(world, monkeypatch):
-    monkeypatch.setattr(staged_module, "_QUARANTINE_SECONDS", 0.3)
+    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
     agent = _LateWriter(world.decode, failing=2)
     read = world.read(pool, agent)

@@ -1,0 +1,66 @@
+"""What NIXL counts of transfers, summed up over all that a read consisted of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.transfer.nixl import errors_of
+
+
+@dataclass
+class Telemetry:
+    """What NIXL counts of a transfer, over all that a read consisted of. Times in us."""
+
+    startTime: int = 0  # noqa: N815 - NIXL's own names
+    postDuration: int = 0  # noqa: N815
+    xferDuration: int = 0  # noqa: N815
+    totalBytes: int = 0  # noqa: N815
+    descCount: int = 0  # noqa: N815
+
+    def add(self, one: Any) -> None:
+        """Counts another transfer; of the starts the first stays."""
+        self.startTime = min(self.startTime or one.startTime, one.startTime)
+        self.postDuration += one.postDuration
+        self.xferDuration += one.xferDuration
+        self.totalBytes += one.totalBytes
+        self.descCount += one.descCount
+
+
+def sum_of(found: Iterable[Any]) -> Telemetry:
+    """What several transfers come to."""
+    total = Telemetry()
+    for one in found:
+        total.add(one)
+    return total
+
+
+class Tally:
+    """Counts the transfers of one read, as far as NIXL does."""
+
+    def __init__(self, nixl: Any) -> None:
+        self._nixl = nixl
+        self.total = Telemetry()
+        #: NIXL's, where the release did not ask it to count.
+        self._uncounted: Exception | None = None
+        #: An old NIXL has no counts at all.
+        self._errors: tuple[type[Exception], ...] = (AttributeError, *errors_of(nixl))
+
+    def count(self, handle: Any) -> None:
+        """Counts a transfer that is done and not yet released."""
+        try:
+            if self._uncounted is None:
+                self.total.add(self._nixl.get_xfer_telemetry(handle))
+        except self._errors as error:
+            self._uncounted = error
+
+    def telemetry(self) -> Telemetry:
+        """The sums over all transfers so far.
+
+        Raises:
+            Exception: NIXL's, where it does not count.
+        """
+        if self._uncounted is not None:
+            raise self._uncounted
+        return self.total
