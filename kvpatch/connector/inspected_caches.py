@@ -10,7 +10,7 @@ from typing import Any
 from kvpatch.connector.handshake.block_shapes import heads_of, tokens_of
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.recurrent_state import StatePages, pages_of
-from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, read_layers
+from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.state import worker_state
 from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder
@@ -112,7 +112,7 @@ def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
     if any(len(tokens) > 1 for tokens in found):
         return False
     every = set[int]().union(*found)
-    if are_unlike(layers):
+    if differ_in_shape(layers):
         return block_tokens in (min(every), lcm(*every))
     return every == {block_tokens}
 

@@ -141,22 +141,22 @@ def _with_states(
     worker: Any,
     ours: LocalGeometry,
     states: Mapping[str, StatePages],
-    rows: RegisteredCrossLayerBlocks | None,
+    cross_layer: RegisteredCrossLayerBlocks | None,
 ) -> LocalGeometry:
     """Our side with its states' pages as the release was shown them."""
-    if rows is None:
+    if cross_layer is None:
         ours = replace(ours, states=states)
         groups = ours.groups or (frozenset(ours.layers),)
         places = places_digest(places_of([group & ours.layers.keys() for group in groups]))
         told = states_digest(places, places_of_states(ours), worker._layer_specs)
-        return replace(ours, row_places=told)
-    shown = {}
-    for name, state in rows.states.items():
+        return replace(ours, cross_layer_places=told)
+    shown, pool = {}, cross_layer.pool
+    for name, state in cross_layer.states.items():
         blocks = states[name].blocks
-        page_bytes = rows.row.block_bytes * rows.row.blocks // (len(rows.row.layers) * blocks)
-        address = rows.row.address + state.place * page_bytes * blocks
+        page_bytes = pool.size_bytes // (len(pool.layers) * blocks)
+        address = pool.address + state.place * page_bytes * blocks
         shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
-    return replace(ours, states=shown, row_places=rows.form.places)
+    return replace(ours, states=shown, cross_layer_places=cross_layer.form.places)
 
 
 def _reader(

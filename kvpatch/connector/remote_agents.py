@@ -63,7 +63,9 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
         reads_all=reader.reads_all,
         is_shown=reader.is_for_all,
         hides_ends=hides_ends_of_lists(
-            release.worker.vllm_config, reader.groups, has_unlike_shapes=reader.ours.unlike_shapes
+            release.worker.vllm_config,
+            reader.groups,
+            layers_differ_in_shape=reader.ours.layers_differ_in_shape,
         ),
         has_sure_layout=_has_sure_layout(state, reader.ours),
         declared=declared_geometry(release.facts),

@@ -1,7 +1,7 @@
 """How tensors are shown to the release, which knows fewer ways for blocks to lie than there are.
 
 What it is handed is registered as it lies: keys and values that are far apart as regions of their
-own, blocks that hold all layers as rows of a pool.
+own, blocks that hold all layers as the cross-layer blocks of a pool.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def register_as_they_lie(
     """Registers tensors by the places where their blocks are.
 
     Args:
-        is_read_by_us: whether the worker will have a reader, which knows rows.
+        is_read_by_us: whether the worker will have a reader, which knows cross-layer
+            blocks.
 
     Raises:
         RegistrationRefused: the release would move other bytes.
@@ -56,7 +57,7 @@ def register_as_they_lie(
     state.cross_layer = state.planned_layout = None  # of an earlier registration
     layers = read_layers(release, kv_caches)
 
-    def as_rows() -> Any:
+    def as_cross_layer_blocks() -> Any:
         _refuse_without_reader(release, is_read_by_us=is_read_by_us)
         result, state.cross_layer = register_cross_layer_blocks(
             register, release, kv_caches, layers
@@ -70,13 +71,13 @@ def register_as_they_lie(
             check_pools(kv_caches, layers, kvcacheds_settings())
             state.pages = pages_behind(kv_caches, layers)
         expected = {layer: release.orders(layer)[0] for layer in layers}
-        if is_in_rows(layers, expected, has_state=len(layers) < len(kv_caches)):
-            return as_rows()
+        if has_cross_layer_blocks(layers, expected, has_state=len(layers) < len(kv_caches)):
+            return as_cross_layer_blocks()
         # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
         state_layout_of_strides(release, layers)
     elif misread_states(release, kv_caches, layers):
         try:
-            return as_rows()
+            return as_cross_layer_blocks()
         except RegistrationRefused as error:
             raise RegistrationRefused(
                 "recurrent state in blocks of all layers, which this vLLM reads from other "
@@ -157,7 +158,7 @@ def is_split_inside(cache: LayerCache) -> bool:
     return blocks_first and arrangement(cache.planes) == "apart"
 
 
-def is_in_rows(
+def has_cross_layer_blocks(
     layers: Mapping[str, LayerCache],
     expected: Mapping[str, DimensionOrder],
     *,
@@ -165,9 +166,9 @@ def is_in_rows(
 ) -> bool:
     """Whether any layer's blocks have other layers' between them.
 
-    A single layer's have not, and are rows all the same where this release has keys and
-    values in regions of their own, or packed. Not in hybrid models, in which the release itself
-    has them together, so that a block may be a state's.
+    A single layer's have not, and are cross-layer blocks all the same where this release has keys
+    and values in regions of their own, or packed. Not in hybrid models, in which the release
+    itself has them together, so that a block may be a state's.
     """
     for layer, cache in layers.items():
         arranged = arrangement(cache.planes)
@@ -183,7 +184,7 @@ def is_in_rows(
 
 
 def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> None:
-    """Refuses a worker whose reads the release would do itself, which knows no rows.
+    """Refuses a worker whose reads the release would do itself, which knows no cross-layer blocks.
 
     Raises:
         RegistrationRefused: with the setting that helps.

@@ -18,7 +18,7 @@ def reserves_slots(vllm_config: Any) -> bool:
 
 
 def hides_ends_of_lists(
-    vllm_config: Any, groups: Sequence[Group], *, has_unlike_shapes: bool
+    vllm_config: Any, groups: Sequence[Group], *, layers_differ_in_shape: bool
 ) -> bool:
     """Whether nobody can tell where the prompt's blocks end in lists that drafts lengthen.
 
@@ -27,4 +27,4 @@ def hides_ends_of_lists(
     that both sides have one or neither has.
     """
     windows_alone = all(group.window_tokens for group in groups)
-    return reserves_slots(vllm_config) and (windows_alone or has_unlike_shapes)
+    return reserves_slots(vllm_config) and (windows_alone or layers_differ_in_shape)

@@ -1,4 +1,4 @@
-"""Tensors over kvcached's memory are registered as they lie: halves apart, or rows.
+"""Tensors over kvcached's memory are registered as they lie: split, or in cross-layer blocks.
 
 Why:
     kvcached lays a layer out split-half: the keys of all blocks, then, far away,
@@ -17,7 +17,7 @@ How:
     region a layer, each half is registered as a layer. A peer that does not do
     the same has another number of regions or another block length and refuses
     the handshake; ``unlike_engines`` reads across. Of the contiguous layout NIXL is
-    handed the pool once, and peers are told of rows of all layers, which a peer
+    handed the pool once, and peers are told of cross-layer blocks, which a peer
     without kvpatch refuses; reads go through ``unlike_engines``, between two such
     pools one descriptor a block. vLLM's own pools of hybrid models go the same way in
     layouts BLNHC and BLHNC (0.29 on), whose states the release reads from other places.

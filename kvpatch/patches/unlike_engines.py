@@ -36,7 +36,7 @@ Limits:
     Refused are keys that AMX tiles, and <= 0.24 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
-    (0.29 on), whose blocks are rows of all layers, is refused, and so are padded rows. A
+    (0.29 on), whose blocks are cross-layer blocks, is refused, and so are padded ones. A
     D with vLLM's own host buffer, shared KV layers or context parallelism
     leaves unlike peers to the release. Of smaller blocks, which it pairs with wrong tokens behind
     a prefix hit, it is handed those that it pairs rightly; a request that has no such blocks fails

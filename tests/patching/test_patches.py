@@ -22,7 +22,12 @@ from kvpatch.connector.local.release_worker import (
     PACKED,
     ReleaseWorker,
 )
-from kvpatch.connector.shown_tensors import arrangement, first_layers, is_in_rows, is_split_inside
+from kvpatch.connector.shown_tensors import (
+    arrangement,
+    first_layers,
+    has_cross_layer_blocks,
+    is_split_inside,
+)
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry import UnreadableGeometry, places_of
@@ -102,7 +107,7 @@ class TestArrangement:
         ],
     )
     def test_rows_are_told_by_what_the_release_expects(self, tensor, order, expected, found):
-        assert is_in_rows(_read({"a": tensor}, order), {"a": expected}) is found
+        assert has_cross_layer_blocks(_read({"a": tensor}, order), {"a": expected}) is found
 
 
 class TestRows:

@@ -23,7 +23,7 @@ from kvpatch.connector.handshake.homogeneous_view import (
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import LocalGeometry, row_groups_of, units_of
+from kvpatch.connector.local.local_geometry import LocalGeometry, cross_layer_groups_of, units_of
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
 from kvpatch.connector.read_request import ReadRequest
@@ -67,7 +67,7 @@ def ours_of(block_tokens=16, blocks=10, layout="LBHNC", tp_size=1, names="ab"):
         key_order=KeyOrder.ROW_MAJOR,
         facts=FACTS["0.33.0"],
         units=units_of(layers),
-        row_groups=(tuple(names),),
+        cross_layer_groups=(tuple(names),),
     )
 
 
@@ -310,13 +310,13 @@ class TestNamedLayouts:
     def test_rows_of_an_unknown_order_are_refused(self, layout):
         _, ours = ours_of()
         with pytest.raises(PeerRefused, match="whose order is not known"):
-            peer_regions(replace(ours, row_groups=None), _stated(**regions_of(layout)))
+            peer_regions(replace(ours, cross_layer_groups=None), _stated(**regions_of(layout)))
 
     @pytest.mark.parametrize("layout", ["BLNHC", "BHLNC"])
     def test_a_row_is_read_in_the_order_of_the_plan(self, layout):
         _, ours = ours_of()
         peer = _stated(**regions_of(layout))
-        turned = peer_regions(replace(ours, row_groups=(("b", "a"),)), peer)
+        turned = peer_regions(replace(ours, cross_layer_groups=(("b", "a"),)), peer)
         first = min((p for region in turned for p in region), key=lambda plane: plane.address)
         assert first.layer == "b"
 
@@ -342,7 +342,7 @@ class TestNamedLayouts:
         config = SimpleNamespace(kv_cache_tensors=tensors, transfer_groups=found)
         worker = worker_of("0.29.0", kv_cache_config=config)
         rows = None if expected is None else tuple(map(tuple, expected))
-        assert row_groups_of(worker, layers, layout) == rows
+        assert cross_layer_groups_of(worker, layers, layout) == rows
 
     def test_a_row_whose_order_the_peer_contradicts_is_refused(self):
         _, ours = ours_of()
@@ -652,7 +652,9 @@ def test_windows_alone_with_a_draft_model(method, windows, refused):
     config = SimpleNamespace(speculative_config=speculation)
     groups = [Group(frozenset("ab"), window) for window in windows]
     _, ours = ours_of()
-    hides_ends = hides_ends_of_lists(config, groups, has_unlike_shapes=ours.unlike_shapes)
+    hides_ends = hides_ends_of_lists(
+        config, groups, layers_differ_in_shape=ours.layers_differ_in_shape
+    )
     planes = [plane for layer in ours.layers.values() for plane in layer.planes]
     local = LocalCache(ours, planes, hides_ends=hides_ends)
     found = decide(local, _stated(), FACTS["0.20.1"])

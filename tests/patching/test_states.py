@@ -137,7 +137,7 @@ def _ours() -> LocalGeometry:
         key_order=KeyOrder.ROW_MAJOR,
         facts=FACTS["0.33.0"],
         groups=tuple(group.layers for group in GROUPS),
-        row_places="0123456789abcdef",
+        cross_layer_places="0123456789abcdef",
         states={
             f"layers.{2 * n + 1}": StatePages(start, PAGE_BYTES, BLOCKS, SIZES)
             for n, start in enumerate(starts)

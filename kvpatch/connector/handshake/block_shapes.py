@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvpatch.connector.local.local_geometry import LocalGeometry
 
 
-class Shape(NamedTuple):
+class BlockShape(NamedTuple):
     """One layer's blocks on one rank of a peer."""
 
     first_head: int
@@ -41,7 +41,7 @@ def tokens_of(layers: Mapping[str, LayerCache], names: Iterable[str]) -> set[int
 
 def shape_at_peer(
     ours: LocalGeometry, peer: AgentMetadata, members: Sequence[Plane], size_bytes: int
-) -> Shape:
+) -> BlockShape:
     """What a peer's block of so many bytes holds of a layer.
 
     Args:
@@ -53,14 +53,14 @@ def shape_at_peer(
     """
     first, tokens = members[0], peer.block_tokens or ours.block_tokens
     if first.content is Content.LATENT:
-        return Shape(0, 1, tokens)
+        return BlockShape(0, 1, tokens)
     if first.content is Content.SLOT:
         slots = first.counts.heads
-        return Shape(
+        return BlockShape(
             heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)[0] * slots, slots, tokens
         )
-    if not ours.unlike_shapes:
-        return Shape(*heads_of(ours.total_heads, peer.tp_rank, peer.tp_size), tokens)
+    if not ours.layers_differ_in_shape:
+        return BlockShape(*heads_of(ours.total_heads, peer.tp_rank, peer.tp_size), tokens)
     if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
         raise PeerRefused(
             "layers of several shapes have heads of which nobody knows which rank has them",
@@ -75,7 +75,7 @@ def shape_at_peer(
             f"take {token_bytes}",
             "use one model, --dtype and --kv-cache-dtype",
         )
-    return Shape(first.first_head, heads, tokens)
+    return BlockShape(first.first_head, heads, tokens)
 
 
 def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plane]) -> None:
@@ -84,7 +84,7 @@ def check_tokens(ours: LocalGeometry, peer: AgentMetadata, planes: Sequence[Plan
     Raises:
         PeerRefused: its items have another size, or its blocks are cut.
     """
-    if not ours.unlike_shapes:
+    if not ours.layers_differ_in_shape:
         return
     if (peer.kernel_blocks_per_block or 1) != 1 or ours.kernel_blocks_per_block != 1:
         raise PeerRefused(

@@ -104,7 +104,7 @@ def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
 
 
 def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:
-    """(start, bytes) of each region, its last block without what follows it in its row."""
+    """(start, bytes) of each region, its last block without what other layers have behind it."""
     return [
         (start, (peer.blocks - 1) * stride + length)
         for start, stride, length in zip(

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvpatch.connector.handshake.agent_metadata import MOST_TOKENS, AgentMetadata
 from kvpatch.connector.handshake.block_shapes import (
-    Shape,
+    BlockShape,
     check_tokens,
     heads_of,
     shape_at_peer,
@@ -27,7 +27,7 @@ from kvpatch.connector.handshake.cross_layer_form import (
 from kvpatch.connector.handshake.split_kv import by_peers_regions, kv_split_of_peer
 from kvpatch.connector.handshake.whole_blocks import check_blocks, check_planes
 from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.local.registered_caches import LayerCache, have_unlike_pages
+from kvpatch.connector.local.registered_caches import LayerCache, differ_in_page_bytes
 from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry import (
     BY_COLUMN,
@@ -112,7 +112,7 @@ def _dense_planes(
     region: int,
     offset_bytes: int,
     axes: Axes,
-    shape: Shape,
+    shape: BlockShape,
     members: Sequence[Plane],
 ) -> tuple[Plane, ...]:
     """Our planes of one layer as they lie in a peer's region, in one dense piece of each block."""
@@ -142,11 +142,12 @@ def _in_cross_layer_blocks(
     """Cross-layer blocks, of any release: each layer's part follows the one before."""
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
-    if ours.row_groups is not None and packed_digest(ours.row_groups) == form.places:
-        return tuple(_in_packed_blocks(ours, peer, form, ours.row_groups))
+    packed = ours.cross_layer_groups
+    if packed is not None and packed_digest(packed) == form.places:
+        return tuple(_in_packed_blocks(ours, peer, form, packed))
     groups = ours.groups or (ours.layers.keys(),)
     places = places_of([group & ours.layers.keys() for group in groups])
-    if (ours.row_places or places_digest(places)) != form.places:
+    if (ours.cross_layer_places or places_digest(places)) != form.places:
         raise PeerRefused(
             "its attention groups have other layers side by side than ours",
             "both sides need one model, one vLLM and the same of --disable-hybrid-kv-cache-manager "
@@ -187,7 +188,7 @@ def _page_bytes(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tok
     """Bytes of a layer's block at a peer, where blocks of all layers have so many tokens."""
     _, heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
     # One number of ranks is asked for; and a slot holds all heads of a rank.
-    if ours.unlike_shapes or layer.planes[0].content is Content.SLOT:
+    if ours.layers_differ_in_shape or layer.planes[0].content is Content.SLOT:
         heads = layer.planes[0].counts.heads
     return row_bytes(layer.planes) * (heads if _has_heads(layer) else 1) * tokens
 
@@ -226,7 +227,7 @@ def _by_layout(
     ours: LocalGeometry, units: tuple[tuple[str, ...], ...], peer: AgentMetadata
 ) -> tuple[tuple[Plane, ...], ...]:
     """A region is what its layout's name makes it."""
-    if ours.unlike_shapes:
+    if ours.layers_differ_in_shape:
         _check_plan(ours, peer)
     stated = peer.block_tokens or ours.block_tokens
     shapes = {
@@ -244,13 +245,13 @@ def _by_layout(
         name: LayerSizes(shapes[name].heads, row_bytes(layer.planes), shapes[name].tokens)
         for name, layer in ours.layers.items()
     }
-    is_packed = ours.unlike_shapes and peer.layout in LAYERS_INSIDE_BLOCKS
+    is_packed = ours.layers_differ_in_shape and peer.layout in LAYERS_INSIDE_BLOCKS
     regions = Regions(str(peer.layout), peer.block_bytes, names_by_attention(ours, peer))
     if is_packed:
         # Layers of several groups may begin in one place, with pages of several sizes: only the
         # cross-layer blocks that all lie in say where each is.
         regions = Regions(str(peer.layout), peer.stride_bytes[:1], None)
-    slices = regions.slices(units, ours.row_groups, sizes)
+    slices = regions.slices(units, ours.cross_layer_groups, sizes)
     if is_packed:
         _check_starts(slices, peer)
     _check_packed(slices, sizes, peer)
@@ -275,7 +276,7 @@ def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
             "layers of several shapes are read from pages of one size in layout LBHNC or LBNHC",
             "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
         )
-    if have_unlike_pages(ours.layers):
+    if differ_in_page_bytes(ours.layers):
         raise PeerRefused(
             "our layers of several shapes are packed into rows, and its have pages of one size, "
             "in other groups",
@@ -326,14 +327,18 @@ def _check_packed(
 
 
 def _slice_planes(
-    layer: LayerCache, piece: RegionSlice, shape: Shape, ours: LocalGeometry, peer: AgentMetadata
+    layer: LayerCache,
+    piece: RegionSlice,
+    shape: BlockShape,
+    ours: LocalGeometry,
+    peer: AgentMetadata,
 ) -> tuple[Plane, ...]:
     axes = block_axes(str(peer.layout))
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
         if inner_layout_of_axes(axes) == "NHD" and piece.heads > 1:
             raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
         axes = BY_COLUMN
-    of_slice = Shape(shape.first_head + piece.first_head, piece.heads, shape.tokens)
+    of_slice = BlockShape(shape.first_head + piece.first_head, piece.heads, shape.tokens)
     return _dense_planes(ours, peer, piece.region, piece.offset_bytes, axes, of_slice, layer.planes)
 
 

@@ -67,10 +67,10 @@ def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int
 
 
 def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether its states are ours: rows state their shapes and types, all others their bytes."""
+    """Whether its states are ours: by shapes and types in cross-layer blocks, else by bytes."""
     same_dtypes = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
     sizes = {own.sizes_bytes for own in ours.states.values()}
-    if peer.form is not None and peer.form.places != ours.row_places:
+    if peer.form is not None and peer.form.places != ours.cross_layer_places:
         raise PeerRefused(
             "its recurrent states have other shapes or types than ours, or lie beside other layers",
             f"{same_dtypes}, one vLLM and one --speculative-config",
@@ -84,13 +84,13 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 
 def _places(ours: LocalGeometry) -> dict[int, int]:
-    """The number of each place in a row, by the address of our layers that have it."""
+    """The number of each place in a block, by the address of our layers that have it."""
     groups = ours.groups or (frozenset(ours.layers),)
     places = places_of([group & ours.layers.keys() for group in groups])
     return {ours.layers[first].planes[0].address: n for n, (first, *_) in enumerate(places)}
 
 
 def places_of_states(ours: LocalGeometry) -> dict[str, int]:
-    """The place that each layer's states would have in a row; -1 beside no attention layer."""
+    """The place that each layer's states would have in a block; -1 beside no attention layer."""
     places = _places(ours)
     return {name: places.get(own.address, -1) for name, own in ours.states.items()}

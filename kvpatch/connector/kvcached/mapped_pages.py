@@ -92,7 +92,7 @@ def _places(
 ) -> Iterator[tuple[str, int, int]]:
     """(layer, block, address) of each page that the blocks lie in, once, in two layers."""
     seen: set[int] = set()
-    # kvcached maps a page of all layers together; the outermost ones end the rows of a pool.
+    # kvcached maps a page of all layers together; the outermost ones end a pool's blocks.
     # A block of recurrent state is one of attention's memory, whichever layers have it.
     known = pages.layers.keys() if group.has_state else group.layers & pages.layers.keys()
     ordered = sorted(known, key=lambda name: pages.layers[name].planes[0].address)

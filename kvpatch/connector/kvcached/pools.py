@@ -135,7 +135,7 @@ def _check_sizes(pools: tuple[_Pool, ...], layers: Mapping[str, LayerCache]) -> 
         )
     strides = {cache.planes[0].strides_bytes.block for cache in layers.values()}
     if len(pools) == 1 and len(strides) == 1:
-        return  # rows of all layers, which is what pages are mapped for: its parts may be unlike
+        return  # cross-layer blocks have pages as a whole: layers may have several sizes
     sizes: dict[int, list[str]] = {}
     for layer, cache in layers.items():
         sizes.setdefault(_content_bytes(cache.planes), []).append(layer)

@@ -60,10 +60,10 @@ def transferred_groups(plan: Any, facts: ReleaseFacts) -> Sequence[Any]:
 
 
 def packed_groups(worker: Any, facts: ReleaseFacts) -> tuple[tuple[str, ...], ...] | None:
-    """The layers of each block table as the plan places them in rows of blocks; None on <= 0.28.
+    """The layers of each block table as they follow one another in a cross-layer block.
 
-    From 0.29 on, where blocks are outermost, a row is divided by each group in its own way:
-    its layers follow one another, those with one page together.
+    From 0.29 on, where blocks are outermost, each group divides such a block in its own way, and
+    the plan has those of its layers together that have one page. None on <= 0.28.
     """
     if not facts.plans_transfers:
         return None

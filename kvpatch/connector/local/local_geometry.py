@@ -13,7 +13,7 @@ from typing import Any, Literal
 from kvpatch.connector.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import StatePages
-from kvpatch.connector.local.registered_caches import LayerCache, are_unlike, page_bytes_of
+from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, page_bytes_of
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import (
@@ -51,8 +51,8 @@ class LocalGeometry:
         units: the layers of each tensor, in the order in which tensors are handed to the
             registration; None in releases <= 0.28, and where keys and values are regions of their
             own.
-        row_groups: each group's layers as they follow one another in a block's row, on both
-            sides; None where that is not known.
+        cross_layer_groups: each group's layers as they follow one another in a cross-layer block,
+            on both sides; None where that is not known.
         kernel_sizes: how the release cuts blocks; None where that is not known.
         groups: the layers of each block table; None where there is one.
         kv_split: whether keys and values are in one region, or in two, where the backend's own
@@ -60,7 +60,8 @@ class LocalGeometry:
         misreads_blocks: whether block sizes that peers state are none (CPU, <= 0.11.2).
         planned_layout: what the release would have stated of tensors to which an allocator has
             given another layout, which is the one that is stated; else None.
-        row_places: what rows like ours state of their places, where they hold recurrent state.
+        cross_layer_places: what cross-layer blocks like ours state of their places, where they
+            hold recurrent state.
         states: the pages of each layer with recurrent state, as they were registered.
         backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
             is not known.
@@ -82,13 +83,13 @@ class LocalGeometry:
     facts: ReleaseFacts
     region_names: tuple[str, ...] | None = None
     units: tuple[tuple[str, ...], ...] | None = None
-    row_groups: tuple[tuple[str, ...], ...] | None = None
+    cross_layer_groups: tuple[tuple[str, ...], ...] | None = None
     kernel_sizes: KernelBlockSizes | None = None
     groups: tuple[frozenset[str], ...] | None = None
     kv_split: KVSplit | None = None
     misreads_blocks: bool = False
     planned_layout: str | None = None
-    row_places: str | None = None
+    cross_layer_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
     backend_layout: str | None = None
 
@@ -110,15 +111,15 @@ class LocalGeometry:
         return any(p.counts.heads > 1 and p.counts.block_tokens > 1 for p in planes)
 
     @cached_property
-    def unlike_shapes(self) -> bool:
-        """Whether layers have several shapes."""
-        return are_unlike(self.layers)
+    def layers_differ_in_shape(self) -> bool:
+        """Whether the heads, tokens or widths of our layers differ from one another."""
+        return differ_in_shape(self.layers)
 
     @cached_property
     def misses_pages(self) -> bool:
         """Whether the release would read less of a layer's blocks than they hold.
 
-        From 0.30 on layers of several groups that begin in one place of a row have the region
+        From 0.30 on layers of several groups that begin in one place of a block have the region
         of one of them, whose pages may be the smaller.
         """
         if self.layout not in LAYERS_INSIDE_BLOCKS:
@@ -169,7 +170,9 @@ def local_geometry_of(
         facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
         units=units,
-        row_groups=None if units is None else row_groups_of(release, layers, layout),
+        cross_layer_groups=(
+            None if units is None else cross_layer_groups_of(release, layers, layout)
+        ),
         kernel_sizes=kernel_block_sizes(worker, facts),
     )
 
@@ -184,15 +187,15 @@ def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | 
     return tuple(tuple(names) for names in found.values())
 
 
-def row_groups_of(
+def cross_layer_groups_of(
     release: ReleaseWorker, layers: Mapping[str, LayerCache], layout: str
 ) -> tuple[tuple[str, ...], ...] | None:
-    """Each group's layers as the release's plan lets them follow one another in a row.
+    """Each group's layers as the release's plan has them follow one another in such a block.
 
     None where that is not known. The plan is made of the model and the same on both sides,
     whatever the layout, where all pages have one size: a tensor of it places its layers one
     after the other behind those of the one before, and groups overlay one another. Where our
-    own layers lie in rows, they must lie in that order.
+    own layers lie in cross-layer blocks, they must lie in that order.
     """
     found = packed_groups(release.worker, release.facts)
     if found is None:

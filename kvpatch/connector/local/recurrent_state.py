@@ -1,7 +1,7 @@
 """Recurrent state (Mamba) of a hybrid model: in which pages it lies, here and at a peer.
 
 Its blocks are blocks of attention's, of another group: the i-th layer of every group has one
-place in the memory (a tensor, or a part of a row of all layers), in which a block of a layer's
+place in the memory (a tensor, or a part of a cross-layer block), in which a block of a layer's
 states is a page as large as attention's block. The states lie one behind the other from the
 page's beginning, and need not fill it. A block that is cut into kernel blocks is several of
 attention's, and one page of states.
@@ -60,31 +60,31 @@ class StateInPool:
 
 
 def states_in(
-    kv_caches: Mapping[str, Any], attention: Mapping[str, Any], row: CrossLayerBlocks, parts: int
+    kv_caches: Mapping[str, Any], attention: Mapping[str, Any], pool: CrossLayerBlocks, parts: int
 ) -> dict[str, StateInPool]:
-    """The layers that are no attention, as states in the rows of the others.
+    """The layers that are no attention, as states in the cross-layer blocks of the others.
 
     Args:
-        parts: rows to a block.
+        parts: cross-layer blocks to one of the blocks that ids count.
 
     Raises:
         RegistrationRefused: one lies elsewhere, or otherwise.
     """
-    page_bytes = row.layer_bytes[0] * parts
+    page_bytes = pool.layer_bytes[0] * parts
     found = {}
     for name in kv_caches.keys() - attention.keys():
         cache = kv_caches[name]
         tensors: Sequence[Any] = cache if isinstance(cache, list | tuple) else (cache,)
-        start = min(tensor.data_ptr() for tensor in tensors) - row.address
+        start = min(tensor.data_ptr() for tensor in tensors) - pool.address
         place = start // page_bytes
-        offsets = tuple(tensor.data_ptr() - row.address - place * page_bytes for tensor in tensors)
+        offsets = tuple(tensor.data_ptr() - pool.address - place * page_bytes for tensor in tensors)
         fits = (
             start % page_bytes == 0
-            and place < len(row.layers)
-            and set(row.layer_bytes) == {row.layer_bytes[0]}
+            and place < len(pool.layers)
+            and set(pool.layer_bytes) == {pool.layer_bytes[0]}
             and all(
-                tensor.shape[0] * parts == row.blocks
-                and tensor.stride(0) * tensor.element_size() == row.block_bytes * parts
+                tensor.shape[0] * parts == pool.blocks
+                and tensor.stride(0) * tensor.element_size() == pool.block_bytes * parts
                 and offset + _reach(tensor) <= page_bytes
                 for tensor, offset in zip(tensors, offsets, strict=True)
             )
@@ -92,8 +92,8 @@ def states_in(
         if not fits:
             raise RegistrationRefused(
                 f"{name} is no attention cache, and no state in a page of {page_bytes} bytes of "
-                f"kvcached's contiguous layout: expected one of the {len(row.layers)} places of "
-                f"{row.blocks // parts} rows of {row.block_bytes * parts} bytes, found "
+                f"kvcached's contiguous layout: expected one of the {len(pool.layers)} places of "
+                f"{pool.blocks // parts} rows of {pool.block_bytes * parts} bytes, found "
                 f"{[(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors]} at byte "
                 f"{start}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
             )

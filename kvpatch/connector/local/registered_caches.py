@@ -166,13 +166,13 @@ def page_bytes_of(layer: LayerCache) -> int:
     return block_bytes(layer.planes)
 
 
-def have_unlike_pages(layers: Mapping[str, LayerCache]) -> bool:
-    """Whether blocks of some layers have other bytes than those of others."""
+def differ_in_page_bytes(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether blocks of some layers have more bytes than those of others."""
     return len({page_bytes_of(layer) for layer in layers.values()}) > 1
 
 
-def are_unlike(layers: Mapping[str, LayerCache]) -> bool:
-    """Whether layers with heads have several shapes."""
+def differ_in_shape(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether the heads, tokens or widths of layers with heads differ from one another."""
     shapes = {
         (
             layer.planes[0].counts.heads,

@@ -67,14 +67,14 @@ class Destination:
         layers: of `tensors`, where the release was shown others: a host buffer of the same
             layout and other blocks, or what stands for cross-layer blocks; None where it was
             `tensors`.
-        rows: what is registered, where blocks are cross-layer blocks.
+        cross_layer: what is registered, where blocks are cross-layer blocks.
         caches: what places reads where `tensors` only stand for those of the device.
         states: the pages of layers with recurrent state, where they really lie.
     """
 
     tensors: Mapping[str, torch.Tensor]
     layers: Mapping[str, LayerCache] | None = None
-    rows: RegisteredCrossLayerBlocks | None = None
+    cross_layer: RegisteredCrossLayerBlocks | None = None
     caches: Caches | StoragelessCaches | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Reader:
         self._unbooked: frozenset[str] = frozenset()
         self.mode = mode
         tensors, caches = destination.tensors, destination.caches
-        self._rows = destination.rows
+        self._cross_layer = destination.cross_layer
         self._layers = ours.layers if destination.layers is None else destination.layers
         if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
             caches = Caches({name: tensors[name] for name in self._layers})
@@ -248,7 +248,7 @@ class Reader:
                 nixl, ends, notification, direct, staged, reading.request, lifetime
             )
 
-        whole = self._whole_rows(metadata, shares, reading.request)
+        whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return read(Plan(*whole), ())
         if reading.tails_left:  # once a request, and not before its blocks were checked
@@ -304,29 +304,29 @@ class Reader:
         """
         return self._being_read().request
 
-    def _has_our_rows(self, metadata: AgentMetadata) -> bool:
-        rows = self._rows
+    def _has_our_blocks(self, metadata: AgentMetadata) -> bool:
+        ours = self._cross_layer
         return (
-            rows is not None
-            and metadata.form == rows.form
-            and metadata.block_bytes[0] == rows.row.block_bytes
+            ours is not None
+            and metadata.form == ours.form
+            and metadata.block_bytes[0] == ours.pool.block_bytes
             and metadata.tp_size == self.ours.tp_size
         )
 
-    def _whole_rows(
+    def _whole_cross_layer_blocks(
         self, metadata: AgentMetadata, shares: Sequence[Share], request: ReadRequest
     ) -> tuple[Int64Array, Int64Array, Int64Array] | None:
-        """(remote address, local address, bytes) of each row, where rows are read as they are."""
-        rows = self._rows
-        if rows is None or not self._has_our_rows(metadata):
+        """(remote address, local address, bytes) of blocks that are read as they are."""
+        ours = self._cross_layer
+        if ours is None or not self._has_our_blocks(metadata):
             return None
         if self.mode == "staged":
             return None
-        # A block is one group's: the row is that group's layers, whichever it is.
+        # A block is one group's: it holds that group's layers, whichever it is.
         full = [share for share in shares if len(share.segments)]
         pairs = [pair_whole_blocks(share.segments) for share in full]
         whole = [pair for pair in pairs if pair is not None]
-        ends = [rows.end_of(overlap.layer for overlap in share.overlaps) for share in full]
+        ends = [ours.end_of(overlap.layer for overlap in share.overlaps) for share in full]
         parts = self.ours.kernel_blocks_per_block
         for _, remote_block, local_block in state_pairs(self.groups, metadata, request):
             if remote_block >= metadata.blocks // parts:
@@ -338,13 +338,13 @@ class Reader:
                 (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))
             )
             pairs.append(whole[-1])
-            ends.append(rows.row.block_bytes)
+            ends.append(ours.pool.block_bytes)
         if not whole or len(whole) < len(pairs):
             return None
         remote, local = (np.concatenate(blocks) for blocks in zip(*whole, strict=True))
         return (
             metadata.addresses[0] + remote * metadata.stride_bytes[0],
-            rows.row.address + local * rows.row.block_bytes,
+            ours.pool.address + local * ours.pool.block_bytes,
             np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
         )
 

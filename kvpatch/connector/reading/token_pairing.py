@@ -200,7 +200,7 @@ def _local_blocks(
 
 
 def _own_tokens(ours: LocalGeometry, group: Group) -> int:
-    if not ours.unlike_shapes:
+    if not ours.layers_differ_in_shape:
         return ours.block_tokens
     return min(tokens_of(ours.layers, group.layers & ours.layers.keys()))
 

@@ -1,4 +1,4 @@
-"""What a handshake says of rows, there and back."""
+"""What a handshake says of cross-layer blocks, there and back."""
 
 from __future__ import annotations
 

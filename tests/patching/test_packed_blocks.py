@@ -1,4 +1,4 @@
-"""Rows that groups divide in ways of their own, and states in rows, as vLLM lays them out."""
+"""Cross-layer blocks that groups divide in ways of their own, and states in them, as in vLLM."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_is_told_of_packed_groups_tells_them_from_all_others() -> None:
     assert len(told) == 5
 
 
-# --- states in rows ---------------------------------------------------------------
+# --- states in cross-layer blocks ------------------------------------------------
 
 _PAGE = 512
 

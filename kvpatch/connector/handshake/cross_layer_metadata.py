@@ -1,0 +1,96 @@
+"""What peers are told of a worker whose blocks are cross-layer blocks, in its agent metadata."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kvpatch.connector.handshake.block_shapes import tokens_of
+from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm
+from kvpatch.connector.local.recurrent_state import StateInPool, states_digest
+from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.geometry import CrossLayerBlocks
+
+
+def restated(metadata: Any, pool: CrossLayerBlocks, form: CrossLayerForm) -> Any:
+    """A copy of a worker's agent metadata that describes its cross-layer blocks.
+
+    No release takes it for its own layout: those <= 0.12 compare the backend's name, those
+    from 0.11.1 on the layout's, and all the length of a block where there are no heads.
+    """
+    found = copy.copy(metadata)
+    stated: dict[str, Any] = {
+        "kv_caches_base_addr": [pool.address],
+        "num_blocks": pool.blocks,
+        "block_len": pool.block_bytes,  # <= 0.10.2
+        "block_lens": [pool.block_bytes],
+        "block_strides": [pool.block_bytes],  # from 0.29
+        "kv_cache_layout": str(form),
+        "attn_backend_name": f"{getattr(metadata, 'attn_backend_name', '')} {form}",
+        "region_num_blocks": [pool.blocks],  # this and all below from 0.30
+        "region_group_ids": (getattr(metadata, "region_group_ids", None) or [])[:1],
+        "region_names": [pool.layers[0]],
+        "region_mem_types": (getattr(metadata, "region_mem_types", None) or [])[:1],
+        "region_members": [],
+        "packed_member_layouts": {},
+    }
+    for name, value in stated.items():
+        if getattr(metadata, name, None) is not None:
+            setattr(found, name, value)
+    return found
+
+
+def form_of(
+    release: ReleaseWorker,
+    pool: CrossLayerBlocks,
+    layers: Mapping[str, LayerCache],
+    places: str,
+    states: Mapping[str, StateInPool],
+) -> CrossLayerForm:
+    """Asked once the worker knows its kernel blocks; <= 0.17 it finds out as it registers."""
+    tokens = min(tokens_of(layers, layers))
+    specs = {name: release.spec_of(name) for name in states}
+    held = {name: state.place for name, state in states.items()}
+    digest = states_digest(places, held, specs)
+    return CrossLayerForm(tokens, release.kernel_blocks_per_block, pool.axes, digest)
+
+
+@contextmanager
+def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iterator[None]:
+    """In releases <= 0.11.0 a worker starts to answer handshakes while it registers."""
+    if release.facts.listens_in_scheduler:
+        yield
+        return
+    worker = release.worker
+    listen = worker._nixl_handshake_listener
+
+    def listener(metadata: Any, *more: Any, **named: Any) -> Any:
+        return listen(restate(metadata), *more, **named)
+
+    worker._nixl_handshake_listener = listener
+    try:
+        yield
+    finally:
+        del worker._nixl_handshake_listener
+
+
+def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossLayerForm) -> None:
+    """From 0.11.1 a worker's metadata waits to be fetched."""
+    worker, facts = release.worker, release.facts
+    if not facts.listens_in_scheduler:
+        return
+    payload = worker.xfer_handshake_metadata
+    if not facts.encodes_metadata:
+        worker.xfer_handshake_metadata = restated(payload, pool, form)
+        return
+    import msgspec
+
+    kind = vars(sys.modules[type(payload).__module__])["NixlAgentMetadata"]
+    metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=kind)
+    told = copy.copy(payload)
+    told.agent_metadata_bytes = msgspec.msgpack.encode(restated(metadata, pool, form))
+    worker.xfer_handshake_metadata = told
