@@ -3,11 +3,11 @@
     python experiments/bench_host_pool.py [--mib 256] [--repeat 9] [--device cpu] [--json FILE]
 
 "plain" is one ``copy_`` of as many bytes in one piece, into host memory of the same kind as
-the pool's; the two are timed in turn, each time with its wait. Slots follow one another in runs, 64
-blocks each, as the slot table hands them out to a step's blocks, and so do blocks, as a cache
-hands them out that has not been full yet ("both"); or blocks are scattered ("runs"), or both are
-("scattered", the worst case). Each row's bytes are compared before it is timed, and a spoiled byte
-must be noticed.
+the pool's; the two are timed in turn, each time with its wait. Host blocks follow one another in
+runs, 64 blocks each, as the host block table hands them out to a step's blocks, and so do blocks,
+as a cache hands them out that has not been full yet ("both"); or blocks are scattered ("runs"), or
+both are ("scattered", the worst case). Each row's bytes are compared before it is timed, and a
+spoiled byte must be noticed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Measured:
     """One row; seconds are medians."""
 
     model: str
-    slots: str
+    host_blocks: str
     device: str
     saved_bytes: int
     pool_seconds: float
@@ -79,20 +79,24 @@ class Measured:
         return self.saved_bytes / self.pool_seconds / 1e9
 
 
-def numbers(slots: int, how: str, seed: int = 1) -> np.ndarray:
-    """All slots, in the order in which blocks go to them; half of them are used."""
+def numbers(host_blocks: int, how: str, seed: int = 1) -> np.ndarray:
+    """All host blocks, in the order in which blocks go to them; half of them are used."""
     generator = np.random.default_rng(seed)
     if how == "scattered":
-        return generator.permutation(slots)
-    starts = generator.permutation(-(-slots // RUN_BLOCKS)) * RUN_BLOCKS
-    return np.concatenate([np.arange(s, min(s + RUN_BLOCKS, slots)) for s in starts])
+        return generator.permutation(host_blocks)
+    starts = generator.permutation(-(-host_blocks // RUN_BLOCKS)) * RUN_BLOCKS
+    return np.concatenate([np.arange(s, min(s + RUN_BLOCKS, host_blocks)) for s in starts])
 
 
 def is_identical(
-    pool: HostPool, tensors: dict[str, torch.Tensor], blocks: list[int], slots: list[int], at: int
+    pool: HostPool,
+    tensors: dict[str, torch.Tensor],
+    blocks: list[int],
+    host_blocks: list[int],
+    at: int,
 ) -> bool:
-    """Whether each slot holds its block, layer by layer, as torch indexes them."""
-    of, into = torch.tensor(blocks), torch.tensor(slots)
+    """Whether each host block holds its block, layer by layer, as torch indexes them."""
+    of, into = torch.tensor(blocks), torch.tensor(host_blocks)
     return all(
         torch.equal(
             pool.tensors[layer].index_select(at, into).view(torch.int16),
@@ -114,13 +118,13 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
     at = len(model.before)
     one = model.tensors(1, "cpu")
     size = block_bytes(one, dict.fromkeys(one, at), 1)
-    slots = max(RUN_BLOCKS, mib * 1024**2 // size)
-    blocks = 2 * slots
+    host_blocks = max(RUN_BLOCKS, mib * 1024**2 // size)
+    blocks = 2 * host_blocks
     tensors = model.tensors(blocks, device)
     pool = HostPool(tensors, dict.fromkeys(tensors, at), blocks, blocks)
-    scattered = np.random.default_rng(2).permutation(blocks)[:slots].tolist()
-    source = torch.ones(slots * size, dtype=torch.uint8, device=device)
-    target = host_bytes(slots * size, source.device, source)
+    scattered = np.random.default_rng(2).permutation(blocks)[:host_blocks].tolist()
+    source = torch.ones(host_blocks * size, dtype=torch.uint8, device=device)
+    target = host_bytes(host_blocks * size, source.device, source)
 
     def plain() -> None:
         target.copy_(source, non_blocking=device != "cpu")
@@ -129,8 +133,8 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
 
     found = []
     for how in ("both", "runs", "scattered"):
-        into = numbers(blocks, how)[:slots].tolist()
-        saved = numbers(blocks, how, seed=3)[:slots].tolist() if how == "both" else scattered
+        into = numbers(blocks, how)[:host_blocks].tolist()
+        saved = numbers(blocks, how, seed=3)[:host_blocks].tolist() if how == "both" else scattered
 
         def save(into: list[int] = into, saved: list[int] = saved) -> None:
             pool.save(saved, into)
@@ -139,7 +143,7 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
         save()
         last = pool.tensors[f"layer.{model.layers - 1}"].view(torch.int16)
         if not is_identical(pool, tensors, saved, into, at):
-            raise SystemExit(f"{model.name}, {how}: a slot does not hold its block")
+            raise SystemExit(f"{model.name}, {how}: a host block does not hold its block")
         spoiled = last.select(at, into[-1])
         spoiled[(-1,) * spoiled.ndim] ^= 1
         if is_identical(pool, tensors, saved, into, at):
@@ -154,7 +158,7 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
                 model.name,
                 how,
                 device,
-                slots * size,
+                host_blocks * size,
                 pool_seconds,
                 plain_seconds,
                 statistics.median(theirs / ours for ours, theirs in pairs),
@@ -165,11 +169,11 @@ def measure(model: Model, mib: int, repeat: int, device: str) -> list[Measured]:
 
 def show(rows: list[Measured], console: Console) -> None:
     """One table."""
-    table = Table("cache", "slots", "MiB", "GB/s", "plain copy GB/s", "of plain copy")
+    table = Table("cache", "host blocks", "MiB", "GB/s", "plain copy GB/s", "of plain copy")
     for row in rows:
         table.add_row(
             row.model,
-            row.slots,
+            row.host_blocks,
             f"{row.saved_bytes / 2**20:.0f}",
             f"{row.gb_per_second:.2f}",
             f"{row.saved_bytes / row.plain_seconds / 1e9:.2f}",

@@ -1,7 +1,7 @@
 """How long a request is planned, against the number of blocks: python experiments/bench_plan.py
 
 As a worker plans: where two caches cross is known, once for a peer ("peer"). "direct" is all
-runs of a read that goes straight to its place; "staged" is all rounds of one through the pool,
+runs of a read that goes straight to its place; "staged" is all chunks of one through the pool,
 which are planned one by one while others are on their way, and "first" what it takes to the
 first of them. Milliseconds: the median, and of direct plans the first of its kind, which costs
 more where the allocator gets memory for the first time.
@@ -38,7 +38,7 @@ HEADS = 8
 CHANNELS = 128
 ITEM_BYTES = 2
 MEMORY = Memory("DRAM")
-ROUND_BYTES = 8 * 1024**2
+CHUNK_BYTES = 8 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Request:
         order = np.random.default_rng(0).permutation if pair.scattered else np.arange
         self._remote_ids, self._local_ids = order(remote_blocks), order(blocks)
         start = time.perf_counter()
-        self._crossings: tuple[Overlap, ...] = overlaps_of(_regions(remote), local)
+        self._overlaps: tuple[Overlap, ...] = overlaps_of(_regions(remote), local)
         self.peer_seconds = time.perf_counter() - start
 
     def _segments(self) -> Segments:
@@ -98,17 +98,17 @@ class Request:
     def direct(self) -> tuple[int, float]:
         """The runs of a direct read, and the seconds."""
         start = time.perf_counter()
-        copies = [copy for overlap in self._crossings for copy in overlap.copies]
+        copies = [copy for overlap in self._overlaps for copy in overlap.copies]
         plan = plan_runs([(self._segments(), copies)])
         return len(plan), time.perf_counter() - start
 
     def staged(self) -> tuple[int, float, float]:
-        """The rounds of a staged read, the seconds to the first and to the last."""
+        """The chunks of a staged read, the seconds to the first and to the last."""
         start = time.perf_counter()
-        rounds = plan_chunks([Share(self._segments(), self._crossings)], lambda: ROUND_BYTES)
-        next(rounds)
+        chunks = plan_chunks([Share(self._segments(), self._overlaps)], lambda: CHUNK_BYTES)
+        next(chunks)
         first = time.perf_counter() - start
-        count = 1 + sum(1 for _ in rounds)
+        count = 1 + sum(1 for _ in chunks)
         return count, first, time.perf_counter() - start
 
 
@@ -133,7 +133,7 @@ def main() -> None:
     table = Table(
         title=f"{LAYERS} layers, {HEADS} heads of {CHANNELS} channels of {ITEM_BYTES} bytes, ms"
     )
-    for name in ("P -> D", "blocks", "peer", "runs", "direct", "once", "rounds", "first", "staged"):
+    for name in ("P -> D", "blocks", "peer", "runs", "direct", "once", "chunks", "first", "staged"):
         table.add_column(name, justify="left" if name == "P -> D" else "right")
     with Console().status("planning"):
         for pair in PAIRS:

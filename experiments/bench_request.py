@@ -49,7 +49,7 @@ from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS, BLOCKS, TOKENS, CHANNELS, ITEM_BYTES = 80, 1000, 16, 16, 2
 THREAD = "in the thread"
-ROUND_BYTES = 8 * 1024**2
+CHUNK_BYTES = 8 * 1024**2
 BYTES = LAYERS * BLOCKS * TOKENS * 2 * CHANNELS * ITEM_BYTES
 
 
@@ -161,7 +161,7 @@ def staged(pair: Pair, p_tokens: int) -> Callable[[], tuple[int, float, float, f
         started = time.perf_counter()
         blocks = BlockList(remote, p_tokens), BlockList(local, TOKENS)
         segments = pair_blocks(*blocks, 0, BLOCKS * TOKENS)
-        first = next(plan_chunks([Share(segments, overlaps)], lambda: ROUND_BYTES))
+        first = next(plan_chunks([Share(segments, overlaps)], lambda: CHUNK_BYTES))
         planned = time.perf_counter()
         runs = first.remote_address, pair.address("D") + first.staging_offset, first.length
         handle = prepare_read(pair.nixl, pair.ends, *runs)
@@ -187,7 +187,7 @@ def in_thread(
         agent.register_memory([(buffer.data_ptr(), size_bytes, 0, "")], "DRAM")
         return buffer
 
-    pool = StagingPool(8 * ROUND_BYTES, make)
+    pool = StagingPool(8 * CHUNK_BYTES, make)
     thread = ProgressThread(pool, torch.device("cpu"), gate)
     caches = Caches({plane.layer: memory for plane in ours})
 

@@ -32,7 +32,7 @@ from kvpatch.transfer.staging_pool import StagingPool
 
 GOAL_MS = 1.0
 GOAL_READS = 1000
-ROUND_BYTES = 1024
+CHUNK_BYTES = 1024
 DRAM = Memory("DRAM")
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -75,7 +75,7 @@ def rounds() -> Iterator[Chunk]:
     """A read of two rounds."""
     for _ in range(2):
         numbers = np.zeros(1, dtype=np.int64)
-        yield Chunk(numbers, numbers, numbers + ROUND_BYTES, ROUND_BYTES, ())
+        yield Chunk(numbers, numbers, numbers + CHUNK_BYTES, CHUNK_BYTES, ())
 
 
 def step_ms(count: int, peers: int, steps: int, *, in_thread: bool) -> float:
@@ -85,7 +85,7 @@ def step_ms(count: int, peers: int, steps: int, *, in_thread: bool) -> float:
         in_thread: they go on in the progress thread; else in these steps.
     """
     nixl = _Nixl()
-    pool = StagingPool(16 * ROUND_BYTES, lambda size: torch.empty(size, dtype=torch.uint8))
+    pool = StagingPool(16 * CHUNK_BYTES, lambda size: torch.empty(size, dtype=torch.uint8))
     thread = ProgressThread(pool, torch.device("cpu"), AgentGate())
     staged = [
         StagedRead(

@@ -170,10 +170,14 @@ class _Blocks:
     def _part(self, first: int, end: int) -> Segments:
         bounds = self.first_segment[first : end + 1]
         rows = slice(int(bounds[0]), int(bounds[-1]))
-        slot = np.repeat(np.arange(end - first, dtype=np.int64), np.diff(bounds))
+        staged_block = np.repeat(np.arange(end - first, dtype=np.int64), np.diff(bounds))
         s = self.segments
         return Segments(
-            slot, s.remote_offset[rows], s.local_block[rows], s.local_offset[rows], s.tokens[rows]
+            staged_block,
+            s.remote_offset[rows],
+            s.local_block[rows],
+            s.local_offset[rows],
+            s.tokens[rows],
         )
 
 

@@ -1,4 +1,4 @@
-"""Copies of a device's blocks into slots in host memory: one gather, then its rows.
+"""Copies of a device's blocks into host blocks: one gather, then its rows.
 
 On a device with streams in one of their own, so that the model goes on meanwhile.
 """
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
 from kvpatch.transfer.runs import Run, runs_of, within
-from kvpatch.transfer.slot_rows import Sheet, StorageCopy, unit_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -26,25 +26,25 @@ class DeviceCopies:
     Args:
         copies: every storage's.
         device: of the blocks.
-        blocks, slots: how many there are of each.
+        blocks, host_blocks: how many there are of each.
     """
 
     def __init__(
-        self, copies: Sequence[StorageCopy], device: torch.device, blocks: int, slots: int
+        self, copies: Sequence[StorageCopy], device: torch.device, blocks: int, host_blocks: int
     ) -> None:
         self._copies = copies
         self._device = device
         self._blocks = blocks
-        self._slots = slots
+        self._host_blocks = host_blocks
         self._streams = streams_of(device)
         self._stream: Any = None
         self._event: Any = None
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks into slots, after all that the device was told."""
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks, after all that the device was told."""
         import torch
 
-        into = np.asarray(slots, dtype=np.int64)
+        into = np.asarray(host_blocks, dtype=np.int64)
         order = np.argsort(into)
         of = np.asarray(blocks, dtype=np.int64)[order]
         runs = runs_of(into[order])
@@ -77,7 +77,7 @@ class DeviceCopies:
                     _sheet_view(memory, sheet, count, start, apart, unit)
                     for memory, count, start, apart in (
                         (source, self._blocks, sheet.source, sheet.source_apart),
-                        (host, self._slots, sheet.target, sheet.target_apart),
+                        (host, self._host_blocks, sheet.target, sheet.target_apart),
                     )
                 )
                 at_once = max(1, _GATHERED_BYTES // (sheet.count * sheet.row_bytes))
@@ -87,7 +87,7 @@ class DeviceCopies:
                     for run in within(runs, start, at_once, split=not whole):
                         at = run.first - start
                         for row in range(sheet.count):
-                            into[row, run.slot : run.slot + run.length].copy_(
+                            into[row, run.host_block : run.host_block + run.length].copy_(
                                 found[row, at : at + run.length], non_blocking=non_blocking
                             )
 
@@ -103,7 +103,7 @@ def streams_of(device: torch.device) -> Any:
 def _sheet_view(
     memory: torch.Tensor, sheet: Sheet, count: int, start: int, apart: int, unit_bytes: int
 ) -> torch.Tensor:
-    """[row, block or slot, units] of so many blocks or slots."""
+    """[row, block or host block, units] of so many blocks or host blocks."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

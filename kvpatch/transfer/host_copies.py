@@ -1,4 +1,4 @@
-"""Copies of blocks into slots where both are in host memory.
+"""Copies of blocks into host blocks where both are in host memory.
 
 numpy lets go of the interpreter while it copies, so that threads share the rows of a step.
 """
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
 from kvpatch.transfer.runs import Int64Array, Run, runs_of
-from kvpatch.transfer.slot_rows import Sheet, StorageCopy, unit_bytes
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
 #: What is worth threads; two or three fill what memory can take.
 _LONG_BYTES = 4 * 1024**2
 _MOST_THREADS = 4
-#: Slots that follow one another and are worth a call of their own.
+#: Host blocks that follow one another and are worth a call of their own.
 _LONG_RUN = 4
 #: A row that is worth a call of its own.
 _LONG_ROW_BYTES = 16 * 1024
@@ -38,24 +38,24 @@ class HostCopies:
 
     Args:
         copies: every storage's.
-        slot_bytes: of one slot over all of them.
+        host_block_bytes: of one host block over all of them.
     """
 
-    def __init__(self, copies: Sequence[StorageCopy], slot_bytes: int) -> None:
+    def __init__(self, copies: Sequence[StorageCopy], host_block_bytes: int) -> None:
         self._copies = copies
-        self._slot_bytes = slot_bytes
+        self._host_block_bytes = host_block_bytes
         self._threads: ThreadPoolExecutor | None = None
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks into slots."""
-        order = np.argsort(np.asarray(slots, dtype=np.int64))
-        into = np.asarray(slots, dtype=np.int64)[order]
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks."""
+        order = np.argsort(np.asarray(host_blocks, dtype=np.int64))
+        into = np.asarray(host_blocks, dtype=np.int64)[order]
         of = np.asarray(blocks, dtype=np.int64)[order]
         together = runs_of(into, of)
         if len(of) >= _LONG_RUN * len(together):
             copy = partial(copy_runs, of=of, runs=together)
         else:
-            copy = partial(copy_rows, of=of, slots=into, runs=runs_of(into))
+            copy = partial(copy_rows, of=of, host_blocks=into, runs=runs_of(into))
         ends = int(of.max()) + 1, int(into[-1]) + 1
         tasks = [
             partial(copy, *views(storage, sheet, row, *ends))
@@ -63,7 +63,7 @@ class HostCopies:
             for sheet in storage.sheets
             for row in range(sheet.count)
         ]
-        if self._threads is None and len(of) * self._slot_bytes >= _LONG_BYTES:
+        if self._threads is None and len(of) * self._host_block_bytes >= _LONG_BYTES:
             self._threads = ThreadPoolExecutor(
                 _most_threads(), "kvpatch-host-pool", initializer=use_all_cores
             )
@@ -79,9 +79,9 @@ class HostCopies:
 
 
 def views(
-    storage: StorageCopy, sheet: Sheet, row: int, blocks: int, slots: int
+    storage: StorageCopy, sheet: Sheet, row: int, blocks: int, host_blocks: int
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """One of a sheet's rows, of so many blocks and slots: [block or slot, units]."""
+    """One of a sheet's rows, of so many blocks and host blocks: [block or host block, units]."""
     unit = unit_bytes(storage.source, storage.host, sheet)
     kind, strides = np.dtype(f"u{unit}"), (sheet.step_bytes, unit)
     width = sheet.row_bytes // unit
@@ -89,47 +89,47 @@ def views(
     target = sheet.target + row * sheet.target_apart
     return (
         np.ndarray((blocks, width), kind, storage.source.numpy(), source, strides),
-        np.ndarray((slots, width), kind, storage.host.numpy(), target, strides),
+        np.ndarray((host_blocks, width), kind, storage.host.numpy(), target, strides),
     )
 
 
 def copy_runs(
     rows: npt.NDArray[Any], into: npt.NDArray[Any], of: Int64Array, runs: Sequence[Run]
 ) -> None:
-    """Rows of blocks that follow one another, into slots that do."""
-    for slot, first, length in runs:
+    """Rows of blocks that follow one another, into host blocks that do."""
+    for host_block, first, length in runs:
         block = int(of[first])
-        into[slot : slot + length] = rows[block : block + length]
+        into[host_block : host_block + length] = rows[block : block + length]
 
 
 def copy_rows(
     rows: npt.NDArray[Any],
     into: npt.NDArray[Any],
     of: Int64Array,
-    slots: Int64Array,
+    host_blocks: Int64Array,
     runs: Sequence[Run],
 ) -> None:
-    """Rows of blocks anywhere; in one pass over memory but for short rows into scattered slots.
+    """Rows of blocks anywhere; in one pass over memory, but for short rows that are scattered.
 
     Args:
-        of, slots, runs: blocks, and their slots in ascending order.
+        of, host_blocks, runs: blocks, and their host blocks in ascending order.
     """
     row_bytes = rows.shape[1] * rows.itemsize
     # take would make a copy of all rows first where there are gaps between them.
     if rows.flags.c_contiguous and len(of) >= _LONG_RUN * len(runs):
-        for slot, first, length in runs:
+        for host_block, first, length in runs:
             # Every number is in range; clip alone writes to `out` without a copy of it.
             numbers = of[first : first + length]
-            np.take(rows, numbers, axis=0, out=into[slot : slot + length], mode="clip")
+            np.take(rows, numbers, axis=0, out=into[host_block : host_block + length], mode="clip")
         return
     if row_bytes >= _LONG_ROW_BYTES:
-        for slot, number in zip(slots.tolist(), of.tolist(), strict=True):
-            into[slot] = rows[number]
+        for host_block, number in zip(host_blocks.tolist(), of.tolist(), strict=True):
+            into[host_block] = rows[number]
         return
     at_once = max(1, _CACHED_BYTES // row_bytes)
     for start in range(0, len(of), at_once):
         part = slice(start, start + at_once)
-        into[slots[part]] = rows[of[part]]
+        into[host_blocks[part]] = rows[of[part]]
 
 
 def _most_threads() -> int:

@@ -1,8 +1,8 @@
-"""Slots in host memory for some of a device's KV cache blocks, and the copies into them.
+"""Host blocks for some of a device's KV cache blocks, and the copies into them.
 
-Not a mirror: as many slots as there is room for. The slots of a layer are a tensor like
-the layer's own, with slots for blocks, so that whatever can be registered and read on
-the device can be here. Tensors that share memory on the device share it here, in the
+Not a mirror: as many host blocks as there is room for. The host blocks of a layer are a tensor
+like the layer's own, in which they stand for blocks, so that whatever can be registered and
+read on the device can be here. Tensors that share memory on the device share it here, in the
 same order, and each byte of a block is copied once.
 """
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.device_copies import DeviceCopies
+from kvpatch.transfer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
 from kvpatch.transfer.host_copies import HostCopies
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
 from kvpatch.transfer.own_copies import Operation, OwnCopies
-from kvpatch.transfer.slot_rows import BlockTensor, StorageCopy, rows_of, slot_storage
 from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, integers, shown
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ CANNOT = (
 
 
 class Copies(Protocol):
-    """A way to copy blocks into slots."""
+    """A way to copy blocks into host blocks."""
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks into slots, after all that the device was told; some of each."""
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks, after all that the device was told; some of each."""
 
     def settle(self) -> None:
         """Waits until all that was saved is in host memory."""
@@ -68,7 +68,7 @@ def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 class HostPool:
-    """Slots for blocks, one tensor a layer.
+    """Host blocks for a device's blocks, one tensor a layer.
 
     Args:
         tensors: every layer's on the device.
@@ -77,8 +77,8 @@ class HostPool:
             looked at before it is saved, and the first one that is tries the copies.
 
     Attributes:
-        tensors: like those on the device, in host memory, slots for blocks.
-        slots: how many there are.
+        tensors: like those on the device, in host memory, with host blocks for blocks.
+        host_blocks: how many there are.
         size_bytes: of them all.
 
     Raises:
@@ -91,13 +91,13 @@ class HostPool:
         tensors: Mapping[str, torch.Tensor],
         block_dimensions: Mapping[str, int],
         blocks: int,
-        slots: int,
+        host_blocks: int,
         *,
         is_there_late: bool = False,
     ) -> None:
         import torch
 
-        self.slots = slots
+        self.host_blocks = host_blocks
         self._blocks = blocks
         self._is_there_late = is_there_late
         self._is_tried = False
@@ -105,11 +105,11 @@ class HostPool:
         self._block_dimensions = block_dimensions
         self._device: torch.device = next(iter(tensors.values())).device
         storages = [
-            (storage, slot_storage(found, blocks, slots))
+            (storage, host_storage(found, blocks, host_blocks))
             for storage, found in _by_storage(tensors, block_dimensions, blocks)
         ]
         self.size_bytes = sum(copy.size_bytes for _, copy in storages)
-        _check_room(self.size_bytes, slots)
+        _check_room(self.size_bytes, host_blocks)
         found: dict[str, torch.Tensor] = {}
         copies: list[StorageCopy] = []
         for storage, copy in storages:
@@ -128,27 +128,27 @@ class HostPool:
         if len(copies) < len(storages):
             self._copies = StoragelessCopies(tensors, self.tensors, block_dimensions, blocks)
         elif _is_on_host(self._device):
-            self._copies = HostCopies(copies, self.size_bytes // slots)
+            self._copies = HostCopies(copies, self.size_bytes // host_blocks)
         else:
-            self._copies = DeviceCopies(copies, self._device, blocks, slots)
+            self._copies = DeviceCopies(copies, self._device, blocks, host_blocks)
         if not is_there_late:
             self._try()
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks into slots; in the order of calls, after all that the device was told.
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks, in the order of calls; after what the device was told.
 
-        On a device with streams this only asks for it: what is in a slot may be read
+        On a device with streams this only asks for it: what is in a host block may be read
         after :meth:`settle`.
 
         Raises:
-            ValueError: a number that is none of a block or slot, or a slot named twice.
-            RegistrationRefused: the first block of all was not itself in its slot.
+            ValueError: a number that is none of a block or host block, or a host block twice.
+            RegistrationRefused: the first block of all was not itself in its host block.
         """
-        self._check(blocks, slots)
+        self._check(blocks, host_blocks)
         if blocks and self._is_tried:
-            self._copies.save(blocks, slots)
+            self._copies.save(blocks, host_blocks)
         elif blocks:
-            self._save_and_look(blocks, slots)
+            self._save_and_look(blocks, host_blocks)
             self._is_tried = True
 
     def use(self, operation: Operation) -> None:
@@ -175,10 +175,16 @@ class HostPool:
         """Waits until all that was saved is in host memory."""
         self._copies.settle()
 
-    def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        if len(blocks) != len(slots) or len(set(slots)) != len(slots):
-            raise ValueError(f"{len(blocks)} blocks for {len(set(slots))} of {len(slots)} slots")
-        for numbers, count, what in ((blocks, self._blocks, "block"), (slots, self.slots, "slot")):
+    def _check(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        distinct = len(set(host_blocks))
+        if len(blocks) != len(host_blocks) or distinct != len(host_blocks):
+            raise ValueError(
+                f"{len(blocks)} blocks for {distinct} of {len(host_blocks)} host blocks"
+            )
+        for numbers, count, what in (
+            (blocks, self._blocks, "block"),
+            (host_blocks, self.host_blocks, "host block"),
+        ):
             outside = [number for number in numbers if not 0 <= number < count]
             if outside:
                 raise ValueError(f"{what} {outside[0]} of {count}")
@@ -189,13 +195,13 @@ class HostPool:
         Raises:
             RegistrationRefused: it cannot be copied, or is another one.
         """
-        slot, block = self.slots - 1, self._blocks - 1
-        self._save_and_look([block], [slot])
+        host_block, block = self.host_blocks - 1, self._blocks - 1
+        self._save_and_look([block], [host_block])
         for layer in self.tensors:
-            self._pair(layer, block, slot)[1].zero_()
+            self._pair(layer, block, host_block)[1].zero_()
         self._is_tried = True
 
-    def _save_and_look(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+    def _save_and_look(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copies blocks and looks at the first one.
 
         Raises:
@@ -204,11 +210,11 @@ class HostPool:
         import torch
 
         try:
-            pairs = {layer: self._pair(layer, blocks[0], slots[0]) for layer in self.tensors}
+            pairs = {layer: self._pair(layer, blocks[0], host_blocks[0]) for layer in self.tensors}
             for here, there in pairs.values():
                 # Not by chance what is to come.
                 there.view(integers(there)).copy_(here.view(integers(here)).bitwise_not())
-            self._copies.save(blocks, slots)
+            self._copies.save(blocks, host_blocks)
             self.settle()
             wrong = [
                 layer
@@ -225,8 +231,8 @@ class HostPool:
                 "copied to host memory"
             )
 
-    def _pair(self, layer: str, block: int, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A block as the device shows it, and a slot."""
+    def _pair(self, layer: str, block: int, host_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A block as the device shows it, and a host block."""
         dimension = self._block_dimensions[layer]
         source = self._sources[layer]
         parts = source.shape[dimension] // self._blocks
@@ -235,7 +241,7 @@ class HostPool:
         else:
             numbers = np.arange(block * parts, (block + 1) * parts)
             here = fetch(source, dimension, numbers).movedim(0, dimension)
-        return here, self.tensors[layer].narrow(dimension, slot * parts, parts)
+        return here, self.tensors[layer].narrow(dimension, host_block * parts, parts)
 
 
 def _by_storage(
@@ -272,12 +278,12 @@ def _by_storage(
     yield from found.values()
 
 
-def _check_room(size_bytes: int, slots: int) -> None:
+def _check_room(size_bytes: int, host_blocks: int) -> None:
     free = free_host_bytes()
     if free is not None and size_bytes > free:
         raise RegistrationRefused(
-            f"{slots} slots of host buffer take {size_bytes} bytes, and the host has {free} free: "
-            "set KVPATCH_HOST_BUFFER_BYTES to less"
+            f"{host_blocks} blocks of host buffer take {size_bytes} bytes, and the host has {free} "
+            "free: set KVPATCH_HOST_BUFFER_BYTES to less"
         )
 
 

@@ -46,12 +46,12 @@ class OwnCopies:
             found = self._by_parts.setdefault(parts, ({}, {}))
             found[0][layer], found[1][layer] = source, targets[layer]
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks into slots."""
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks."""
         for parts, (sources, targets) in self._by_parts.items():
             of, into = (
                 [number * parts + part for number in numbers for part in range(parts)]
-                for numbers in (blocks, slots)
+                for numbers in (blocks, host_blocks)
             )
             self._operation(sources, targets, of, into, "d2h")
 

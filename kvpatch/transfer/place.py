@@ -32,8 +32,8 @@ class Side(NamedTuple):
     """One end of a move.
 
     Attributes:
-        offset: of the first block's or slot's pattern, in bytes.
-        step: bytes from block to block or slot to slot.
+        offset: of the first staged or local block's pattern, in bytes.
+        step: bytes from one such block to the next.
         shape, strides: of the pattern, runs apart; bytes.
     """
 
@@ -45,7 +45,7 @@ class Side(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One strided copy: for every pair of a slot and a block, the same pattern of runs.
+    """One strided copy: for every pair of a staged and a local block, the same pattern of runs.
 
     Attributes:
         run_bytes: contiguous on both sides.
@@ -152,7 +152,7 @@ def _view(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt
 
 
 def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
-    """[slot or block, the pattern's axes] of memory, up to the last that is asked for."""
+    """[staged or local block, the pattern's axes] of memory, up to the last that is asked for."""
     shape = (side.numbers.end, *side.shape)
     strides = (side.step, *side.strides)
     found: npt.NDArray[Any] = np.ndarray(shape, item, memory.data, side.offset, strides)
@@ -215,7 +215,7 @@ def _strided(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> torch.Tensor:
-    """[slots or blocks, the pattern's axes, units of a run], as a view of memory in units."""
+    """[staged or local blocks, the pattern's axes, units of a run], as a view in units."""
     unit = move.unit_bytes
     return _in_units(memory, unit).as_strided(
         (*shape, *side.shape, move.run_bytes // unit),

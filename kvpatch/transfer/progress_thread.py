@@ -1,7 +1,7 @@
 """The thread on which a worker's reads go on between the engine's steps.
 
-A decode engine looks at its transfers once a step. A read that needs several rounds (chunks
-through the staging pool, posts of bounded length) would stand still from one step to the next:
+A decode engine looks at its transfers once a step. A read that needs several posts (chunks
+through the staging pool, runs up to a bounded length) would stand still from one step to the next:
 with steps of 40 ms and a pool of 256 MiB no faster than 6 GB/s, whatever the network.
 """
 

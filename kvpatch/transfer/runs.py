@@ -1,4 +1,4 @@
-"""Slots that follow one another, which one call can fill."""
+"""Host blocks that follow one another, which one call can fill."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class Run(NamedTuple):
-    """Slots that follow one another, and where their blocks are in the list of blocks."""
+    """Host blocks that follow one another, and where their blocks are in the list of blocks."""
 
-    slot: int
+    host_block: int
     first: int
     length: int
 
 
-def runs_of(slots: Int64Array, blocks: Int64Array | None = None) -> tuple[Run, ...]:
-    """Slots in ascending order, as runs.
+def runs_of(host_blocks: Int64Array, blocks: Int64Array | None = None) -> tuple[Run, ...]:
+    """Host blocks in ascending order, as runs.
 
     Args:
-        blocks: of the slots; where they are given they follow one another too.
+        blocks: of the host blocks; where they are given they follow one another too.
     """
-    is_broken = np.diff(slots) != 1
+    is_broken = np.diff(host_blocks) != 1
     if blocks is not None:
         is_broken |= np.diff(blocks) != 1
-    starts = np.concatenate(([0], np.flatnonzero(is_broken) + 1, [slots.size]))
+    starts = np.concatenate(([0], np.flatnonzero(is_broken) + 1, [host_blocks.size]))
     return tuple(
-        Run(int(slots[first]), first, end - first)
+        Run(int(host_blocks[first]), first, end - first)
         for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     )
 
@@ -39,15 +39,15 @@ def within(runs: Sequence[Run], start: int, count: int, *, split: bool) -> Itera
     """What of the runs is in a part of the list.
 
     Args:
-        split: into single slots, where they are not in one piece.
+        split: into single host blocks, where they are not in one piece.
     """
     for run in runs:
         first = max(run.first, start)
         end = min(run.first + run.length, start + count)
         if end <= first:
             continue
-        slot = run.slot + first - run.first
+        host_block = run.host_block + first - run.first
         if split:
-            yield from (Run(slot + i, first + i, 1) for i in range(end - first))
+            yield from (Run(host_block + i, first + i, 1) for i in range(end - first))
         else:
-            yield Run(slot, first, end - first)
+            yield Run(host_block, first, end - first)

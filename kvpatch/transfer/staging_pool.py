@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kvpatch.staging")
 
 #: A chunk is small beside the pool, so that some are copied while others are on the wire.
-_ROUNDS_IN_POOL = 4
+_CHUNKS_IN_POOL = 4
 #: In a processor's cache still when they are copied, two of them; half of it makes as many
 #: posts more, each of which waits for NIXL's own thread to let go of its lock.
-_LEAST_ROUND_BYTES = 8 * 1024**2
-_HOST_ROUNDS_ON_WIRE = 2
+_LEAST_CHUNK_BYTES = 8 * 1024**2
+_HOST_CHUNKS_ON_WIRE = 2
 #: On a device each copy is a launch or two.
-_DEVICE_ROUND_BYTES = 16 * 1024**2
+_DEVICE_CHUNK_BYTES = 16 * 1024**2
 
 
 class _Lost(NamedTuple):
@@ -106,11 +106,11 @@ class StagingPool:
         on_device: bool = False,
     ) -> None:
         self._room = Room(size_bytes)
-        most = max(1, size_bytes // _ROUNDS_IN_POOL)
-        least = _DEVICE_ROUND_BYTES if on_device else _LEAST_ROUND_BYTES
+        most = max(1, size_bytes // _CHUNKS_IN_POOL)
+        least = _DEVICE_CHUNK_BYTES if on_device else _LEAST_CHUNK_BYTES
         self.pace = Pace(least, min(least, most) if on_device else most)
         self._paced_bytes = min(least, most)
-        self.chunks_on_wire = size_bytes if on_device else _HOST_ROUNDS_ON_WIRE
+        self.chunks_on_wire = size_bytes if on_device else _HOST_CHUNKS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
         self._numbers = count()

@@ -110,7 +110,7 @@ def _numbers(tensor: torch.Tensor, blocks: Int64Array) -> torch.Tensor:
 
 
 class StoragelessCopies:
-    """Copies whole blocks of every distinct tensor into slots; done when it returns.
+    """Copies whole blocks of every distinct tensor into host blocks; done when it returns.
 
     Args:
         sources, targets: every layer's on the device and in the pool.
@@ -130,15 +130,15 @@ class StoragelessCopies:
         ]
         self._blocks = blocks
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies blocks into slots."""
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks."""
         import torch
 
         for source, target, dimension in self._pairs:
             parts = source.shape[dimension] // self._blocks
             of, into = (
                 (np.asarray(n, dtype=np.int64)[:, None] * parts + np.arange(parts)).reshape(-1)
-                for n in (blocks, slots)
+                for n in (blocks, host_blocks)
             )
             found = fetch(source, dimension, of).movedim(0, dimension)
             # Not every kind of numbers can be copied by index on every host.

@@ -151,7 +151,7 @@ class Player(Engine):
         """Ends a prompt before P has answered it."""
         self._core_scheduler().abort(name)
 
-    def slots(self) -> dict[str, int]:
+    def host_blocks(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
         from kvpatch.connector.state import scheduler_state
 
@@ -179,7 +179,7 @@ class Player(Engine):
             t.untyped_storage().data_ptr(): t.untyped_storage() for t in pool.tensors.values()
         }
         held = sum(storage.nbytes() for storage in memory.values())
-        return {"size": pool.size_bytes, "held": held, "blocks": pool.slots}
+        return {"size": pool.size_bytes, "held": held, "blocks": pool.host_blocks}
 
     def exposed(self) -> tuple[int, int]:
         """How many regions NIXL was handed, and how many of them touch kvcached's memory."""

@@ -294,8 +294,8 @@ class Scene:
         answers = self.prefill.call("answers")
         return [Ask(p, answers[p.name]) for p in prompts if p.name in answers]
 
-    def slots(self) -> dict[str, int]:
-        found: dict[str, int] = self.prefill.call("slots")
+    def host_blocks(self) -> dict[str, int]:
+        found: dict[str, int] = self.prefill.call("host_blocks")
         return found
 
 
@@ -323,12 +323,12 @@ def test_many_requests_share_a_buffer_for_four(scene: Scene) -> None:
     while len(served) < len(prompts):
         asks = scene.work(prompts)
         assert 0 < len(asks) <= ROOM // (loaded(prompts[0], scene.release) // BLOCK_TOKENS)
-        assert scene.slots()["held"] <= ROOM
+        assert scene.host_blocks()["held"] <= ROOM
         served += [ask.prompt for ask in asks]
         scene.read(asks)
 
     assert served == prompts, "in the order in which they came"
-    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_an_abort_gives_slots_back(scene: Scene) -> None:
@@ -336,14 +336,14 @@ def test_an_abort_gives_slots_back(scene: Scene) -> None:
     prompts = scene.stage.prompts(6, TOKENS)
     scene.prefill.call("begin", prompts)
     asks = scene.work(prompts)
-    assert scene.slots()["waiting"] > 0
+    assert scene.host_blocks()["waiting"] > 0
     waiting = prompts[len(asks) :]
 
     for prompt in waiting:
         scene.prefill.call("cancel", prompt.name)
-    assert scene.slots()["waiting"] == 0
+    assert scene.host_blocks()["waiting"] == 0
     scene.read(asks)
-    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_an_abort_in_the_middle_of_a_prompt(lab: Lab) -> None:
@@ -354,9 +354,9 @@ def test_an_abort_in_the_middle_of_a_prompt(lab: Lab) -> None:
         prefill.call("begin", [lost])
         prefill.call("tick")
         prefill.call("tick")
-        assert scene.slots()["held"] == 2
+        assert scene.host_blocks()["held"] == 2
         prefill.call("cancel", lost.name)
-        assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
         prefill.call("begin", [kept])
         scene.read(scene.work([kept]))
@@ -379,14 +379,14 @@ def test_preemption_gives_slots_back(lab: Lab) -> None:
         while not asks:
             assert len(held) < 3 * REQUEST_BLOCKS, held
             prefill.call("tick")
-            held.append(scene.slots()["held"])
+            held.append(scene.host_blocks()["held"])
             asks = [ask for ask in scene.answered([read]) if ask.answer != "null"]
 
         # Up to four blocks, then none, and again from the first one on.
         assert held[:5] == [1, 2, 3, 4, 0], held
-        assert scene.slots()["held"] == -(-loaded(read, lab.release) // BLOCK_TOKENS)
+        assert scene.host_blocks()["held"] == -(-loaded(read, lab.release) // BLOCK_TOKENS)
         scene.read(asks)
-        assert scene.slots() == {"free": 2 * REQUEST_BLOCKS - 1, "waiting": 0, "held": 0}
+        assert scene.host_blocks() == {"free": 2 * REQUEST_BLOCKS - 1, "waiting": 0, "held": 0}
 
 
 @pytest.mark.parametrize("answer", [2, 5])
@@ -401,7 +401,7 @@ def test_an_answer_of_more_than_one_token(lab: Lab, answer: int) -> None:
 
         scene.read(scene.work(prompts))
 
-        assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_an_answer_that_goes_on_in_another_block(lab: Lab) -> None:
@@ -440,7 +440,7 @@ def test_what_is_answered_is_there_while_the_next_step_is_under_way(lab: Lab, to
         assert beyond == (3 if Version(lab.release) < Version("0.11.1") else 0)
         prefill.call("tick")
         assert prefill.heard(prompts) == {prompt.name for prompt in prompts}
-        assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_in_a_multi_connector(lab: Lab) -> None:
@@ -467,7 +467,7 @@ def test_slots_are_taken_and_given_back_in_a_multi_connector(lab: Lab) -> None:
         scene.read(first)
         scene.read(scene.work(prompts))
 
-        assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+        assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 def test_tensors_that_layers_share_are_there_once(lab: Lab) -> None:
@@ -517,11 +517,11 @@ def test_requests_come_go_and_fail_at_random(scene: Scene) -> None:
         asks = [ask for ask in asks if "kvpatch_refused" not in ask.answer]
         scene.read(asks, look_for_strays=False)
         served += len(asks)
-        assert scene.slots()["held"] <= ROOM
+        assert scene.host_blocks()["held"] <= ROOM
 
     assert min(served, cancelled) > 10 and refused > 2, (served, cancelled, refused)
     assert scene.decode.strays() == 0
-    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
     assert scene.prefill.call("booked") == set()
 
 
@@ -560,7 +560,7 @@ def test_a_request_larger_than_the_buffer_is_left_to_d(scene: Scene) -> None:
     assert f"KVPATCH_HOST_BUFFER_BYTES to {_bytes(blocks)}" in why
     assert scene.decode.ask(refused) == 0, "a stock D computes what it is told of like this"
     scene.read([served])
-    assert scene.slots() == {"free": ROOM, "waiting": 0, "held": 0}
+    assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
 @pytest.mark.parametrize("how", ["skip", "shift"])

@@ -134,13 +134,15 @@ CASES = {
 
 
 def expected(source: torch.Tensor, before: torch.Tensor, dimension: int, pairs, parts: int):
-    """What the slots' tensor must be: an element at a time, from its indices."""
-    slot_of = {
-        slot * parts + part: block * parts + part for block, slot in pairs for part in range(parts)
+    """What the host blocks' tensor must be: an element at a time, from its indices."""
+    host_block_of = {
+        host_block * parts + part: block * parts + part
+        for block, host_block in pairs
+        for part in range(parts)
     }
     found = before.clone()
     for index in product(*(range(size) for size in before.shape)):
-        block = slot_of.get(index[dimension])
+        block = host_block_of.get(index[dimension])
         if block is not None:
             found[index] = source[(*index[:dimension], block, *index[dimension + 1 :])]
     return found
@@ -158,7 +160,7 @@ def differing(
     before: Tensors,
     pairs: Sequence[tuple[int, int]],
 ) -> list[str]:
-    """Layers whose slots are not what a copy of single elements makes of them."""
+    """Layers whose host blocks are not what a copy of single elements makes of them."""
     return [
         layer
         for layer, source in tensors.items()
@@ -176,7 +178,7 @@ def differing(
 
 
 def fill(pool: HostPool) -> Tensors:
-    """Noise in every slot; returns what it was."""
+    """Noise in every host block; returns what it was."""
     for number, tensor in enumerate(pool.tensors.values()):
         ints = as_ints(tensor)
         ints.copy_(
@@ -185,18 +187,22 @@ def fill(pool: HostPool) -> Tensors:
     return {layer: as_ints(tensor).clone() for layer, tensor in pool.tensors.items()}
 
 
-def check(tensors: Tensors, dimensions: dict[str, int], blocks: int, slots: int, pairs) -> HostPool:
+def check(
+    tensors: Tensors, dimensions: dict[str, int], blocks: int, host_blocks: int, pairs
+) -> HostPool:
     device = {layer: as_ints(tensor).clone() for layer, tensor in tensors.items()}
-    pool = HostPool(tensors, dimensions, blocks, slots)
+    pool = HostPool(tensors, dimensions, blocks, host_blocks)
     before = fill(pool)
-    pool.save([block for block, _ in pairs], [slot for _, slot in pairs])
+    pool.save([block for block, _ in pairs], [host_block for _, host_block in pairs])
     pool.settle()
     assert differing(pool, tensors, dimensions, blocks, before, pairs) == []
     for layer, tensor in tensors.items():
         assert torch.equal(as_ints(tensor), device[layer]), "the device's blocks are only read"
         like = pool.tensors[layer]
         assert like.dtype == tensor.dtype and like.device.type == "cpu"
-        assert like.shape[dimensions[layer]] == slots * tensor.shape[dimensions[layer]] // blocks
+        assert (
+            like.shape[dimensions[layer]] == host_blocks * tensor.shape[dimensions[layer]] // blocks
+        )
         axes = [axis for axis, size in enumerate(like.shape) if size > 1]
         assert sorted(axes, key=like.stride) == sorted(axes, key=tensor.stride)
     return pool
@@ -328,14 +334,14 @@ def test_any_order_of_axes(memory, dimensions, sizes, own, parts, lead, item_byt
         item_bytes=item_bytes,
     )
     tensors = cache.tensors()
-    slots = data.draw(st.integers(1, cache.blocks))
-    numbers = st.permutations(range(slots))
-    into = data.draw(numbers)[: data.draw(st.integers(0, slots))]
-    pairs = [(data.draw(st.integers(0, cache.blocks - 1)), slot) for slot in into]
+    host_blocks = data.draw(st.integers(1, cache.blocks))
+    numbers = st.permutations(range(host_blocks))
+    into = data.draw(numbers)[: data.draw(st.integers(0, host_blocks))]
+    pairs = [(data.draw(st.integers(0, cache.blocks - 1)), host_block) for host_block in into]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_pool, "_is_on_host", lambda device: on_host)
         patch.setattr(device_copies, "streams_of", lambda device: None)
-        check(tensors, cache.block_dimensions(tensors), cache.blocks, slots, pairs)
+        check(tensors, cache.block_dimensions(tensors), cache.blocks, host_blocks, pairs)
 
 
 def test_layers_that_share_a_tensor_are_copied_once(way, monkeypatch):
@@ -398,7 +404,7 @@ def test_rows_of_all_layers_stay_one_storage():
             assert starts == sorted(starts)
 
 
-def test_saves_are_in_order_and_a_slot_may_be_taken_again(way):
+def test_saves_are_in_order_and_a_host_block_may_be_taken_again(way):
     cache = CASES["LHBNC"]
     tensors = cache.tensors()
     dimensions = cache.block_dimensions(tensors)
@@ -412,7 +418,7 @@ def test_saves_are_in_order_and_a_slot_may_be_taken_again(way):
     assert differing(pool, tensors, dimensions, 5, before, pairs) == []
 
 
-def test_one_block_may_be_in_two_slots(way):
+def test_one_block_may_be_in_two_host_blocks(way):
     cache = CASES["latent"]
     tensors = cache.tensors()
     check(tensors, cache.block_dimensions(tensors), 5, 3, [(4, 1), (4, 2)])
@@ -493,7 +499,7 @@ def test_copies_wait_for_the_model_and_settle_waits_for_the_copies(way):
 
 
 @pytest.mark.parametrize("name", ["NHD, keys first", "LHBNC", "latent, kernel blocks"])
-def test_the_comparison_notices_every_byte_and_every_wrong_slot(way, name):
+def test_the_comparison_notices_every_byte_and_every_wrong_host_block(way, name):
     cache = CASES[name]
     tensors = cache.tensors()
     dimensions = cache.block_dimensions(tensors)
@@ -518,14 +524,14 @@ def test_the_comparison_notices_every_byte_and_every_wrong_slot(way, name):
         flat[tuple(index)] ^= 1
     pool.save([1], [3])
     pool.settle()
-    assert compare(pool, before) == list(tensors), "a slot that nobody asked for"
+    assert compare(pool, before) == list(tensors), "a host block that nobody asked for"
 
 
 @pytest.mark.parametrize("field_name", ["source", "source_apart", "target_apart", "row_bytes"])
 def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name):
     cache = replace(CASES["NHD, keys first"], lead=8)
     tensors = cache.tensors()
-    real = host_pool.slot_storage
+    real = host_pool.host_storage
 
     def wrong(*args: Any) -> Any:
         found = real(*args)
@@ -533,7 +539,7 @@ def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name
         sheet = replace(sheet, **{field_name: getattr(sheet, field_name) - 8})
         return replace(found, sheets=(sheet,))
 
-    monkeypatch.setattr(host_pool, "slot_storage", wrong)
+    monkeypatch.setattr(host_pool, "host_storage", wrong)
     with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
 
@@ -555,7 +561,7 @@ def test_a_host_without_so_much_memory_is_refused_with_both_numbers(monkeypatch)
     cache = CASES["latent"]
     tensors = cache.tensors()
     monkeypatch.setattr(host_pool, "free_host_bytes", lambda: 100)
-    with pytest.raises(RegistrationRefused, match="3 slots .* take 144 bytes, .* has 100 free"):
+    with pytest.raises(RegistrationRefused, match="3 blocks .* take 144 bytes, .* has 100 free"):
         HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
 
 
@@ -603,9 +609,9 @@ class Copying:
         self.calls.append((list(sources), of, into, direction))
         for layer, source in sources.items():
             count = source.shape[self._dimension]
-            for block, slot in zip(of, into, strict=True):
+            for block, host_block in zip(of, into, strict=True):
                 found = source.select(self._dimension, (block + self._shift) % count)
-                targets[layer].select(self._dimension, slot).copy_(found)
+                targets[layer].select(self._dimension, host_block).copy_(found)
 
 
 def test_a_platforms_own_copies_are_used(monkeypatch):
@@ -664,9 +670,9 @@ def test_no_block_is_looked_at_before_it_is_saved(way, monkeypatch):
     looked_at: list[int] = []
     real = HostPool._pair
 
-    def watched(self: HostPool, layer: str, block: int, slot: int) -> Any:
+    def watched(self: HostPool, layer: str, block: int, host_block: int) -> Any:
         looked_at.append(block)
-        return real(self, layer, block, slot)
+        return real(self, layer, block, host_block)
 
     monkeypatch.setattr(HostPool, "_pair", watched)
     cache = CASES["NHD, keys first"]
@@ -719,21 +725,23 @@ def test_tensors_that_are_not_in_blocks_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "slots", "message"),
+    ("blocks", "host_blocks", "message"),
     [
-        ([0, 1], [0], "2 blocks for 1 of 1 slots"),
-        ([0, 1], [2, 2], "2 blocks for 1 of 2 slots"),
+        ([0, 1], [0], "2 blocks for 1 of 1 host blocks"),
+        ([0, 1], [2, 2], "2 blocks for 1 of 2 host blocks"),
         ([-1], [0], "block -1 of 5"),
         ([5], [0], "block 5 of 5"),
-        ([0], [-1], "slot -1 of 3"),
-        ([0], [3], "slot 3 of 3"),
+        ([0], [-1], "host block -1 of 3"),
+        ([0], [3], "host block 3 of 3"),
     ],
 )
-def test_numbers_that_name_nothing_are_errors_and_nothing_is_copied(way, blocks, slots, message):
+def test_numbers_that_name_nothing_are_errors_and_nothing_is_copied(
+    way, blocks, host_blocks, message
+):
     cache = CASES["latent"]
     tensors = cache.tensors()
     pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
     before = fill(pool)
     with pytest.raises(ValueError, match=message):
-        pool.save(blocks, slots)
+        pool.save(blocks, host_blocks)
     assert differing(pool, tensors, cache.block_dimensions(tensors), 5, before, []) == []

@@ -1,9 +1,9 @@
-"""Where a block's bytes lie in a storage, and where a slot's do in one with fewer of them.
+"""Where a block's bytes lie in a storage, and where a host block's do in the storage's copy.
 
 Pure. A block's bytes in one storage are a few rows: all of them where blocks are
 outermost; one for keys and one for values where those are apart; one a layer, or one a
-layer and head. The copy has the same rows in the same order, and as many of them as
-there are slots, so that strides inside a block stay and strides across blocks shrink.
+layer and head. The copy has the same rows in the same order, and as many of them as there
+are host blocks: strides inside a block stay, and strides across blocks shrink.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BlockTensor:
         if min(self.shape) < 1 or min(self.strides) < 0 or not axes_nest(axes, self.item_bytes):
             raise RegistrationRefused(
                 f"layer {self.layer}: shape {self.shape} and strides {self.strides} overlap or "
-                "are empty, so that no slot can hold a block"
+                "are empty, so that no host block can hold a block"
             )
 
 
@@ -113,7 +113,7 @@ class Sheet:
 
     Attributes:
         count: how many rows a block has in the sheet.
-        source, target: offset of the first row of block 0 and of slot 0.
+        source, target: offset of the first row of block 0 and of host block 0.
         source_apart, target_apart: bytes from one row of a block to its next.
     """
 
@@ -127,7 +127,7 @@ class Sheet:
 
 
 class StorageCopy(NamedTuple):
-    """A storage's bytes, its slots' bytes in host memory, and what to copy between them."""
+    """A storage's bytes, its host blocks' bytes in host memory, and what to copy between them."""
 
     source: torch.Tensor
     host: torch.Tensor
@@ -135,8 +135,8 @@ class StorageCopy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SlotStorage:
-    """A storage's copy with slots for blocks.
+class HostStorage:
+    """A storage's copy with host blocks for blocks.
 
     Attributes:
         size_bytes: of the copy.
@@ -181,8 +181,8 @@ def rows_of(tensors: Sequence[BlockTensor], blocks: int) -> tuple[Rows, ...]:
     return tuple(merged)
 
 
-def slot_storage(tensors: Sequence[BlockTensor], blocks: int, slots: int) -> SlotStorage:
-    """The copy of one storage's tensors that has `slots` for `blocks`.
+def host_storage(tensors: Sequence[BlockTensor], blocks: int, host_blocks: int) -> HostStorage:
+    """The copy of one storage's tensors that has `host_blocks` for `blocks`.
 
     Raises:
         RegistrationRefused: they are not laid out in blocks.
@@ -192,13 +192,13 @@ def slot_storage(tensors: Sequence[BlockTensor], blocks: int, slots: int) -> Slo
     targets, end = [], 0
     for row in rows:
         targets.append(-(-end // alignment) * alignment)
-        end = targets[-1] + row.step_bytes * slots
-    places = {t.layer: _place(t, rows, targets, slots) for t in tensors}
-    return SlotStorage(end, _sheets(rows, targets), places)
+        end = targets[-1] + row.step_bytes * host_blocks
+    places = {t.layer: _place(t, rows, targets, host_blocks) for t in tensors}
+    return HostStorage(end, _sheets(rows, targets), places)
 
 
 def _place(
-    tensor: BlockTensor, rows: Sequence[Rows], targets: Sequence[int], slots: int
+    tensor: BlockTensor, rows: Sequence[Rows], targets: Sequence[int], host_blocks: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     begins = [row.start for row in rows]
     starts = {}
@@ -216,11 +216,11 @@ def _place(
         if origin + steps != start:
             raise RegistrationRefused(
                 f"layer {tensor.layer}: shape {tensor.shape} and strides {tensor.strides} have "
-                "other tensors between them at uneven distances, so that no tensor of slots has "
-                "their form"
+                "other tensors between them at uneven distances, so that no tensor of host blocks "
+                "has their form"
             )
     shape = list(tensor.shape)
-    shape[tensor.block_dimension] = slots * tensor.parts
+    shape[tensor.block_dimension] = host_blocks * tensor.parts
     return origin, tuple(shape), tuple(strides)
 
 
