@@ -131,14 +131,16 @@ def _get_num_new_matched_tokens(
 def _build_connector_meta(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    def build(scheduler_output: Any) -> Any:
-        metadata = wrapped(scheduler_output)
-        buffer = links.host_buffer_of(instance)
-        if buffer is not None:
-            buffer.plan(scheduler_output, metadata)
+    buffer = links.host_buffer_of(instance)
+    metadata = wrapped(*args, **kwargs)
+    if buffer is None:
         return metadata
 
-    return build(*args, **kwargs)
+    def plan(scheduler_output: Any) -> Any:
+        buffer.plan(scheduler_output, metadata)
+        return metadata
+
+    return plan(*args, **kwargs)
 
 
 def _request_finished(

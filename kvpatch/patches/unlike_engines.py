@@ -96,8 +96,11 @@ def _read_blocks_for_req(
 def _build_connector_meta(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    state, waiting = scheduler_state(instance), dict(instance._reqs_need_recv)
+    waiting = dict(instance._reqs_need_recv)
     metadata = wrapped(*args, **kwargs)
+    if not metadata.reqs_to_recv:
+        return metadata  # as in most steps
+    state = scheduler_state(instance)
     read_request.attach_read_requests(
         instance,
         waiting,

@@ -116,8 +116,10 @@ class _Messages:
         for sender, messages in found.items():
             self._heard.extend((sender, message) for message in messages)
 
-    def taken_with(self, found: Mapping[Any, list[Any]]) -> dict[Any, list[Any]]:
+    def taken_with(self, found: dict[Any, list[Any]]) -> dict[Any, list[Any]]:
         """All that was added, and behind it what was found just now."""
+        if not self._heard:
+            return found
         taken: dict[Any, list[Any]] = {}
         while self._heard:
             sender, message = self._heard.popleft()
