@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.geometry import Placement, Plane, Segments
+from kvpatch.geometry.merged_placements import merged
 from kvpatch.transfer.device_copies import streams_of
-from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
+from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
+from kvpatch.transfer.place import place_in_host_memory, place_on_device
 from kvpatch.transfer.zeros import zero_tokens
 
 if TYPE_CHECKING:
@@ -19,8 +22,17 @@ class Caches:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
-        self._bytes: dict[str, tuple[int, Any]] = {}
         self._stream: Any = None
+
+    @cached_property
+    def _memory(self) -> Bytes | None:
+        """All layers'; None where a device's allocations cannot be one range."""
+        return one_memory(self._tensors.values())
+
+    @cached_property
+    def _layers(self) -> dict[str, Bytes]:
+        """Every layer's allocation; layers that share one share the view of it."""
+        return {layer: storage_of(tensor) for layer, tensor in self._tensors.items()}
 
     @property
     def device(self) -> torch.device:
@@ -67,18 +79,15 @@ class Caches:
         return query
 
     def _copy(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+        wanted = placements if self._memory is None else merged(placements)
+        into = [(self._memory or self._layers[one.layer], one) for one in wanted]
         if self.device.type == "cpu":
             landed = staging.numpy()
-            for placement in placements:
-                address, cache = self._layer(placement.layer)
+            for (address, cache), placement in into:
                 place_in_host_memory(landed, cache.numpy(), address, placement)
             return
-        indices = Indices(self.device)
         # From host memory in one copy; its space is the chunk's until the event.
-        staging = staging.to(self.device, non_blocking=True)
-        for placement in placements:
-            address, cache = self._layer(placement.layer)
-            place_on_device(staging, cache, address, placement, indices)
+        place_on_device(staging.to(self.device, non_blocking=True), into)
 
     def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
         """Zeroes whole tokens of one plane of a layer."""
@@ -88,15 +97,6 @@ class Caches:
         """Waits for every copy that has been asked for; for reads that end before they are done."""
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _layer(self, name: str) -> tuple[int, torch.Tensor]:
-        if name not in self._bytes:
-            import torch
-
-            storage = self._tensors[name].untyped_storage()
-            view = torch.empty(0, dtype=torch.uint8, device=self._tensors[name].device)
-            self._bytes[name] = storage.data_ptr(), view.set_(storage, 0, (storage.nbytes(),), (1,))
-        return self._bytes[name]
 
 
 def _done() -> bool:

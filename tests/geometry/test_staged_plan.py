@@ -25,7 +25,9 @@ from kvpatch.geometry import (
     pair_blocks,
     plan_chunks,
 )
-from kvpatch.transfer.place import Indices, place_in_host_memory, place_on_device
+from kvpatch.geometry.merged_placements import merged
+from kvpatch.transfer.one_memory import Bytes
+from kvpatch.transfer.place import place_in_host_memory, place_on_device
 
 from .reference import slow_copy
 from .test_direct_plan import SOURCE, TARGET, Side, head_ranges, noise, transfers
@@ -50,8 +52,10 @@ def chunks_of(
     return list(plan_chunks([Share(segments, overlaps)], limit))
 
 
-def do(chunks: Sequence[Chunk], source: bytes, target: bytearray, way: str) -> None:
-    """Reads each chunk into a buffer of noise, then places it."""
+def do(
+    chunks: Sequence[Chunk], source: bytes, target: bytearray, way: str, is_merged: bool = True
+) -> None:
+    """Reads each chunk into a buffer of noise, then places it, like layers together or not."""
     for number, planned in enumerate(chunks):
         buffer = bytearray(noise(100 + number, planned.buffer_bytes))
         landed: set[int] = set()
@@ -70,17 +74,15 @@ def do(chunks: Sequence[Chunk], source: bytes, target: bytearray, way: str) -> N
             buffer[offset : offset + length] = source[start : start + length]
         staging = np.frombuffer(buffer, dtype=np.uint8)
         cache = np.frombuffer(target, dtype=np.uint8)
-        for placement in planned.placements:
-            if way == "numpy":
+        placements = merged(planned.placements) if is_merged else planned.placements
+        if way == "numpy":
+            for placement in placements:
                 place_in_host_memory(staging, cache, TARGET, placement)
-            else:
-                # As in a pool: a part of a larger buffer, behind other chunks.
-                pool = torch.from_numpy(
-                    np.frombuffer(noise(9, 64) + bytes(buffer), np.uint8).copy()
-                )
-                place_on_device(
-                    pool[64:], torch.from_numpy(cache), TARGET, placement, Indices(pool.device)
-                )
+        else:
+            # As in a pool: a part of a larger buffer, behind other chunks.
+            pool = torch.from_numpy(np.frombuffer(noise(9, 64) + bytes(buffer), np.uint8).copy())
+            into = Bytes(TARGET, torch.from_numpy(cache))
+            place_on_device(pool[64:], [(into, placement) for placement in placements])
 
 
 def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytearray]:
@@ -93,9 +95,11 @@ def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytear
     return source, target
 
 
-@given(transfers(), st.booleans(), st.integers(0, 3))
+@given(transfers(), st.booleans(), st.booleans(), st.integers(0, 3))
 @settings(max_examples=300, deadline=None)
-def test_any_two_geometries_in_rounds(drawn: Any, together: bool, more_blocks: int) -> None:
+def test_any_two_geometries_in_rounds(
+    drawn: Any, together: bool, is_merged: bool, more_blocks: int
+) -> None:
     """Whatever the size of the chunks: every item in its place, nothing else touched."""
     remote, local, first, end = drawn
     source, expected = expected_of(remote, local, range(first, end))
@@ -107,7 +111,7 @@ def test_any_two_geometries_in_rounds(drawn: Any, together: bool, more_blocks: i
         assert all(planned.buffer_bytes <= limit for planned in chunks)
         for way in ("numpy", "torch"):
             found = bytearray(noise(2, local.total_bytes))
-            do(chunks, source, found, way)
+            do(chunks, source, found, way, is_merged)
             assert found == expected, way
     if first < end:  # the comparison can fail: a copy that is not done is noticed
         assert noise(2, local.total_bytes) != bytes(expected)

@@ -1,0 +1,82 @@
+"""Allocations of a cache as bytes; all of them as one range, so that one copy can reach several.
+
+What lies between several is never touched, and may not even be mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+
+_LOG = logging.getLogger("kvpatch.staging")
+
+
+class Bytes(NamedTuple):
+    """A range of memory.
+
+    Attributes:
+        address: of its first byte.
+        memory: ``uint8``, one-dimensional.
+    """
+
+    address: int
+    memory: torch.Tensor
+
+
+def storage_of(tensor: torch.Tensor) -> Bytes:
+    """All of a tensor's own allocation."""
+    import torch
+
+    storage = tensor.untyped_storage()
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return Bytes(storage.data_ptr(), view.set_(storage, 0, (storage.nbytes(),), (1,)))
+
+
+def one_memory(tensors: Iterable[torch.Tensor]) -> Bytes | None:
+    """The range from the first byte of their storages to the last; None where a device has none.
+
+    Args:
+        tensors: of one device; they outlive what is returned, which keeps none alive.
+    """
+    import torch
+
+    storages = [(tensor.device, tensor.untyped_storage()) for tensor in tensors]
+    device = storages[0][0]
+    start = min(storage.data_ptr() for _, storage in storages)
+    size_bytes = max(storage.data_ptr() + storage.nbytes() for _, storage in storages) - start
+    if device.type == "cpu":
+        raw = (ctypes.c_uint8 * size_bytes).from_address(start)
+        return Bytes(start, torch.frombuffer(raw, dtype=torch.uint8))
+    if device.type == "cuda":  # ROCm's devices too
+        return _on_device(start, size_bytes, device)
+    return None
+
+
+def _on_device(address: int, size_bytes: int, device: torch.device) -> Bytes | None:
+    import torch
+
+    try:  # without a device to have it on: torch would copy it there
+        memory = torch.as_tensor(_Range(address, size_bytes))
+    except (RuntimeError, TypeError, ValueError):
+        _LOG.debug("each layer is placed by itself: torch takes no range of memory", exc_info=True)
+        return None
+    is_same = memory.device == device and memory.data_ptr() == address
+    return Bytes(address, memory) if is_same else None
+
+
+class _Range:
+    """A device's memory as torch takes it from other libraries, without a copy."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "data": (address, False),
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
