@@ -22,10 +22,10 @@ from kvpatch.connector.handshake.cross_layer_form import (
     places_digest,
 )
 from kvpatch.connector.handshake.cross_layer_metadata import (
+    as_cross_layer,
     form_of,
     listener_told,
     restate_payload,
-    restated,
 )
 from kvpatch.connector.layer_by_layer_tensors import layer_by_layer_state, layer_by_layer_tensors
 from kvpatch.connector.local.kv_cache_groups import packed_groups
@@ -125,7 +125,8 @@ def register_cross_layer_blocks(
 
     def restate(metadata: Any) -> Any:
         asked = ReleaseWorker(this_worker(), facts)
-        return restated(metadata, pool, form_of(asked, pool, layers, told, states))
+        form = form_of(asked, pool, layers, told, states)
+        return as_cross_layer(metadata, facts, pool, form)
 
     agent = _OneRegion(worker.nixl_wrapper, pool)
     with release.speaking_through(agent), listener_told(release, restate):

@@ -6,12 +6,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, is_to_be_read
-from kvpatch.connector.state import connectors_of, engine_state, scheduler_state, share_with_manager
+from kvpatch.connector.state import (
+    connectors_of,
+    engine_state,
+    scheduler_half,
+    scheduler_state,
+    share_with_manager,
+)
 
 
 def host_buffer_of(connector: Any) -> HostBufferScheduler | None:
     """The account of a connector; None in workers, and without a host buffer."""
-    scheduler = getattr(connector, "connector_scheduler", None)
+    scheduler = scheduler_half(connector)
     return None if scheduler is None else scheduler_state(scheduler).host_buffer
 
 

@@ -186,9 +186,8 @@ def local_blocks(entry: Any, facts: ReleaseFacts) -> Any:
 
 def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]], facts: ReleaseFacts) -> None:
     """Gives the entry others of the peer's blocks to be read, per cache group."""
-    found = remote_blocks(entry, facts)
-    is_flat = not (len(found) and hasattr(found[0], "__len__"))  # <= 0.17
-    _keep_and_set(entry, list(blocks[0]) if is_flat else [list(group) for group in blocks], facts)
+    grouped = are_grouped(remote_blocks(entry, facts))
+    _keep_and_set(entry, [list(group) for group in blocks] if grouped else list(blocks[0]), facts)
 
 
 def match_local_block_count(entry: Any, facts: ReleaseFacts) -> None:
@@ -220,14 +219,19 @@ def _set_remote_blocks(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
     setattr(owner, f"{prefix}block_ids", blocks)
 
 
+def are_grouped(blocks: Any) -> bool:
+    """Whether there is a list of block ids per cache group, and not a flat one (<= 0.17)."""
+    return bool(len(blocks)) and hasattr(blocks[0], "__len__")
+
+
 def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:
-    """Block ids per cache group; a flat list (<= 0.17) is the only group's."""
-    if len(blocks) and not hasattr(blocks[0], "__len__"):
+    """Block ids per cache group; a flat list is the only group's."""
+    if len(blocks) and not are_grouped(blocks):
         return (tuple(blocks),)
     return tuple(tuple(group) for group in blocks) or ((),)
 
 
 def _zeros(blocks: Any) -> Any:
-    if len(blocks) and hasattr(blocks[0], "__len__"):
+    if are_grouped(blocks):
         return type(blocks)([0] * len(group) for group in blocks)
     return [0] * len(blocks)

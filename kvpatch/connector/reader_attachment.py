@@ -77,7 +77,7 @@ def attach_reader(
         agent, gate = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
-        reader.leases = leases_of(worker)
+        reader.leases = leases_of(worker, release.facts)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
             EngineAgent(agent, gate),

@@ -240,7 +240,7 @@ class Handshake:
             peer,
             ours,
             block_bytes_as_ours(ours, peer),
-            own_regions(self.worker),
+            own_regions(self.worker, self.facts),
             most_blocks=None if shows_all else ours.kernel_blocks_per_block,
         )
         book_own_cut(self.worker, self.facts, ours, peer)

@@ -13,7 +13,7 @@ _WITHOUT_SLOTS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 def reserves_slots(vllm_config: Any) -> bool:
     """Whether an engine reserves slots for drafted tokens behind a prompt."""
-    speculation = getattr(vllm_config, "speculative_config", None)
+    speculation = vllm_config.speculative_config
     return speculation is not None and speculation.method not in _WITHOUT_SLOTS
 
 

@@ -132,9 +132,13 @@ def connectors_of(core: Any) -> Iterator[Any]:
 
 
 def schedulers_of(core: Any) -> Iterator[Any]:
-    """The scheduler halves of these; other connectors need not have one."""
-    halves = (getattr(connector, "connector_scheduler", None) for connector in connectors_of(core))
-    return (half for half in halves if half is not None)
+    """The scheduler halves of these."""
+    return (half for half in map(scheduler_half, connectors_of(core)) if half is not None)
+
+
+def scheduler_half(connector: Any) -> Any:
+    """A connector's; None in workers, and of other connectors that have no halves."""
+    return getattr(connector, "connector_scheduler", None)
 
 
 def _state(owner: Any, kind: type[_Kind]) -> _Kind:

@@ -56,6 +56,7 @@ class ReleaseFacts:
         prefill_count: the scheduler's name of how many tokens of a prompt P computes.
         device_table: where the worker's module lists the devices that it can be made for.
         tpu_flag: the worker's name of whether its tensors are a TPU's.
+        books_of_regions: the worker's names of what it keeps of its regions and may state of them.
         context_sizes: of how many ranks share out the tokens of a block, in the configuration.
         cache_shape: how FlashAttention's tensors begin.
         shape_source: where a worker finds out the shape of its caches.
@@ -96,6 +97,7 @@ class ReleaseFacts:
         reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks.
         reads_back: P may load an earlier turn from D.
         reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
+        grants_leases: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
         lists_drafted_blocks: P's lists may go on behind the prompt where P drafts tokens.
         throttles_prefills: a step of the scheduler can leave new prompts out.
         plans_transfers: the plan says which groups are transferred, and where in a tensor its
@@ -123,6 +125,7 @@ class ReleaseFacts:
     shape_source: ShapeSource
     failed_loads: FailedLoads
     topology: Topology = ""
+    books_of_regions: tuple[str, ...] = ()
     has_validation_errors: bool = True
     notices_bad_requests: bool = True
     counts_prefix_hits: bool = True
@@ -157,6 +160,7 @@ class ReleaseFacts:
     reads_its_share: bool = False
     reads_back: bool = False
     reserves_drafted_blocks: bool = False
+    grants_leases: bool = False
     lists_drafted_blocks: bool = False
     throttles_prefills: bool = False
     plans_transfers: bool = False
@@ -422,6 +426,7 @@ _0_22_0 = replace(
     generation="g0220",
     failed_loads="by the first",
     listens_by_host=True,
+    grants_leases=True,
 )
 _0_22_1 = replace(_0_22_0, release="0.22.1")
 _0_23_0 = replace(
@@ -484,12 +489,14 @@ _0_30_0 = replace(
     | {"region_num_blocks", "region_group_ids", "region_names", "region_mem_types"},
     request_metadata=_0_29_0.request_metadata | {"awaiting_kvs", "region_blocks_to_zero"},
     failed_loads="as failed",
+    books_of_regions=("region_names", "region_group_ids"),
 )
 _0_31_0 = replace(
     _0_30_0,
     release="0.31.0",
     server_request=(*_0_30_0.server_request, "kv_hints"),
     agent_metadata=_0_30_0.agent_metadata | {"region_members", "packed_member_layouts"},
+    books_of_regions=(*_0_30_0.books_of_regions, "region_members"),
 )
 _0_32_0 = replace(
     _0_31_0,
@@ -497,7 +504,11 @@ _0_32_0 = replace(
     agent_metadata=_0_31_0.agent_metadata | {"ple_block_len"},
     pairs_heads_by_layout=True,
 )
-_0_33_0 = replace(_0_32_0, release="0.33.0")
+_0_33_0 = replace(
+    _0_32_0,
+    release="0.33.0",
+    books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
+)
 
 #: The facts of every supported release, oldest first.
 FACTS: Mapping[str, ReleaseFacts] = MappingProxyType(

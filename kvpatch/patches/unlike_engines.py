@@ -58,7 +58,7 @@ from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
-from kvpatch.connector.state import release_worker, scheduler_state, worker_state
+from kvpatch.connector.state import release_worker, scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -72,13 +72,13 @@ def _add_remote_agent(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *contexts: Any
     ) -> Any:
         told = nixl_agent_meta, remote_tp_rank, remote_tp_size
-        facts = worker_state(instance).facts
-        handshake = Handshake(wrapped, instance, facts, *told, contexts)
-        if not hasattr(instance, "_read_blocks_for_req"):  # push mode: P writes
+        release = release_worker(instance)
+        handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
+        if not release.pulls:
             return handshake.as_release()
-        local = local_cache(release_worker(instance))
+        local = local_cache(release)
         remote = handshake.read(local)
-        return handshake.act(decide(local, remote, facts))
+        return handshake.act(decide(local, remote, release.facts))
 
     return add(*args, **kwargs)
 

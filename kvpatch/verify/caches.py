@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpatch.connector.local.kv_cache_groups import spec_of
 from kvpatch.connector.local.registered_caches import tensor_facts
 from kvpatch.geometry import DimensionOrder, KeyOrder, Plane, UnreadableGeometry, read_planes
 
@@ -123,7 +124,7 @@ def _specs(runner: Any) -> Iterator[tuple[int, str, Any]]:
     for group, group_spec in enumerate(runner.kv_cache_config.kv_cache_groups):
         spec = group_spec.kv_cache_spec
         for name in group_spec.layer_names:
-            yield group, name, getattr(spec, "kv_cache_specs", {}).get(name, spec)
+            yield group, name, spec_of(spec, name)
 
 
 def _is_state(spec: Any) -> bool:

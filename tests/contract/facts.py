@@ -215,6 +215,12 @@ def _context_sizes(source: Source) -> tuple[str, ...]:
     return tuple(name for name in names if name in found)
 
 
+def _books_of_regions(source: Source) -> tuple[str, ...]:
+    body = source.body(source.worker, "__init__")
+    names = ("region_names", "region_group_ids", "region_members", "_packed_member_layouts")
+    return tuple(name for name in names if f"self.{name}: " in body or f"self.{name} = " in body)
+
+
 def _plans_transfers(source: Source) -> bool:
     tensor = source.fields_in(_INTERFACE, "KVCacheTensor")
     chooses = source.method(_INTERFACE, "KVCacheConfig.transfer_groups") is not None
@@ -240,6 +246,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "core_output": lambda s: s.parameters(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished")[1],
     "device_table": _device_table,
     "tpu_flag": _tpu_flag,
+    "books_of_regions": _books_of_regions,
     "context_sizes": _context_sizes,
     "prefill_count": lambda s: next((n for n in _PREFILL_COUNTS if s.method(s.scheduler, n)), ""),
     "cache_shape": _cache_shape,
@@ -322,6 +329,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "self.is_bidirectional_kv_xfer_enabled" in s.body(s.scheduler, "__init__")
     ),
     "reserves_drafted_blocks": _reserves_drafted_blocks,
+    "grants_leases": lambda s: "self._lease_extension = " in s.body(s.worker, "__init__"),
     "lists_drafted_blocks": lambda s: (
         "get_block_ids_for_computed_tokens" not in s.core("_connector_finished")
     ),

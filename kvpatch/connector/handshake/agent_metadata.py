@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -123,6 +124,15 @@ def read_agent_metadata(
         form=form,
         state_bytes=fields.numbers("ssm_sizes", least=0) if fields.exists("ssm_sizes") else (),
     )
+
+
+def restated(metadata: Any, facts: ReleaseFacts, stated: Mapping[str, Any]) -> Any:
+    """A copy of a worker's metadata with other values in the fields that it fills."""
+    found = copy.copy(metadata)
+    for name in facts.agent_metadata & stated.keys():
+        if getattr(metadata, name) is not None:
+            setattr(found, name, stated[name])
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from kvpatch.connector.handshake.agent_metadata import restated
 from kvpatch.connector.handshake.block_shapes import tokens_of
 from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm
 from kvpatch.connector.local.recurrent_state import StateInPool, states_digest
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry import CrossLayerBlocks
 
 
-def restated(metadata: Any, pool: CrossLayerBlocks, form: CrossLayerForm) -> Any:
+def as_cross_layer(
+    metadata: Any, facts: ReleaseFacts, pool: CrossLayerBlocks, form: CrossLayerForm
+) -> Any:
     """A copy of a worker's agent metadata that describes its cross-layer blocks.
 
     No release takes it for its own layout: those <= 0.12 compare the backend's name, those
     from 0.11.1 on the layout's, and all the length of a block where there are no heads.
     """
-    found = copy.copy(metadata)
+    own = {name: getattr(metadata, name) for name in facts.agent_metadata}
     stated: dict[str, Any] = {
         "kv_caches_base_addr": [pool.address],
         "num_blocks": pool.blocks,
@@ -30,18 +34,15 @@ def restated(metadata: Any, pool: CrossLayerBlocks, form: CrossLayerForm) -> Any
         "block_lens": [pool.block_bytes],
         "block_strides": [pool.block_bytes],  # from 0.29
         "kv_cache_layout": str(form),
-        "attn_backend_name": f"{getattr(metadata, 'attn_backend_name', '')} {form}",
+        "attn_backend_name": f"{own.get('attn_backend_name', '')} {form}",
         "region_num_blocks": [pool.blocks],  # this and all below from 0.30
-        "region_group_ids": (getattr(metadata, "region_group_ids", None) or [])[:1],
+        "region_group_ids": (own.get("region_group_ids") or [])[:1],
         "region_names": [pool.layers[0]],
-        "region_mem_types": (getattr(metadata, "region_mem_types", None) or [])[:1],
+        "region_mem_types": (own.get("region_mem_types") or [])[:1],
         "region_members": [],
         "packed_member_layouts": {},
     }
-    for name, value in stated.items():
-        if getattr(metadata, name, None) is not None:
-            setattr(found, name, value)
-    return found
+    return restated(metadata, facts, stated)
 
 
 def form_of(
@@ -85,12 +86,12 @@ def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossL
         return
     payload = worker.xfer_handshake_metadata
     if not facts.encodes_metadata:
-        worker.xfer_handshake_metadata = restated(payload, pool, form)
+        worker.xfer_handshake_metadata = as_cross_layer(payload, facts, pool, form)
         return
     import msgspec
 
     kind = vars(sys.modules[type(payload).__module__])["NixlAgentMetadata"]
     metadata = msgspec.msgpack.decode(payload.agent_metadata_bytes, type=kind)
     told = copy.copy(payload)
-    told.agent_metadata_bytes = msgspec.msgpack.encode(restated(metadata, pool, form))
+    told.agent_metadata_bytes = msgspec.msgpack.encode(as_cross_layer(metadata, facts, pool, form))
     worker.xfer_handshake_metadata = told

@@ -6,12 +6,11 @@ the peer registered. Which bytes a read moves is decided elsewhere.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata, restated
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.handshake.kv_head_replication import has_replicated_heads
 from kvpatch.connector.local.local_geometry import LocalGeometry
@@ -75,11 +74,7 @@ def homogeneous_metadata(
     }
     if peer.memory_kind is not None:
         stated["region_mem_types"] = [peer.memory_kind] * count
-    found = copy.copy(metadata)
-    for name in facts.agent_metadata & stated.keys():
-        if getattr(metadata, name) is not None:
-            setattr(found, name, stated[name])
-    return found
+    return restated(metadata, facts, stated)
 
 
 def homogeneous_layout(ours: LocalGeometry) -> str:

@@ -13,7 +13,7 @@ from kvpatch.connector.host_buffer.policy import NULL_BLOCKS, block_bytes_of, ho
 from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
 from kvpatch.connector.host_buffer.usage_log import UsageLog
 from kvpatch.connector.local.kv_cache_groups import transferred_groups
-from kvpatch.connector.read_request import groups
+from kvpatch.connector.read_request import are_grouped, groups
 from kvpatch.connector.unpatched_workers import require
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
@@ -226,8 +226,8 @@ class HostBufferScheduler:
             self._host_blocks_of(request.request_id, group.asked_for(found, tokens))
             for group, found in zip(self._groups, groups(blocks), strict=True)
         ]
-        is_grouped = hasattr(blocks[0], "__len__")
-        params["remote_block_ids"] = type(blocks)(host_blocks) if is_grouped else host_blocks[0]
+        grouped = are_grouped(blocks)
+        params["remote_block_ids"] = type(blocks)(host_blocks) if grouped else host_blocks[0]
 
     def _host_blocks_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
         found = iter(self.table.host_blocks_of(request_id, [block for block in blocks if block]))

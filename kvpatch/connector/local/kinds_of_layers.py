@@ -101,7 +101,7 @@ def _by_dtype(dtype: str) -> Kind | None:
 
 
 def _backend_of(configuration: Any, layer: str) -> Any:
-    """The layer's backend; None on <= 0.10.1, where layers do not say."""
+    """Its backend; None of a layer that does not say (any on 0.10.0; with states <= 0.10.1)."""
     layers = configuration.compilation_config.static_forward_context
     ask = getattr(layers.get(layer), "get_attn_backend", None)
     return None if ask is None else ask()

@@ -210,19 +210,11 @@ def cross_layer_groups_of(
     return with_layers
 
 
-#: What the handshake says of a worker's regions (from 0.30), by the worker's name for it.
-_STATED = {
-    "region_names": "region_names",
-    "region_group_ids": "region_group_ids",
-    "region_members": "region_members",
-    "packed_member_layouts": "_packed_member_layouts",
-}
-
-
-def own_regions(worker: Any) -> dict[str, Any]:
+def own_regions(worker: Any, facts: ReleaseFacts) -> dict[str, Any]:
     """What this worker states of its own regions, copied; empty in releases <= 0.29."""
-    found = {field: getattr(worker, name, None) for field, name in _STATED.items()}
-    return {field: copy.copy(value) for field, value in found.items() if value is not None}
+    return {
+        name.removeprefix("_"): copy.copy(getattr(worker, name)) for name in facts.books_of_regions
+    }
 
 
 def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:

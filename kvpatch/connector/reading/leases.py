@@ -15,6 +15,7 @@ from math import inf
 from typing import Any
 
 from kvpatch.connector.read_request import ReadRequest
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.lifetime import Lifetime
 
 #: Of the fixed time. The rest is for what lies between P's answer and its arrival at D.
@@ -41,11 +42,10 @@ class Leases:
         return Lifetime(ends, self.gap_seconds)
 
 
-def leases_of(worker: Any) -> Leases:
+def leases_of(worker: Any, facts: ReleaseFacts) -> Leases:
     """As the worker's release has them."""
-    extension = getattr(worker, "_lease_extension", None)
-    if extension is not None:
-        return Leases(gap_seconds=_GAP_OF_EXTENSION * extension)
+    if facts.grants_leases:
+        return Leases(gap_seconds=_GAP_OF_EXTENSION * worker._lease_extension)
     import vllm.envs
 
     return Leases(_SHARE * vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)
