@@ -11,7 +11,7 @@ from kvpatch.geometry.merged_placements import merged
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
-from kvpatch.transfer.zeros import zero_tokens
+from kvpatch.transfer.plane_bytes import zero_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class Caches:
         streams = side_streams(self.device)
         if streams is None:
             self._copy(staging, placements)
-            return _done
+            return done
         if self._stream is None:
             self._stream = streams.Stream(device=self.device)
         with streams.stream(self._stream):
@@ -99,7 +99,8 @@ class Caches:
             self._stream.synchronize()
 
 
-def _done() -> bool:
+def done() -> bool:
+    """Of a copy that is done when it has been asked for."""
     return True
 
 

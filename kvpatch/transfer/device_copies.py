@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
+from kvpatch.transfer.plane_bytes import integers_of
 from kvpatch.transfer.runs import Run, runs_of, within
 
 if TYPE_CHECKING:
@@ -106,8 +107,7 @@ def _sheet_view(
     """[row, block or host block, units] of so many blocks or host blocks."""
     import torch
 
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return torch.empty(0, dtype=kinds[unit_bytes], device=memory.device).set_(
+    return torch.empty(0, dtype=integers_of(unit_bytes), device=memory.device).set_(
         memory.untyped_storage(),
         start // unit_bytes,
         (sheet.count, count, sheet.row_bytes // unit_bytes),

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
-from kvpatch.transfer.runs import Int64Array, Run, runs_of
+from kvpatch.transfer.runs import Run, runs_of
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 

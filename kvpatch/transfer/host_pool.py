@@ -19,7 +19,8 @@ from kvpatch.transfer.host_block_rows import BlockTensor, StorageCopy, host_stor
 from kvpatch.transfer.host_copies import HostCopies
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
 from kvpatch.transfer.own_copies import Operation, OwnCopies
-from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, integers, shown
+from kvpatch.transfer.plane_bytes import as_integers
+from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, shown
 
 if TYPE_CHECKING:
     import torch
@@ -213,13 +214,11 @@ class HostPool:
             pairs = {layer: self._pair(layer, blocks[0], host_blocks[0]) for layer in self.tensors}
             for here, there in pairs.values():
                 # Not by chance what is to come.
-                there.view(integers(there)).copy_(here.view(integers(here)).bitwise_not())
+                as_integers(there).copy_(as_integers(here).bitwise_not())
             self._copies.save(blocks, host_blocks)
             self.settle()
             wrong = [
-                layer
-                for layer, pair in pairs.items()
-                if not torch.equal(*(half.view(integers(half)) for half in pair))
+                layer for layer, pair in pairs.items() if not torch.equal(*map(as_integers, pair))
             ]
         except CANNOT as error:
             raise RegistrationRefused(

@@ -12,10 +12,9 @@ import numpy.typing as npt
 
 from kvpatch.core.errors import NothingToRead
 from kvpatch.geometry import Memory
+from kvpatch.geometry.segments import Int64Array
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
-
-Int64Array = npt.NDArray[np.int64]
 
 
 class Ends(NamedTuple):

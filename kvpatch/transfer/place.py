@@ -21,6 +21,7 @@ from kvpatch.geometry import Placement
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
 from kvpatch.transfer.one_memory import Bytes
+from kvpatch.transfer.plane_bytes import integers_of
 
 if TYPE_CHECKING:
     import torch
@@ -220,7 +221,5 @@ def _strided(
 
 def _in_units(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:
     """The bytes as units, without a rest that fills none."""
-    import torch
-
-    unit = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[unit_bytes]
-    return memory[: memory.numel() // unit_bytes * unit_bytes].view(unit)
+    whole = memory[: memory.numel() // unit_bytes * unit_bytes]
+    return whole.view(integers_of(unit_bytes))

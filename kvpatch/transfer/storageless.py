@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry import Placement, Plane, Segments
+from kvpatch.geometry.segments import Int64Array
+from kvpatch.transfer.caches import done
 from kvpatch.transfer.place import place_in_host_memory
-from kvpatch.transfer.zeros import zero_tokens
+from kvpatch.transfer.plane_bytes import as_integers, zero_tokens
 
 if TYPE_CHECKING:
     import torch
-
-Int64Array = npt.NDArray[np.int64]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -52,14 +52,6 @@ def shown(tensor: torch.Tensor, outermost: int = 0) -> torch.Tensor:
         strides[dimension] = step
         step *= shape[dimension]
     return torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")
-
-
-def integers(tensor: torch.Tensor) -> torch.dtype:
-    """Whole numbers as wide as a tensor's elements."""
-    import torch
-
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return kinds[tensor.element_size()]
 
 
 def fetch(tensor: torch.Tensor, dimension: int, blocks: Int64Array) -> torch.Tensor:
@@ -142,9 +134,8 @@ class StoragelessCopies:
             )
             found = fetch(source, dimension, of).movedim(0, dimension)
             # Not every kind of numbers can be copied by index on every host.
-            kind = integers(found)
             numbers = torch.from_numpy(into)
-            target.view(kind).index_copy_(dimension, numbers, found.view(kind))
+            as_integers(target).index_copy_(dimension, numbers, as_integers(found))
 
     def settle(self) -> None:
         """All is done already."""
@@ -190,8 +181,7 @@ class StoragelessCaches:
             store(tensor, dimension, last, other)
             found = fetch(tensor, dimension, last)
             store(tensor, dimension, last, before)
-            kind = integers(other)
-            if not torch.equal(found.view(kind), other.view(kind)):
+            if not torch.equal(as_integers(found), as_integers(other)):
                 wrong.append(layer)
         return wrong
 
@@ -229,7 +219,7 @@ class StoragelessCaches:
                     replace(placement, segments=_renumbered(placement.segments, touched)),
                 )
             store(self._tensors[layer], self._block_dimensions[layer], touched, blocks)
-        return _done
+        return done
 
     def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
         """As :meth:`kvpatch.transfer.caches.Caches.zero`."""
@@ -238,12 +228,13 @@ class StoragelessCaches:
         dimension = self._block_dimensions[layer]
         touched = np.unique(tail.local_block)
         blocks = fetch(self._tensors[layer], dimension, touched)
-        place = replace(plane, address=plane.address + blocks.data_ptr())
+        counts = plane.counts._replace(blocks=len(touched))
+        place = replace(plane, address=plane.address + blocks.data_ptr(), counts=counts)
         zero_tokens(blocks, place, _renumbered(tail, touched))
         store(self._tensors[layer], dimension, touched, blocks)
 
     def first_tokens(self, plane: Plane, blocks: Int64Array, tokens: int) -> npt.NDArray[np.uint8]:
-        """As :func:`kvpatch.transfer.tokens.first_tokens`."""
+        """As :func:`kvpatch.transfer.plane_bytes.first_tokens`."""
         import torch
 
         found = fetch(self._tensors[plane.layer], self._block_dimensions[plane.layer], blocks)
@@ -259,7 +250,3 @@ class StoragelessCaches:
 def _renumbered(segments: Segments, blocks: Int64Array) -> Segments:
     """The same, with places in a list of blocks for their numbers."""
     return replace(segments, local_block=np.searchsorted(blocks, segments.local_block))
-
-
-def _done() -> bool:
-    return True

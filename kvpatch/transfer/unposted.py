@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvpatch.geometry import Chunk, Plan
-from kvpatch.transfer.nixl import Int64Array
+from kvpatch.geometry.segments import Int64Array
 
 #: Of one post, so that the engine's own calls of NIXL wait for few.
 _MOST_RUNS = 8192

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from kvpatch.connector.local.kv_cache_groups import spec_of
 from kvpatch.connector.local.registered_caches import tensor_facts
 from kvpatch.geometry import DimensionOrder, KeyOrder, Plane, UnreadableGeometry, read_planes
+from kvpatch.transfer.plane_bytes import plane_view
 
 if TYPE_CHECKING:
     import torch
@@ -129,20 +130,6 @@ def _specs(runner: Any) -> Iterator[tuple[int, str, Any]]:
 
 def _is_state(spec: Any) -> bool:
     return hasattr(spec, "shapes")
-
-
-def plane_view(tensor: torch.Tensor, plane: Plane) -> torch.Tensor:
-    """The plane's bytes as a strided tensor [block, head, token, channel, byte of the item]."""
-    import torch
-
-    storage = tensor.untyped_storage()
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-    counts, strides = plane.counts, plane.strides_bytes
-    return raw.as_strided(
-        (counts.blocks, counts.heads, counts.block_tokens, counts.channels, plane.item_bytes),
-        (strides.block, strides.head, strides.token, strides.channel, 1),
-        plane.address - storage.data_ptr(),
-    )
 
 
 def read_rows(

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvpatch.transfer.plane_bytes import plane_view
 from kvpatch.verify.caches import (
     LayerCache,
     StateCache,
     layer_caches,
-    plane_view,
     read_rows,
     read_state,
     state_caches,

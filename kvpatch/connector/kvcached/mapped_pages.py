@@ -19,8 +19,8 @@ from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused
 from kvpatch.geometry import extent_bytes, kernel_blocks
+from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer import backing
-from kvpatch.transfer.nixl import Int64Array
 
 if TYPE_CHECKING:
     import torch

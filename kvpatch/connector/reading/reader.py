@@ -45,8 +45,9 @@ from kvpatch.geometry import (
     pair_whole_blocks,
     plan_runs,
 )
+from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends, Int64Array
+from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staging_pool import StagingPool

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry import Chunk, Content, Placement, Plane, kernel_blocks
+from kvpatch.transfer.plane_bytes import first_tokens
 from kvpatch.transfer.storageless import StoragelessCaches
-from kvpatch.transfer.tokens import first_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable
