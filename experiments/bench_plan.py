@@ -19,18 +19,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import (
-    BlockList,
-    Memory,
-    Overlap,
-    Plane,
-    Segments,
-    Share,
-    overlaps_of,
-    pair_blocks,
-    plan_chunks,
-    plan_runs,
-)
+from kvpatch.geometry.direct_plan import plan_runs
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.overlap import Overlap, overlaps_of
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
+from kvpatch.geometry.staged_plan import Share, plan_chunks
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS = 32

@@ -26,18 +26,12 @@ from bench_transfer import DRAM, make_agent
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import (
-    HOST_MEMORY,
-    BlockList,
-    Plan,
-    Plane,
-    Share,
-    is_direct,
-    overlaps_of,
-    pair_blocks,
-    plan_chunks,
-    plan_runs,
-)
+from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
+from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import BlockList, pair_blocks
+from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches

@@ -31,20 +31,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import (
-    HOST_MEMORY,
-    BlockList,
-    Chunk,
-    Memory,
-    Plane,
-    Segments,
-    Share,
-    is_direct,
-    overlaps_of,
-    pair_blocks,
-    plan_chunks,
-    plan_runs,
-)
+from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
+from kvpatch.geometry.direct_plan import plan_runs
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
+from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches

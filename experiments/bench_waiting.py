@@ -20,8 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry import Chunk, Memory, Placement
 from kvpatch.geometry.direct_plan import Plan
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.agent_gate import AgentGate
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.nixl import Ends

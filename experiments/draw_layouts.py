@@ -15,7 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from kvpatch.geometry import Content, Memory, Plane
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Plane
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 BLOCKS = 6

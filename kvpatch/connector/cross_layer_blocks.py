@@ -38,18 +38,16 @@ from kvpatch.connector.local.registered_caches import (
     read_layers,
 )
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import (
+from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
+from kvpatch.geometry.cross_layer_blocks import (
     CrossLayerBlocks,
-    InnerLayout,
-    UnreadableGeometry,
     layer_axes,
-    layer_by_layer,
     places_of,
     read_cross_layer_blocks,
     read_packed_groups,
     shares_place,
 )
+from kvpatch.geometry.layout_strides import InnerLayout, layer_by_layer
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,8 @@ from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.state import worker_state
-from kvpatch.geometry import LAYER_BY_LAYER, KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 
 #: All layers, the groups that they are in, and how keys lie in a block.
 Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]

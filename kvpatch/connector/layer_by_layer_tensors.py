@@ -15,7 +15,8 @@ from kvpatch.connector.local.recurrent_state import StateInPool
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import CrossLayerBlocks, DimensionOrder
+from kvpatch.geometry.cross_layer_blocks import CrossLayerBlocks
+from kvpatch.geometry.dimension_order import DimensionOrder
 
 if TYPE_CHECKING:
     import torch

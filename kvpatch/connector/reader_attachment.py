@@ -34,7 +34,7 @@ from kvpatch.connector.state import worker_state
 from kvpatch.connector.transfer_handles import agents_beside, heterogeneous_engine_of, ranks_of
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import places_of
+from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 

@@ -17,7 +17,8 @@ import wrapt
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import Plane, extent_bytes
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.tensor_facts import extent_bytes
 
 
 @dataclass(frozen=True)

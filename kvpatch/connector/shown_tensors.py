@@ -24,7 +24,8 @@ from kvpatch.connector.registration_check import strides_checked
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import DimensionOrder, Plane
+from kvpatch.geometry.dimension_order import DimensionOrder
+from kvpatch.geometry.plane import Plane
 
 if TYPE_CHECKING:
     import torch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.geometry import KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 
 
 def why_misread(release: ReleaseWorker) -> str:

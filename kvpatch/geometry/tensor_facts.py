@@ -12,7 +12,7 @@ from kvpatch.geometry.memory import Memory
 class TensorFacts:
     """One tensor's place and shape, as its framework states them.
 
-    Nothing is checked here: :func:`~kvpatch.geometry.read_planes` does that, and
+    Nothing is checked here: :func:`~kvpatch.geometry.planes_of_tensors.read_planes` does that, and
     knows the layer's name to put into its refusal.
 
     Attributes:

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.geometry import Placement, Plane, Segments
 from kvpatch.geometry.merged_placements import merged
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import Segments
+from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
 from kvpatch.transfer.place import place_in_host_memory, place_on_device

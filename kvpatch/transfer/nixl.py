@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.core.errors import NothingToRead
-from kvpatch.geometry import Memory
+from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.segments import Int64Array
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry import Placement
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
+from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.plane_bytes import integers_of
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry import Plane, Segments
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import Segments
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def zero_tokens(cache: torch.Tensor, plane: Plane, tail: Segments) -> None:
 
     Args:
         cache: the tensor that the plane was read from.
-        tail: local blocks and offsets (:func:`kvpatch.geometry.uncovered_tail`).
+        tail: local blocks and offsets (:func:`kvpatch.geometry.segments.uncovered_tail`).
     """
     if not len(tail):
         return

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
-from kvpatch.geometry import Chunk, Placement, Plan
+from kvpatch.geometry.direct_plan import Plan
+from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.lost_transfers import lose, quarantine

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry import Placement, Plane, Segments
-from kvpatch.geometry.segments import Int64Array
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import Int64Array, Segments
+from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.caches import done
 from kvpatch.transfer.place import place_in_host_memory
 from kvpatch.transfer.plane_bytes import as_integers, zero_tokens

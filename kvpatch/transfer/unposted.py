@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvpatch.geometry import Chunk, Plan
+from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.segments import Int64Array
+from kvpatch.geometry.staged_plan import Chunk
 
 #: Of one post, so that the engine's own calls of NIXL wait for few.
 _MOST_RUNS = 8192

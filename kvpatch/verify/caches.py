@@ -15,7 +15,10 @@ import numpy.typing as npt
 
 from kvpatch.connector.local.kv_cache_groups import spec_of
 from kvpatch.connector.local.registered_caches import tensor_facts
-from kvpatch.geometry import DimensionOrder, KeyOrder, Plane, UnreadableGeometry, read_planes
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.transfer.plane_bytes import plane_view
 
 if TYPE_CHECKING:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry import Plan, Plane, Segments, missing_heads, plan_runs
-from kvpatch.geometry.plane_copies import copies_between
-from kvpatch.geometry.segments import Int64Array
+from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_copies import copies_between, missing_heads
+from kvpatch.geometry.segments import Int64Array, Segments
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvpatch.geometry import BlockList, Plane
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import BlockList
 
 from .planned import CopyAndZeros
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpatch.geometry import BlockList, pair_blocks, pair_whole_blocks, places_of
+from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks, places_of
+from kvpatch.geometry.segments import BlockList, pair_blocks
 
 pytestmark = pytest.mark.geometry
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.geometry import DimensionOrder, UnreadableGeometry
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder
 
 pytestmark = pytest.mark.geometry
 

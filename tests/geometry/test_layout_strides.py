@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry import (
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
     LAYERS_INSIDE_BLOCKS,
@@ -17,24 +19,18 @@ from kvpatch.geometry import (
     PACKED_HND,
     PACKED_NHD,
     Axes,
-    Content,
-    Counts,
     DenseBlocks,
-    DimensionOrder,
-    KeyOrder,
-    Memory,
-    Plane,
-    Strides,
-    TensorFacts,
-    UnreadableGeometry,
     are_split,
     block_axes,
     block_bytes,
     dense_strides,
     inner_layout,
     layer_by_layer,
-    read_planes,
 )
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.tensor_facts import TensorFacts
 
 from .reference import positions
 from .whole_caches import LAYOUTS, CacheSizes, named_layout

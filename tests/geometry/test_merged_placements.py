@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry import Placement, Segments
 from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
+from kvpatch.geometry.segments import Segments
+from kvpatch.geometry.staged_plan import Placement
 
 _ONE = np.zeros(1, dtype=np.int64)
 _SEGMENTS = Segments(_ONE, _ONE, _ONE, _ONE, _ONE + 1)

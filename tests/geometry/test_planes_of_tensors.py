@@ -11,18 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.geometry import (
-    Content,
-    Counts,
-    DimensionOrder,
-    KeyOrder,
-    Memory,
-    Plane,
-    Strides,
-    TensorFacts,
-    UnreadableGeometry,
-    read_planes,
-)
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.tensor_facts import TensorFacts
 
 from .reference import positions
 

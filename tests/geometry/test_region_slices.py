@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry import NAMED_LAYOUTS, DenseBlocks, Memory, Plane, Strides, block_axes
+from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, DenseBlocks, block_axes
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Plane, Strides
 from kvpatch.geometry.region_slices import LayerSizes, Regions
 
 from .whole_caches import CacheSizes, named_layout

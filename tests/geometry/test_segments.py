@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry import (
+from kvpatch.core.errors import UnpairableBlocks
+from kvpatch.geometry.segments import (
     BlockList,
+    Numbers,
     Segments,
-    UnpairableBlocks,
     kernel_blocks,
     pair_blocks,
     uncovered_tail,
 )
-from kvpatch.geometry.segments import Numbers
 
 from .reference import token_place
 

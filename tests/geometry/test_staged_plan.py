@@ -15,17 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.geometry import (
-    Chunk,
-    Plane,
-    Segments,
-    Share,
-    UnplannableCopy,
-    overlaps_of,
-    pair_blocks,
-    plan_chunks,
-)
+from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.merged_placements import merged
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import Segments, pair_blocks
+from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
 

@@ -7,18 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpatch.geometry import (
-    BlockList,
-    Content,
-    Counts,
-    Memory,
-    Plane,
-    Strides,
-    UnpairableBlocks,
-    UnplannableCopy,
-    check_whole,
-    pair_blocks,
-)
+from kvpatch.core.errors import UnpairableBlocks, UnplannableCopy
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane_copies import check_whole
+from kvpatch.geometry.segments import BlockList, pair_blocks
 
 from .planned import plan_copy
 

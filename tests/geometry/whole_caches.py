@@ -1,7 +1,7 @@
 """Whole caches in a layout each: what an engine allocates, for tests and benchmarks.
 
 The layouts of every generation by name, as orders of axes of a cache of all layers; all of a
-layout's arithmetic is :func:`~kvpatch.geometry.dense_strides`.
+layout's arithmetic is :func:`~kvpatch.geometry.layout_strides.dense_strides`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from kvpatch.geometry import (
-    NAMED_LAYOUTS,
-    Axes,
-    Content,
-    Counts,
-    KeyOrder,
-    Memory,
-    Plane,
-    Strides,
-    UnreadableGeometry,
-    dense_strides,
-)
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, Axes, dense_strides
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 
 
 @dataclass(frozen=True)

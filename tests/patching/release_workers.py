@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpatch.connector.local.release_worker import KEYS_FIRST, ReleaseWorker
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import DimensionOrder
+from kvpatch.geometry.dimension_order import DimensionOrder
 
 
 def worker_of(release: str, **attributes: Any) -> ReleaseWorker:

@@ -11,7 +11,7 @@ from kvpatch.connector.handshake.cross_layer_form import (
     without_form,
 )
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import LAYER_AXES
+from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
 
 pytestmark = pytest.mark.patching
 

@@ -18,7 +18,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 
 from .test_remote_geometry import _metadata, ours_of, regions_of
 

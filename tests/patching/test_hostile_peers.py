@@ -25,8 +25,10 @@ from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.text import one_line
-from kvpatch.geometry import overlaps_of, plan_chunks, plan_runs
+from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.staged_plan import plan_chunks
 
 from .test_remote_geometry import ours_of, regions_of
 

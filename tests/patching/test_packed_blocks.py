@@ -9,7 +9,9 @@ from kvpatch.connector.handshake.cross_layer_form import packed_digest, places_d
 from kvpatch.connector.local.registered_caches import tensor_facts
 from kvpatch.connector.local.release_worker import PACKED
 from kvpatch.connector.local.vllm_bugs import misread_states
-from kvpatch.geometry import UnreadableGeometry, read_packed_groups, read_planes
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.cross_layer_blocks import read_packed_groups
+from kvpatch.geometry.planes_of_tensors import read_planes
 
 from .release_workers import worker_of
 

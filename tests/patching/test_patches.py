@@ -28,9 +28,9 @@ from kvpatch.connector.shown_tensors import (
     has_cross_layer_blocks,
     is_split_inside,
 )
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import UnreadableGeometry, places_of
+from kvpatch.geometry.cross_layer_blocks import places_of
 
 from .release_workers import reading
 

@@ -31,8 +31,12 @@ from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import Content, KeyOrder, Memory, overlaps_of, plan_runs
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Content
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 from .release_workers import reading, worker_of

@@ -20,7 +20,7 @@ from kvpatch.connector.smaller_blocks_pairing import Listed, Pairing, mend_pairi
 from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 
 _ATTENTION = (Group(frozenset("a"), window_tokens=0),)
 

@@ -21,7 +21,9 @@ from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry import Content, Counts, KeyOrder, Memory, Plane, Strides
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))

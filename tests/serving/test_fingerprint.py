@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvpatch.core.errors import IncompleteCache
-from kvpatch.geometry import Content, Memory
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content
 from kvpatch.verify import caches
 from kvpatch.verify.fingerprint import (
     differing_layers,

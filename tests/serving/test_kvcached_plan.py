@@ -110,7 +110,8 @@ class _Layer:
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         from kvpatch.connector.local.registered_caches import tensor_facts
-        from kvpatch.geometry import DimensionOrder, read_planes
+        from kvpatch.geometry.dimension_order import DimensionOrder
+        from kvpatch.geometry.planes_of_tensors import read_planes
 
         order = DimensionOrder(("block", "kv", "token", "head", "channel"))
         self.name, self.tensor = name, tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.geometry import Memory
+from kvpatch.geometry.memory import Memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 

@@ -10,15 +10,11 @@ import numpy as np
 import torch
 import wrapt
 
-from kvpatch.geometry import (
-    BlockList,
-    Memory,
-    Share,
-    overlaps_of,
-    pair_blocks,
-    plan_chunks,
-    plan_runs,
-)
+from kvpatch.geometry.direct_plan import plan_runs
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.segments import BlockList, pair_blocks
+from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead

@@ -11,7 +11,7 @@ from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm, form_in
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
-from kvpatch.geometry import inner_layout
+from kvpatch.geometry.layout_strides import inner_layout
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
 MOST_TOKENS = 1 << 20

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import Content, Plane, row_bytes
+from kvpatch.geometry.layout_strides import row_bytes
+from kvpatch.geometry.plane import Content, Plane
 
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.agent_metadata import AgentMetadata

@@ -12,7 +12,8 @@ from kvpatch.connector.handshake.split_kv import kv_split_of_peer, may_be_kvcach
 from kvpatch.connector.handshake.whole_blocks import split_by_nobody
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import NAMED_LAYOUTS, KeyOrder, inner_layout
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, inner_layout
 
 
 def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:

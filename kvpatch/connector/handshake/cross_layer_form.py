@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import LAYER_AXES, Axes, InnerLayout, inner_layout_of_axes
+from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
+from kvpatch.geometry.layout_strides import Axes, InnerLayout, inner_layout_of_axes
 
 _WORD = "kvpatch_rows"
 _LETTERS = {"kv": "K", "token": "N", "head": "H", "channel": "C"}

@@ -15,7 +15,7 @@ from kvpatch.connector.local.recurrent_state import StateInPool, states_digest
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import CrossLayerBlocks
+from kvpatch.geometry.cross_layer_blocks import CrossLayerBlocks
 
 
 def as_cross_layer(

@@ -32,7 +32,9 @@ from kvpatch.connector.local.cache_kinds import Holds
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import LAYER_BY_LAYER, Plane, overlaps_of
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Plane
 
 # --- what is decided ------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from kvpatch.connector.handshake.kv_head_replication import has_replicated_heads
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import layer_by_layer
+from kvpatch.geometry.layout_strides import layer_by_layer
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
 #: allowed, and so many times as many as this worker has of its own.

@@ -13,7 +13,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import KeyOrder
+from kvpatch.geometry.dimension_order import KeyOrder
 
 #: Of a possible geometry: the kernel blocks of a block; <= 0.11.0 its layout, or "stated".
 GeometryName = int | str

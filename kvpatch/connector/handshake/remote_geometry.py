@@ -28,8 +28,10 @@ from kvpatch.connector.handshake.split_kv import by_peers_regions, kv_split_of_p
 from kvpatch.connector.handshake.whole_blocks import check_blocks, check_planes
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_page_bytes
-from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import (
+from kvpatch.core.errors import PeerRefused, UnreadableGeometry
+from kvpatch.geometry.cross_layer_blocks import places_of
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
     HND,
     LAYERS_INSIDE_BLOCKS,
@@ -37,18 +39,14 @@ from kvpatch.geometry import (
     PACKED_HND,
     PACKED_NHD,
     Axes,
-    Content,
     DenseBlocks,
-    KeyOrder,
-    Memory,
-    Plane,
-    UnreadableGeometry,
     block_axes,
     block_bytes,
     inner_layout_of_axes,
-    places_of,
     row_bytes,
 )
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.region_slices import LayerSizes, Regions, RegionSlice
 
 

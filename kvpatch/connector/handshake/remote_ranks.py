@@ -8,7 +8,9 @@ from functools import cached_property
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.local.recurrent_state import StatePages
-from kvpatch.geometry import Content, Overlap, Plane, missing_heads
+from kvpatch.geometry.overlap import Overlap
+from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.plane_copies import missing_heads
 
 
 @dataclass

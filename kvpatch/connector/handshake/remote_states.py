@@ -7,7 +7,8 @@ from kvpatch.connector.handshake.remote_geometry import names_by_attention
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import LAYER_BY_LAYER, places_of
+from kvpatch.geometry.cross_layer_blocks import places_of
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 
 
 def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, StatePages]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from kvpatch.geometry import Plane
+from kvpatch.geometry.plane import Plane
 
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.agent_metadata import AgentMetadata

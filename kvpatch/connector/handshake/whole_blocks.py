@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.local.cache_kinds import Kind
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry import Plane, UnplannableCopy, check_whole
+from kvpatch.core.errors import PeerRefused, UnplannableCopy
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_copies import check_whole
 
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.agent_metadata import AgentMetadata

@@ -18,8 +18,8 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused
-from kvpatch.geometry import extent_bytes, kernel_blocks
-from kvpatch.geometry.segments import Int64Array
+from kvpatch.geometry.segments import Int64Array, kernel_blocks
+from kvpatch.geometry.tensor_facts import extent_bytes
 from kvpatch.transfer import backing
 
 if TYPE_CHECKING:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import Plane, are_split, block_bytes, extent_bytes
+from kvpatch.geometry.layout_strides import are_split, block_bytes
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.tensor_facts import extent_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,11 @@ from typing import Any
 from kvpatch.connector.local.local_geometry import layout_shown_by, state_layout_of_strides
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.geometry import (
+from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder
+from kvpatch.geometry.layout_strides import (
     LAYER_BY_LAYER,
     NAMED_LAYOUTS,
-    DimensionOrder,
-    UnreadableGeometry,
     inner_layout,
     inner_layout_of_axes,
 )

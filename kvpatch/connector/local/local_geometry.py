@@ -16,16 +16,16 @@ from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, page_bytes_of
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import (
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import (
     LAYER_BY_LAYER,
     LAYERS_INSIDE_BLOCKS,
     NAMED_LAYOUTS,
-    Content,
     InnerLayout,
-    KeyOrder,
-    Memory,
     layer_by_layer,
 )
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content
 
 _LOG = logging.getLogger("kvpatch.registration")
 

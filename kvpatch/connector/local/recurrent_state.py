@@ -16,7 +16,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import CrossLayerBlocks, extent_bytes
+from kvpatch.geometry.cross_layer_blocks import CrossLayerBlocks
+from kvpatch.geometry.tensor_facts import extent_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -9,18 +9,13 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.connector.local.cache_kinds import ROWS, Holds, Kind
 from kvpatch.connector.local.kinds_of_layers import kind_of
 from kvpatch.connector.local.release_worker import ALL_LAYERS, ReleaseWorker
-from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry import (
-    Content,
-    DimensionOrder,
-    KeyOrder,
-    Memory,
-    Plane,
-    TensorFacts,
-    UnreadableGeometry,
-    block_bytes,
-    read_planes,
-)
+from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.layout_strides import block_bytes
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.tensor_facts import TensorFacts
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvpatch.connector.local.kv_cache_groups import Group, planned_groups, spec_of
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.geometry import DimensionOrder, KeyOrder
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 
 #: The name under which a tensor of all layers together is registered (0.13 to 0.28).
 ALL_LAYERS = "ALL_LAYERS"

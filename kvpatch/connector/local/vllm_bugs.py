@@ -18,7 +18,8 @@ from typing import Any
 
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.geometry import LAYERS_INSIDE_BLOCKS, in_order
+from kvpatch.geometry.cross_layer_blocks import in_order
+from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 
 
 def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> bool:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.geometry import Plan, Share, plan_chunks
+from kvpatch.geometry.direct_plan import Plan
+from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime

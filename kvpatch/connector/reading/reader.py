@@ -33,19 +33,13 @@ from kvpatch.connector.reading.read_factory import Progress, ReadFactory
 from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
-from kvpatch.geometry import (
-    DEVICE_MEMORY,
-    HOST_MEMORY,
-    Content,
-    Overlap,
-    Plan,
-    Share,
-    is_direct,
-    kernel_blocks,
-    pair_whole_blocks,
-    plan_runs,
-)
-from kvpatch.geometry.segments import Int64Array
+from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
+from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
+from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.overlap import Overlap
+from kvpatch.geometry.plane import Content
+from kvpatch.geometry.segments import Int64Array, kernel_blocks
+from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead

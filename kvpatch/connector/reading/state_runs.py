@@ -12,7 +12,7 @@ from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import state_pairs
 from kvpatch.core.errors import ReadRefused
-from kvpatch.geometry import Plan, plan_runs
+from kvpatch.geometry.direct_plan import Plan, plan_runs
 
 
 def states_plan(

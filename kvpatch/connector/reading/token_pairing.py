@@ -10,15 +10,15 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import ReadRefused
-from kvpatch.geometry import (
+from kvpatch.geometry.overlap import Overlap
+from kvpatch.geometry.segments import (
     BlockList,
-    Overlap,
     Segments,
-    Share,
     kernel_blocks,
     pair_blocks,
     uncovered_tail,
 )
+from kvpatch.geometry.staged_plan import Share
 
 
 def shares_of(

@@ -30,7 +30,7 @@ from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
-from kvpatch.geometry import Plan
+from kvpatch.geometry.direct_plan import Plan
 from kvpatch.legacy.content_proof.compare import (
     blocks_showing_layout,
     chunks_seen,

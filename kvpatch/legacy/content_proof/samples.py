@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry import Chunk, Content, Placement, Plane, kernel_blocks
+from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.segments import kernel_blocks
+from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.plane_bytes import first_tokens
 from kvpatch.transfer.storageless import StoragelessCaches
 

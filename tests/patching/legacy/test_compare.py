@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.geometry import Content, Counts, Memory, Plane, Strides
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.legacy.content_proof.compare import chunks_seen, layout_shown
 from kvpatch.legacy.content_proof.kernel_block_splits import PromptChunk
 from kvpatch.legacy.content_proof.prover import ContentProver
