@@ -34,7 +34,6 @@ from kvpatch.connector.state import worker_state
 from kvpatch.connector.transfer_handles import agents_beside, heterogeneous_engine_of, ranks_of
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 
@@ -146,9 +145,9 @@ def _with_states(
     """Our side with its states' pages as the release was shown them."""
     if cross_layer is None:
         ours = replace(ours, states=states)
-        groups = ours.groups or (frozenset(ours.layers),)
-        places = places_digest(places_of([group & ours.layers.keys() for group in groups]))
-        told = states_digest(places, places_of_states(ours), worker._layer_specs)
+        told = states_digest(
+            places_digest(ours.places), places_of_states(ours), worker._layer_specs
+        )
         return replace(ours, cross_layer_places=told)
     shown, pool = {}, cross_layer.pool
     for name, state in cross_layer.states.items():

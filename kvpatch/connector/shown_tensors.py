@@ -25,6 +25,7 @@ from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.dimension_order import DimensionOrder
+from kvpatch.geometry.layout_strides import block_bytes
 from kvpatch.geometry.plane import Plane
 
 if TYPE_CHECKING:
@@ -135,19 +136,13 @@ def _with_keys_apart(
 
 def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
     """How one layer's blocks lie, from the distance between them."""
-    block_bytes = block_content_bytes(planes[0])
+    content_bytes = block_bytes(planes[:1])
     stride_bytes = planes[0].strides_bytes.block
-    if stride_bytes == block_bytes * len(planes):
+    if stride_bytes == content_bytes * len(planes):
         return "together"
-    if stride_bytes == block_bytes:
+    if stride_bytes == content_bytes:
         return "apart"
     return "interleaved"
-
-
-def block_content_bytes(plane: Plane) -> int:
-    """Bytes of one content in one block, without what may lie between them."""
-    counts = plane.counts
-    return counts.heads * counts.block_tokens * counts.channels * plane.item_bytes
 
 
 def is_split_inside(cache: LayerCache) -> bool:

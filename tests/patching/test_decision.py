@@ -12,8 +12,8 @@ from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent
 from kvpatch.connector.handshake.decision import LocalCache, Prove, Read, Refuse, Stock, decide
 from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
-from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
+from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.core.errors import PeerRefused

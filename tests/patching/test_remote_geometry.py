@@ -21,7 +21,7 @@ from kvpatch.connector.handshake.homogeneous_view import (
     homogeneous_metadata,
 )
 from kvpatch.connector.handshake.remote_geometry import peer_regions
-from kvpatch.connector.kernel_block_sizes import KernelBlockSizes
+from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry, cross_layer_groups_of, units_of
 from kvpatch.connector.local.registered_caches import read_layers

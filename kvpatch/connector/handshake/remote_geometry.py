@@ -29,7 +29,6 @@ from kvpatch.connector.handshake.whole_blocks import check_blocks, check_planes
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_page_bytes
 from kvpatch.core.errors import PeerRefused, UnreadableGeometry
-from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     BY_COLUMN,
@@ -84,7 +83,7 @@ def tokens_in_bytes(ours: LocalGeometry, peer: AgentMetadata) -> int:
     found = {
         divmod(
             peer.block_bytes[region],
-            row_bytes(members) * (heads if _has_heads(layer) else 1),
+            row_bytes(members) * (heads if layer.has_heads else 1),
         )
         for name, layer in ours.layers.items()
         for region, members in _regions(name, layer, ours, peer).items()
@@ -127,10 +126,6 @@ def _dense_planes(
     ).planes(members)
 
 
-def _has_heads(layer: LayerCache) -> bool:
-    return layer.planes[0].content is not Content.LATENT
-
-
 # --- cross-layer blocks, in the form that kvpatch states --------------------------------
 
 
@@ -143,9 +138,7 @@ def _in_cross_layer_blocks(
     packed = ours.cross_layer_groups
     if packed is not None and packed_digest(packed) == form.places:
         return tuple(_in_packed_blocks(ours, peer, form, packed))
-    groups = ours.groups or (ours.layers.keys(),)
-    places = places_of([group & ours.layers.keys() for group in groups])
-    if (ours.cross_layer_places or places_digest(places)) != form.places:
+    if (ours.cross_layer_places or places_digest(ours.places)) != form.places:
         raise PeerRefused(
             "its attention groups have other layers side by side than ours",
             "both sides need one model, one vLLM and the same of --disable-hybrid-kv-cache-manager "
@@ -153,8 +146,8 @@ def _in_cross_layer_blocks(
         )
     found = []
     offset = size_bytes = 0
-    even_bytes = peer.block_bytes[0] // len(places)  # kvcached's, where layers differ in shape
-    for layers in places:
+    even_bytes = peer.block_bytes[0] // len(ours.places)  # kvcached's, where layers differ in shape
+    for layers in ours.places:
         for name in layers:
             planes, size_bytes = _part_of_block(ours, peer, form, name, offset, even_bytes)
             found.append(planes)
@@ -188,7 +181,7 @@ def _page_bytes(ours: LocalGeometry, peer: AgentMetadata, layer: LayerCache, tok
     # One number of ranks is asked for; and a slot holds all heads of a rank.
     if ours.layers_differ_in_shape or layer.planes[0].content is Content.SLOT:
         heads = layer.planes[0].counts.heads
-    return row_bytes(layer.planes) * (heads if _has_heads(layer) else 1) * tokens
+    return row_bytes(layer.planes) * (heads if layer.has_heads else 1) * tokens
 
 
 def _part_of_block(
@@ -201,7 +194,7 @@ def _part_of_block(
 ) -> tuple[tuple[Plane, ...], int]:
     """A layer's planes `offset` bytes into a peer's blocks, and how many bytes it has there."""
     planes = ours.layers[name].planes
-    has_heads = _has_heads(ours.layers[name])
+    has_heads = ours.layers[name].has_heads
     if has_heads != ("head" in form.axes) or len({plane.counts.channels for plane in planes}) > 1:
         raise PeerRefused(f"its rows {form} have no place for layer {name}", "use one model")
     shape = shape_at_peer(ours, peer, planes, part_bytes)

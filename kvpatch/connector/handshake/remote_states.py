@@ -7,7 +7,6 @@ from kvpatch.connector.handshake.remote_geometry import names_by_attention
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 
 
@@ -86,9 +85,8 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 def _places(ours: LocalGeometry) -> dict[int, int]:
     """The number of each place in a block, by the address of our layers that have it."""
-    groups = ours.groups or (frozenset(ours.layers),)
-    places = places_of([group & ours.layers.keys() for group in groups])
-    return {ours.layers[first].planes[0].address: n for n, (first, *_) in enumerate(places)}
+    firsts = (ours.layers[first] for first, *_ in ours.places)
+    return {layer.planes[0].address: place for place, layer in enumerate(firsts)}
 
 
 def places_of_states(ours: LocalGeometry) -> dict[str, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvpatch.connector.local.recurrent_state import tensors_of
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.network_cards import active_ports, beside_ucx, ports_in_play
@@ -56,5 +57,5 @@ def refuse_cards(nixl_backends: Sequence[str], kv_caches: Mapping[str, Any]) -> 
 
 def _device_types(kv_caches: Mapping[str, Any]) -> Iterator[str]:
     for cache in kv_caches.values():
-        for tensor in cache if isinstance(cache, list | tuple) else (cache,):
+        for tensor in tensors_of(cache):
             yield str(tensor.device.type)

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from kvpatch.connector.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
+from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
 from kvpatch.connector.local.kv_cache_groups import packed_groups
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, page_bytes_of
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.cross_layer_blocks import places_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import (
     LAYER_BY_LAYER,
@@ -25,7 +26,6 @@ from kvpatch.geometry.layout_strides import (
     layer_by_layer,
 )
 from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.plane import Content
 
 _LOG = logging.getLogger("kvpatch.registration")
 
@@ -96,8 +96,7 @@ class LocalGeometry:
     @cached_property
     def has_heads(self) -> bool:
         """Whether ranks hold heads; the latents of MLA are whole on each."""
-        planes = (plane for cache in self.layers.values() for plane in cache.planes)
-        return any(plane.content is not Content.LATENT for plane in planes)
+        return any(layer.has_heads for layer in self.layers.values())
 
     @property
     def item_bytes(self) -> int:
@@ -107,8 +106,13 @@ class LocalGeometry:
     @cached_property
     def shows_layout(self) -> bool:
         """Whether our strides tell heads from tokens."""
-        planes = [plane for cache in self.layers.values() for plane in cache.planes]
-        return any(p.counts.heads > 1 and p.counts.block_tokens > 1 for p in planes)
+        return layout_shown_by(self.layers) is not None
+
+    @cached_property
+    def places(self) -> tuple[tuple[str, ...], ...]:
+        """The attention layers at each place of a cross-layer block like ours."""
+        groups = self.groups or (self.layers.keys(),)
+        return places_of([group & self.layers.keys() for group in groups])
 
     @cached_property
     def layers_differ_in_shape(self) -> bool:
@@ -173,7 +177,7 @@ def local_geometry_of(
         cross_layer_groups=(
             None if units is None else cross_layer_groups_of(release, layers, layout)
         ),
-        kernel_sizes=kernel_block_sizes(worker, facts),
+        kernel_sizes=kernel_block_sizes(release),
     )
 
 

@@ -9,7 +9,7 @@ attention's, and one page of states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -75,7 +75,7 @@ def states_in(
     found = {}
     for name in kv_caches.keys() - attention.keys():
         cache = kv_caches[name]
-        tensors: Sequence[Any] = cache if isinstance(cache, list | tuple) else (cache,)
+        tensors = tensors_of(cache)
         start = min(tensor.data_ptr() for tensor in tensors) - pool.address
         place = start // page_bytes
         offsets = tuple(tensor.data_ptr() - pool.address - place * page_bytes for tensor in tensors)
@@ -98,8 +98,13 @@ def states_in(
                 f"{[(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors]} at byte "
                 f"{start}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
             )
-        found[name] = StateInPool(place, tuple(tensors), offsets)
+        found[name] = StateInPool(place, tensors, offsets)
     return dict(sorted(found.items()))
+
+
+def tensors_of(cache: Any) -> tuple[Any, ...]:
+    """What a layer's cache is made of: a tensor, or (<= 0.26) one for each of its states."""
+    return tuple(cache) if isinstance(cache, list | tuple) else (cache,)
 
 
 def _reach(tensor: torch.Tensor) -> int:
@@ -117,7 +122,7 @@ def pages_of(cache: Any, spec: Any) -> StatePages | None:
             of pages of bytes.
         spec: of the layer, in the release's plan.
     """
-    tensors: Sequence[Any] = cache if isinstance(cache, list | tuple) else (cache,)
+    tensors = tensors_of(cache)
     sizes = tuple(
         prod(shape) * dtype.itemsize for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     )

@@ -35,6 +35,11 @@ class LayerCache:
         return self.planes[0].counts.blocks
 
     @property
+    def has_heads(self) -> bool:
+        """Whether ranks hold heads of it; the latents of MLA are whole on each."""
+        return self.planes[0].content is not Content.LATENT
+
+    @property
     def has_heads_by_turns(self) -> bool:
         """Whether a token's key and value heads lie by turns (TPU), in whatever layout is stated.
 
@@ -174,7 +179,7 @@ def differ_in_shape(layers: Mapping[str, LayerCache]) -> bool:
             *((plane.counts.block_tokens, plane.counts.channels) for plane in layer.planes),
         )
         for layer in layers.values()
-        if layer.planes[0].content is not Content.LATENT
+        if layer.has_heads
     }
     return len(shapes) > 1
 

@@ -183,6 +183,13 @@ class ReleaseWorker:
     @property
     def attention_backends(self) -> tuple[Any, ...]:
         """Without those of recurrent state, whose caches have no tokens; none <= 0.11.0."""
+        if not self.facts.has_cache_groups:
+            return self.backends
+        return tuple(backend for backend in self.backends if not self.is_of_state(backend))
+
+    @property
+    def backends(self) -> tuple[Any, ...]:
+        """Of all of its layers; none <= 0.11.0."""
         source = self.facts.shape_source
         if source == "flags":
             return ()
@@ -190,7 +197,7 @@ class ReleaseWorker:
             return (self.worker.kv_topo.attn_backend,)
         if source == "backend":
             return (self.worker.attn_backend,)
-        return tuple(b for b in self.worker.attn_backends if not self.is_of_state(b))
+        return tuple(self.worker.attn_backends)
 
     def is_of_state(self, backend: Any) -> bool:
         """Whether a backend's layers have recurrent state."""

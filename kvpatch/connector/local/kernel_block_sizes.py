@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
 
 #: Blocks of more tokens are not looked for.
@@ -65,19 +66,20 @@ class KernelBlockSizes:
         )
 
 
-def kernel_block_sizes(worker: Any, facts: ReleaseFacts) -> KernelBlockSizes | None:
-    """How this release cuts blocks for the worker's backends; None where nobody can tell.
+def kernel_block_sizes(release: ReleaseWorker) -> KernelBlockSizes | None:
+    """How a release cuts blocks for the worker's backends; None where nobody can tell.
 
     And where nobody asks: <= 0.11.0 none is cut, and from 0.21 on the handshake says it.
     """
+    facts = release.facts
     if not facts.states_block_size or facts.states_kernel_blocks:
         return None
     from vllm.config import cache, set_current_vllm_config
 
     exact: list[tuple[int, ...]] = []
     multiples: list[tuple[int, ...]] = []
-    with set_current_vllm_config(worker.vllm_config):
-        for backend in _backends(worker, facts):
+    with set_current_vllm_config(release.worker.vllm_config):
+        for backend in release.backends:
             sizes = _sizes_of(backend, facts)
             if sizes is None:
                 return None
@@ -85,12 +87,6 @@ def kernel_block_sizes(worker: Any, facts: ReleaseFacts) -> KernelBlockSizes | N
             multiples.append(tuple(size.base for size in sizes if not isinstance(size, int)))
     allowed = get_args(cache.BlockSize) if facts.lists_block_sizes else ()
     return KernelBlockSizes(tuple(exact), tuple(multiples), tuple(allowed) or None)
-
-
-def _backends(worker: Any, facts: ReleaseFacts) -> Sequence[Any]:
-    if facts.shape_source == "topology":
-        return (worker.kv_topo.attn_backend,)
-    return (worker.attn_backend,) if facts.shape_source == "backend" else worker.attn_backends
 
 
 def _sizes_of(backend: Any, facts: ReleaseFacts) -> Sequence[Any] | None:
