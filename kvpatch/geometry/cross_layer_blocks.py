@@ -80,7 +80,7 @@ def read_cross_layer_blocks(
         place = address + sum(sizes)
         if not _are_dense(planes, axes, place):
             raise UnreadableGeometry(
-                f"layer {name!r}: expected it in a row of all layers at {place:#x}, "
+                f"layer {name!r}: expected it in a cross-layer block at {place:#x}, "
                 f"its axes {axes} from the outermost to the innermost, found "
                 f"{', '.join(map(str, planes))}"
             )
@@ -89,13 +89,13 @@ def read_cross_layer_blocks(
     strides = {plane.strides_bytes.block for planes in layers.values() for plane in planes}
     if counts != {first[0].counts.blocks} or strides != {sum(sizes)}:
         raise UnreadableGeometry(
-            f"layers {', '.join(names)}: expected rows of {sum(sizes)} bytes one behind the other, "
-            f"found {sorted(counts)} of them every {sorted(strides)} bytes"
+            f"layers {', '.join(names)}: expected blocks of {sum(sizes)} bytes one behind the "
+            f"other, found {sorted(counts)} of them every {sorted(strides)} bytes"
         )
     expected_order = in_order(names) if order is None else list(order)
     if names != expected_order:
         raise UnreadableGeometry(
-            f"layers lie in the order {', '.join(names)} in a row of all layers: expected "
+            f"layers lie in the order {', '.join(names)} in a cross-layer block: expected "
             f"{', '.join(expected_order)}"
         )
     return CrossLayerBlocks(tuple(names), axes, address, tuple(sizes), counts.pop())
@@ -124,7 +124,7 @@ def read_packed_groups(groups: Sequence[Mapping[str, Sequence[Plane]]]) -> Cross
             )
             if not is_in_block or not _are_dense(planes, found.axes, address):
                 raise UnreadableGeometry(
-                    f"layer {name!r}: expected it in one of {found.blocks} rows of "
+                    f"layer {name!r}: expected it in one of {found.blocks} blocks of "
                     f"{found.block_bytes} bytes at {address:#x}, its axes {found.axes} from the "
                     f"outermost to the innermost, found {', '.join(map(str, planes))}"
                 )

@@ -93,14 +93,14 @@ def overlaps_of(regions: Iterable[Region], local_planes: Sequence[Plane]) -> tup
 
 def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[StagedSpan, ...]:
     """Wanted bytes that lie close together are one span, with what is between them."""
-    pieces: list[tuple[int, int, list[Copy]]] = []
+    wanted: list[tuple[int, int, list[Copy]]] = []
     for copy in sorted(copies_between(region, local_planes), key=lambda copy: copy.remote_address):
         start, end = copy.remote_address, copy.remote_address + _block_extent_bytes(copy)
-        if pieces and start - pieces[-1][1] < WORTH_A_RUN_BYTES:
-            first, last, copies = pieces[-1]
-            pieces[-1] = first, max(last, end), [*copies, copy]
+        if wanted and start - wanted[-1][1] < WORTH_A_RUN_BYTES:
+            first, last, copies = wanted[-1]
+            wanted[-1] = first, max(last, end), [*copies, copy]
         else:
-            pieces.append((start, end, [copy]))
+            wanted.append((start, end, [copy]))
     return tuple(
         StagedSpan(
             start,
@@ -109,7 +109,7 @@ def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[Staged
             -(-(end - start) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES,
             tuple(copies),
         )
-        for start, end, copies in pieces
+        for start, end, copies in wanted
     )
 
 

@@ -131,7 +131,7 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
 def check_whole(remote: Plane, local: Plane) -> None:
     """Whether a block of one plane is a block of the other, byte for byte.
 
-    Heads that lie outside the tokens are pieces of their own, however far apart.
+    Heads that lie outside the tokens may be any bytes apart.
 
     Raises:
         UnplannableCopy: it is not.
@@ -148,7 +148,7 @@ def check_whole(remote: Plane, local: Plane) -> None:
 
 
 def _inside_block(plane: Plane) -> tuple[int | None, ...]:
-    """(head, token, channel) strides; None where they do not tell how a piece lies."""
+    """(head, token, channel) strides; None where they do not tell how bytes lie."""
     strides, counts = plane.strides_bytes, plane.counts
     is_outside = strides.head >= counts.block_tokens * strides.token
     return (

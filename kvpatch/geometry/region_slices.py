@@ -1,8 +1,8 @@
 """Which slices of a peer's regions hold which layers, by the name of its layout (from 0.29).
 
 What a region is, the connector decides by what is in one piece: a layer; a head of a layer,
-where heads are outside blocks; or the row of a block, all layers together, where a layer's
-part of it is not in one piece.
+where heads are outside blocks; or a cross-layer block, where a layer's part of it is not in
+one piece.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ class Regions:
     ) -> dict[str, tuple[RegionSlice, ...]]:
         if groups is None:
             raise PeerRefused(
-                f"blocks of layout {self.layout} are rows of all layers, whose order is not known "
-                "to us",
+                f"blocks of layout {self.layout} hold all layers, whose order is not known to us",
                 "use VLLM_KV_CACHE_LAYOUT=LBHNC on the prefill side",
             )
         if self.names is not None and self.names[0] not in sizes:

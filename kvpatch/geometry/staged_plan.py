@@ -80,7 +80,7 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -
     """
     fixed = None if callable(chunk_bytes) else chunk_bytes
     limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
-    parts: list[_Part] = []
+    parts: list[_StagedBlocks] = []
     used = 0
     for share in shares:
         if not len(share.segments):
@@ -124,7 +124,7 @@ class _Blocks:
     first_segment: Int64Array
     segments: Segments
     known: dict[tuple[int, int], Segments] = field(default_factory=dict)
-    known_runs: dict[tuple[int, ...], _Runs] = field(default_factory=dict)
+    known_runs: dict[tuple[int, ...], _StagedRuns] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Segments) -> _Blocks:
@@ -149,14 +149,14 @@ class _Blocks:
             self.known[first, end] = self._part(first, end)
         return self.known[first, end]
 
-    def runs(self, first: int, end: int, span: StagedSpan) -> _Runs:
+    def runs(self, first: int, end: int, span: StagedSpan) -> _StagedRuns:
         """What is read of blocks ``first`` to ``end``; kept as :meth:`part` is."""
         key = (first, end, span.block_stride, span.span_bytes, span.staged_bytes)
         if key not in self.known_runs:
             self.known_runs[key] = self._runs(first, end, span)
         return self.known_runs[key]
 
-    def _runs(self, first: int, end: int, span: StagedSpan) -> _Runs:
+    def _runs(self, first: int, end: int, span: StagedSpan) -> _StagedRuns:
         remote = self.block[first:end] * span.block_stride
         starts = np.empty(end - first, dtype=np.bool_)
         starts[0] = True
@@ -165,7 +165,7 @@ class _Blocks:
         starts[1:] |= span.span_bytes != span.staged_bytes
         begins = np.flatnonzero(starts)
         blocks = np.diff(begins, append=end - first)
-        return _Runs(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
+        return _StagedRuns(remote[begins], begins * span.staged_bytes, blocks * span.span_bytes)
 
     def _part(self, first: int, end: int) -> Segments:
         bounds = self.first_segment[first : end + 1]
@@ -181,18 +181,22 @@ class _Blocks:
         )
 
 
-class _Runs(NamedTuple):
-    """Of some blocks of any region of one shape: remote ones from its address on."""
+class _StagedRuns(NamedTuple):
+    """Runs of some blocks: where each is read, where it lands, and its bytes.
+
+    Of all regions of one shape at once the first two count from a region's address and from the
+    blocks' place in the buffer.
+    """
 
     remote: Int64Array
     offset: Int64Array
     length: Int64Array
 
 
-class _Part(NamedTuple):
-    remote: Int64Array
-    offset: Int64Array
-    length: Int64Array
+class _StagedBlocks(NamedTuple):
+    """Some blocks of one region: a part of a chunk, up to byte ``end`` of the buffer."""
+
+    runs: _StagedRuns
     end: int
     placements: tuple[Placement, ...]
 
@@ -212,7 +216,7 @@ def _part(
     first: int,
     end: int,
     at: int,
-) -> _Part:
+) -> _StagedBlocks:
     """Blocks ``first`` to ``end`` of a region, from byte ``at`` of the buffer on."""
     runs = blocks.runs(first, end, span)
     segments = blocks.part(first, end)
@@ -226,21 +230,21 @@ def _part(
         )
         for copy, strides_in_buffer in zip(span.copies, strides, strict=True)
     )
-    return _Part(
-        span.address + runs.remote,
-        at + runs.offset,
-        runs.length,
+    return _StagedBlocks(
+        _StagedRuns(span.address + runs.remote, at + runs.offset, runs.length),
         at + (end - first) * span.staged_bytes,
         placements,
     )
 
 
-def _chunk(parts: Sequence[_Part]) -> Chunk:
+def _chunk(parts: Sequence[_StagedBlocks]) -> Chunk:
     # Neighbours of two regions may belong to two registrations: never one run.
+    runs = [part.runs for part in parts]
+    remote, offset, length = (_joined(column) for column in zip(*runs, strict=True))
     return Chunk(
-        _joined([part.remote for part in parts]),
-        _joined([part.offset for part in parts]),
-        _joined([part.length for part in parts]),
+        remote,
+        offset,
+        length,
         parts[-1].end,
         tuple(placement for part in parts for placement in part.placements),
     )

@@ -1,4 +1,4 @@
-"""How large the next piece of a read should be."""
+"""How large the next chunk of a read should be."""
 
 from __future__ import annotations
 

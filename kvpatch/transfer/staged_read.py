@@ -1,4 +1,4 @@
-"""A read in pieces: chunks through the staging pool, and runs that go straight to their places.
+"""A read of many transfers: chunks through the staging pool, and runs straight to their places.
 
 It goes on when it is told to: by the progress thread (``background_read``), or, without one, by
 whoever asks for its state. To a release it looks like one transfer.
@@ -124,7 +124,7 @@ class StagedRead(OwnRead):
         #: Of what is read; nothing is asked for after it.
         self.lifetime: Lifetime | None = None
         self._after: Any = None
-        #: When the first piece was posted.
+        #: When the first transfer was posted.
         self._began: float | None = None
         self._looked = time.monotonic()
 
@@ -205,7 +205,7 @@ class StagedRead(OwnRead):
         return self.outcome
 
     def advance(self) -> bool:
-        """Does what can be done now, of a paced read one piece of it.
+        """Does what can be done now, of a paced read one post at most.
 
         Returns:
             Whether something has landed, or, of a paced read, was placed or posted.
@@ -340,7 +340,7 @@ class StagedRead(OwnRead):
                 self._is_told = True
             except self._errors:
                 self._fail()
-        if self._is_paced and self._began is not None:  # pieces are on the wire together
+        if self._is_paced and self._began is not None:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
 
@@ -428,7 +428,7 @@ class StagedRead(OwnRead):
             return False
 
     def _post(self) -> bool:
-        """Posts all that there is room for, of a paced read one piece; whether there was any."""
+        """Posts all that there is room for, of a paced read one transfer; whether there was any."""
         has_posted = False
         while self._unposted.is_any and not (has_posted and self._is_paced):
             runs = self._unposted.runs

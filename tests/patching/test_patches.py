@@ -155,7 +155,7 @@ class TestRows:
     def test_two_layers_over_one_place_are_refused(self):
         pool = self._pool()
 
-        with pytest.raises(RegistrationRefused, match="in a row of all layers"):
+        with pytest.raises(RegistrationRefused, match="in a cross-layer block"):
             self._row({"layers.0": pool[:, 0], "layers.1": pool[:, 0]})
 
     def test_layers_of_two_groups_have_one_place(self):
