@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.block_shapes import heads_of
-from kvpatch.connector.handshake.remote_geometry import tokens_in_bytes
+from kvpatch.connector.handshake.regions_by_number import tokens_in_bytes
 from kvpatch.connector.handshake.split_kv import kv_split_of_peer
 from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.local_geometry import LocalGeometry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.remote_geometry import names_by_attention
+from kvpatch.connector.handshake.regions_by_layout import names_by_attention
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.core.errors import PeerRefused

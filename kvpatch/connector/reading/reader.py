@@ -19,7 +19,7 @@ import numpy as np
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.possible_geometries import GeometryName
-from kvpatch.connector.handshake.remote_geometry import peer_memory
+from kvpatch.connector.handshake.remote_planes import peer_memory
 from kvpatch.connector.handshake.remote_ranks import Peer, RemoteRank
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry

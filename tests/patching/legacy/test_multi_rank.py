@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake.remote_geometry import heads_of
+from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.state import worker_state
 from kvpatch.legacy.multi_rank import HandshakeWithOneRank, RemoteAgents, ranks_to_read
 
