@@ -7,9 +7,9 @@ from typing import Any
 
 from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, is_to_be_read
 from kvpatch.connector.state import (
+    connector_scheduler,
     connectors_of,
     engine_state,
-    scheduler_half,
     scheduler_state,
     share_with_manager,
 )
@@ -17,7 +17,7 @@ from kvpatch.connector.state import (
 
 def host_buffer_of(connector: Any) -> HostBufferScheduler | None:
     """The account of a connector; None in workers, and without a host buffer."""
-    scheduler = scheduler_half(connector)
+    scheduler = connector_scheduler(connector)
     return None if scheduler is None else scheduler_state(scheduler).host_buffer
 
 

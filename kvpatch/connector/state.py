@@ -132,12 +132,13 @@ def connectors_of(core: Any) -> Iterator[Any]:
 
 
 def schedulers_of(core: Any) -> Iterator[Any]:
-    """The scheduler halves of these."""
-    return (half for half in map(scheduler_half, connectors_of(core)) if half is not None)
+    """The schedulers of these."""
+    found = map(connector_scheduler, connectors_of(core))
+    return (scheduler for scheduler in found if scheduler is not None)
 
 
-def scheduler_half(connector: Any) -> Any:
-    """A connector's; None in workers, and of other connectors that have no halves."""
+def connector_scheduler(connector: Any) -> Any:
+    """A connector's; None in workers, and of other connectors that have none."""
     return getattr(connector, "connector_scheduler", None)
 
 

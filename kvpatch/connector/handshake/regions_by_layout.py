@@ -55,9 +55,9 @@ def by_layout(
         _check_starts(slices, peer)
     _check_packed(slices, sizes, peer)
     return tuple(
-        _slice_planes(layer, piece, shapes[name], ours, peer)
+        _slice_planes(layer, region_slice, shapes[name], ours, peer)
         for name, layer in ours.layers.items()
-        for piece in slices[name]
+        for region_slice in slices[name]
     )
 
 
@@ -86,7 +86,7 @@ def _check_plan(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
 def _check_starts(slices: Mapping[str, tuple[RegionSlice, ...]], peer: AgentMetadata) -> None:
     """Whether a peer's regions begin where layers do in the blocks that its first one begins."""
-    starts = {piece.offset_bytes for of_layer in slices.values() for piece in of_layer}
+    starts = {one.offset_bytes for of_layer in slices.values() for one in of_layer}
     found = {address - peer.addresses[0] for address in peer.addresses}
     if not found <= starts or len(set(peer.stride_bytes)) > 1:
         raise PeerRefused(
@@ -127,15 +127,19 @@ def _check_packed(
 
 def _slice_planes(
     layer: LayerCache,
-    piece: RegionSlice,
+    region_slice: RegionSlice,
     shape: BlockShape,
     ours: LocalGeometry,
     peer: AgentMetadata,
 ) -> tuple[Plane, ...]:
     axes = block_axes(str(peer.layout))
     if ours.key_order is KeyOrder.COLUMN_MAJOR:
-        if inner_layout_of_axes(axes) == "NHD" and piece.heads > 1:
+        if inner_layout_of_axes(axes) == "NHD" and region_slice.heads > 1:
             raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
         axes = BY_COLUMN
-    of_slice = BlockShape(shape.first_head + piece.first_head, piece.heads, shape.tokens)
-    return dense_planes(ours, peer, piece.region, piece.offset_bytes, axes, of_slice, layer.planes)
+    of_slice = BlockShape(
+        shape.first_head + region_slice.first_head, region_slice.heads, shape.tokens
+    )
+    return dense_planes(
+        ours, peer, region_slice.region, region_slice.offset_bytes, axes, of_slice, layer.planes
+    )

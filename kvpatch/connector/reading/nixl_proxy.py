@@ -23,7 +23,7 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
     Args:
         ranks_of: (engine id, handle) -> the peer's ranks that it stands for: one, or all where
             the release knows one handle for them.
-        engine_of: handle -> the unlike engine that it belongs to, if it does to one.
+        engine_of: handle -> the heterogeneous engine that it belongs to, if it does to one.
         beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
         thread: what reads go on in; ended with this worker's agent.
     """
@@ -78,10 +78,10 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
             except KvpatchError:
                 self._let_go(engine_id, remote_handle, notif_msg)
                 raise
-        unlike = self._self_engine_of(remote_handle)
-        if unlike is not None:
+        engine = self._self_engine_of(remote_handle)
+        if engine is not None:
             raise ReadRefused(
-                f"engine {unlike} has another geometry, and a transfer with it was prepared as if "
+                f"engine {engine} has another geometry, and a transfer with it was prepared as if "
                 "it had ours: restart this engine, with kvpatch on or off for all of its life"
             )
         return self.__wrapped__.make_prepped_xfer(
