@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.transfer.device_copies import DeviceCopies
 from kvpatch.transfer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
 from kvpatch.transfer.host_copies import HostCopies
 from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
-from kvpatch.transfer.own_copies import Operation, OwnCopies
+from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import as_integers
+from kvpatch.transfer.platform_copies import Operation, PlatformCopies
 from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, shown
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ class HostPool:
                     host.untyped_storage(), offset // like.element_size(), shape, strides
                 )
             if storage is not None:
-                whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-                whole = whole.set_(storage, 0, (storage.nbytes(),), (1,))
+                whole = storage_of(tensors[next(iter(copy.places))]).memory
                 copies.append(StorageCopy(whole, host, copy.sheets))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
         self._copies: Copies
@@ -164,7 +163,9 @@ class HostPool:
         self.settle()
         before, self._copies = (
             self._copies,
-            OwnCopies(operation, self._sources, self.tensors, self._block_dimensions, self._blocks),
+            PlatformCopies(
+                operation, self._sources, self.tensors, self._block_dimensions, self._blocks
+            ),
         )
         try:
             self._try()
@@ -238,8 +239,7 @@ class HostPool:
         if has_storage(source):
             here = source.narrow(dimension, block * parts, parts).cpu()
         else:
-            numbers = np.arange(block * parts, (block + 1) * parts)
-            here = fetch(source, dimension, numbers).movedim(0, dimension)
+            here = fetch(source, dimension, kernel_blocks([block], parts)).movedim(0, dimension)
         return here, self.tensors[layer].narrow(dimension, host_block * parts, parts)
 
 

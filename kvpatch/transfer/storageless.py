@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.segments import Int64Array, Segments
+from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.caches import done
 from kvpatch.transfer.place import place_in_host_memory
@@ -129,10 +129,7 @@ class StoragelessCopies:
 
         for source, target, dimension in self._pairs:
             parts = source.shape[dimension] // self._blocks
-            of, into = (
-                (np.asarray(n, dtype=np.int64)[:, None] * parts + np.arange(parts)).reshape(-1)
-                for n in (blocks, host_blocks)
-            )
+            of, into = (kernel_blocks(ids, parts) for ids in (blocks, host_blocks))
             found = fetch(source, dimension, of).movedim(0, dimension)
             # Not every kind of numbers can be copied by index on every host.
             numbers = torch.from_numpy(into)

@@ -19,6 +19,7 @@ from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.transfer.plane_bytes import plane_view
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def read_rows(
             f"layer {layer.name!r}: expected blocks for {end_token} tokens, found {len(block_ids)} "
             f"of {layer.block_tokens} tokens"
         )
-    own_ids = [block * split + part for block in block_ids for part in range(split)]
+    own_ids = kernel_blocks(block_ids, split)
     first_block, last_block = first_token // own_tokens, -(-end_token // own_tokens)
     view = plane_view(layer.tensor, plane)
     index = torch.tensor(own_ids[first_block:last_block], device=layer.tensor.device)

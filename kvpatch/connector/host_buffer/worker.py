@@ -22,7 +22,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
-from kvpatch.transfer.own_copies import Operation
+from kvpatch.transfer.platform_copies import Operation
 from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 
 if TYPE_CHECKING:

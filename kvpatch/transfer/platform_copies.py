@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.transfer.storageless import has_storage
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 Operation = Callable[[Any, Any, list[int], list[int], str], None]
 
 
-class OwnCopies:
+class PlatformCopies:
     """Copies whole blocks of every distinct tensor with a platform's operation.
 
     Args:
@@ -49,10 +50,7 @@ class OwnCopies:
     def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         """Copies blocks into host blocks."""
         for parts, (sources, targets) in self._by_parts.items():
-            of, into = (
-                [number * parts + part for number in numbers for part in range(parts)]
-                for numbers in (blocks, host_blocks)
-            )
+            of, into = (kernel_blocks(ids, parts).tolist() for ids in (blocks, host_blocks))
             self._operation(sources, targets, of, into, "d2h")
 
     def settle(self) -> None:
