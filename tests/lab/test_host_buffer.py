@@ -65,7 +65,7 @@ PAIRS = {
     "both": (prefilling(), buffered()),
     "P, in chunks": (prefilling(step_tokens=48), SPEC),
     "P with a small buffer": (prefilling(3 * REQUEST_BLOCKS), SPEC),
-    "D in rounds": (
+    "D in chunks": (
         SPEC,
         buffered(settings=(*ALWAYS, ("KVPATCH_STAGING_BYTES", str(2 * BLOCK_BYTES)))),
     ),
@@ -331,7 +331,7 @@ def test_many_requests_share_a_buffer_for_four(scene: Scene) -> None:
     assert scene.host_blocks() == {"free": ROOM, "waiting": 0, "held": 0}
 
 
-def test_an_abort_gives_slots_back(scene: Scene) -> None:
+def test_an_abort_gives_host_blocks_back(scene: Scene) -> None:
     """Of a request that was answered and not read, one that is computed, one that waits."""
     prompts = scene.stage.prompts(6, TOKENS)
     scene.prefill.call("begin", prompts)
@@ -362,7 +362,7 @@ def test_an_abort_in_the_middle_of_a_prompt(lab: Lab) -> None:
         scene.read(scene.work([kept]))
 
 
-def test_preemption_gives_slots_back(lab: Lab) -> None:
+def test_preemption_gives_host_blocks_back(lab: Lab) -> None:
     """A request that D will read makes way for one that was there first, and starts again."""
     with Stage(lab) as stage:
         # With five blocks each they would have one too few: the null block is nobody's.
@@ -452,7 +452,7 @@ def test_in_a_multi_connector(lab: Lab) -> None:
         assert report.outcome == "identical", report
 
 
-def test_slots_are_taken_and_given_back_in_a_multi_connector(lab: Lab) -> None:
+def test_host_blocks_are_taken_and_given_back_in_a_multi_connector(lab: Lab) -> None:
     if Version("0.11.1") <= Version(lab.release) < Version("0.16"):
         pytest.skip("the release's MultiConnector hands over no handshake (0.11.1 to 0.15)")
     with Stage(lab) as stage:

@@ -167,7 +167,7 @@ def test_what_is_on_the_wire_before_the_end_is_read(world):
     assert world.is_identical()
 
 
-def test_a_failed_rounds_space_comes_back_after_a_time(world, monkeypatch):
+def test_a_failed_chunks_space_comes_back_after_a_time(world, monkeypatch):
     monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
     read = world.read(pool, Failing(world.decode, after=2))
