@@ -56,6 +56,19 @@ def make_wide_llama(folder: Path) -> Path:
     return write(folder, build)
 
 
+def make_much_kv_llama(folder: Path) -> Path:
+    """A Llama of 16 small layers with 8 heads of 128 channels: 128 KiB of KV a token in float32."""
+
+    def build(vocabulary: int) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {**SIZES, "num_hidden_layers": 16}
+        config = LlamaConfig(vocab_size=vocabulary, num_key_value_heads=8, head_dim=128, **sizes)
+        return LlamaForCausalLM(config)
+
+    return write(folder, build)
+
+
 def make_tiny_mla(folder: Path) -> Path:
     """A DeepSeek-V2 without experts: one latent of 512 + 64 channels, the one width that vLLM's
     CPU backend has a kernel for.
@@ -119,6 +132,7 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "window": make_tiny_window_llama,
     "mla": make_tiny_mla,
     "wide": make_wide_llama,
+    "much-kv": make_much_kv_llama,
     "hybrid": make_tiny_hybrid,
 }
 """Every model by its short name."""

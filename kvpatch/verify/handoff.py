@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import RequestFailed
@@ -27,11 +27,17 @@ _ASK_PREFILL: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Completion:
-    """A greedy answer; ``first_token_s`` is from sending the prompt to its first token."""
+    """A greedy answer.
+
+    Attributes:
+        first_token_s: from sending the prompt to its first token.
+        prefilled_s: from sending the prompt to the prefill engine's answer; 0 without one.
+    """
 
     token_ids: tuple[int, ...]
     text: str
     first_token_s: float = 0.0
+    prefilled_s: float = 0.0
 
 
 async def complete(
@@ -63,6 +69,7 @@ async def prefill_then_decode(
     started = time.perf_counter()
     ask = {**_request(model, token_ids, 1), "kv_transfer_params": dict(_ASK_PREFILL)}
     prefilled = await _post(client, prefill_url, ask, request_id)
+    prefilled_s = time.perf_counter() - started
     params = prefilled.get("kv_transfer_params")
     if not params:
         raise RequestFailed(
@@ -70,7 +77,8 @@ async def prefill_then_decode(
             f"found {sorted(prefilled)}; is a KV connector configured?"
         )
     body = {**_request(model, token_ids, max_tokens), "kv_transfer_params": params}
-    return await _stream(client, decode_url, body, request_id, started)
+    completion = await _stream(client, decode_url, body, request_id, started)
+    return replace(completion, prefilled_s=prefilled_s)
 
 
 def _request(model: str, token_ids: tuple[int, ...], max_tokens: int) -> dict[str, Any]:

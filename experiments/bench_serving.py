@@ -1,0 +1,353 @@
+"""Time to first token of heterogeneous pairs of real engines, beside stock's like pair.
+
+    experiments/bench_serving.sh [--pairs 32-128,64-32] [--prompts 40] [--json FILE] [--check]
+
+vLLM's servers on the CPU with a random Llama of small layers and 128 KiB of KV a token. For each
+pair four engines run at once: the pair, and a like pair of stock's, which are sent the same
+prompts by turns, so that what else the machine does is shared. Every block of all caches has been
+written to before anything is timed. "idle": nothing else is served. "busy": D decodes for four
+other clients, whose tokens a second are counted while loads come in.
+
+"first token" is from sending the prompt to P to D's first token; "of D" what passes of it after
+P's answer: the transfer, and D's step for the last token. Ratios are of the same prompt on both
+pairs, their median and the quartiles. The answers of both must be the same. With --check the exit
+status is 1 where the median first token takes more than 1.2 of the like pair's (1.05 where both
+pairs are alike), idle or busy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.engines.checkout import importable_in_engines
+from experiments.engines.models import MAKERS
+from kvpatch.cli import exit_statuses
+from kvpatch.core.errors import BadOptions, EngineFailed
+from kvpatch.verify.engine import Engine, EngineSpec
+from kvpatch.verify.handoff import Completion, events, prefill_then_decode
+from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, small_engine
+
+_TORCH_ATTENTION = (
+    "--worker-extension-cls",
+    "experiments.engines.torch_attention.TorchCacheProbe",
+)
+_CACHE_GIB = 1
+_TOKEN_BYTES = 128 * 1024
+_PROMPT_TOKENS = 600
+_ANSWER_TOKENS = 4
+_OTHERS = 4
+_OTHERS_TOKENS = 800
+#: Loads in a row while others are served, before it is the other pair's turn.
+_LOADS = 4
+_MOST, _MOST_ALIKE = 1.2, 1.05
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine: tokens of its blocks, and its layout where the backend has several."""
+
+    block_tokens: int
+    layout: str | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is held against a like pair of ``like``'s engines without kvpatch."""
+
+    name: str
+    prefill: Side
+    decode: Side
+    like: Side = Side(64)
+
+    @property
+    def most(self) -> float:
+        """The ratio that is the goal."""
+        return _MOST_ALIKE if self.prefill == self.decode == self.like else _MOST
+
+
+PAIRS = (
+    Pair("like", Side(64), Side(64)),
+    Pair("64-32", Side(64), Side(32)),
+    Pair("32-128", Side(32), Side(128)),
+    Pair("128-32", Side(128), Side(32)),
+    Pair("nhd-hnd", Side(32, "NHD"), Side(32, "HND"), Side(32, "HND")),
+)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One prompt on both pairs; seconds."""
+
+    like_first_token_s: float
+    like_of_d_s: float
+    first_token_s: float
+    of_d_s: float
+
+
+@dataclass
+class Measured:
+    """One pair; ``tokens_per_s`` are of the other clients, on the like pair's D and on its own."""
+
+    pair: str
+    most: float
+    idle: list[Load] = field(default_factory=list)
+    busy: list[Load] = field(default_factory=list)
+    like_tokens_per_s: list[float] = field(default_factory=list)
+    tokens_per_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Both:
+    """Two engines that serve together."""
+
+    prefill: Engine
+    decode: Engine
+
+
+class Prompts:
+    """Random ones, none of which is ever sent to an engine twice."""
+
+    def __init__(self, words: Sequence[int]) -> None:
+        self._words = words
+        self._random = random.Random(0)
+
+    def next(self, tokens: int = _PROMPT_TOKENS) -> tuple[int, ...]:
+        return tuple(self._random.choices(self._words, k=tokens))
+
+
+class Others:
+    """Clients of a decode engine that have nothing to do with a prefill engine."""
+
+    def __init__(self, client: httpx.AsyncClient, engine: Engine, prompts: Prompts) -> None:
+        self._client, self._engine, self._prompts = client, engine, prompts
+        self.tokens = 0
+        self._started = [asyncio.Event() for _ in range(_OTHERS)]
+
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[None]:
+        """While inside, each has an answer of its own going on."""
+        tasks = [asyncio.create_task(self._ask(number)) for number in range(_OTHERS)]
+        try:
+            await asyncio.gather(*(event.wait() for event in self._started))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _ask(self, number: int) -> None:
+        while True:
+            body = {
+                "model": self._engine.spec.model,
+                "prompt": list(self._prompts.next(8)),
+                "max_tokens": _OTHERS_TOKENS,
+                "temperature": 0,
+                "ignore_eos": True,
+                "stream": True,
+            }
+            url = f"{self._engine.url}/v1/completions"
+            async with self._client.stream("POST", url, json=body, timeout=None) as response:
+                response.raise_for_status()
+                async for _ in events(response.aiter_lines()):
+                    self.tokens += 1
+                    self._started[number].set()
+
+
+async def load(
+    client: httpx.AsyncClient, engines: Both, prompt: tuple[int, ...], tokens: int = _ANSWER_TOKENS
+) -> Completion:
+    """One prompt through a pair."""
+    model, request_id = engines.prefill.spec.model, f"bench{uuid.uuid4().hex}"
+    urls = engines.prefill.url, engines.decode.url
+    return await prefill_then_decode(client, *urls, model, prompt, tokens, request_id)
+
+
+def compared(name: str, like: Completion, own: Completion) -> Load:
+    """One load.
+
+    Raises:
+        EngineFailed: the answers differ.
+    """
+    if like.token_ids != own.token_ids:
+        raise EngineFailed(f"{name}: expected the answer {like.token_ids}, found {own.token_ids}")
+    return Load(
+        like.first_token_s,
+        like.first_token_s - like.prefilled_s,
+        own.first_token_s,
+        own.first_token_s - own.prefilled_s,
+    )
+
+
+async def idle_loads(
+    client: httpx.AsyncClient, both: tuple[Both, Both], measured: Measured, prompts: Prompts
+) -> None:
+    """One prompt on each pair, the first of them by chance."""
+    prompt, order = prompts.next(), random.sample((0, 1), 2)
+    found = {number: await load(client, both[number], prompt) for number in order}
+    measured.idle.append(compared(measured.pair, found[0], found[1]))
+
+
+async def busy_loads(
+    client: httpx.AsyncClient, both: tuple[Both, Both], measured: Measured, prompts: Prompts
+) -> None:
+    """A few prompts on each pair, while its D serves others."""
+    wanted = [prompts.next() for _ in range(_LOADS)]
+    found: dict[int, list[Completion]] = {}
+    for number in random.sample((0, 1), 2):
+        others = Others(client, both[number].decode, prompts)
+        async with others.served():
+            before, started = others.tokens, time.perf_counter()
+            found[number] = [await load(client, both[number], prompt) for prompt in wanted]
+            rate = (others.tokens - before) / (time.perf_counter() - started)
+        (measured.tokens_per_s if number else measured.like_tokens_per_s).append(rate)
+    for like, own in zip(found[0], found[1], strict=True):
+        measured.busy.append(compared(measured.pair, like, own))
+
+
+def choose(text: str | None) -> list[Pair]:
+    """The pairs of these names; all of them for None.
+
+    Raises:
+        BadOptions: there is no pair of a name.
+    """
+    names = [pair.name for pair in PAIRS]
+    asked = names if text is None else [name.strip() for name in text.split(",")]
+    if not set(asked) <= set(names):
+        raise BadOptions(f"--pairs: expected some of {', '.join(names)}, found {text!r}")
+    return [pair for pair in PAIRS if pair.name in asked]
+
+
+def spec(name: str, model: str, side: Side, *, kvpatch: bool) -> EngineSpec:
+    """One engine; those with a layout have attention in torch, which knows both."""
+    arguments = (
+        *("--block-size", str(side.block_tokens)),
+        *(_TORCH_ATTENTION if side.layout else ()),
+    )
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB)}
+    if side.layout:
+        settings["VLLM_KV_CACHE_LAYOUT"] = side.layout
+    return small_engine(name, model, "float32", arguments, True, kvpatch, tuple(settings.items()))
+
+
+async def measure(
+    pair: Pair, model: str, count: int, options: Options, console: Console
+) -> Measured:
+    """All of one pair."""
+    specs = [
+        spec(f"{pair.name}-like-prefill", model, pair.like, kvpatch=False),
+        spec(f"{pair.name}-like-decode", model, pair.like, kvpatch=False),
+        spec(f"{pair.name}-prefill", model, pair.prefill, kvpatch=True),
+        spec(f"{pair.name}-decode", model, pair.decode, kvpatch=True),
+    ]
+    measured = Measured(pair.name, pair.most)
+    async with httpx.AsyncClient() as client, running(specs, client, options, console) as engines:
+        await require_kvpatch_as_asked(client, engines)
+        prompts = Prompts(await vocabulary(client, engines[0]))
+        both = Both(engines[0], engines[1]), Both(engines[2], engines[3])
+        touching = -(-(_CACHE_GIB * 1024**3) // (_PROMPT_TOKENS * _TOKEN_BYTES)) + 2
+        with progress_bar(console) as progress:
+            task = progress.add_task(f"{pair.name}: touching", total=touching)
+            for _ in range(touching):
+                prompt = prompts.next()
+                for engines_of in both:
+                    await load(client, engines_of, prompt)
+                progress.advance(task)
+            task = progress.add_task(f"{pair.name}: idle", total=count)
+            while len(measured.idle) < count:
+                await idle_loads(client, both, measured, prompts)
+                progress.advance(task)
+            task = progress.add_task(f"{pair.name}: busy", total=count)
+            while len(measured.busy) < count:
+                await busy_loads(client, both, measured, prompts)
+                progress.advance(task, _LOADS)
+    return measured
+
+
+def ratios(loads: Sequence[Load], what: str) -> tuple[float, float, float]:
+    """(median, lower quartile, upper quartile) of a pair's share of the like pair's time."""
+    each = [getattr(one, what) / getattr(one, f"like_{what}") for one in loads]
+    lower, middle, upper = statistics.quantiles(each, n=4)
+    return middle, lower, upper
+
+
+def median_ms(loads: Sequence[Load], what: str) -> float:
+    return 1e3 * statistics.median(getattr(one, what) for one in loads)
+
+
+def missed(found: Sequence[Measured]) -> list[str]:
+    """Where the goal is not met, in words."""
+    return [
+        f"{one.pair}, D {when}: first token {ratio:.2f} of the like pair's, expected {one.most}"
+        for one in found
+        for when, loads in (("idle", one.idle), ("busy", one.busy))
+        if (ratio := ratios(loads, "first_token_s")[0]) > one.most
+    ]
+
+
+def table(found: Sequence[Measured]) -> Table:
+    """Ratios beside milliseconds."""
+    title = f"{_PROMPT_TOKENS} tokens, {_PROMPT_TOKENS * _TOKEN_BYTES / 1024**2:.0f} MiB of KV"
+    shown = Table(title=title)
+    for name in (
+        "pair", "D", "first token, ms", "like", "ratio", "of D, ms", "like", "ratio",
+        "others, tokens/s",
+    ):  # fmt: skip
+        shown.add_column(name, justify="left" if name in ("pair", "D") else "right")
+    for one in found:
+        for when, loads in (("idle", one.idle), ("busy", one.busy)):
+            row: list[Any] = [one.pair, when]
+            for what in ("first_token_s", "of_d_s"):
+                row += [f"{median_ms(loads, what):.0f}", f"{median_ms(loads, f'like_{what}'):.0f}"]
+                row.append("{:.2f} ({:.2f} to {:.2f})".format(*ratios(loads, what)))
+            if when == "busy":
+                rates = (one.tokens_per_s, one.like_tokens_per_s)
+                row.append("{:.0f} beside {:.0f}".format(*map(statistics.median, rates)))
+            shown.add_row(*row)
+    return shown
+
+
+def bench_serving(
+    pairs: Annotated[str | None, typer.Option(help="Which, by commas; all by default.")] = None,
+    prompts: Annotated[int, typer.Option(min=8, help="Of each pair, idle and busy.")] = 40,
+    results: Annotated[Path | None, typer.Option("--json", help="Write all times here.")] = None,
+    check: Annotated[bool, typer.Option(help="Exit 1 where a goal is missed.")] = False,
+    work_dir: Annotated[Path, typer.Option(help="For models and logs.")] = Path(".cache/serving"),
+) -> None:
+    """Serve pairs of engines beside stock's like pair, and compare times to first token."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    importable_in_engines()
+    with exit_statuses():
+        chosen = choose(pairs)
+        work_dir = work_dir.resolve()
+        work_dir.mkdir(parents=True, exist_ok=True)
+        model = str(MAKERS["much-kv"](work_dir / "much-kv"))
+        options = Options(work_dir=work_dir, model=model)
+        found = [asyncio.run(measure(pair, model, prompts, options, console)) for pair in chosen]
+    console.print(table(found))
+    if results is not None:
+        results.write_text(json.dumps([asdict(one) for one in found], indent=1))
+    over = missed(found)
+    console.print("\n".join(over) or "all within their goals")
+    if over and check:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(bench_serving)
