@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.plane_copies import Copy
+from kvpatch.geometry.plane_copies import Copy, CopyStrides
 from kvpatch.geometry.segments import Segments
+from kvpatch.geometry.tensor_facts import extent_bytes
 
 
 class Reach(NamedTuple):
@@ -21,6 +22,11 @@ class Reach(NamedTuple):
 
 
 def reach_of(segments: Segments) -> tuple[Reach, Reach]:
+    """(remote, local).
+
+    Raises:
+        UnplannableCopy: a segment has no tokens.
+    """
     if int(segments.tokens.min()) < 1:
         raise UnplannableCopy(
             f"expected segments of 1 token or more, found {int(segments.tokens.min())}"
@@ -60,3 +66,11 @@ def check_reach(reach: tuple[Reach, Reach], copy: Copy) -> None:
                 f"{side.end_block - 1}, tokens up to {side.end_token - 1} in a block, "
                 f"and {side.lowest} as the lowest number"
             )
+
+
+def local_end(reach: Reach, address: int, strides: CopyStrides) -> int:
+    """The address past the last byte that segments of such reach write to, from an address on."""
+    sizes = ((reach.end_block, strides.block), (reach.end_token, strides.token))
+    axes = [(size, axis.local_stride) for size, axis in sizes]
+    axes += [(axis.size, axis.local_stride) for axis in strides.inner]
+    return address + extent_bytes(axes, strides.item_bytes)

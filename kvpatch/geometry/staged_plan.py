@@ -16,7 +16,7 @@ import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.overlap import Overlap, StagedSpan
-from kvpatch.geometry.plane_copies import CopyStrides
+from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
 from kvpatch.geometry.segment_bounds import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 
@@ -38,6 +38,7 @@ class Placement:
         local_address: of its first item in the cache.
         strides: those of the buffer stand as the remote ones.
         segments: ``remote_block`` counts the spans in the buffer.
+        layers: axes of the other layers for which it stands too (``merged_placements``).
     """
 
     layer: str
@@ -45,6 +46,7 @@ class Placement:
     local_address: int
     strides: CopyStrides
     segments: Segments
+    layers: tuple[CopyAxis, ...] = ()
 
 
 @dataclass(frozen=True)

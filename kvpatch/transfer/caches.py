@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segment_bounds import Reach, local_end, reach_of
 from kvpatch.geometry.segments import Segments
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.device_copies import streams_of
@@ -81,6 +83,7 @@ class Caches:
         return query
 
     def _copy(self, staging: torch.Tensor, placements: tuple[Placement, ...]) -> None:
+        self._check_inside(placements)
         wanted = placements if self._memory is None else merged(placements)
         into = [(self._memory or self._layers[one.layer], one) for one in wanted]
         if self.device.type == "cpu":
@@ -90,6 +93,28 @@ class Caches:
             return
         # From host memory in one copy; its space is the chunk's until the event.
         place_on_device(staging.to(self.device, non_blocking=True), into)
+
+    def _check_inside(self, placements: Iterable[Placement]) -> None:
+        """Whether each writes to its own layer's allocation, as it is now.
+
+        One range of memory bounds nothing: what lies between two layers may be anybody's.
+
+        Raises:
+            UnplannableCopy: one would not.
+        """
+        reaches: dict[int, Reach] = {}
+        for one in placements:
+            reach = reaches.get(id(one.segments))
+            if reach is None:
+                reach = reaches[id(one.segments)] = reach_of(one.segments)[1]
+            storage = self._tensors[one.layer].untyped_storage()
+            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            last = local_end(reach, one.local_address, one.strides)
+            if not start <= one.local_address <= last <= end or reach.lowest < 0:
+                raise UnplannableCopy(
+                    f"expected to write to layer {one.layer!r} at {start:#x} to {end:#x}, found "
+                    f"{one.local_address:#x} to {last:#x}"
+                )
 
     def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
         """Zeroes whole tokens of one plane of a layer."""

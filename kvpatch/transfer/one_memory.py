@@ -61,8 +61,8 @@ def one_memory(tensors: Iterable[torch.Tensor]) -> Bytes | None:
 def _on_device(address: int, size_bytes: int, device: torch.device) -> Bytes | None:
     import torch
 
-    try:  # without a device to have it on: torch would copy it there
-        memory = torch.as_tensor(_Range(address, size_bytes))
+    try:  # on the device where it is, or torch would look for a default one, and copy it there
+        memory = torch.as_tensor(_Range(address, size_bytes), device=device)
     except (RuntimeError, TypeError, ValueError):
         _LOG.debug("each layer is placed by itself: torch takes no range of memory", exc_info=True)
         return None

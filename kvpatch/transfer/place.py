@@ -37,6 +37,7 @@ class Side(NamedTuple):
         offset: of the first staged or local block's pattern, in bytes.
         step: bytes from one such block to the next.
         shape, strides: of the pattern, runs apart; bytes.
+        layers: (size, bytes from layer to layer) of each axis of layers.
     """
 
     offset: int
@@ -44,6 +45,27 @@ class Side(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     numbers: Numbers
+    layers: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the axes of layers, and then of those of the blocks."""
+        return (*(size for size, _ in self.layers), *self.numbers.ids.shape)
+
+    def numbered(self) -> Side:
+        """Layers as numbers too, of a step that divides all distances.
+
+        To index a device's memory by such numbers is one launch, however far apart they are. It
+        is many where an axis reaches further than 2 GiB.
+        """
+        if not self.layers:
+            return self
+        step = gcd(self.step, *(stride for _, stride in self.layers)) or 1
+        ids = self.numbers.ids * (self.step // step)
+        for size, stride in reversed(self.layers):
+            along = np.arange(size, dtype=np.int64) * (stride // step)
+            ids = along.reshape(-1, *(1,) * ids.ndim) + ids
+        return self._replace(step=step, numbers=Numbers(ids), layers=())
 
 
 class Move(NamedTuple):
@@ -73,15 +95,17 @@ def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
         of = parts if kind.remote.ids.ndim == 1 else ()
         into = parts if kind.local.ids.ndim == 1 else ()
         apart = (kind.remote_step * theirs,), (kind.local_step * ours,)
+        layers_apart = (stride for axis in placement.layers for stride in axis[1:])
         yield Move(
             run,
-            gcd(unit, source, target, *apart[0], *apart[1]),
+            gcd(unit, source, target, *apart[0], *apart[1], *layers_apart),
             Side(
                 source,
                 strides.block.remote_stride,
                 of + shape,
                 (apart[0] if of else ()) + source_strides,
                 kind.remote,
+                tuple((axis.size, axis.remote_stride) for axis in placement.layers),
             ),
             Side(
                 target,
@@ -89,6 +113,7 @@ def moves_of(placement: Placement, cache_address: int) -> Iterator[Move]:
                 into + shape,
                 (apart[1] if into else ()) + target_strides,
                 kind.local,
+                tuple((axis.size, axis.local_stride) for axis in placement.layers),
             ),
         )
 
@@ -125,10 +150,8 @@ def place_in_host_memory(
     """
     for move in moves_of(placement, cache_address):
         item = _item(move.run_bytes, move.unit_bytes)
-        found = _view(staging, item, move.source)
-        if move.source.numbers.steps is None:
-            found = found[move.source.numbers.ids]
-        _rows(cache, item, move.target)[move.target.numbers.ids] = found
+        target = move.target.numbered()
+        _rows(cache, item, target)[target.numbers.ids] = _lots(staging, item, move.source)
 
 
 @lru_cache(_KNOWN_PATTERNS)
@@ -137,20 +160,24 @@ def _item(run_bytes: int, unit_bytes: int) -> np.dtype[Any]:
     return np.dtype(f"u{run_bytes}" if run_bytes == unit_bytes else f"V{run_bytes}")
 
 
-def _view(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
-    """The lots of a side, where they are evenly apart; else all its rows."""
+def _lots(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
+    """[layers, lots, the pattern's axes]: a view where lots are evenly apart."""
+    found: npt.NDArray[Any]
     steps = side.numbers.steps
     if steps is None:
-        return _rows(memory, item, side)
-    first = int(side.numbers.ids.flat[0])
-    found: npt.NDArray[Any] = np.ndarray(
-        side.numbers.ids.shape + side.shape,
-        item,
-        memory.data,
-        side.offset + first * side.step,
-        (*(step * side.step for step in steps), *side.strides),
-    )
+        side = side.numbered()
+        found = _rows(memory, item, side)[side.numbers.ids]
+    else:
+        first, strides = _first_and_strides(side, steps)
+        found = np.ndarray((*side.sizes, *side.shape), item, memory.data, first, strides)
     return found
+
+
+def _first_and_strides(side: Side, steps: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """(offset of the first lot, strides of layers, lots and pattern) of lots evenly apart."""
+    first = side.offset + int(side.numbers.ids.flat[0]) * side.step
+    layers = (stride for _, stride in side.layers)
+    return first, (*layers, *(step * side.step for step in steps), *side.strides)
 
 
 def _rows(memory: npt.NDArray[np.uint8], item: np.dtype[Any], side: Side) -> npt.NDArray[Any]:
@@ -168,23 +195,46 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         staging: ``uint8``, one-dimensional.
         into: each placement with the memory that it is in.
     """
-    moves = [(cache, move) for cache, one in into for move in moves_of(one, cache.address)]
-    numbers = [move.target.numbers for _, move in moves]
-    numbers += [move.source.numbers for _, move in moves if move.source.numbers.steps is None]
+    moves = [
+        (cache.memory, move, _numbered_source(move.source), move.target.numbered())
+        for cache, one in into
+        for move in moves_of(one, cache.address)
+    ]
+    numbers = [target.numbers for _, _, _, target in moves]
+    numbers += [source.numbers for _, _, source, _ in moves if source.numbers.steps is None]
     indices = _uploaded(numbers, staging.device)
-    for (_, cache), move in moves:
-        source, target = move.source, move.target
+    for memory, move, source, target in moves:
         steps = source.numbers.steps
         if steps is None:
-            found = _strided(staging, move, source, (source.numbers.end,), (source.step,))
+            found = _strided(staging, move, source.offset, *_all_rows(source))
             found = found[indices[id(source.numbers)]]
         else:
-            offset = source.offset + int(source.numbers.ids.flat[0]) * source.step
-            apart = tuple(step * source.step for step in steps)
-            lots = source.numbers.ids.shape
-            found = _strided(staging, move, source._replace(offset=offset), lots, apart)
-        rows = _strided(cache, move, target, (target.numbers.end,), (target.step,))
-        rows[indices[id(target.numbers)]] = found
+            first, strides = _first_and_strides(source, steps)
+            found = _strided(staging, move, first, (*source.sizes, *source.shape), strides)
+        rows = _strided(memory, move, target.offset, *_all_rows(target))
+        _set_rows(rows, target.numbers, indices, found)
+
+
+def _numbered_source(source: Side) -> Side:
+    return source.numbered() if source.numbers.steps is None else source
+
+
+def _all_rows(side: Side) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, strides) of [slot or block, the pattern's axes], up to the last that is asked for."""
+    return (side.numbers.end, *side.shape), (side.step, *side.strides)
+
+
+def _set_rows(
+    rows: torch.Tensor, numbers: Numbers, indices: dict[int, torch.Tensor], found: torch.Tensor
+) -> None:
+    import torch
+
+    if not torch.are_deterministic_algorithms_enabled():
+        rows[indices[id(numbers)]] = found
+        return
+    # It would copy all rows elsewhere and back, those of other requests too.
+    for place, number in np.ndenumerate(numbers.ids):
+        rows[int(number)].copy_(found[place])
 
 
 def _uploaded(numbers: Sequence[Numbers], device: torch.device) -> dict[int, torch.Tensor]:
@@ -203,19 +253,15 @@ def _uploaded(numbers: Sequence[Numbers], device: torch.device) -> dict[int, tor
 
 
 def _strided(
-    memory: torch.Tensor,
-    move: Move,
-    side: Side,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
+    memory: torch.Tensor, move: Move, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> torch.Tensor:
-    """[staged or local blocks, the pattern's axes, units of a run], as a view in units."""
+    """[..., units of a run], as a view of memory in units; ``offset`` and ``strides`` in bytes."""
     unit = move.unit_bytes
     return _in_units(memory, unit).as_strided(
-        (*shape, *side.shape, move.run_bytes // unit),
-        (*(stride // unit for stride in (*strides, *side.strides)), 1),
+        (*shape, move.run_bytes // unit),
+        (*(stride // unit for stride in strides), 1),
         # Counted from the start of the storage, of which this memory may be a part.
-        (memory.storage_offset() + side.offset) // unit,
+        (memory.storage_offset() + offset) // unit,
     )
 
 
