@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
 _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
 # How long a sample of P's blocks may take to come and be compared.
-PROOF_SECONDS = 2.0
+PROOF_SECONDS = 5.0
 _NOTHING_PROVEN = "D computes P's prompts: nothing of P's is proven"
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
