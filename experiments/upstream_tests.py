@@ -283,7 +283,7 @@ class Runner:
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(_HERE),
+            "PYTHONPATH": f"{_HERE}:{_HERE.parent}",
         }
         if side == "on":
             own["ENABLE_KVPATCH"] = "true"

@@ -469,6 +469,8 @@ def test_a_peer_of_more_blocks_than_can_be_prepared_for_is_refused():
     with pytest.raises(PeerRefused, match="are the most"):
         check_descriptors(worker, NEWEST, _metadata(region_num_blocks=[1, 1 << 40]))
     check_descriptors(SimpleNamespace(num_blocks=1 << 22), NEWEST, _metadata(blocks=1 << 25))
+    # vLLM's own tests shake hands with a worker that has registered nothing.
+    check_descriptors(SimpleNamespace(), NEWEST, _metadata(blocks=1 << 10))
 
 
 def test_a_peer_smaller_than_a_block_of_ours_is_refused():

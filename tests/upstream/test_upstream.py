@@ -24,6 +24,7 @@ _RELEASE = "0.32.0"
 #: Of that release, by file.
 _TESTS = {
     "test_nixl_desc_geometry.py": 220,
+    "test_nixl_push_connector.py": 92,
     "test_tp_mapping.py": 26,
     "test_remote_decode_lifecycle.py": 4,
     "test_remote_prefill_lifecycle.py": 16,

@@ -137,6 +137,8 @@ def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
     regions = len(metadata.kv_caches_base_addr)
     has_counts = "region_num_blocks" in facts.agent_metadata and metadata.region_num_blocks
     found = sum(metadata.region_num_blocks) if has_counts else metadata.num_blocks * regions
+    if found <= _DESCRIPTORS:
+        return
     most = max(_DESCRIPTORS, _TIMES_OWN * worker.num_blocks * regions)
     if found > most:
         raise PeerRefused(
