@@ -1,10 +1,13 @@
-"""How long a request is planned, against the number of blocks: python experiments/bench_plan.py
+"""How long a request is planned, against the number of blocks.
+
+    python experiments/bench_plan.py [--blocks 10 100 1000 4000] [--json FILE] [--check]
 
 As a worker plans: where two caches cross is known, once for a peer ("peer"). "direct" is all
 runs of a read that goes straight to its place; "staged" is all chunks of one through the pool,
 which are planned one by one while others are on their way, and "first" what it takes to the
 first of them. Milliseconds: the median, and of direct plans the first of its kind, which costs
-more where the allocator gets memory for the first time.
+more where the allocator gets memory for the first time. "by itself" is the way that a worker in
+host memory chooses; --check judges what that takes to its first post, for 1,000 blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
-LAYERS = 32
+LAYERS = 80
 HEADS = 8
 CHANNELS = 128
 ITEM_BYTES = 2

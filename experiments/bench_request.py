@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
-from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.direct_plan import plan_parts, plan_runs
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
@@ -191,10 +191,8 @@ def in_thread(
         share = Share(pair_blocks(*blocks, 0, BLOCKS * TOKENS), overlaps)
         is_direct(overlaps[0], share.segments, HOST_MEMORY)
 
-        def plan() -> Plan:
-            copies = [copy for overlap in overlaps for copy in overlap.copies]
-            return plan_runs([] if is_staged else [(share.segments, copies)])
-
+        copies = [copy for overlap in overlaps for copy in overlap.copies]
+        plan = plan_parts([] if is_staged else [(share.segments, copies)])
         chunks = plan_chunks([share] if is_staged else [], lambda: pool.chunk_bytes(is_paced=True))
         read = BackgroundRead(
             StagedRead(agent, pool, caches, pair.ends, b"", plan, chunks, is_paced=True), thread

@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from bench_transfer import GQA, Decode, Pair, Setup, prefill_side
+from goals import Goal, are_met
 from rich.console import Console
 from rich.table import Table
 
@@ -38,9 +39,6 @@ from kvpatch.transfer.own_read import OwnRead
 PERIODS_MS = (5, 20, 50)
 AT_ONCE = 4
 PAIR = Pair(GQA, "LBNHC", 16, "LBHNC", 16)
-GOAL_OF_LOOKING = 0.9
-GOAL_STEP_MS = 0.3
-GOAL_LONGEST_MS = 2.0
 
 
 @dataclass
@@ -180,22 +178,13 @@ def show(rows: list[Row], console: Console) -> None:
     console.print(table)
 
 
-def is_met(rows: list[Row], console: Console) -> bool:
-    """Prints goal beside result; whether all are met."""
+def goals(rows: list[Row]) -> list[Goal]:
     own = [row for row in rows if row.driven_by == "thread" and row.period_ms]
-    found = (
-        ("least throughput of looking", min(row.of_looking for row in own), GOAL_OF_LOOKING, True),
-        ("look ms, 99 %", max(row.look_p99_ms for row in own), GOAL_STEP_MS, False),
-        ("longest look ms", max(row.look_longest_ms for row in own), GOAL_LONGEST_MS, False),
-    )
-    table = Table("goal", "wanted", "found", "")
-    are_met = []
-    for name, value, goal, is_least in found:
-        are_met.append(value >= goal if is_least else value <= goal)
-        sign = ">=" if is_least else "<="
-        table.add_row(name, f"{sign} {goal}", f"{value:.2f}", "met" if are_met[-1] else "missed")
-    console.print(table)
-    return all(are_met)
+    return [
+        Goal("least throughput of looking", min(row.of_looking for row in own), 0.9, is_least=True),
+        Goal("look ms, 99 %", max(row.look_p99_ms for row in own), 0.3),
+        Goal("longest look ms", max(row.look_longest_ms for row in own), 2.0),
+    ]
 
 
 def main() -> None:
@@ -224,7 +213,7 @@ def main() -> None:
     setup.thread.stop()
     ours.send(None)
     prefill.join()
-    if options.check and not is_met(rows, console):
+    if options.check and not are_met(goals(rows), console):
         sys.exit(1)
 
 

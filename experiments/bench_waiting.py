@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.agent_gate import AgentGate
@@ -35,7 +34,6 @@ GOAL_MS = 1.0
 GOAL_READS = 1000
 CHUNK_BYTES = 1024
 DRAM = Memory("DRAM")
-_NOTHING = np.empty(0, dtype=np.int64)
 
 
 class _Nixl:
@@ -95,7 +93,7 @@ def step_ms(count: int, peers: int, steps: int, *, in_thread: bool) -> float:
             _Caches(),
             Ends(DRAM, DRAM, f"peer {number % peers}"),
             b"",
-            Plan(*(_NOTHING,) * 3),
+            (),
             rounds(),
             is_paced=in_thread,
         )

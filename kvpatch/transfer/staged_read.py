@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
@@ -69,9 +69,8 @@ class StagedRead(OwnRead):
     told to cancel may still be written.
 
     Args:
-        direct: what goes straight to its place; may have no runs. Where it is a function, it
-            is called when the read begins.
-        chunks: what goes through the pool, made as it is needed.
+        direct: what goes straight to its place, and
+        chunks: what goes through the pool; both are made as they are needed.
         caches: where chunks are placed.
         is_paced: it is driven by the progress thread: each post is short, and each call of
             :meth:`advance` makes one.
@@ -84,7 +83,7 @@ class StagedRead(OwnRead):
         caches: Placer,
         ends: Ends,
         notification: bytes,
-        direct: Plan | Callable[[], Plan],
+        direct: Iterable[Plan],
         chunks: Iterator[Chunk],
         *,
         is_paced: bool = False,
@@ -448,7 +447,7 @@ class StagedRead(OwnRead):
         addresses = runs.take(limit)
         self._launch(prepare_read(self._nixl, self._ends, *addresses), None, None)
         if runs.is_over:
-            self._unposted.runs = None
+            self._unposted.next_runs()
         return True
 
     def _post_chunk(self) -> bool:

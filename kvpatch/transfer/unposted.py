@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from kvpatch.geometry.staged_plan import Chunk
 
 #: Of one post, so that the engine's own calls of NIXL wait for few.
 _MOST_RUNS = 8192
+#: NIXL spreads a post of so many over the threads that a release asks it for, and reads a smaller
+#: one in the thread that posts, where the transport reads by itself (shared memory does).
+SPREAD_RUNS = 1024
 
 
 class Unposted:
@@ -21,12 +24,12 @@ class Unposted:
         direct, chunks: as for :class:`kvpatch.transfer.staged_read.StagedRead`.
 
     Attributes:
-        runs: those left that go straight to their places; None where none are.
+        runs: the next ones that go straight to their places; None where none are left.
         chunk: the next one; None where none is left.
     """
 
-    def __init__(self, direct: Plan | Callable[[], Plan], chunks: Iterator[Chunk]) -> None:
-        self._direct = direct
+    def __init__(self, direct: Iterable[Plan], chunks: Iterator[Chunk]) -> None:
+        self._direct = iter(direct)
         self._chunks = chunks
         self.runs: DirectRuns | None = None
         self.chunk: Chunk | None = None
@@ -37,11 +40,14 @@ class Unposted:
         return self.chunk is not None or self.runs is not None
 
     def plan(self) -> None:
-        """Plans what goes straight to its place, and the first chunk."""
-        direct = self._direct() if callable(self._direct) else self._direct
-        if len(direct):
-            self.runs = DirectRuns(direct)
+        """Plans the first runs that go straight to their places, and the first chunk."""
+        self.next_runs()
         self.next_chunk()
+
+    def next_runs(self) -> None:
+        """Goes on to the next runs."""
+        found = next((plan for plan in self._direct if len(plan)), None)
+        self.runs = None if found is None else DirectRuns(found)
 
     def next_chunk(self) -> None:
         """Goes on to the next chunk."""
@@ -49,7 +55,8 @@ class Unposted:
 
     def clear(self) -> None:
         """Nothing is left."""
-        self.chunk, self._chunks, self.runs = None, iter(()), None
+        self._direct, self._chunks = iter(()), iter(())
+        self.runs = self.chunk = None
 
 
 class DirectRuns:
@@ -69,12 +76,15 @@ class DirectRuns:
         """(remote address, local address, bytes) of the next runs; one at least.
 
         Args:
-            most_bytes: that they come to together; None for all that is left.
+            most_bytes: that they come to together; up to four times as many where that makes
+                them enough to be spread. None for all that is left.
         """
         first, end = self._first, len(self._plan)
         if most_bytes is not None:
             begun = int(self._end_bytes[first - 1]) if first else 0
-            last = int(np.searchsorted(self._end_bytes, begun + most_bytes, side="right"))
+            last = self._end_within(begun + most_bytes)
+            if last < (many := first + SPREAD_RUNS) <= self._end_within(begun + 4 * most_bytes):
+                last = many
             end = max(first + 1, min(last, first + _MOST_RUNS))
         self._first = end
         part = slice(first, end)
@@ -83,3 +93,7 @@ class DirectRuns:
             self._plan.local_address[part],
             self._plan.length[part],
         )
+
+    def _end_within(self, end_bytes: int) -> int:
+        """How many runs come to so many bytes, counted from the plan's first."""
+        return int(np.searchsorted(self._end_bytes, end_bytes, side="right"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 import wrapt
 
-from kvpatch.geometry.direct_plan import plan_runs
+from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.segments import BlockList, pair_blocks
@@ -71,12 +72,12 @@ class World:
         least = max(overlap.staged_bytes for overlap in overlaps)
         chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes()))
         caches = Caches(dict.fromkeys(layers, target))
-        plan = plan_runs([])
+        direct: Iterator[Plan] = iter(())
         if how.pop("is_direct", False):
             copies = [copy for overlap in overlaps for copy in overlap.copies]
-            plan, chunks = plan_runs([(segments, copies)]), iter(())
+            direct, chunks = plan_parts([(segments, copies)]), iter(())
         return StagedRead(
-            agent or self.decode, pool, caches, self.ends, b"done", plan, chunks, **how
+            agent or self.decode, pool, caches, self.ends, b"done", direct, chunks, **how
         )
 
     def pool(self, size_bytes: int) -> StagingPool:

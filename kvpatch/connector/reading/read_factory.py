@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class ReadFactory:
         nixl: Any,
         ends: Ends,
         notification: bytes,
-        direct: Plan | Callable[[], Plan],
+        direct: Iterable[Plan],
         staged: Sequence[Share],
         request: ReadRequest,
         lifetime: Lifetime,
@@ -57,7 +57,7 @@ class ReadFactory:
         Args:
             nixl: the engine's agent.
             notification: what the peer is told after the last byte.
-            direct: goes straight to its place; planned when the read begins.
+            direct: goes straight to its place; planned once the read has begun.
             staged: goes through the pool.
             lifetime: of the peer's blocks.
         """

@@ -9,9 +9,10 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +36,7 @@ from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tail
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
-from kvpatch.geometry.direct_plan import Plan, plan_runs
+from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import Int64Array, kernel_blocks
@@ -238,28 +239,25 @@ class Reader:
 
         lifetime = self.leases.lifetime(reading.request)
 
-        def read(direct: Plan | Callable[[], Plan], staged: Sequence[Share]) -> OwnRead:
+        def read(direct: Iterable[Plan], staged: Sequence[Share]) -> OwnRead:
             return self._reads.read(
                 nixl, ends, notification, direct, staged, reading.request, lifetime
             )
 
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
-            return read(Plan(*whole), ())
+            return read((Plan(*whole),), ())
         if reading.tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.request)
             reading.tails_left = False
         direct, staged = self._split(shares)
         states = states_plan(self.groups, metadata, reading.request, self._states, rank.states)
 
-        def plan() -> Plan:
-            pairs = (
-                (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
-                for share in direct
-            )
-            return plan_runs(pairs).plus(states)
-
-        return read(plan, staged)
+        pairs = (
+            (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
+            for share in direct
+        )
+        return read(chain(plan_parts(pairs), (states,)), staged)
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

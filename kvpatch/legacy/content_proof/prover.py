@@ -22,15 +22,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpatch.connector.handshake.possible_geometries import GeometryName
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import KvpatchError, NotProven
 from kvpatch.core.text import one_line, shown
-from kvpatch.geometry.direct_plan import Plan
 from kvpatch.legacy.content_proof.compare import (
     blocks_showing_layout,
     chunks_seen,
@@ -61,8 +57,6 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 _MOST_SAMPLES = 8
 #: More of a peer's blocks than this are not read for a proof.
 SAMPLE_BYTES = 16 * 1024**2
-
-_NONE: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass
@@ -233,9 +227,8 @@ class ContentProver(AmbiguousPeers):
 
         memory = next(iter(candidates.values())).planes[0].memory
         ends = Ends(self._ours.memory, memory, agent)
-        nothing = Plan(*(_NONE,) * 3)
         landing = iter((landed.chunk,))
-        read = StagedRead(nixl, self._pool, landed, ends, notification, nothing, landing)
+        read = StagedRead(nixl, self._pool, landed, ends, notification, (), landing)
         read.start()
         self._probes.append(
             _Probe(engine_id, peer, candidates, request_id, read, landed, chunks, notify)
