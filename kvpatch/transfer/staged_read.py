@@ -20,6 +20,7 @@ from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.read_times import Metered, ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool, Turn
 from kvpatch.transfer.telemetry import Tally, Telemetry
 from kvpatch.transfer.unposted import DirectRuns, Unposted
@@ -122,6 +123,8 @@ class StagedRead(OwnRead):
         )
         #: Of what is read; nothing is asked for after it.
         self.lifetime: Lifetime | None = None
+        #: Counts what is read.
+        self.metered = Metered(ReadTimes(), None)
         self._after: Any = None
         #: When the first transfer was posted.
         self._began: float | None = None
@@ -149,6 +152,7 @@ class StagedRead(OwnRead):
         if self._is_late():
             self._expire()
             return
+        self.metered.begin()
         try:
             self._unposted.plan()
             if not self._unposted.is_any:
@@ -262,6 +266,7 @@ class StagedRead(OwnRead):
             Exception: NIXL's, where that cannot be cancelled.
         """
         self._is_void = True
+        self.metered.end(is_well=False)
         self._stop()
         if self._placing:
             self._caches.settle()
@@ -342,6 +347,7 @@ class StagedRead(OwnRead):
         if self._is_paced and self._began is not None:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
+        self.metered.end(is_well=self.outcome == "DONE")
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""
@@ -392,8 +398,11 @@ class StagedRead(OwnRead):
             self._pool.give(flight.space)
             return
         memory = self._pool.memory(flight.space)
+        came = time.monotonic()
         try:
             is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
+            if is_placed():
+                self.metered.copy_seconds += time.monotonic() - came
         except self._errors:
             self._fail()
             self._caches.settle()
@@ -444,8 +453,9 @@ class StagedRead(OwnRead):
         if self._is_paced and len(self._flights) >= _MOST_DIRECT_FLIGHTS:
             return False
         limit = _MOST_DIRECT_BYTES if self._is_paced else None
-        addresses = runs.take(limit)
-        self._launch(prepare_read(self._nixl, self._ends, *addresses), None, None)
+        remote, local, length = runs.take(limit)
+        self.metered.post(length.size, int(length.sum()), is_direct=True)
+        self._launch(prepare_read(self._nixl, self._ends, remote, local, length), None, None)
         if runs.is_over:
             self._unposted.next_runs()
         return True
@@ -475,6 +485,7 @@ class StagedRead(OwnRead):
         except self._errors:
             self._pool.give(space)
             raise
+        self.metered.post(chunk.length.size, int(chunk.length.sum()), is_direct=False)
         self._launch(handle, chunk, space)
         self._unposted.next_chunk()
         return True

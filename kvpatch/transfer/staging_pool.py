@@ -123,12 +123,15 @@ class StagingPool:
         self._lost: deque[_Lost] = deque()
         self._retired: _Retired | None = None
         self._spare: torch.Tensor | None = None
+        self._is_aside = False
         #: Where those are put who have become the first of their peer, if somebody takes them out.
         self.called: deque[object] | None = None
 
     def aside(self, size_bytes: int) -> StagingPool:
         """Another one of the same kind of memory, for what must not wait in this one."""
-        return StagingPool(size_bytes, self._make)
+        pool = StagingPool(size_bytes, self._make)
+        pool._is_aside = True
+        return pool
 
     @property
     def size_bytes(self) -> int:
@@ -236,7 +239,8 @@ class StagingPool:
             spare, self._spare = self._spare, None
             return spare
         buffer = self._make(self.size_bytes)
-        _LOG.info("staging pool of %d bytes made and registered", self.size_bytes)
+        level = logging.DEBUG if self._is_aside else logging.INFO
+        _LOG.log(level, "staging pool of %d bytes made and registered", self.size_bytes)
         return buffer
 
     def _is_replaced(self, size_bytes: int) -> bool:

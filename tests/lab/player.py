@@ -575,6 +575,19 @@ class Player(Engine):
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
 
+    def measured(self, seconds: float) -> str:
+        """Whether kvpatch has measured what reads take here: ``never``, ``not yet``, ``yes``."""
+        readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
+        probes = [None if reader is None else reader.ways.probe for reader in readers]
+        if all(probe is None for probe in probes):
+            return "never"
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if all(probe is not None and probe.costs is not None for probe in probes):
+                return "yes"
+            time.sleep(_POLL_SECONDS)
+        return "not yet"
+
     def age_peers(self) -> None:
         """Has the release think that it has not heard of its peers for long (from 0.24)."""
         for connector in self.workers:

@@ -11,6 +11,7 @@ from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.plane_copies import missing_heads
+from kvpatch.transfer.read_times import ReadTimes
 
 
 @dataclass
@@ -41,10 +42,12 @@ class Peer:
 
     Attributes:
         missing: a head of ours that none of the ranks holds, in words.
+        times: what reads from it took; forgotten with it.
     """
 
     ranks: dict[int, RemoteRank] = field(default_factory=dict)
     missing: str | None = None
+    times: ReadTimes = field(default_factory=ReadTimes)
 
     def add(self, rank: RemoteRank, local: Sequence[Plane]) -> None:
         """Books a rank, and what is still missing of our planes."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.geometry.direct_plan import Plan
@@ -15,6 +15,7 @@ from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
@@ -28,6 +29,18 @@ class Progress:
     agent: Any
 
 
+class Wanted(NamedTuple):
+    """What is to be read.
+
+    Attributes:
+        direct: goes straight to its place; planned once the read has begun.
+        staged: goes through the pool.
+    """
+
+    direct: Iterable[Plan]
+    staged: Sequence[Share]
+
+
 @dataclass(frozen=True)
 class ReadFactory:
     """Of one worker.
@@ -36,30 +49,31 @@ class ReadFactory:
         pool: where staged reads land.
         caches: where they are placed.
         progress: None where reads go on in the engine's steps.
+        stopwatch: of all reads.
     """
 
     pool: StagingPool
     caches: Caches | StoragelessCaches
     progress: Progress | None
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def read(
         self,
         nixl: Any,
         ends: Ends,
         notification: bytes,
-        direct: Iterable[Plan],
-        staged: Sequence[Share],
+        wanted: Wanted,
         request: ReadRequest,
         lifetime: Lifetime,
+        times: ReadTimes,
     ) -> OwnRead:
         """A read that is not started.
 
         Args:
             nixl: the engine's agent.
             notification: what the peer is told after the last byte.
-            direct: goes straight to its place; planned once the read has begun.
-            staged: goes through the pool.
             lifetime: of the peer's blocks.
+            times: of the peer's reads, this one's too.
         """
         is_paced = self.progress is not None
         read = StagedRead(
@@ -68,11 +82,12 @@ class ReadFactory:
             self.caches,
             ends,
             notification,
-            direct,
-            plan_chunks(staged, lambda: self.pool.chunk_bytes(is_paced=is_paced)),
+            wanted.direct,
+            plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced)),
             is_paced=is_paced,
         )
         read.lifetime = lifetime
+        read.metered = Metered(times, self.stopwatch if is_paced else None)
         own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
         own.owner = request
         return own

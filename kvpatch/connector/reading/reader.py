@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -28,16 +28,15 @@ from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
+from kvpatch.connector.reading.chosen_ways import ChosenWays
 from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
-from kvpatch.connector.reading.read_factory import Progress, ReadFactory
+from kvpatch.connector.reading.read_factory import Progress, ReadFactory, Wanted
 from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
-from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
 from kvpatch.geometry.direct_plan import Plan, plan_parts
-from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import Int64Array, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
@@ -85,6 +84,7 @@ class Reader:
 
     Attributes:
         ambiguous_peers: of peers whose handshakes leave something open.
+        ways: what goes straight to its place, and what through the pool.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Reader:
             caches = Caches({name: tensors[name] for name in self._layers})
         self._caches = caches
         self._reads = ReadFactory(pool, caches, progress)
+        self.ways = ChosenWays(mode, pool, caches.device, progress)
         self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
         self.ambiguous_peers = AmbiguousPeers()
         self.context: RequestContext | None = None
@@ -145,6 +146,7 @@ class Reader:
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
         self._book(self.peers, rank)
+        self.ways.measure(self.ours.memory)
 
     def admit_like(self, engine_id: str) -> None:
         """Books a rank of a peer like us, which the release reads."""
@@ -240,8 +242,9 @@ class Reader:
         lifetime = self.leases.lifetime(reading.request)
 
         def read(direct: Iterable[Plan], staged: Sequence[Share]) -> OwnRead:
+            wanted, times = Wanted(direct, staged), reading.peer.times
             return self._reads.read(
-                nixl, ends, notification, direct, staged, reading.request, lifetime
+                nixl, ends, notification, wanted, reading.request, lifetime, times
             )
 
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
@@ -250,7 +253,7 @@ class Reader:
         if reading.tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.request)
             reading.tails_left = False
-        direct, staged = self._split(shares)
+        direct, staged = self.ways.split(shares, reading.peer.times, metadata.engine_id)
         states = states_plan(self.groups, metadata, reading.request, self._states, rank.states)
 
         pairs = (
@@ -340,33 +343,6 @@ class Reader:
             ours.pool.address + local * ours.pool.block_bytes,
             np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
         )
-
-    def _split(self, shares: Sequence[Share]) -> tuple[list[Share], list[Share]]:
-        """What goes straight to its place, and what goes through the pool."""
-        direct: list[Share] = []
-        staged: list[Share] = []
-        for share in shares:
-            if not len(share.segments):
-                continue
-            straight: list[Overlap] = []
-            rest: list[Overlap] = []
-            known: dict[Any, bool] = {}  # layers that are strided alike are judged once
-            for overlap in share.overlaps:
-                if overlap.shape not in known:
-                    known[overlap.shape] = self._is_direct(overlap, share)
-                (straight if known[overlap.shape] else rest).append(overlap)
-            for overlaps, kind in ((straight, direct), (rest, staged)):
-                if overlaps:
-                    kind.append(replace(share, overlaps=tuple(overlaps)))
-        return direct, staged
-
-    def _is_direct(self, overlap: Overlap, share: Share) -> bool:
-        if self.mode != "auto":
-            return self.mode == "direct"
-        if overlap.staged_bytes > self.pool.size_bytes:
-            return True
-        costs = HOST_MEMORY if self._caches.device.type == "cpu" else DEVICE_MEMORY
-        return is_direct(overlap, share.segments, costs)
 
     def _zero_tails(self, request: ReadRequest) -> None:
         for layers, tail in tails_of(self.ours, self.groups, request):
