@@ -4,10 +4,10 @@
 
 Planning alone, which is what of ours depends on the length: NIXL and the network have their own
 costs beside it. A prompt of 1 thousand to 1 million tokens, of 32 layers with 8 heads, in blocks
-of 16 tokens, scattered: "first" is from the ids of its blocks to the first chunk or run that could
-be posted, "all" to the last one, and "MiB" what was held at the peak meanwhile (tracemalloc, which
-counts numpy's arrays). A worker plans the chunks of a staged read one by one, so that it never
-holds them all. "per thousand tokens" is flat where cost is linear.
+of 16 tokens, scattered: "first" is from the ids of its blocks to the first chunk or runs that could
+be posted, "all" to the last ones, and "MiB" what was held at the peak meanwhile (tracemalloc, which
+counts numpy's arrays). A worker plans both in parts, one by one, so that it never holds them
+all. "per thousand tokens" is flat where cost is linear.
 
 Peers: what a worker works out once for each peer of another layout, 1 to 64 of them, and keeps.
 """
@@ -31,6 +31,7 @@ LENGTHS = (1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000)
 PEERS = (1, 4, 16, 64)
 #: Same layout, larger blocks at P; and another layout.
 DIRECT, STAGED = PAIRS[4], PAIRS[5]
+LAYERS = 32
 _MIB = 1024**2
 
 
@@ -65,23 +66,23 @@ def peak_of(work: Callable[[], object]) -> int:
 
 def staged(tokens: int) -> Prompt:
     """A read through the pool."""
-    request = Request(STAGED, tokens // STAGED.local_tokens)
+    request = Request(STAGED, tokens // STAGED.local_tokens, LAYERS)
     _, first, last = min((request.staged() for _ in range(3)), key=lambda found: found[2])
     return Prompt("staged", tokens, first, last, peak_of(request.staged))
 
 
 def direct(tokens: int) -> Prompt:
-    """A read that goes straight to its place: all runs are planned before the first is posted."""
-    request = Request(DIRECT, tokens // DIRECT.local_tokens)
-    seconds = min(request.direct()[1] for _ in range(3))
-    return Prompt("direct", tokens, seconds, seconds, peak_of(request.direct))
+    """A read that goes straight to its place."""
+    request = Request(DIRECT, tokens // DIRECT.local_tokens, LAYERS)
+    _, first, last = min((request.direct() for _ in range(3)), key=lambda found: found[2])
+    return Prompt("direct", tokens, first, last, peak_of(request.direct))
 
 
 def peers(count: int) -> Peers:
     """What is worked out when hands are shaken."""
-    seconds = sum(Request(STAGED, 16).peer_seconds for _ in range(count))
+    seconds = sum(Request(STAGED, 16, LAYERS).peer_seconds for _ in range(count))
     tracemalloc.start()
-    kept = [Request(STAGED, 16) for _ in range(count)]
+    kept = [Request(STAGED, 16, LAYERS) for _ in range(count)]
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     return Peers(len(kept), seconds, held)
@@ -89,7 +90,7 @@ def peers(count: int) -> Peers:
 
 def tables(prompts: list[Prompt], found: list[Peers]) -> tuple[Table, Table]:
     """By length, and by peers."""
-    lengths = Table(title="prompts, 32 layers")
+    lengths = Table(title=f"prompts, {LAYERS} layers")
     for name in ("way", "tokens", "first, ms", "all, ms", "ms per thousand tokens", "MiB"):
         lengths.add_column(name, justify="left" if name == "way" else "right")
     for one in prompts:
