@@ -57,6 +57,8 @@ from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
 _COPY_BYTES = 4 * 1024**2
+#: How often a loop looks that does nothing else, without taking a processor for it.
+_LOOK_SECONDS = 1e-3
 POOL_BYTES = 256 * 1024**2
 #: vLLM's default from 0.11.1 on (8 on 0.11.0, NIXL's own before).
 THREADS = 4
@@ -340,7 +342,7 @@ class Setup:
         read = self.background(is_direct=is_direct)
         read.start()
         while (state := read.state()) == "PROC":
-            time.sleep(1e-4)
+            time.sleep(_LOOK_SECONDS)
         if state != "DONE":
             raise RuntimeError(f"a read ended as {state}")
         return read.telemetry().descCount, 0.0
