@@ -1,0 +1,140 @@
+"""Rows of docs/data from what the benchmarks write with --json."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Raw = Any
+"""What a benchmark has written, read back."""
+
+
+class Made(NamedTuple):
+    """A table of docs/data."""
+
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+
+
+def transfer(raw: Raw) -> Made:
+    """A row for each pair: what stock reads between like engines, and both of our ways."""
+    ways: dict[str, dict[str, Any]] = {}
+    for row in raw:
+        ways.setdefault(row["pair"], {})[row["way"].removesuffix(" (auto)")] = row
+    rows = []
+    for pair, found in ways.items():
+        stock, direct, staged = (found[way] for way in ("stock, both like P", "direct", "staged"))
+        chosen = "direct" if direct["way"].endswith("(auto)") else "staged"
+        rows.append(
+            [
+                pair, f"{stock['gb_per_second']:.1f}", f"{direct['gb_per_second']:.1f}",
+                f"{staged['gb_per_second']:.1f}", chosen, f"{found[chosen]['of_like_p']:.2f}",
+                f"{staged['of_bound']:.2f}",
+                f"{staged['working_seconds'] * 1e3:.0f} + {staged['waiting_seconds'] * 1e3:.0f}",
+            ]
+        )  # fmt: skip
+    columns = ("P → D", "stock, like engines, GB/s", "direct", "staged", "read as",
+               "of stock's", "staged, of its bound", "staged: works + waits, ms")  # fmt: skip
+    return Made(columns, rows)
+
+
+def direct(raw: Raw) -> Made:
+    """A row for each size of runs."""
+    rows = [
+        [
+            f"{row['run_bytes'] // 1024:,} KiB", f"{row['runs']:,}",
+            f"{row['prepared_seconds'] * 1e3:.0f}", f"{row['anew_seconds'] * 1e3:.0f}",
+            f"{row['kvpatch_seconds'] * 1e3:.0f}", f"{row['anew_of_prepared']:.2f}",
+            f"{row['kvpatch_of_prepared']:.2f}",
+        ]
+        for row in raw
+    ]  # fmt: skip
+    columns = ("a run", "runs", "prepared once, ms", "made anew, ms", "kvpatch, ms",
+               "speed of prepared ones: anew", "kvpatch")  # fmt: skip
+    return Made(columns, rows)
+
+
+def plan(raw: Raw) -> Made:
+    """A row for each pair, of 1,000 blocks."""
+
+    def ms(row: Mapping[str, float], name: str) -> str:
+        return f"{row[name] * 1e3:.1f}"
+
+    rows = [
+        [
+            row["pair"], f"{row['runs']:,}", ms(row, "direct_first_seconds"),
+            ms(row, "direct_all_seconds"), ms(row, "staged_first_seconds"),
+            ms(row, "staged_all_seconds"), "direct" if row["is_direct"] else "staged",
+        ]
+        for row in raw
+        if row["blocks"] == 1000
+    ]  # fmt: skip
+    columns = ("P → D", "runs of a direct read", "direct, to the first runs, ms", "all",
+               "staged, to the first chunk, ms", "all", "read as")  # fmt: skip
+    return Made(columns, rows)
+
+
+def steps(raw: Raw) -> Made:
+    """A row for each loop."""
+    rows = [
+        [
+            f"{row['loop']} {row['period_ms']} ms" if row["period_ms"] else row["loop"],
+            row["driven_by"], f"{row['gb_per_second']:.2f}", f"{row['look_p99_ms']:.2f}",
+            f"{row['look_longest_ms']:.1f}", f"{row['on_processor_p99_ms']:.2f}",
+        ]
+        for row in raw
+    ]  # fmt: skip
+    columns = ("a loop that", "reads go on in", "GB/s", "a look, 99 of 100, ms", "longest",
+               "the same without waits for a processor, ms")  # fmt: skip
+    return Made(columns, rows)
+
+
+def serving(raw: Raw) -> Made:
+    """A row for each pair, D idle and busy."""
+    rows = []
+    for pair in raw:
+        for when in ("idle", "busy"):
+            loads = pair[when]
+            row = [pair["pair"], when, str(len(loads))]
+            for what in ("first_token_s", "of_d_s"):
+                row += [f"{1e3 * statistics.median(load[what] for load in loads):.0f}",
+                        _quartiles(loads, what)]  # fmt: skip
+            rates = [
+                statistics.median(pair[name]) for name in ("tokens_per_s", "like_tokens_per_s")
+            ]
+            row.append("{:.0f} beside {:.0f}".format(*rates) if when == "busy" else "")
+            rows.append(row)
+    columns = ("pair", "D", "prompts", "first token, ms", "of the like pair's", "of D, ms",
+               "of the like pair's", "others' tokens a second")  # fmt: skip
+    return Made(columns, rows)
+
+
+def _quartiles(loads: Sequence[Mapping[str, float]], what: str) -> str:
+    each = [load[what] / load[f"like_{what}"] for load in loads]
+    lower, middle, upper = statistics.quantiles(each, n=4)
+    return f"{middle:.2f} ({lower:.2f} to {upper:.2f})"
+
+
+def growth(raw: Raw) -> Made:
+    """A row for each length of a prompt."""
+    by_way: dict[str, dict[int, Any]] = {"staged": {}, "direct": {}}
+    for row in raw["prompts"]:
+        by_way[row["way"]][row["tokens"]] = row
+    rows = []
+    for tokens in by_way["staged"]:
+        row = [f"{tokens:,}"]
+        for way in by_way.values():
+            found = way[tokens]
+            row += [f"{found['first_seconds'] * 1e3:.1f}", f"{found['all_seconds'] * 1e3:.1f}",
+                    f"{found['peak_bytes'] / 1024**2:.1f}"]  # fmt: skip
+        rows.append(row)
+    columns = ("tokens of a prompt", "staged, to the first chunk, ms", "all, ms",
+               "held at the peak, MiB", "direct, to the first runs, ms", "all, ms",
+               "held at the peak, MiB")  # fmt: skip
+    return Made(columns, rows)
+
+
+TABLES: dict[str, Callable[[Raw], Made]] = {
+    made.__name__: made for made in (transfer, direct, plan, steps, serving, growth)
+}
