@@ -1,4 +1,4 @@
-"""How large the next chunk of a read should be."""
+"""How large the next chunk or post of a read should be."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ class Pace:
 
     Args:
         least_bytes, most_bytes: chunks stay between the two.
+
+    Attributes:
+        has_threads: whether NIXL's threads share a post of many runs, as far as is known.
     """
 
     _HARDLY = 0.25
@@ -21,6 +24,7 @@ class Pace:
         self._least = min(least_bytes, most_bytes)
         self._most = most_bytes
         self.chunk_bytes = min(2 * least_bytes, most_bytes)
+        self.has_threads = True
 
     def looked(self, away_seconds: float, working_seconds: float) -> None:
         """A look that found a chunk: how long it was after the last one, and that one took."""

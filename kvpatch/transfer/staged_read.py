@@ -453,9 +453,13 @@ class StagedRead(OwnRead):
         if self._is_paced and len(self._flights) >= _MOST_DIRECT_FLIGHTS:
             return False
         limit = _MOST_DIRECT_BYTES if self._is_paced else None
-        remote, local, length = runs.take(limit)
-        self.metered.post(length.size, int(length.sum()), is_direct=True)
-        self._launch(prepare_read(self._nixl, self._ends, remote, local, length), None, None)
+        pace = self._pool.pace
+        remote, local, length = runs.take(limit, is_spread=pace.has_threads)
+        size_bytes = int(length.sum())
+        handle = prepare_read(self._nixl, self._ends, remote, local, length)
+        self.metered.post(length.size, size_bytes, is_direct=True)
+        if self._launch(handle, None, None) == "DONE" and limit is not None and size_bytes > limit:
+            pace.has_threads = False  # this thread has read all of it, in NIXL's agent
         if runs.is_over:
             self._unposted.next_runs()
         return True
@@ -490,7 +494,8 @@ class StagedRead(OwnRead):
         self._unposted.next_chunk()
         return True
 
-    def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> None:
+    def _launch(self, handle: Any, planned: Chunk | None, space: Space | None) -> Any:
+        """What NIXL says of the transfer when it has posted it."""
         self._flights.append(_Flight(handle, planned, space))
         self._began = self._began or time.monotonic()
-        self._nixl.transfer(handle)
+        return self._nixl.transfer(handle)

@@ -16,6 +16,7 @@ import wrapt
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import progress_thread
 from kvpatch.transfer import staged_read as staged_module
+from kvpatch.transfer import unposted as unposted_module
 from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.lifetime import Lifetime
@@ -94,6 +95,23 @@ def test_what_goes_straight_to_its_place_is_posted_in_pieces(world, make, monkey
     assert notifications(world) == [b"done"]
 
 
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_posts_are_large_only_where_somebody_shares_them(world, make, monkeypatch, has_threads):
+    engine = make(4096)
+    monkeypatch.setattr(staged_module, "_MOST_DIRECT_BYTES", 512)
+    monkeypatch.setattr(unposted_module, "SPREAD_RUNS", 16)
+    agent = _Later if has_threads else _Counted
+    posts = agent(world.decode)
+    read = engine.read(posts, is_direct=True)
+    read.start()
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    runs = read.telemetry().descCount
+    expected = runs / 16 if has_threads else runs / 8
+    assert 0.9 < posts.calls["transfer"] / expected < 1.2
+    assert engine.pool.pace.has_threads == has_threads
+
+
 class _Counted(wrapt.ObjectProxy):
     """A real agent that counts what it is asked for."""
 
@@ -108,6 +126,14 @@ class _Counted(wrapt.ObjectProxy):
     def transfer(self, handle: Any) -> Any:
         self._self_calls["transfer"] = self._self_calls.get("transfer", 0) + 1
         return self.__wrapped__.transfer(handle)
+
+
+class _Later(_Counted):
+    """One whose posts are read by somebody else."""
+
+    def transfer(self, handle: Any) -> Any:
+        super().transfer(handle)
+        return "PROC"
 
 
 def test_many_reads_share_a_pool_of_one_block_in_order(world, make, monkeypatch):
