@@ -39,6 +39,7 @@ from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS, BLOCKS, TOKENS, CHANNELS, ITEM_BYTES = 80, 1000, 16, 16, 2
@@ -195,7 +196,8 @@ def in_thread(
         plan = plan_parts([] if is_staged else [(share.segments, copies)])
         chunks = plan_chunks([share] if is_staged else [], lambda: pool.chunk_bytes(is_paced=True))
         read = BackgroundRead(
-            StagedRead(agent, pool, caches, pair.ends, b"", plan, chunks, is_paced=True), thread
+            StagedRead(agent, pool, caches, pair.ends, b"", Unposted(plan, chunks), is_paced=True),
+            thread,
         )
         read.start()
         handed = time.perf_counter() - started

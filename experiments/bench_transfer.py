@@ -53,6 +53,7 @@ from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
@@ -306,7 +307,7 @@ class Setup:
 
         read = StagedRead(
             self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            (), rounds(),
+            Unposted((), rounds()),
         )  # fmt: skip
         read.start()
         while (state := read.state()) == "PROC":
@@ -322,8 +323,12 @@ class Setup:
         share = Share(self.segments(), self.overlaps)
         read = StagedRead(
             ProgressAgent(self.decode.agent, self.gate), self.pool, self.caches, self.decode.ends,
-            b"read", plan_parts([(self.segments(), copies)] if is_direct else []),
-            plan_chunks([] if is_direct else [share], lambda: self.pool.chunk_bytes(is_paced=True)),
+            b"read", Unposted(
+                plan_parts([(self.segments(), copies)] if is_direct else []),
+                plan_chunks(
+                    [] if is_direct else [share], lambda: self.pool.chunk_bytes(is_paced=True)
+                ),
+            ),
             is_paced=True,
         )  # fmt: skip
         return BackgroundRead(read, self.thread)
@@ -334,7 +339,7 @@ class Setup:
         chunks = plan_chunks([share], self.pool.chunk_bytes)
         return StagedRead(
             self.decode.agent, self.pool, self.caches, self.decode.ends, b"read",
-            (), chunks,
+            Unposted((), chunks),
         )  # fmt: skip
 
     def in_thread(self, *, is_direct: bool) -> tuple[int, float]:

@@ -29,6 +29,7 @@ from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 
 GOAL_MS = 1.0
 GOAL_READS = 1000
@@ -93,8 +94,7 @@ def step_ms(count: int, peers: int, steps: int, *, in_thread: bool) -> float:
             _Caches(),
             Ends(DRAM, DRAM, f"peer {number % peers}"),
             b"",
-            (),
-            rounds(),
+            Unposted((), rounds()),
             is_paced=in_thread,
         )
         for number in range(count)

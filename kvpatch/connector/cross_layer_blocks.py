@@ -103,12 +103,7 @@ def register_cross_layer_blocks(
     first = layers[pool.layers[0]].planes[0]
     axes_only = CrossLayerForm(first.counts.block_tokens, 1, pool.axes)
     shown: dict[str, Any] = layer_by_layer_tensors(
-        release,
-        kv_caches,
-        layers,
-        pool,
-        axes_only.inner_layout,
-        blocks_outermost=bool(states),
+        release, kv_caches, layers, pool, axes_only.inner_layout, blocks_outermost=bool(states)
     )
     for name, state in states.items():
         of_layer = layer_by_layer_state(state, pool, parts)

@@ -75,6 +75,11 @@ def staged_seconds(costs: Costs, runs: float, landed: float, wanted: float) -> f
     return landing + wanted / costs.copy_bytes_per_second
 
 
+def token_bytes(overlap: Overlap) -> int:
+    """What is wanted of a region for one token."""
+    return sum(_token_bytes(copy) for copy in overlap.copies)
+
+
 def _token_bytes(copy: Copy) -> int:
     size = copy.strides.item_bytes
     for axis in copy.strides.inner:

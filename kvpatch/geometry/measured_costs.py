@@ -19,12 +19,14 @@ class Timed:
 
     Attributes:
         copy_seconds: of those that is the copies'; 0 where nobody waits for copies.
+        copied_bytes: what was copied in them, without what came along with it.
     """
 
     runs: int
     size_bytes: int
     seconds: float
     copy_seconds: float = 0.0
+    copied_bytes: int = 0
 
 
 def probed_costs(small: Sequence[Timed], large: Sequence[Timed], copies: Sequence[Timed]) -> Costs:
@@ -46,7 +48,9 @@ def measured_costs(start: Costs, direct: Sequence[Timed], staged: Sequence[Timed
     """Costs by which reads take what a peer's own took.
 
     The fastest of each way counts, for noise only adds. A way that was not measured often enough
-    is believed to have a wire as much slower than thought as the other one's.
+    is believed to have a wire as much slower than thought as the other one's, and runs too: what
+    makes bytes slow makes their requests slow, and a way that only looks better is not to be tried
+    with every read of a busy engine.
 
     Args:
         start: what they are measured against.
@@ -68,15 +72,23 @@ def measured_costs(start: Costs, direct: Sequence[Timed], staged: Sequence[Timed
     if len(staged) < _LEAST_READS:
         return costs
     fastest = _fastest(staged)
-    of_bytes = fastest.seconds - fastest.copy_seconds - fastest.runs * costs.run_seconds
-    rate = fastest.size_bytes / _surely(of_bytes)
-    costs = replace(costs, chunk_bytes_per_second=rate)
-    if fastest.copy_seconds:
-        costs = replace(costs, copy_bytes_per_second=fastest.size_bytes / fastest.copy_seconds)
+    landing = fastest.seconds - fastest.copy_seconds
+    if fastest.copy_seconds and fastest.copied_bytes:
+        costs = replace(costs, copy_bytes_per_second=fastest.copied_bytes / fastest.copy_seconds)
     if len(direct) < _LEAST_READS:
-        wire = start.wire_bytes_per_second * rate / start.chunk_bytes_per_second
-        costs = replace(costs, wire_bytes_per_second=wire)
-    return costs
+        believed = fastest.runs * start.run_seconds
+        believed += fastest.size_bytes / start.chunk_bytes_per_second
+        slower = max(1.0, landing / believed)
+        costs = replace(
+            costs,
+            run_seconds=start.run_seconds * slower,
+            wire_bytes_per_second=start.wire_bytes_per_second / slower,
+        )
+    rate = fastest.size_bytes / _surely(landing - fastest.runs * costs.run_seconds)
+    if len(direct) < _LEAST_READS and rate > start.chunk_bytes_per_second:
+        faster = rate / start.chunk_bytes_per_second
+        costs = replace(costs, wire_bytes_per_second=start.wire_bytes_per_second * faster)
+    return replace(costs, chunk_bytes_per_second=rate)
 
 
 def _fastest(found: Sequence[Timed]) -> Timed:

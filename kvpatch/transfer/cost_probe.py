@@ -77,6 +77,11 @@ class CostProbe:
             RuntimeError,
             MemoryError,
             ValueError,
+            # A binding that answers otherwise must not cost the thread that reads.
+            TypeError,
+            AttributeError,
+            LookupError,
+            OSError,
             *errors_of(nixl),
         )
 

@@ -20,6 +20,8 @@ _EXPIRE_SECONDS = 600.0
 #: What is less than both tells how long a round takes, and not what its bytes do.
 _LEAST_BYTES = 1024**2
 _LEAST_RUNS = 1024
+#: Reads that have ended for each that is still under way when a measurement is taken.
+_MANY = 8
 
 
 class ReadTimes:
@@ -62,14 +64,15 @@ class Stopwatch:
     def __init__(self) -> None:
         self._going: set[int] = set()
         self._since = 0.0
-        #: The first that has ended, with all that the others have read.
+        #: The first that has ended, with all that the others have read; and how many these are.
         self._whole: Metered | None = None
+        self._ended = 0
         self._is_spoiled = False
 
     def begin(self, read: Metered) -> None:
         """A read has begun."""
         if not self._going:
-            self._since, self._whole, self._is_spoiled = time.monotonic(), None, False
+            self._start_anew()
         self._going.add(id(read))
 
     def end(self, read: Metered, *, is_well: bool) -> None:
@@ -89,13 +92,22 @@ class Stopwatch:
             whole = self._whole = read
         else:
             whole.join(read)
-        if self._going:
+        self._ended += 1
+        # A busy engine always has one under way: what is under way at the end of so many others,
+        # and was at their beginning, is few of them.
+        if self._ended < _MANY * len(self._going):
             return
-        self._whole = None
         if not self._is_spoiled:
             seconds = time.monotonic() - self._since
-            found = Timed(whole.runs, whole.size_bytes, seconds, whole.copy_seconds)
+            found = Timed(
+                whole.runs, whole.size_bytes, seconds, whole.copy_seconds, whole.copied_bytes
+            )
             whole.times.add(found, is_direct=whole.ways == {"direct"})
+        self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._since, self._whole, self._is_spoiled = time.monotonic(), None, False
+        self._ended = 0
 
 
 class Metered:
@@ -104,14 +116,18 @@ class Metered:
     Args:
         times: of the peer that is read from.
         stopwatch: None where the read goes on in an engine's steps, which are most of its time.
+        copied_bytes: what goes through the pool, without what comes along with it.
     """
 
-    def __init__(self, times: ReadTimes, stopwatch: Stopwatch | None) -> None:
+    def __init__(
+        self, times: ReadTimes, stopwatch: Stopwatch | None, copied_bytes: int = 0
+    ) -> None:
         self.times = times
         self._stopwatch = stopwatch
         self.ways: set[str] = set()
         self.runs = 0
         self.size_bytes = 0
+        self.copied_bytes = copied_bytes
         self.copy_seconds = 0.0
 
     def begin(self) -> None:
@@ -135,3 +151,4 @@ class Metered:
         self.runs += other.runs
         self.size_bytes += other.size_bytes
         self.copy_seconds += other.copy_seconds
+        self.copied_bytes += other.copied_bytes

@@ -9,11 +9,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
-from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Lifetime
@@ -70,8 +69,7 @@ class StagedRead(OwnRead):
     told to cancel may still be written.
 
     Args:
-        direct: what goes straight to its place, and
-        chunks: what goes through the pool; both are made as they are needed.
+        unposted: what is read.
         caches: where chunks are placed.
         is_paced: it is driven by the progress thread: each post is short, and each call of
             :meth:`advance` makes one.
@@ -84,8 +82,7 @@ class StagedRead(OwnRead):
         caches: Placer,
         ends: Ends,
         notification: bytes,
-        direct: Iterable[Plan],
-        chunks: Iterator[Chunk],
+        unposted: Unposted,
         *,
         is_paced: bool = False,
     ) -> None:
@@ -94,7 +91,7 @@ class StagedRead(OwnRead):
         self._caches = caches
         self._ends = ends
         self._notification = notification
-        self._unposted = Unposted(direct, chunks)
+        self._unposted = unposted
         self._is_paced = is_paced
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []

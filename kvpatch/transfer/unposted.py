@@ -21,7 +21,8 @@ class Unposted:
     """What is left to post of a read; nothing before :meth:`plan`.
 
     Args:
-        direct, chunks: as for :class:`kvpatch.transfer.staged_read.StagedRead`.
+        direct: what goes straight to its place, and
+        chunks: what goes through the pool; both are made as they are needed.
 
     Attributes:
         runs: the next ones that go straight to their places; None where none are left.

@@ -81,16 +81,31 @@ def test_a_direct_read_is_expected_to_take_what_the_fastest_took(start, factors,
     SIZES,
 )
 def test_a_staged_read_is_expected_to_take_what_the_fastest_took(start, seconds, share, size):
-    reads = [Timed(1, size, one, one * share) for one in seconds]
+    reads = [Timed(1, size, one, one * share, size) for one in seconds]
     found = measured_costs(start, [], reads)
     expected = min(seconds)
     if not share:  # nobody waited for its copies
         expected += size / start.copy_bytes_per_second
     assert staged_seconds(found, 1, size, size) == pytest.approx(expected)
-    assert found.run_seconds == start.run_seconds
+    believed = start.run_seconds + size / start.chunk_bytes_per_second
+    slower = min(seconds) * (1 - share) / believed
     of_wire = found.wire_bytes_per_second / start.wire_bytes_per_second
     of_chunk = found.chunk_bytes_per_second / start.chunk_bytes_per_second
     assert of_wire == pytest.approx(of_chunk)
+    assert found.run_seconds == pytest.approx(start.run_seconds * max(1, slower))
+    if slower > 1:  # what was not tried is believed to be slower by as much
+        expected = slower * direct_seconds(start, 1000, size)
+        assert direct_seconds(found, 1000, size) == pytest.approx(expected)
+
+
+@given(COSTS, SIZES, st.integers(1, 8))
+def test_copies_are_of_what_is_wanted(start, size, landed_of_wanted):
+    """More lands than is copied out of the pool: the copy is not faster for it."""
+    wanted = size // landed_of_wanted
+    reads = [Timed(1, size, 1.0, 0.25, wanted)] * 3
+    found = measured_costs(start, [], reads)
+    assert found.copy_bytes_per_second == pytest.approx(wanted / 0.25)
+    assert staged_seconds(found, 1, size, wanted) == pytest.approx(1.0)
 
 
 @given(COSTS, st.lists(st.builds(Timed, RUNS, SIZES, st.floats(1e-3, 10)), max_size=2))
@@ -103,7 +118,7 @@ def test_both_ways_are_expected_to_take_what_they_took(start, slower, staged, ru
     believed = direct_seconds(start, runs, size) * slower
     took = staged * size / start.chunk_bytes_per_second
     direct = [Timed(runs, size, believed)] * 3
-    found = measured_costs(start, direct, [Timed(1, size, took, took / 2)] * 3)
+    found = measured_costs(start, direct, [Timed(1, size, took, took / 2, size)] * 3)
     assert direct_seconds(found, runs, size) == pytest.approx(believed)
     of_run = found.run_seconds  # which may be longer than all of the other way
     expected = max(took, took / 2 + of_run)
@@ -164,7 +179,7 @@ def test_whatever_is_believed_reads_come_to_rest_at_a_way(start, real, blocks, p
     for _ in range(6):  # three of each at most
         way = choose()
         copied = size / real.copy_bytes_per_second if way == "staged" else 0.0
-        reads[way].append(Timed(runs if way == "direct" else blocks, size, took[way], copied))
+        reads[way].append(Timed(runs if way == "direct" else blocks, size, took[way], copied, size))
     last = choose()
     other = "staged" if last == "direct" else "direct"
     if len(reads[other]) == 3 and len(reads[last]) == 3:

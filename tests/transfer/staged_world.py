@@ -21,6 +21,7 @@ from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
@@ -77,7 +78,7 @@ class World:
             copies = [copy for overlap in overlaps for copy in overlap.copies]
             direct, chunks = plan_parts([(segments, copies)]), iter(())
         return StagedRead(
-            agent or self.decode, pool, caches, self.ends, b"done", direct, chunks, **how
+            agent or self.decode, pool, caches, self.ends, b"done", Unposted(direct, chunks), **how
         )
 
     def pool(self, size_bytes: int) -> StagingPool:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from kvpatch.geometry.direct_or_staged import HOST_MEMORY, Costs
+from kvpatch.geometry.direct_or_staged import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    Costs,
+    direct_seconds,
+    staged_seconds,
+)
 from kvpatch.geometry.measured_costs import Timed
 from kvpatch.transfer import read_times
 from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
@@ -114,6 +120,104 @@ def test_what_failed_or_never_began_is_not_counted():
     nothing.begin()
     nothing.end(is_well=True)
     assert took(times) == ([], [])
+
+
+def test_an_engine_that_always_reads_is_measured_too():
+    times, stopwatch = ReadTimes(), Stopwatch()
+    going = [meter(times, stopwatch), meter(times, stopwatch)]
+    for _ in range(40):
+        going.append(meter(times, stopwatch))
+        going.pop(0).end(is_well=True)
+    (found, _) = took(times)
+    assert len(found) == 2
+    assert found[0].size_bytes == 16 * MIB
+    for one in going:
+        one.end(is_well=True)
+    assert not stopwatch._going
+
+
+class Clock:
+    """Seconds that a test makes pass."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Wire(NamedTuple):
+    """What reads of 64 MB really take, in runs of ``run_bytes`` or with ``landed`` of each byte."""
+
+    run_bytes: int
+    landed: int
+    run_seconds: float
+    bytes_per_second: float
+    copies_per_second: float
+
+    def seconds(self, is_direct: bool) -> float:
+        size = 64e6
+        if is_direct:
+            return size / self.run_bytes * self.run_seconds + size / self.bytes_per_second
+        return size * self.landed / self.bytes_per_second + size / self.copies_per_second
+
+
+def ways_of(start: Costs, wire: Wire, every: float, clock: Clock) -> list[bool]:
+    """How reads that come so often are read, one after another; they share the wire."""
+    size, times, stopwatch = 64e6, ReadTimes(), Stopwatch()
+    runs, blocks = int(size / wire.run_bytes), int(size * wire.landed / 65536)
+    live: list[list[Any]] = []
+    found: list[bool] = []
+    following, step = 0.0, 0.02
+    while clock.now < 100:
+        if clock.now >= following:
+            following = clock.now + (3.0 if len(found) < 4 else every)
+            costs = times.costs(start)
+            is_direct = direct_seconds(costs, runs, size) <= staged_seconds(
+                costs, blocks, size * wire.landed, size
+            )
+            read = Metered(times, stopwatch, int(size))
+            read.begin()
+            landed = size if is_direct else size * wire.landed
+            read.post(runs if is_direct else blocks, int(landed), is_direct=is_direct)
+            read.copy_seconds = 0.0 if is_direct else size / wire.copies_per_second
+            live.append([read, wire.seconds(is_direct)])
+            found.append(is_direct)
+        clock.now += step
+        for one in live:
+            one[1] -= step / len(live)
+        for one in [one for one in live if one[1] <= 0]:
+            live.remove(one)
+            one[0].end(is_well=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("start", "wire", "every"),
+    [
+        (DEVICE_MEMORY, Wire(2048, 4, 20e-6, 1e9, 500e9), 0.5),
+        (DEVICE_MEMORY, Wire(1024, 8, 10e-6, 3e9, 500e9), 0.4),
+        (HOST_MEMORY, Wire(1024, 4, 8e-6, 1e9, 3e9), 0.4),
+    ],
+)
+def test_a_slow_wire_does_not_lead_a_busy_engine_to_the_slower_way(
+    monkeypatch, start: Costs, wire: Wire, every: float
+):
+    assert wire.seconds(is_direct=False) < 0.6 * wire.seconds(is_direct=True)
+    clock = Clock()
+    monkeypatch.setattr(read_times, "time", clock)
+    found = ways_of(start, wire, every, clock)
+    assert len(found) > 100
+    assert sum(found) <= 3, "what was not tried is not believed to be better"
+
+
+def test_a_busy_engine_leaves_a_way_that_turned_out_to_be_slower(monkeypatch):
+    """It begins with the wrong one: runs take ten times what was thought."""
+    clock = Clock()
+    monkeypatch.setattr(read_times, "time", clock)
+    found = ways_of(HOST_MEMORY, Wire(16384, 1, 40e-6, 3.5e9, 3e9), 0.4, clock)
+    assert found[0], "negative control"
+    assert not any(found[20:])
 
 
 def read(engine: Engine, times: ReadTimes, watch: Stopwatch, *of: Any, **how: Any) -> list[str]:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpatch.connector.reading.read_factory import Progress
-from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, Costs, is_direct
+from kvpatch.geometry.direct_or_staged import (
+    DEVICE_MEMORY,
+    HOST_MEMORY,
+    Costs,
+    is_direct,
+    token_bytes,
+)
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.staged_plan import Share
@@ -20,6 +26,18 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+class Split(NamedTuple):
+    """Shares of a read by their ways.
+
+    Attributes:
+        staged_bytes: what is wanted of those that go through the pool.
+    """
+
+    direct: list[Share]
+    staged: list[Share]
+    staged_bytes: int
 
 
 class ChosenWays:
@@ -58,9 +76,7 @@ class ChosenWays:
             self.probe = CostProbe(self._progress.agent, self._pool, memory)
             self._progress.thread.do_aside(self.probe.pieces())
 
-    def split(
-        self, shares: Sequence[Share], times: ReadTimes, engine_id: str
-    ) -> tuple[list[Share], list[Share]]:
+    def split(self, shares: Sequence[Share], times: ReadTimes, engine_id: str) -> Split:
         """What goes straight to its place, and what goes through the pool.
 
         Args:
@@ -70,16 +86,23 @@ class ChosenWays:
         costs = times.costs(self._start)
         direct: list[Share] = []
         staged: list[Share] = []
+        staged_bytes = 0
         for share in shares:
             if not len(share.segments):
                 continue
             straight: list[Overlap] = []
             rest: list[Overlap] = []
-            known: dict[Any, bool] = {}  # layers that are strided alike are judged once
+            tokens = int(share.segments.tokens.sum())
+            # Layers that are strided alike are judged once: their bytes through the pool, or None.
+            known: dict[Any, int | None] = {}
             for overlap in share.overlaps:
-                if overlap.shape not in known:
-                    known[overlap.shape] = self._is_direct(overlap, share, costs)
-                (straight if known[overlap.shape] else rest).append(overlap)
+                shape = overlap.shape
+                if shape not in known:
+                    goes_straight = self._is_direct(overlap, share, costs)
+                    known[shape] = None if goes_straight else tokens * token_bytes(overlap)
+                size_bytes = known[shape]
+                (straight if size_bytes is None else rest).append(overlap)
+                staged_bytes += size_bytes or 0
             for overlaps, kind in ((straight, direct), (rest, staged)):
                 if overlaps:
                     kind.append(replace(share, overlaps=tuple(overlaps)))
@@ -88,7 +111,7 @@ class ChosenWays:
             "%d regions of engine %s are read directly, %d staged", next(counts), engine_id,
             next(counts),
         )  # fmt: skip
-        return direct, staged
+        return Split(direct, staged, staged_bytes)
 
     @property
     def _start(self) -> Costs:

@@ -19,6 +19,7 @@ from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
+from kvpatch.transfer.unposted import Unposted
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Wanted(NamedTuple):
 
     Attributes:
         direct: goes straight to its place; planned once the read has begun.
-        staged: goes through the pool.
+        staged: goes through the pool, and
+        staged_bytes: so much of it is copied out of there.
     """
 
     direct: Iterable[Plan]
-    staged: Sequence[Share]
+    staged: Sequence[Share] = ()
+    staged_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,14 @@ class ReadFactory:
             self.caches,
             ends,
             notification,
-            wanted.direct,
-            plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced)),
+            Unposted(
+                wanted.direct,
+                plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced)),
+            ),
             is_paced=is_paced,
         )
         read.lifetime = lifetime
-        read.metered = Metered(times, self.stopwatch if is_paced else None)
+        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
         own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
         own.owner = request
         return own

@@ -9,7 +9,7 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -241,26 +241,27 @@ class Reader:
 
         lifetime = self.leases.lifetime(reading.request)
 
-        def read(direct: Iterable[Plan], staged: Sequence[Share]) -> OwnRead:
-            wanted, times = Wanted(direct, staged), reading.peer.times
+        def read(wanted: Wanted) -> OwnRead:
+            times = reading.peer.times
             return self._reads.read(
                 nixl, ends, notification, wanted, reading.request, lifetime, times
             )
 
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
-            return read((Plan(*whole),), ())
+            return read(Wanted((Plan(*whole),)))
         if reading.tails_left:  # once a request, and not before its blocks were checked
             self._zero_tails(reading.request)
             reading.tails_left = False
-        direct, staged = self.ways.split(shares, reading.peer.times, metadata.engine_id)
+        split = self.ways.split(shares, reading.peer.times, metadata.engine_id)
         states = states_plan(self.groups, metadata, reading.request, self._states, rank.states)
 
         pairs = (
             (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
-            for share in direct
+            for share in split.direct
         )
-        return read(chain(plan_parts(pairs), (states,)), staged)
+        direct = chain(plan_parts(pairs), (states,))
+        return read(Wanted(direct, split.staged, split.staged_bytes))
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

@@ -45,6 +45,7 @@ from kvpatch.legacy.content_proof.samples import (
 from kvpatch.transfer.nixl import Ends, errors_of
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.unposted import Unposted
 
 if TYPE_CHECKING:
     from kvpatch.connector.handshake.remote_ranks import RemoteRank
@@ -227,8 +228,8 @@ class ContentProver(AmbiguousPeers):
 
         memory = next(iter(candidates.values())).planes[0].memory
         ends = Ends(self._ours.memory, memory, agent)
-        landing = iter((landed.chunk,))
-        read = StagedRead(nixl, self._pool, landed, ends, notification, (), landing)
+        landing = Unposted((), iter((landed.chunk,)))
+        read = StagedRead(nixl, self._pool, landed, ends, notification, landing)
         read.start()
         self._probes.append(
             _Probe(engine_id, peer, candidates, request_id, read, landed, chunks, notify)
