@@ -40,6 +40,7 @@ _LOG = logging.getLogger("kvpatch.staging")
 
 #: Of what is read, and of where it lands.
 _SIDE_BYTES = 1024**2
+OWN_BYTES = 2 * _SIDE_BYTES
 #: (runs, bytes of one). Fewer than NIXL spreads over its threads: the waking of those is not what
 #: a run takes.
 _SMALL = (1000, 512)
@@ -70,7 +71,7 @@ class CostProbe:
     def __init__(self, nixl: Any, pool: StagingPool, memory: Memory) -> None:
         self.costs: Costs | None = None
         self._nixl = nixl
-        self._own = pool.aside(2 * _SIDE_BYTES)
+        self._own = pool.aside(OWN_BYTES)
         self._memory = memory
         self._errors: tuple[type[Exception], ...] = (
             KvpatchError,

@@ -343,9 +343,9 @@ class Report:
     moved_tokens: int = 0
     #: Bytes written outside the requests' own blocks.
     stray_bytes: int = 0
-    #: NIXL descriptors in the READs that D posted.
+    #: NIXL descriptors in the READs that D posted, but for those of its own memory.
     descriptors: int = 0
-    #: Memory regions that D's worker registered.
+    #: Memory regions that D's worker registered, but for the one that reads are measured in.
     registrations: int = 0
     #: NIXL descriptors that D prepared at handshakes, of P's memory and of its own.
     prepared: int = 0

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import kvpatch
+from kvpatch.transfer.cost_probe import OWN_BYTES
 from tests.storageless import StoragelessStandIn
 
 from . import release, standins
@@ -226,12 +227,14 @@ class Engine:
             return make(*args, **kwargs)
 
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.registrations += descs.descCount()
-            self.registered += [descs[i][:2] for i in range(descs.descCount())]
+            found = [descs[i][:2] for i in range(descs.descCount())]
+            self.registrations += sum(length != OWN_BYTES for _, length in found)
+            self.registered += found
             return register(descs, *args, **kwargs)
 
         def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:
-            self.descriptors += local.descCount()
+            if args[1] != agent.name:  # by which the probe measures
+                self.descriptors += local.descCount()
             return initialize(operation, local, *args, **kwargs)
 
         def prep_xfer_dlist(name: str, descs: Any, *args: Any, **kwargs: Any) -> Any:
