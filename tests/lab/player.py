@@ -6,7 +6,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -553,8 +553,11 @@ class Player(Engine):
             worker = release.nixl_of(connector).connector_worker
             transfers |= set(worker._recving_transfers)
             metadata |= set(getattr(worker, "_recving_metadata", ()))
-            handles += _handles(worker.nixl_wrapper)
             reader = _reader_of(worker)
+            thread = None if reader is None else reader.thread
+            # What the thread measures is on the wire within one step of its own.
+            with nullcontext() if thread is None else thread.paused():
+                handles += _handles(worker.nixl_wrapper)
             if reader is not None:
                 staging += reader.pool.taken_bytes
                 reading |= reader.is_reading() is not None
