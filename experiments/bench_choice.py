@@ -13,16 +13,11 @@ each; with --check it is no more than 10 % for the probe's choice and for the wo
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import multiprocessing
-import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
-from bench_transfer import DRAM, PAIRS, Decode, Pair, Setup, prefill_side
-from goals import Goal, are_met
+from bench_transfer import DRAM, PAIRS, Decode, Pair, Setup, beside_prefill
+from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 
@@ -70,21 +65,15 @@ def way_after_reads(setup: Setup, start: Costs) -> str:
     """What is chosen by a worker that has read from its peer, each time as it chose."""
     times, stopwatch = ReadTimes(), Stopwatch()
     for _ in range(OWN_READS):
-        read = setup.background(is_direct=way(setup, times.costs(start)) == "direct")
-        read._read.metered = Metered(times, stopwatch)
-        read.start()
-        while (state := read.state()) == "PROC":
-            time.sleep(1e-4)
-        if state != "DONE":
-            raise SystemExit(f"a read ended as {state}")
+        is_direct_ = way(setup, times.costs(start)) == "direct"
+        copied_bytes = 0 if is_direct_ else setup.total_bytes
+        setup.in_thread(is_direct=is_direct_, metered=Metered(times, stopwatch, copied_bytes))
     return way(setup, times.costs(start))
 
 
 def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> Chosen:
     """One pair's row."""
-    lot = math.lcm(pair.remote_tokens, pair.local_tokens)
-    tokens = max(1, mib * 1024**2 // pair.model.token_bytes // lot) * lot
-    setup = Setup(pair, tokens, decode)
+    setup = Setup(pair, pair.tokens_in(mib * 1024**2), decode)
     for is_direct_ in (True, False):
         setup.in_thread(is_direct=is_direct_)
     setup.check()
@@ -138,28 +127,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=64, help="size of the request's cache")
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    add_options(parser)
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = console_of(150)
     size = 2 * options.mib * 1024**2
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    prefill = context.Process(target=prefill_side, args=(theirs, size), daemon=True)
-    prefill.start()
-    decode = Decode(size, ours)
     rows = []
-    with console.status("measuring") as status:
+    with beside_prefill(size) as decode, console.status("measuring") as status:
         for pair in PAIRS:
             status.update(f"{pair}")
             rows.append(measure(pair, options.mib, options.repeat, decode))
     show(rows, console)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    ours.send(None)
-    prefill.join()
-    if options.check and not are_met(goals(rows), console):
-        sys.exit(1)
+    conclude(rows, goals(rows), options, console)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,14 @@ allocator gets memory for the first time. A star marks the way that a worker in 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from goals import Goal, are_met
+from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -214,20 +211,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, nargs="+", default=[10, 100, 1000, 4000])
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    add_options(parser)
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = console_of(150)
     todo = [(pair, blocks) for pair in PAIRS for blocks in options.blocks]
     rows = [
         measure(pair, blocks, options.repeat)
         for pair, blocks in track(todo, "planning", console=console)
     ]
     show(rows, console)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    if options.check and not are_met(goals(rows), console):
-        sys.exit(1)
+    conclude(rows, goals(rows), options, console)
 
 
 def _ms(seconds: float) -> str:

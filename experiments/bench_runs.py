@@ -11,12 +11,11 @@ the large ones. A strided copy of as many bytes out of a staging buffer is timed
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import time
 
 import numpy as np
-from bench_transfer import Decode, prefill_side
+from bench_transfer import Decode, beside_prefill
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -62,19 +61,15 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     total = options.mib * 1024**2
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    prefill = context.Process(target=prefill_side, args=(theirs, total), daemon=True)
-    prefill.start()
-    decode = Decode(total, ours)
     table = Table("bytes a run", "runs", "us a run", "GB/s", title="reads in runs of one size")
     rows = {}
-    for size in track(SIZES, "reading", console=console):
-        seconds, runs = rows[size] = seconds_of(decode, total, size, options.most)
-        table.add_row(
-            f"{size:,}", f"{runs:,}", f"{seconds / runs * 1e6:.2f}",
-            f"{size * runs / seconds / 1e9:.2f}",
-        )  # fmt: skip
+    with beside_prefill(total) as decode:
+        for size in track(SIZES, "reading", console=console):
+            seconds, runs = rows[size] = seconds_of(decode, total, size, options.most)
+            table.add_row(
+                f"{size:,}", f"{runs:,}", f"{seconds / runs * 1e6:.2f}",
+                f"{size * runs / seconds / 1e9:.2f}",
+            )  # fmt: skip
     console.print(table)
     small, large = min(SIZES), max(SIZES)
     a_run = rows[small][0] / rows[small][1]
@@ -84,8 +79,6 @@ def main() -> None:
         f"{a_run * 1e6:.1f} us a run, {wire / 1e9:.1f} GB/s on the wire, "
         f"{copy / 1e9:.1f} GB/s copied: runs under about {a_run * copy / 1024:.0f} KiB are staged"
     )
-    ours.send(None)
-    prefill.join()
 
 
 if __name__ == "__main__":

@@ -20,21 +20,17 @@ processes of this machine, whose transport reads in the call that posts.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import multiprocessing
-import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from bench_transfer import GQA, Decode, Pair, Setup, prefill_side
-from goals import Goal, are_met
+from bench_transfer import GQA, Pair, Setup, beside_prefill
+from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 
@@ -154,7 +150,7 @@ def of_looks(taken: Taken) -> tuple[float, float, float, float]:
     )
 
 
-def measure(setup: Setup, total_bytes: int, requests: int, console: Console) -> list[Row]:
+def measure(setup: Setup, requests: int, console: Console) -> list[Row]:
     """All rows."""
     ways: dict[str, Callable[[], OwnRead]] = {
         "thread": lambda: setup.background(is_direct=False),
@@ -166,7 +162,7 @@ def measure(setup: Setup, total_bytes: int, requests: int, console: Console) -> 
         Loop(setup, 0.0, sleeps).run(ways["thread"], AT_ONCE)  # all memory touched
         setup.check()
         taken = Loop(setup, 0.0, sleeps).run(ways["thread"], requests)
-        looking = requests * total_bytes / taken.seconds / 1e9
+        looking = requests * setup.total_bytes / taken.seconds / 1e9
         rows.append(Row("only looks", 0, "thread", looking, 1.0, *of_looks(taken), None))
         for name, work in (("sleeps", sleeps), ("computes", Computes())):
             for period_ms in PERIODS_MS:
@@ -179,7 +175,7 @@ def measure(setup: Setup, total_bytes: int, requests: int, console: Console) -> 
                     status.update(f"{name}, {period_ms} ms, {way}")
                     loop = Loop(setup, period_ms / 1e3, work)
                     taken = loop.run(make, requests)
-                    speed = requests * total_bytes / taken.seconds / 1e9
+                    speed = requests * setup.total_bytes / taken.seconds / 1e9
                     more = quantile_ms(taken.works, 0.99) - quantile_ms(alone, 0.99)
                     rows.append(
                         Row(name, period_ms, way, speed, speed / looking, *of_looks(taken), more)
@@ -220,29 +216,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mib", type=int, default=256, help="size of a request's cache")
     parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    add_options(parser)
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = console_of(130)
     torch.set_num_threads(1)
     size = options.mib * 1024**2
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    prefill = context.Process(target=prefill_side, args=(theirs, size), daemon=True)
-    prefill.start()
-    decode = Decode(size, ours)
-    lot = math.lcm(PAIR.remote_tokens, PAIR.local_tokens)
-    tokens = size // PAIR.model.token_bytes // lot * lot
-    setup = Setup(PAIR, tokens, decode, size // 4)
-    rows = measure(setup, tokens * PAIR.model.token_bytes, options.requests, console)
+    with beside_prefill(size) as decode:
+        setup = Setup(PAIR, PAIR.tokens_in(size), decode, size // 4)
+        rows = measure(setup, options.requests, console)
+        setup.thread.stop()
     show(rows, console)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    setup.thread.stop()
-    ours.send(None)
-    prefill.join()
-    if options.check and not are_met(goals(rows), console):
-        sys.exit(1)
+    conclude(rows, goals(rows), options, console)
 
 
 if __name__ == "__main__":

@@ -19,15 +19,14 @@ two cores NIXL's own threads, which never sleep, take turns with it.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from goals import Goal, are_met
+from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 
@@ -51,6 +50,7 @@ from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.read_times import Metered
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted
@@ -90,6 +90,11 @@ class Pair:
     remote_tokens: int
     local_layout: str
     local_tokens: int
+
+    def tokens_in(self, size_bytes: int) -> int:
+        """As many tokens as so many bytes hold, in whole blocks of both sides; some at least."""
+        lot = math.lcm(self.remote_tokens, self.local_tokens)
+        return max(1, size_bytes // self.model.token_bytes // lot) * lot
 
     def __str__(self) -> str:
         return (
@@ -179,14 +184,43 @@ class Decode:
         name = name.decode() if isinstance(name, bytes) else name
         self.ends = Ends(DRAM, DRAM, name)
 
-    def wait(self, handle: Any) -> None:
-        """Until a transfer of NIXL's is done."""
+    def prepared(self, count: int, run_bytes: int) -> tuple[Any, Any]:
+        """So many runs from the start of both memories, as stock prepares them: ours, theirs."""
+        runs = np.full((count, 3), (0, run_bytes, 0), dtype=np.uint64)
+        runs[:, 0] = np.arange(count) * run_bytes
+
+        def of(name: str, address: int) -> Any:
+            placed = runs + np.array((address, 0, 0), dtype=np.uint64)
+            return self.agent.prep_xfer_dlist(name, self.agent.get_xfer_descs(placed, "DRAM"))
+
+        ours = of("NIXL_INIT_AGENT", self.memory.data_ptr())
+        return ours, of(self.ends.agent, self.remote_address)
+
+    def wait(self, handle: Any) -> float:
+        """Until a transfer of NIXL's is done; when it had been posted, as perf_counter counts."""
         state = self.agent.transfer(handle)
+        posted = time.perf_counter()
         while state == "PROC":
             state = self.agent.check_xfer_state(handle)
         if state != "DONE":
             raise RuntimeError(f"a transfer ended as {state}")
         self.agent.release_xfer_handle(handle)
+        return posted
+
+
+@contextmanager
+def beside_prefill(size_bytes: int, threads: int = THREADS, wait_us: int = 0) -> Iterator[Decode]:
+    """D, while another process holds a cache as large."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    arguments = (theirs, size_bytes, threads, wait_us)
+    prefill = context.Process(target=prefill_side, args=arguments, daemon=True)
+    prefill.start()
+    try:
+        yield Decode(size_bytes, ours, threads, wait_us)
+    finally:
+        ours.send(None)
+        prefill.join()
 
 
 Way = Callable[[], tuple[int, float]]
@@ -200,6 +234,7 @@ class Setup:
         self, pair: Pair, tokens: int, decode: Decode, pool_bytes: int = POOL_BYTES
     ) -> None:
         self.pair, self.tokens, self.decode = pair, tokens, decode
+        self.total_bytes = tokens * pair.model.token_bytes
         order = np.random.default_rng(0).permutation
         n_remote, n_local = -(-tokens // pair.remote_tokens), -(-tokens // pair.local_tokens)
         self.remote_ids, self.local_ids = order(n_remote), order(n_local)
@@ -248,16 +283,7 @@ class Setup:
         agent, model = self.decode.agent, self.pair.model
         block_bytes = block_tokens * model.token_bytes // model.layers
         blocks = self.tokens // block_tokens
-        offsets = np.arange(model.layers * blocks) * block_bytes
-        sides = []
-        for name, address in (
-            ("NIXL_INIT_AGENT", self.decode.memory.data_ptr()),
-            (self.decode.ends.agent, self.decode.remote_address),
-        ):
-            descriptors = np.stack(
-                (offsets + address, np.full(offsets.size, block_bytes), np.zeros(offsets.size)), 1
-            ).astype(np.uint64)
-            sides.append(agent.prep_xfer_dlist(name, agent.get_xfer_descs(descriptors, "DRAM")))
+        sides = self.decode.prepared(model.layers * blocks, block_bytes)
         first = np.arange(model.layers)[:, None] * blocks
         ours, theirs = (
             (first + np.random.default_rng(seed).permutation(blocks)).reshape(-1) for seed in (5, 0)
@@ -276,7 +302,7 @@ class Setup:
         target = np.ones_like(source)
         reading = threading.Thread(target=like)
         reading.start()
-        for _ in range(-(-self.tokens * self.pair.model.token_bytes // _COPY_BYTES)):
+        for _ in range(-(-self.total_bytes // _COPY_BYTES)):
             np.copyto(target, source)
         reading.join()
         return 0, 0.0
@@ -342,9 +368,11 @@ class Setup:
             Unposted((), chunks),
         )  # fmt: skip
 
-    def in_thread(self, *, is_direct: bool) -> tuple[int, float]:
-        """Looked at without a pause."""
+    def in_thread(self, *, is_direct: bool, metered: Metered | None = None) -> tuple[int, float]:
+        """By the thread alone: the loop looks whether it is done."""
         read = self.background(is_direct=is_direct)
+        if metered is not None:
+            read._read.metered = metered
         read.start()
         while (state := read.state()) == "PROC":
             time.sleep(_LOOK_SECONDS)
@@ -397,10 +425,7 @@ def extra_bytes(run: Way) -> int:
 
 def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]:
     """The rows of one pair; its ways take turns, so that a slow second slows all of them."""
-    lot = math.lcm(pair.remote_tokens, pair.local_tokens)
-    tokens = max(1, mib * 1024**2 // pair.model.token_bytes // lot) * lot
-    setup = Setup(pair, tokens, decode)
-    total = tokens * pair.model.token_bytes
+    setup = Setup(pair, pair.tokens_in(mib * 1024**2), decode)
     auto = "direct" if is_direct(setup.overlaps[0], setup.segments(), HOST_MEMORY) else "staged"
     ways: dict[str, Way] = {"stock, both like P": setup.like(pair.remote_tokens)}
     if pair.local_tokens != pair.remote_tokens:
@@ -443,7 +468,7 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
             str(pair),
             f"{way} (auto)" if way == auto else way,
             statistics.median(seconds[way]),
-            total / statistics.median(seconds[way]) / 1e9,
+            setup.total_bytes / statistics.median(seconds[way]) / 1e9,
             beside("stock, both like P", way),
             beside("stock, both like D", way),
             beside("bound", way),
@@ -503,31 +528,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=THREADS, help="NIXL's num_threads")
     parser.add_argument("--wait-us", type=int, default=0, help="of both progress threads")
     parser.add_argument("--pairs", default="", help="numbers of rows, by commas; all by default")
-    parser.add_argument("--json", type=Path, help="write the rows here too")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+    add_options(parser)
     options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = console_of(150)
     size = 2 * options.mib * 1024**2
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    prefill = context.Process(
-        target=prefill_side, args=(theirs, size, options.threads, options.wait_us), daemon=True
-    )
-    prefill.start()
-    decode = Decode(size, ours, options.threads, options.wait_us)
     rows: list[Measured] = []
-    with console.status("measuring") as status:
+    beside = beside_prefill(size, options.threads, options.wait_us)
+    with beside as decode, console.status("measuring") as status:
         chosen = [int(number) for number in options.pairs.split(",") if number]
         for pair in [PAIRS[number] for number in chosen] or PAIRS:
             status.update(f"{pair}")
             rows += measure(pair, options.mib, options.repeat, decode)
     show(rows, console)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    ours.send(None)
-    prefill.join()
-    if options.check and not are_met(goals(rows), console):
-        sys.exit(1)
+    conclude(rows, goals(rows), options, console)
 
 
 if __name__ == "__main__":

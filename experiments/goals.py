@@ -1,9 +1,14 @@
-"""What a benchmark is to reach, beside what it found: one table for all of them."""
+"""What a benchmark is to reach, beside what it found; and the options that all of them have."""
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -32,3 +37,28 @@ def are_met(goals: Sequence[Goal], console: Console) -> bool:
         table.add_row(goal.name, f"{sign} {goal.wanted:g}", f"{goal.found:.2f}", word)
     console.print(table)
     return all(goal.is_met for goal in goals)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--json and --check, as :func:`conclude` takes them."""
+    parser.add_argument("--json", type=Path, help="write the rows here too")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a goal is missed")
+
+
+def console_of(width: int) -> Console:
+    """As wide as the terminal; in a file as wide as a table needs it."""
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+def conclude(
+    rows: Sequence[Any], goals: Sequence[Goal], options: argparse.Namespace, console: Console
+) -> None:
+    """Writes the rows, dataclasses, and judges them, each where it is asked to.
+
+    Raises:
+        SystemExit: a goal is missed.
+    """
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
+    if options.check and not are_met(goals, console):
+        sys.exit(1)

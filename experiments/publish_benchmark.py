@@ -10,36 +10,30 @@ matplotlib. Several files of one benchmark are taken together.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from benchmark_pictures import PICTURES
 from benchmark_tables import TABLES
 
-_ROOT = Path(__file__).resolve().parent.parent
-_DOCS = _ROOT / "docs"
+from tests.played import write_table
+
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
 _SERVED = "0.32.0"
 
 
 def write(name: str, raw: Any, note: str) -> None:
     """The data, in the form of all of docs/data, and the picture."""
     made = TABLES[name](raw)
-    command = ["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    head = {
-        "made_by": f"experiments/bench_{name}.{'sh' if name == 'serving' else 'py'}",
-        "release": _SERVED if name == "serving" else "",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit,
-        "note": note,
-        "columns": made.columns,
-    }
-    text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
-    rows = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in made.rows)
-    (_DOCS / "data" / f"{name}.json").write_text(f'{text},\n "rows": [\n{rows}\n ]\n}}\n')
+    is_served = name == "serving"
+    write_table(
+        _DOCS / "data" / f"{name}.json",
+        f"experiments/bench_{name}.{'sh' if is_served else 'py'}",
+        _SERVED if is_served else "",
+        note,
+        *made,
+    )
     if name in PICTURES:
         PICTURES[name](raw, _DOCS / "pictures" / f"{name}.png")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 from experiments.engines.checkout import ROOT
@@ -10,7 +9,7 @@ from experiments.engines.run import RowResult
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
 from kvpatch.verify.compare import Verdict
-from tests.lab.played import now
+from tests.played import write_table
 
 DATA = ROOT / "docs" / "data" / "engines.json"
 
@@ -41,18 +40,14 @@ def require_all(names: Sequence[str]) -> None:
 
 def record(results: Sequence[RowResult]) -> None:
     """Writes the table, with the release, the day and the commit."""
-    played = now()
-    head = {
-        "made_by": "experiments/heterogeneous.sh --write",
-        "release": installed_vllm().version,
-        "date": played.date,
-        "commit": played.commit,
-        "note": "",
-        "columns": ["blocks at P → D", "stock vLLM", "kvpatch on D"],
-    }
-    lines = ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in table_rows(results))
-    text = json.dumps(head, indent=1, ensure_ascii=False).removesuffix("\n}")
-    DATA.write_text(f'{text},\n "rows": [\n{lines}\n ]\n}}\n')
+    write_table(
+        DATA,
+        "experiments/heterogeneous.sh --write",
+        installed_vllm().version,
+        "",
+        ("blocks at P → D", "stock vLLM", "kvpatch on D"),
+        table_rows(results),
+    )
 
 
 def table_rows(results: Sequence[RowResult]) -> list[list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvpatch.geometry.direct_or_staged import Costs, direct_seconds
+from kvpatch.geometry.direct_or_staged import Costs, direct_seconds, staged_seconds
 
 #: Whatever a clock says: nothing takes no time.
 _LEAST_SECONDS = 1e-9
@@ -59,7 +59,8 @@ def measured_costs(start: Costs, direct: Sequence[Timed], staged: Sequence[Timed
         staged: reads through the pool.
     """
     costs = start
-    if len(direct) >= _LEAST_READS:
+    has_direct = len(direct) >= _LEAST_READS
+    if has_direct:
         slower = min(
             _surely(one.seconds) / direct_seconds(start, one.runs, one.size_bytes) for one in direct
         )
@@ -75,19 +76,13 @@ def measured_costs(start: Costs, direct: Sequence[Timed], staged: Sequence[Timed
     landing = fastest.seconds - fastest.copy_seconds
     if fastest.copy_seconds and fastest.copied_bytes:
         costs = replace(costs, copy_bytes_per_second=fastest.copied_bytes / fastest.copy_seconds)
-    if len(direct) < _LEAST_READS:
-        believed = fastest.runs * start.run_seconds
-        believed += fastest.size_bytes / start.chunk_bytes_per_second
-        slower = max(1.0, landing / believed)
-        costs = replace(
-            costs,
-            run_seconds=start.run_seconds * slower,
-            wire_bytes_per_second=start.wire_bytes_per_second / slower,
-        )
+    if not has_direct:
+        believed = staged_seconds(start, fastest.runs, fastest.size_bytes, 0)
+        costs = replace(costs, run_seconds=start.run_seconds * max(1.0, landing / believed))
     rate = fastest.size_bytes / _surely(landing - fastest.runs * costs.run_seconds)
-    if len(direct) < _LEAST_READS and rate > start.chunk_bytes_per_second:
-        faster = rate / start.chunk_bytes_per_second
-        costs = replace(costs, wire_bytes_per_second=start.wire_bytes_per_second * faster)
+    if not has_direct:
+        wire = start.wire_bytes_per_second * rate / start.chunk_bytes_per_second
+        costs = replace(costs, wire_bytes_per_second=wire)
     return replace(costs, chunk_bytes_per_second=rate)
 
 

@@ -2,7 +2,8 @@
 
 Reads that go on at the same time share wire and cores, so that each looks slower than it is. They
 are therefore timed together, as one: from when the first begins, none being under way, to when the
-last ends. What they read in all, by that time, is what this worker gets out of the peer.
+last ends, or, where they never cease, to when many have ended for each that goes on. What they read
+in all, by that time, is what this worker gets out of the peer.
 """
 
 from __future__ import annotations

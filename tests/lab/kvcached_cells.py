@@ -17,12 +17,12 @@ from typing import Any
 from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
 from tests.contract import tables
+from tests.played import Played, now
 from tests.releases import kvcached
 
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .child import KVCACHEDS_OWN
 from .host import Lab
-from .played import Played, now
 from .releases import ends_of_generations
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"

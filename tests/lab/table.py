@@ -24,11 +24,11 @@ from rich.progress import Progress
 
 from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
+from tests.played import Played, now
 from tests.releases.fetch import fetch
 
 from .case import Case, EngineSpec, Outcome, Report, Sabotage
 from .host import Lab
-from .played import Played, now
 from .releases import tells_blocks
 from .unlike import Dimensions, cases, told
 

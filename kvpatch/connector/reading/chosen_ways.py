@@ -106,11 +106,12 @@ class ChosenWays:
             for overlaps, kind in ((straight, direct), (rest, staged)):
                 if overlaps:
                     kind.append(replace(share, overlaps=tuple(overlaps)))
-        counts = (sum(len(share.overlaps) for share in kind) for kind in (direct, staged))
         _LOG.debug(
-            "%d regions of engine %s are read directly, %d staged", next(counts), engine_id,
-            next(counts),
-        )  # fmt: skip
+            "%d regions of engine %s are read directly, %d staged",
+            sum(len(share.overlaps) for share in direct),
+            engine_id,
+            sum(len(share.overlaps) for share in staged),
+        )
         return Split(direct, staged, staged_bytes)
 
     @property
