@@ -59,6 +59,10 @@ class UnplannableCopy(KvpatchError):
     """Planes between which no exact copy exists, or segments that leave them."""
 
 
+class DigestsRefused(KvpatchError):
+    """Digests that cannot be made, added up or compared: of other blocks, seeds or ranges."""
+
+
 class PoolExhausted(KvpatchError):
     """Space is held by transfers of peers that are gone, and too little is left."""
 

@@ -21,7 +21,7 @@ from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.one_memory import Bytes
-from kvpatch.transfer.plane_bytes import integers_of
+from kvpatch.transfer.plane_bytes import in_units, uploaded
 
 if TYPE_CHECKING:
     import torch
@@ -238,18 +238,10 @@ def _set_rows(
 
 
 def _uploaded(numbers: Sequence[Numbers], device: torch.device) -> dict[int, torch.Tensor]:
-    """Block numbers on a device by the id of who holds them, in one copy.
-
-    From pinned memory: a stream that waits for the model must not make this thread wait.
-    """
-    import torch
-
+    """Block numbers on a device by the id of who holds them, in one copy."""
     distinct = list({id(one): one for one in numbers}.values())
-    flat = torch.from_numpy(np.concatenate([one.ids.reshape(-1) for one in distinct]))
-    if device.type != "cpu" and torch.accelerator.is_available():
-        flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([one.ids.size for one in distinct])
-    return {id(one): part.view(one.ids.shape) for one, part in zip(distinct, parts, strict=True)}
+    parts = uploaded([one.ids for one in distinct], device)
+    return {id(one): part for one, part in zip(distinct, parts, strict=True)}
 
 
 def _strided(
@@ -257,15 +249,9 @@ def _strided(
 ) -> torch.Tensor:
     """[..., units of a run], as a view of memory in units; ``offset`` and ``strides`` in bytes."""
     unit = move.unit_bytes
-    return _in_units(memory, unit).as_strided(
+    return in_units(memory, unit).as_strided(
         (*shape, move.run_bytes // unit),
         (*(stride // unit for stride in strides), 1),
         # Counted from the start of the storage, of which this memory may be a part.
         (memory.storage_offset() + offset) // unit,
     )
-
-
-def _in_units(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:
-    """The bytes as units, without a rest that fills none."""
-    whole = memory[: memory.numel() // unit_bytes * unit_bytes]
-    return whole.view(integers_of(unit_bytes))

@@ -1,4 +1,4 @@
-"""A plane's bytes in the tensor that it was read from: tokens to be zeroed, or to be looked at."""
+"""Bytes of tensors as whole numbers; a plane's, to be zeroed or to be looked at."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.segments import Segments
+from kvpatch.geometry.segments import Int64Array, Segments
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,26 @@ def integers_of(item_bytes: int) -> torch.dtype:
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements as whole numbers, which are compared and copied bit by bit."""
     return tensor.view(integers_of(tensor.element_size()))
+
+
+def in_units(memory: torch.Tensor, unit_bytes: int) -> torch.Tensor:
+    """The bytes as units, without a rest that fills none."""
+    whole = memory[: memory.numel() // unit_bytes * unit_bytes]
+    return whole.view(integers_of(unit_bytes))
+
+
+def uploaded(numbers: Sequence[Int64Array], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Arrays of numbers on a device, in one copy.
+
+    From pinned memory: a stream that waits for the model must not make this thread wait.
+    """
+    import torch
+
+    flat = torch.from_numpy(np.concatenate([one.reshape(-1) for one in numbers]))
+    if device.type != "cpu" and torch.accelerator.is_available():
+        flat = flat.pin_memory()
+    parts = flat.to(device, non_blocking=True).split([one.size for one in numbers])
+    return tuple(part.view(one.shape) for one, part in zip(numbers, parts, strict=True))
 
 
 def plane_view(cache: torch.Tensor, plane: Plane) -> torch.Tensor:

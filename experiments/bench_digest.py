@@ -1,0 +1,238 @@
+"""What a digest of a request's cache costs, beside a plain copy of the same bytes.
+
+    python experiments/bench_digest.py [--mib 64] [--repeat 7] [--json FILE] [--check]
+
+On the host of this machine, by one thread each: "copy" is one piece of memory into another, the
+least that any transfer takes; "digest" is all that a worker does, the weights of a new request
+and the numbers as an answer names them among it. The ways take turns, ratios are of the same turn.
+Bytes lie in scattered blocks in a memory that no cache holds.
+
+For a device, whose time is launches and bytes, the operations are counted that the same request
+asks it for, in torch's "meta" tensors, and the bytes that they read and write as multiples of the
+request's ("moved"); views are no operations. Planes of unlike strides are read by themselves, as
+keys by column and their values are. Nothing here has been timed on a device.
+With --check the exit status is 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from bench_operations import Operations
+from goals import Goal, add_options, conclude, console_of
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from kvpatch.geometry.digest_weights import Weights
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content
+from kvpatch.geometry.segments import BlockList
+from kvpatch.transfer.cache_digests import SLICE_BYTES, CacheDigests
+from kvpatch.transfer.one_memory import Bytes
+from tests.geometry.whole_caches import CacheSizes, named_layout
+
+_RANGE_TOKENS = 256
+_ADDRESS = 1 << 32
+_MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A layout with its model; one rank of it."""
+
+    name: str
+    layout: str
+    block_tokens: int
+    layers: int
+    heads: int
+    channels: int
+    item_bytes: int
+    most: float
+    contents: tuple[Content, ...] = (Content.KEY, Content.VALUE)
+
+    @property
+    def token_bytes(self) -> int:
+        row = self.channels * self.item_bytes * len(self.contents)
+        return self.layers * self.heads * row
+
+    def sizes(self, blocks: int) -> CacheSizes:
+        """Of so many blocks."""
+        return CacheSizes(
+            self.layers, blocks, self.heads, self.block_tokens, self.channels, self.item_bytes,
+            contents=self.contents,
+        )  # fmt: skip
+
+
+CACHES = (
+    Cache("heads outside tokens", "LBHNC", 16, 32, 8, 128, 2, 4),
+    Cache("tokens outside heads", "LBNHC", 16, 32, 8, 128, 2, 4),
+    Cache("cross-layer blocks", "BLHNC", 16, 32, 8, 128, 2, 4),
+    Cache("fp8", "LBHNC", 16, 32, 8, 128, 1, 6),
+    Cache("MLA", "NHD", 64, 27, 1, 576, 2, 4, (Content.LATENT,)),
+    Cache("keys by column, CPU", "CPU_packed", 128, 30, 3, 64, 2, 6),
+)
+
+
+@dataclass
+class Row:
+    """One cache; seconds are medians, for ``mib`` of it."""
+
+    name: str
+    layout: str
+    mib: float
+    tokens: int
+    copy_seconds: float
+    digest_seconds: float
+    digest_of_copy: float
+    small_seconds: float
+    slices: int
+    operations: int
+    moved_of_bytes: float
+    most: float
+
+
+class Request:
+    """Scattered blocks of a cache, all but one token of them."""
+
+    def __init__(self, cache: Cache, tokens: int, device: str) -> None:
+        held = -(-tokens // cache.block_tokens)
+        sizes = cache.sizes(held + 1)
+        if device == "cpu":
+            memory = torch.randint(0, 256, (sizes.total_bytes(),), dtype=torch.uint8)
+            lies = Bytes(memory.data_ptr(), memory)
+        else:
+            lies = Bytes(
+                _ADDRESS, torch.empty(sizes.total_bytes(), dtype=torch.uint8, device=device)
+            )
+        planes = named_layout(cache.layout).planes(sizes, lies.address, Memory("DRAM"))
+        memories = dict.fromkeys((plane.layer for plane in planes), lies)
+        order = np.random.default_rng(0).permutation(held + 1)[:held]
+        self.blocks, self.tokens = BlockList(order, cache.block_tokens), tokens
+        self.digests = CacheDigests(memories, planes, _RANGE_TOKENS)
+
+    @property
+    def slices(self) -> int:
+        """How often a device is asked, of planes alike at a time."""
+        held = self.blocks.block_ids.size
+        return sum(
+            -(-len(alike.planes) * held * alike.block_bytes // SLICE_BYTES)
+            for alike in self.digests.alike
+        )
+
+    def begin(self, name: str = "request", tokens: int = 0) -> Any:
+        """Its digests, or those of its first tokens."""
+        return self.digests.begin(self.blocks, 0, tokens or self.tokens, Weights(name.encode()))
+
+
+class Moved(Operations):
+    """Counts bytes too: of every tensor that an operation reads or makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = super().__torch_dispatch__(function, types, args, kwargs)
+        if not function.is_view:
+            name = function.overloadpacket.__name__
+            # A gather reads what it makes, however large the memory is that it reads from.
+            read = (found,) if name == "index_select" else args
+            touched = [one for one in (found, *read) if isinstance(one, torch.Tensor)]
+            self.bytes += sum(one.numel() * one.element_size() for one in touched)
+        return found
+
+
+def seconds_of(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure(cache: Cache, mib: int, repeat: int) -> Row:
+    """One row."""
+    tokens = mib * _MIB // cache.token_bytes // cache.block_tokens * cache.block_tokens - 1
+    size = tokens * cache.token_bytes
+    request = Request(cache, tokens, "cpu")
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    request.begin().read()
+    turns = [
+        (
+            seconds_of(lambda: target.copy_(source)),
+            seconds_of(lambda turn=turn: request.begin(f"request {turn}").read()),
+            seconds_of(lambda turn=turn: request.begin(f"request {turn}", 100).read()),
+        )
+        for turn in range(repeat)
+    ]
+    with Moved() as counted:
+        Request(cache, tokens, "meta").begin()
+    return Row(
+        cache.name, cache.layout, size / _MIB, tokens,
+        statistics.median(copy for copy, _, _ in turns),
+        statistics.median(digest for _, digest, _ in turns),
+        statistics.median(digest / copy for copy, digest, _ in turns),
+        statistics.median(small for _, _, small in turns),
+        request.slices, counted.count, counted.bytes / size, cache.most,
+    )  # fmt: skip
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    table = Table(title="one thread; the last three of a device")
+    for name in (
+        "cache", "layout", "MiB", "tokens", "copy ms", "digest ms", "digest/copy", "MiB/s",
+        "100 tokens, ms", "operations", "for 32 MiB", "moved/bytes",
+    ):  # fmt: skip
+        table.add_column(name, justify="left" if name in ("cache", "layout") else "right")
+    for row in rows:
+        table.add_row(
+            row.name, row.layout, f"{row.mib:.0f}", f"{row.tokens:,}",
+            f"{row.copy_seconds * 1e3:.1f}", f"{row.digest_seconds * 1e3:.1f}",
+            f"{row.digest_of_copy:.2f}", f"{row.mib / row.digest_seconds:,.0f}",
+            f"{row.small_seconds * 1e3:.2f}",
+            f"{row.operations:,}", f"{row.operations / row.slices:.1f}",
+            f"{row.moved_of_bytes:.1f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    return [
+        goal
+        for row in rows
+        for goal in (
+            Goal(f"{row.name}: digest / copy", row.digest_of_copy, row.most),
+            Goal(f"{row.name}: operations for 32 MiB", row.operations / row.slices, 24),
+        )
+    ]
+
+
+def main() -> None:
+    """Measures, prints, and judges where it is asked to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mib", type=int, default=64, help="of the cache that is digested")
+    parser.add_argument("--repeat", type=int, default=7)
+    add_options(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    console = console_of(160)
+    rows = [
+        measure(cache, options.mib, options.repeat)
+        for cache in track(CACHES, "measuring", console=console)
+    ]
+    show(rows, console)
+    conclude(rows, goals(rows), options, console)
+
+
+if __name__ == "__main__":
+    main()

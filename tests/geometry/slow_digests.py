@@ -1,0 +1,46 @@
+"""Digests the slow way: Python's whole numbers, a word at a time, by the docstring's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpatch.geometry.digest_weights import ROW_WORDS, Weights
+
+_ALL_BITS = 2**64 - 1
+
+
+def row_sums(row: bytes, weights: Weights) -> list[int]:
+    """Of one token of one head; of a row that is too long, each part's."""
+    words = [
+        int.from_bytes(row[at : at + 4].ljust(4, b"\0"), "little", signed=True)
+        for at in range(0, len(row), 4)
+    ]
+    parts = [words[at : at + ROW_WORDS] for at in range(0, len(words), ROW_WORDS)]
+    return [
+        sum(word * int(weight) for word, weight in zip(part, weights.words(len(part)), strict=True))
+        & _ALL_BITS
+        for part in parts
+    ]
+
+
+def cell(rows: Sequence[bytes], first_token: int, weights: Weights) -> int:
+    """Of a head's tokens, the first of which has this position in the request."""
+    sums = [row_sums(row, weights) for row in rows]
+    flat = [one for of_token in sums for one in of_token]
+    first = first_token * len(sums[0])
+    low, high = weights.rows(first, first + len(flat)).tolist()
+    return _halves(flat, low, high)
+
+
+def range_sum(cells: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int:
+    """Of cells, each with the weights of its place."""
+    return _halves(cells, low, high)
+
+
+def _halves(sums: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int:
+    total = 0
+    for one, of_low, of_high in zip(sums, low, high, strict=True):
+        upper = one >> 32
+        upper -= (upper >> 31) << 32
+        total += (one & (2**32 - 1)) * of_low + upper * of_high
+    return total & _ALL_BITS

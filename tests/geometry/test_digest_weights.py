@@ -1,0 +1,112 @@
+"""Weights of a digest: the chance that its docstring states, and what they depend on."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.geometry.digest_weights import ROW_WORDS, Weights, rows_of, weighed
+from kvpatch.geometry.plane import Content
+
+from .slow_digests import range_sum
+
+pytestmark = pytest.mark.geometry
+
+#: A world in which all can be tried: words of 4 bits and weights of 8.
+WORD_BITS, WEIGHT_BITS = 4, 8
+
+
+def test_the_chance_of_one_step_is_the_one_that_is_stated() -> None:
+    """Every pair of differences, with every pair of weights; no chance is above 2**-4."""
+    odd = np.arange(1, 2**WEIGHT_BITS, 2)
+    reach = range(1 - 2**WORD_BITS, 2**WORD_BITS)
+    worst = 0.0
+    for one, other in product(reach, reach):
+        if not (one or other):
+            continue
+        sums = one * odd[:, None] + other * odd[None, :]
+        missed = float((sums % 2**WEIGHT_BITS == 0).mean())
+        shared = (one | other) & -(one | other)  # 2**v
+        assert missed <= shared / 2 ** (WEIGHT_BITS - 1)
+        assert not missed or (one and other), "a single wrong word is never missed"
+        worst = max(worst, missed)
+    assert worst == 2.0**-WORD_BITS, "the bound is reached"
+
+
+def test_even_weights_would_miss_a_single_wrong_word() -> None:
+    """What odd weights are for."""
+    even = np.arange(0, 2**WEIGHT_BITS, 2)
+    assert (even * 2 ** (WORD_BITS - 1) % 2**WEIGHT_BITS == 0).any()
+
+
+@given(st.integers(0, 500), st.integers(0, 200), st.integers(0, 200))
+def test_a_position_has_one_weight_wherever_a_part_begins(
+    first: int, skip: int, count: int
+) -> None:
+    weights = Weights(b"a")
+    whole = weights.rows(first, first + skip + count)
+    part = weights.rows(first + skip, first + skip + count)
+    assert np.array_equal(whole[:, skip:], part)
+    assert (whole & np.uint64(1)).all()
+
+
+def test_all_weights_are_unlike() -> None:
+    """Of words, tokens and cells, of a few seeds: no two in 20,000 are the same."""
+    drawn = [
+        series
+        for seed in (b"", b"a", b"aa")
+        for series in (
+            Weights(seed).words(ROW_WORDS),
+            Weights(seed).rows(0, 2000),
+            *(
+                Weights(seed).cells(layer, content, 32)
+                for layer in ("a", "b", "ab")
+                for content in Content
+            ),
+        )
+    ]
+    numbers = np.concatenate([series.reshape(-1) for series in drawn])
+    assert numbers.size > 15_000
+    assert np.unique(numbers).size == numbers.size
+
+
+def test_weights_are_drawn_evenly() -> None:
+    """Each bit but the lowest is set in half of them: within six deviations."""
+    numbers = Weights(b"even").rows(0, 10_000).reshape(-1)
+    for bit in range(1, 64):
+        share = float((numbers >> np.uint64(bit) & np.uint64(1)).mean())
+        assert abs(share - 0.5) < 6 * 0.5 / numbers.size**0.5
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8))
+def test_halves_are_weighed_as_plain_numbers_are(sums: list[int]) -> None:
+    weights = Weights(b"w").rows(3, 3 + len(sums))
+    found = int(weighed(np.array(sums, dtype=np.uint64), weights).sum(dtype=np.uint64))
+    assert found == range_sum(sums, *weights.tolist())
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "expected"),
+    [(1, (1, 1)), (4, (1, 1)), (5, (1, 2)), (4096, (1, 1024)), (4097, (2, 1024))],
+)
+def test_long_rows_are_cut(row_bytes: int, expected: tuple[int, int]) -> None:
+    assert rows_of(row_bytes) == expected
+
+
+def test_weights_stay_what_they_are() -> None:
+    """Both sides may have other releases of kvpatch: to change these numbers breaks their pairs."""
+    weights = Weights(b"req-1")
+    drawn = [
+        weights.words(2),
+        weights.rows(1000, 1001),
+        weights.cells("model.layers.0", Content.KEY, 2)[:, 1],
+    ]
+    assert [[hex(one) for one in series.ravel().tolist()] for series in drawn] == [
+        ["0xef335cb540870e1d", "0x283b80458d7a981f"],
+        ["0x4e2f784fbd29f6d7", "0x14f195827ec5d049"],
+        ["0x12dfda8ca4965697", "0xf41cfe7237b84777"],
+    ]

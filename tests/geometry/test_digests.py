@@ -1,0 +1,157 @@
+"""Digests added up and compared: what is said of which heads and tokens, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.core.errors import DigestsRefused
+from kvpatch.geometry.digest_weights import Weights
+from kvpatch.geometry.digests import (
+    Digests,
+    Extent,
+    compare,
+    of_all_ranges,
+    of_all_ranks,
+    ranges_of,
+)
+from kvpatch.geometry.plane import Content
+
+from .slow_digests import range_sum
+
+pytestmark = pytest.mark.geometry
+
+RANGES = ((0, 16), (16, 32), (32, 40))
+KEYS, VALUES = ("a", Content.KEY), ("a", Content.VALUE)
+
+
+def digests(
+    cells: Mapping[tuple[str, Content], Mapping[int, Sequence[int]]],
+    ranges: tuple[Extent, ...] = RANGES,
+    seed: bytes = b"s",
+) -> Digests:
+    return Digests(
+        seed,
+        ranges,
+        {
+            name: {head: np.array(sums, dtype=np.uint64) for head, sums in heads.items()}
+            for name, heads in cells.items()
+        },
+    )
+
+
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 40))
+def test_ranges_are_cut_where_any_other_request_is_cut(
+    first: int, length: int, range_tokens: int
+) -> None:
+    ranges = ranges_of(first, first + length, range_tokens)
+
+    covered = [token for start, end in ranges for token in range(start, end)]
+    assert covered == list(range(first, first + length))
+    for start, end in ranges:
+        assert start // range_tokens == (end - 1) // range_tokens
+    inner = [end for _, end in ranges[:-1]]
+    assert all(border % range_tokens == 0 for border in inner)
+
+
+def test_what_differs_is_named_in_few_places() -> None:
+    theirs = digests({KEYS: {0: [1, 2, 3], 1: [4, 5, 6]}, VALUES: {0: [7, 8, 9], 1: [1, 1, 1]}})
+    ours = digests({KEYS: {0: [1, 0, 0], 1: [4, 0, 0]}, VALUES: {0: [0, 8, 0], 1: [1, 1, 1]}})
+
+    found = compare(theirs, ours)
+
+    assert [str(place) for place in found.wrong] == [
+        "layer 'a', key of heads 0, 1, tokens 16 to 39",
+        "layer 'a', value of heads 0, tokens 0 to 15",
+        "layer 'a', value of heads 0, tokens 32 to 39",
+    ]
+    assert (found.checked, found.unchecked, found.proves) == (12, (), False)
+
+
+def test_what_theirs_does_not_cover_is_unchecked_and_proves_nothing() -> None:
+    ours = digests({KEYS: {0: [1, 2, 3], 1: [4, 5, 6]}})
+    other_head = digests({KEYS: {0: [1, 2, 3]}, VALUES: {1: [4, 5, 6]}})
+    other_range = digests({KEYS: {0: [1, 2, 3], 1: [4, 5, 6]}}, ((0, 16), (16, 32), (32, 41)))
+
+    found = compare(other_head, ours)
+    assert [str(place) for place in found.unchecked] == [
+        "layer 'a', key of heads 1, tokens 0 to 39"
+    ]
+    assert (found.wrong, found.checked, found.proves) == ((), 3, False)
+    found = compare(other_range, ours)
+    assert [(place.heads, place.first_token) for place in found.unchecked] == [((0, 1), 32)]
+    assert (found.wrong, found.checked, found.proves) == ((), 4, False)
+    assert compare(other_head, other_head).proves
+
+
+def test_nothing_proves_nothing() -> None:
+    assert not compare(digests({}), digests({})).proves
+
+
+def test_a_head_that_two_ranks_hold_counts_once() -> None:
+    parts = [digests({KEYS: {0: [1, 2, 3]}}), digests({KEYS: {0: [1, 2, 3], 1: [4, 5, 6]}})]
+
+    found = of_all_ranks(parts)
+
+    assert {head: sums.tolist() for head, sums in found.cells[KEYS].items()} == {
+        0: [1, 2, 3],
+        1: [4, 5, 6],
+    }
+    with pytest.raises(DigestsRefused, match="layer 'a': expected ranks that hold the same key of"):
+        of_all_ranks([*parts, digests({KEYS: {1: [4, 5, 7]}})])
+
+
+def test_sums_of_ranges_are_of_all_cells_and_add_up_over_ranks() -> None:
+    weights = Weights(b"s")
+    cells = {KEYS: {3: [1, 2**63, 3]}, VALUES: {3: [2**64 - 1, 8, 9]}}
+    expected = [
+        range_sum(
+            [cells[name][3][at] for name in cells],
+            *([int(weights.cells(*name, 4)[half, 3]) for name in cells] for half in range(2)),
+        )
+        for at in range(3)
+    ]
+
+    whole = digests(cells).of_ranges(weights)
+    parts = [digests({name: heads}).of_ranges(weights) for name, heads in cells.items()]
+
+    assert {head: sums.tolist() for head, sums in whole.items()} == {3: expected}
+    assert (parts[0][3] + parts[1][3]).tolist() == expected
+
+
+def test_narrow_ranges_become_wide_ones_that_they_fill() -> None:
+    narrow = digests({KEYS: {0: [1, 2, 2**64 - 1]}}, ((4, 8), (8, 12), (12, 16)))
+
+    wide = narrow.in_ranges(8)
+
+    assert (wide.ranges, wide.cells[KEYS][0].tolist()) == (((4, 8), (8, 16)), [1, 1])
+    with pytest.raises(DigestsRefused, match="expected tokens 4 to 8 without a gap"):
+        narrow.in_ranges(6)
+    with pytest.raises(DigestsRefused, match="expected tokens 4 to 16 without a gap"):
+        digests({KEYS: {0: [1, 2]}}, ((4, 8), (12, 16))).in_ranges(16)
+
+
+def test_what_is_not_of_one_request_is_not_put_together() -> None:
+    one = digests({KEYS: {0: [1, 2, 3]}})
+    other_seed = digests({KEYS: {0: [1, 2, 3]}}, seed=b"t")
+    other_range = digests({KEYS: {0: [1, 2, 3]}}, ((16, 32), (32, 48), (48, 64)))
+    other_cells = digests({VALUES: {0: [1, 2, 3]}}, ((40, 56), (56, 57), (57, 58)))
+
+    for refused in (
+        lambda: compare(one, other_seed),
+        lambda: of_all_ranks([one, other_seed]),
+        lambda: of_all_ranges([one, other_seed]),
+        lambda: one.of_ranges(Weights(b"t")),
+    ):
+        with pytest.raises(DigestsRefused, match="expected digests of the same seed"):
+            refused()
+    with pytest.raises(DigestsRefused, match="the same ranges of tokens"):
+        of_all_ranks([one, other_range])
+    with pytest.raises(DigestsRefused, match="ranges that do not overlap"):
+        of_all_ranges([one, other_range])
+    with pytest.raises(DigestsRefused, match="the same cells"):
+        of_all_ranges([one, other_cells])

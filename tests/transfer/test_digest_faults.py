@@ -1,0 +1,304 @@
+"""What a load can get wrong, and what its digest says of it: each place that differs, no other.
+
+Each fault is played between engines of unlike layouts, blocks and ranks. The controls: bytes that
+are nobody's business raise no alarm, and a digest without weights misses what weights are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpatch.geometry.digest_weights import UInt64Array, Weights
+from kvpatch.geometry.digests import Comparison, Digests, compare, of_all_ranks
+from kvpatch.geometry.plane import Content
+
+from .digest_world import SEED, Engine, Rank, Request, request_of
+
+LAYERS, HEADS, TOKENS, CHANNELS, BLOCK, RANGE = 4, 4, 90, 16, 16, 32
+PREFILL = [Rank("HND", 32, range(2), seed=3), Rank("HND", 32, range(2, 4), seed=4)]
+DECODE = [Rank("NHD", BLOCK, range(HEADS), seed=5)]
+MIDDLE, LATE = 2, slice(5 * BLOCK, TOKENS)
+SECOND, THIRD = slice(BLOCK, 2 * BLOCK), slice(2 * BLOCK, 3 * BLOCK)
+
+Fault = Callable[[Request], None]
+#: (layer, content, head, range)
+Cells = set[tuple[int, int, int, int]]
+
+
+def values(dtype: torch.dtype, seed: int = 0) -> Request:
+    """What a model could have computed."""
+    shape = (LAYERS, 2, HEADS, TOKENS, CHANNELS)
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return numbers.view(torch.uint8).reshape(*shape, dtype.itemsize).numpy()
+
+
+def numbers_in(request: Request) -> torch.Tensor:
+    """[layer, keys or values, head, token, channel] of ``bfloat16``; writes reach the request."""
+    return torch.from_numpy(request).view(torch.bfloat16).squeeze(-1)
+
+
+def flip(layer: int, content: int, head: int, token: int, bit: int) -> Fault:
+    def do(request: Request) -> None:
+        byte, of_byte = divmod(bit, 8)
+        request[layer, content, head, token, 3, byte] ^= 1 << of_byte
+
+    return do
+
+
+def stale(tokens: slice) -> Fault:
+    def do(request: Request) -> None:
+        request[:, :, :, tokens] = values(torch.bfloat16, seed=9)[:, :, :, tokens]
+
+    return do
+
+
+def zeroed(request: Request) -> None:
+    request[:, :, :, THIRD] = 0
+
+
+def no_values_in_a_layer(request: Request) -> None:
+    request[MIDDLE, 1] = 0
+
+
+def blocks_swapped(request: Request) -> None:
+    request[:, :, :, [*range(32)]] = request[:, :, :, [*range(16, 32), *range(16)]]
+
+
+def heads_swapped(request: Request) -> None:
+    request[MIDDLE] = request[MIDDLE][:, [1, 0, 2, 3]]
+
+
+def keys_for_values(request: Request) -> None:
+    request[MIDDLE] = request[MIDDLE][::-1].copy()
+
+
+def a_layer_from_another(request: Request) -> None:
+    request[1] = request[2]
+
+
+def layers_swapped(request: Request) -> None:
+    request[[1, 2]] = request[[2, 1]]
+
+
+def values_doubled(request: Request) -> None:
+    numbers_in(request)[MIDDLE, 1] *= 2
+
+
+def scales_lost(request: Request) -> None:
+    numbers_in(request)[:, :, 1] *= 0.37
+
+
+def shifted(request: Request) -> None:
+    request[:, :, :, 1:] = request[:, :, :, :-1].copy()
+
+
+def a_token_lost_and_one_doubled(request: Request) -> None:
+    request[:, :, :, 40:60] = request[:, :, :, 41:61].copy()
+
+
+def channels_turned(request: Request) -> None:
+    request[MIDDLE, 0] = np.roll(request[MIDDLE, 0], 2, axis=2)
+
+
+def signs_of_two(request: Request) -> None:
+    numbers_in(request)[MIDDLE, 0, 1, 50, 2:6:2] *= -1
+
+
+def signs_of_all_keys(request: Request) -> None:
+    numbers_in(request)[:, 0] *= -1
+
+
+def two_that_cancel(request: Request) -> None:
+    """One more here and one less there: the same total, in one channel of two tokens."""
+    words = request.view(np.int16)[..., 0]
+    words[1, 0, 2, 7, 5] += 1
+    words[1, 0, 2, 9, 5] -= 1
+
+
+def four_that_cancel(request: Request) -> None:
+    """In two tokens and two channels: the same totals of each token and of each channel."""
+    words = request.view(np.int16)[..., 0]
+    for token, channel in product((7, 9), (4, 6)):
+        words[1, 0, 2, token, channel] += 1 if (token == 7) == (channel == 4) else -1
+
+
+FAULTS: dict[str, Fault] = {
+    "first bit": flip(0, 0, 0, 0, 0),
+    "a sign": flip(1, 1, 2, 50, 15),
+    "last token's bit": flip(3, 1, 3, TOKENS - 1, 7),
+    "all stale": stale(slice(None)),
+    "an early block stale": stale(slice(BLOCK)),
+    "a middle block stale": stale(THIRD),
+    "the last block stale": stale(LATE),
+    "a block zeroed": zeroed,
+    "no values in a layer": no_values_in_a_layer,
+    "blocks swapped": blocks_swapped,
+    "heads swapped": heads_swapped,
+    "keys for values": keys_for_values,
+    "a layer from another": a_layer_from_another,
+    "layers swapped": layers_swapped,
+    "values doubled": values_doubled,
+    "scales lost": scales_lost,
+    "shifted by a token": shifted,
+    "a token lost and one doubled": a_token_lost_and_one_doubled,
+    "channels turned": channels_turned,
+    "signs of two": signs_of_two,
+    "signs of all keys": signs_of_all_keys,
+    "two that cancel": two_that_cancel,
+    "four that cancel": four_that_cancel,
+}
+#: Those that a digest without weights cannot see.
+PERMUTATIONS = {"blocks swapped", "two that cancel", "four that cancel", "channels turned"}
+
+
+def digests_of(request: Request, ranks: list[Rank], weights: Weights | None = None) -> Digests:
+    return of_all_ranks([Engine(request, rank).digests(RANGE, weights=weights) for rank in ranks])
+
+
+def differing(request: Request, other: Request) -> Cells:
+    """Where bytes differ, by looking at them."""
+    layers, contents, heads, tokens = np.nonzero((request != other).any(axis=(4, 5)))
+    return set(
+        zip(
+            layers.tolist(),
+            contents.tolist(),
+            heads.tolist(),
+            (tokens // RANGE).tolist(),
+            strict=True,
+        )
+    )
+
+
+def named(found: Comparison) -> Cells:
+    """Where a comparison says that they do."""
+    return {
+        (int(place.layer[6:]), int(place.content is Content.VALUE), head, first // RANGE)
+        for place in found.wrong
+        for head in place.heads
+        for first in range(place.first_token // RANGE * RANGE, place.end_token, RANGE)
+    }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed_where_it_is_and_nowhere_else(fault: str) -> None:
+    sent, arrived = values(torch.bfloat16), values(torch.bfloat16)
+    FAULTS[fault](arrived)
+    wanted = differing(sent, arrived)
+    assert wanted
+    theirs, ours = digests_of(sent, PREFILL), digests_of(arrived, DECODE)
+
+    found = compare(theirs, ours)
+
+    assert named(found) == wanted
+    assert (found.checked, found.unchecked) == (LAYERS * 2 * HEADS * 3, ())
+    assert not found.proves
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_sums_over_all_layers_tell_which_tokens_of_which_heads(fault: str) -> None:
+    sent, arrived = values(torch.bfloat16), values(torch.bfloat16)
+    FAULTS[fault](arrived)
+    weights = Weights(SEED)
+    theirs = digests_of(sent, PREFILL).of_ranges(weights)
+    ours = digests_of(arrived, DECODE).of_ranges(weights)
+
+    found = {
+        (head, at) for head in range(HEADS) for at in np.flatnonzero(theirs[head] != ours[head])
+    }
+
+    assert found == {(head, at) for _, _, head, at in differing(sent, arrived)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8])
+def test_a_good_load_proves_itself(dtype: torch.dtype) -> None:
+    sent = values(dtype)
+    assert compare(digests_of(sent, PREFILL), digests_of(sent, DECODE)).proves
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_signs_of_single_floats_are_the_hardest(seed: int) -> None:
+    """Every difference is 2**31 in each word: what the bound of the docstring is made of."""
+    sent, arrived = values(torch.float32), values(torch.float32)
+    chosen = np.random.default_rng(seed).integers(0, 2, arrived.shape[:-1], dtype=np.uint8)
+    arrived[..., 3] ^= chosen << 7
+
+    found = compare(digests_of(sent, PREFILL), digests_of(arrived, DECODE))
+
+    assert named(found) == differing(sent, arrived)
+
+
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, LAYERS - 1),
+            st.integers(0, 1),
+            st.integers(0, HEADS - 1),
+            st.integers(0, TOKENS - 1),
+            st.integers(0, CHANNELS - 1),
+            st.integers(0, 1),
+            st.integers(1, 255),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_any_wrong_bytes_are_noticed(wrong: list[tuple[int, ...]]) -> None:
+    sent = values(torch.bfloat16)
+    arrived = sent.copy()
+    for *place, bits in wrong:
+        arrived[tuple(place)] ^= bits
+
+    found = compare(digests_of(sent, PREFILL), digests_of(arrived, DECODE))
+
+    assert named(found) == differing(sent, arrived)
+
+
+def test_bytes_of_others_raise_no_alarm() -> None:
+    """Blocks of other requests, and what lies behind the last token."""
+    sent = values(torch.bfloat16)
+    theirs = digests_of(sent, PREFILL)
+    engine = Engine(sent, DECODE[0])
+    for plane in engine.planes:
+        view = engine.view(plane)
+        others = np.setdiff1d(np.arange(plane.counts.blocks), engine.blocks.block_ids)
+        assert others.size
+        view[others] ^= 0x55
+        view[engine.blocks.block_ids[-1], :, TOKENS % BLOCK :] ^= 0x55
+
+    assert compare(theirs, engine.digests(RANGE)).proves
+
+
+class _WithoutWeights(Weights):
+    """All ones: a plain sum."""
+
+    def _drawn(self, what: tuple[str, ...], first: int, end: int) -> UInt64Array:
+        return np.ones(end - first, dtype=np.uint64)
+
+
+@pytest.mark.parametrize("fault", sorted(PERMUTATIONS))
+def test_without_weights_it_would_be_missed(fault: str) -> None:
+    sent, arrived = values(torch.bfloat16), values(torch.bfloat16)
+    FAULTS[fault](arrived)
+    plain = _WithoutWeights(SEED)
+
+    found = compare(digests_of(sent, PREFILL, plain), digests_of(arrived, DECODE, plain))
+
+    assert found.proves
+
+
+def test_bytes_that_are_the_same_elsewhere_are_no_error() -> None:
+    """Two heads that hold the same may be swapped."""
+    sent = request_of(layers=LAYERS, heads=HEADS, tokens=TOKENS, channels=CHANNELS)
+    sent[MIDDLE, :, 1] = sent[MIDDLE, :, 0]
+    arrived = sent.copy()
+    heads_swapped(arrived)
+
+    assert compare(digests_of(sent, PREFILL), digests_of(arrived, DECODE)).proves
