@@ -9,7 +9,9 @@ from typing import Any
 
 from kvpatch.connector import read_request
 from kvpatch.connector.handshake.remote_ranks import Peer
+from kvpatch.connector.holds.hold import read_hold
 from kvpatch.connector.kvcached.mapped_pages import refuse_unmapped
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.named_blocks import refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
@@ -32,6 +34,7 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         if reader is not None:
             context = RequestContext(request_id, engine_id)
             if request is not None:
+                _hear_of_hold(request, context)
                 parts = reader.ours.kernel_blocks_per_block
                 context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
             inside.enter_context(reader.request(context))
@@ -42,6 +45,15 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         elif reader is not None:
             _take_over(worker, meta, reader, context)
         yield
+
+
+def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:
+    context.arrived = request.arrived
+    if request.stated_hold is not None:
+        try:
+            context.hold = read_hold(request.stated_hold)
+        except ReadRefused as error:
+            context.refusal = error
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvpatch.connector.holds.hold import stated_hold
 from kvpatch.connector.unpatched_workers import EqualBlockPeers, is_guarded, require
 from kvpatch.core.releases import ReleaseFacts
 
@@ -52,6 +53,7 @@ class ReadRequest:
             the prompt, or nobody has to know.
         cancellation: set when the request is over before its read is.
         arrived: when the request came in.
+        stated_hold: what P says of its hold on the blocks; None where it says nothing.
         is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
     """
@@ -64,6 +66,7 @@ class ReadRequest:
     computed: LocallyComputed | None = None
     cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     arrived: float | None = None
+    stated_hold: str | None = None
     is_guarded: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -115,6 +118,7 @@ def attach_read_requests(
             is_guarded=has_load
             and is_guarded(scheduler, equal_peers, engine_of(entry, facts), held, remote, facts),
             arrived=request.arrival_time,
+            stated_hold=stated_hold(parameters) if has_load else None,
         )
         setattr(entry, _READ_REQUEST, found)
 

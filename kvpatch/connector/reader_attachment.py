@@ -31,10 +31,16 @@ from kvpatch.connector.reading.read_factory import Progress
 from kvpatch.connector.reading.reader import Destination, Reader
 from kvpatch.connector.reading.worker_staging_pool import staging_pool
 from kvpatch.connector.state import worker_state
-from kvpatch.connector.transfer_handles import agents_beside, heterogeneous_engine_of, ranks_of
+from kvpatch.connector.transfer_handles import (
+    agents_beside,
+    heterogeneous_engine_of,
+    rank_like_us,
+    ranks_of,
+)
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.hold_table import HoldTable
 from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 
 if TYPE_CHECKING:
@@ -77,6 +83,7 @@ def attach_reader(
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
         reader.leases = leases_of(worker, release.facts)
+        reader.hold_table = state.held(HoldTable)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
             EngineAgent(agent, gate),
@@ -85,6 +92,7 @@ def attach_reader(
             partial(heterogeneous_engine_of, worker),
             partial(agents_beside, worker),
             reader.thread,
+            partial(rank_like_us, worker),
         )
         watch_divided_blocks(worker, release.facts)
         release.admit_larger_blocks()

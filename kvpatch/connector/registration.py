@@ -1,6 +1,7 @@
 """What becomes of the tensors that vLLM hands to a worker, one step after the other.
 
 host_buffer     the device's tensors are replaced by those of a host buffer
+stale_blocks    the worker gets a table of what it holds, which it states with its memory
 failed_loads    the worker keeps its failed requests until they may be reported
 unlike_engines  the tensors are read, as reads will fill them
 block_count     as many blocks are planned as the tensors have
@@ -38,7 +39,8 @@ def registration_step(
 
     Args:
         part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what proves of
-            peers what their handshakes leave open, where they do.
+            peers what their handshakes leave open, where they do; of ``stale_blocks``, what
+            makes the table.
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -80,6 +82,8 @@ def _register(
         _refuse_without_reads(release, reads=reads)
         state.host_buffer = buffer = host_buffer_worker.make(release, kv_caches)
         state.pages, kv_caches = buffer.pages, buffer.pool.tensors
+    if "stale_blocks" in steps:
+        steps["stale_blocks"](release)
     if "failed_loads" in steps:
         steps["failed_loads"](worker)
     own = inspect(release, kv_caches) if reads else None

@@ -44,6 +44,25 @@ def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
     return None
 
 
+def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | None:
+    """The rank of a peer like us whose descriptors a handle stands for, and its name to NIXL.
+
+    None where the release's books do not tell.
+    """
+    names = {
+        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.30
+        for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
+    }
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if isinstance(handles, Mapping):
+        found = [int(rank) for rank, one in list(handles.items()) if one == handle]
+    else:  # <= 0.13 it shakes hands with one
+        found = list(names) if handles == handle else []
+    if len(found) != 1 or found[0] not in names:
+        return None
+    return found[0], names[found[0]]
+
+
 def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
     """(rank, handle) of a peer's prepared descriptors."""
     handles = worker.dst_xfer_side_handles.get(engine_id)

@@ -45,7 +45,7 @@ def add_remote_agent(facts: ReleaseFacts) -> Site:
 
 def start_load_kv(facts: ReleaseFacts) -> Site:
     """Where a worker is told what to read in a step."""
-    return _site(facts.worker, "start_load_kv", "metadata")
+    return _site(facts.reader, "start_load_kv", "metadata")
 
 
 def read_blocks_for_req(facts: ReleaseFacts) -> Site:
@@ -66,6 +66,12 @@ def handle_failed_transfer(facts: ReleaseFacts) -> Site:
 def worker_get_finished(facts: ReleaseFacts) -> Site:
     """Where a worker says which requests have been sent and received."""
     return _site(facts.worker, "get_finished")
+
+
+def transfer_results(facts: ReleaseFacts) -> Site:
+    """As :func:`worker_get_finished`, where the release first knows it."""
+    name = "get_transfer_results" if facts.failed_loads == "as failed" else "get_finished"
+    return _site(facts.worker, name)
 
 
 # --- the connector's scheduler half ----------------------------------------------
@@ -90,6 +96,11 @@ def scheduler_matched_tokens(facts: ReleaseFacts) -> Site:
     """Where the connector's scheduler half says how many tokens would be loaded."""
     asked = ("request", "num_computed_tokens")
     return _site(facts.scheduler, "get_num_new_matched_tokens", *asked)
+
+
+def get_handshake_metadata(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks a worker what it states at handshakes, for its scheduler; from 0.11.1."""
+    return _site(facts.connector, "get_handshake_metadata")
 
 
 def set_xfer_handshake_metadata(facts: ReleaseFacts) -> Site:
@@ -121,6 +132,12 @@ def get_num_new_matched_tokens(facts: ReleaseFacts) -> Site:
     """Where vLLM asks, of a request that it could schedule, what will be loaded."""
     asked = ("request", "num_computed_tokens")
     return _site(facts.connector, "get_num_new_matched_tokens", *asked)
+
+
+def update_state_after_alloc(facts: ReleaseFacts) -> Site:
+    """Where vLLM says that a request has got its blocks."""
+    got = ("request", "blocks", "num_external_tokens")
+    return _site(facts.connector, "update_state_after_alloc", *got)
 
 
 def connector_meta(facts: ReleaseFacts) -> Site:

@@ -21,6 +21,7 @@ SLUGS = (
     "failed_loads",
     "aborted_loads",
     "host_buffer",
+    "stale_blocks",
     "handshake_listener",
     "transfer_params",
 )

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from math import inf
 
+from kvpatch.transfer.hold_check import HoldCheck
+
 
 @dataclass(frozen=True)
 class Lifetime:
@@ -15,10 +17,12 @@ class Lifetime:
         ends: when the peer may give them to another request; as ``time.time`` counts.
         longest_gap: seconds between two looks at the read after which the peer may have given
             them away, since its lease is renewed as often as is looked.
+        check: asks the peer; None where it has no kvpatch. With it nothing has to be guessed.
     """
 
     ends: float = inf
     longest_gap: float = inf
+    check: HoldCheck | None = None
 
     def is_over(self, gap: float) -> bool:
         """Whether they may hold another request's tokens by now.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.free_space import Space
+from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
@@ -154,7 +155,7 @@ class StagedRead(OwnRead):
             self._unposted.plan()
             if not self._unposted.is_any:
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
-            if not self._is_paced:
+            if not self._is_paced and self._may_begin():
                 self._post()
         except self._errors:
             self._fail()
@@ -216,6 +217,8 @@ class StagedRead(OwnRead):
             self._begin()
         if self._unposted.is_any and self._is_late():
             self._expire()  # all that is on the wire already is as good as a release's own read
+        if self._unposted.is_any and self._began is None and not self._may_begin():
+            return False
         has_landed = self._land()
         if has_landed and self._away is not None and self._unposted.chunk is not None:
             self._pool.pace.looked(self._away, self._worked)
@@ -271,6 +274,8 @@ class StagedRead(OwnRead):
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
+        if self._check is not None:
+            self._check.release(self._nixl)
         for handle in self._failed_handles:
             self._nixl.release_xfer_handle(handle)
         self._failed_handles.clear()
@@ -299,6 +304,8 @@ class StagedRead(OwnRead):
         """Nothing more is posted."""
         self._pool.leave(self)
         self._turn = None
+        if self._unposted.prepared is not None:
+            self._failed_handles.append(self._unposted.prepared)
         self._unposted.clear()
 
     def _fail(self) -> None:
@@ -335,9 +342,12 @@ class StagedRead(OwnRead):
         """Tells the peer and books the outcome, once there is nothing left to wait for."""
         if self._flights or self._placing or self._unposted.is_any or self.outcome != "PROC":
             return
+        if self._awaits_word(self._check if not self._is_told else None):
+            return
         if not self._has_failed and not self._is_told:
             try:
-                self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
+                if self._notification:  # else the release tells the peer itself
+                    self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
                 self._is_told = True
             except self._errors:
                 self._fail()
@@ -345,6 +355,35 @@ class StagedRead(OwnRead):
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
         self.metered.end(is_well=self.outcome == "DONE")
+
+    @property
+    def _check(self) -> HoldCheck | None:
+        return None if self.lifetime is None else self.lifetime.check
+
+    def _may_begin(self) -> bool:
+        """Whether the peer surely had the blocks a moment ago; where it had not, it fails."""
+        check = self._check
+        return check is None or not check.is_due or not self._awaits_word(check)
+
+    def _awaits_word(self, check: HoldCheck | None) -> bool:
+        """Whether the peer's word on the blocks is still to come; where they are gone, it fails."""
+        if check is None or self._has_failed or self._is_void:
+            return False
+        try:
+            is_held = check.answer(self._nixl)
+        except self._errors:
+            self._fail()
+            return False
+        if is_held is False:
+            _LOG.warning(
+                "%s let go of a request's blocks before they had all been read: the load fails. "
+                "A longer kv_lease_duration (VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) there keeps "
+                "them until slower readers have come",
+                self._ends.agent,
+            )
+            self._has_failed = True
+            self._stop()
+        return is_held is None
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""
@@ -437,13 +476,22 @@ class StagedRead(OwnRead):
         has_posted = False
         while self._unposted.is_any and not (has_posted and self._is_paced):
             runs = self._unposted.runs
-            is_posted = self._post_chunk() if runs is None else self._post_runs(runs)
+            if self._unposted.prepared is not None:
+                is_posted = self._post_prepared()
+            else:
+                is_posted = self._post_chunk() if runs is None else self._post_runs(runs)
             if not is_posted:
                 return has_posted
             has_posted = True
         if self._unposted.chunk is None:
             self._pool.leave(self)
         return has_posted
+
+    def _post_prepared(self) -> bool:
+        """Posts the release's own transfer."""
+        handle, self._unposted.prepared = self._unposted.prepared, None
+        self._launch(handle, None, None)
+        return True
 
     def _post_runs(self, runs: DirectRuns) -> bool:
         """Posts runs that go straight to their places, where few are on the wire."""

@@ -17,6 +17,7 @@ import torch
 
 import kvpatch
 from kvpatch.transfer.cost_probe import OWN_BYTES
+from kvpatch.transfer.hold_table import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
 from . import release, standins
@@ -33,6 +34,8 @@ from .xla import DeviceTensors
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
 _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
+#: What kvpatch registers that holds no tokens: the probe's memory, the table of holds.
+_BESIDE_CACHES = (OWN_BYTES, TABLE_BYTES)
 # How long a sample of P's blocks may take to come and be compared.
 PROOF_SECONDS = 5.0
 _NOTHING_PROVEN = "D computes P's prompts: nothing of P's is proven"
@@ -228,12 +231,13 @@ class Engine:
 
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
             found = [descs[i][:2] for i in range(descs.descCount())]
-            self.registrations += sum(length != OWN_BYTES for _, length in found)
+            self.registrations += sum(length not in _BESIDE_CACHES for _, length in found)
             self.registered += found
             return register(descs, *args, **kwargs)
 
         def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:
-            if args[1] != agent.name:  # by which the probe measures
+            is_probe, is_word = args[1] == agent.name, local[0][1] == WORD_BYTES
+            if not (is_probe or is_word):
                 self.descriptors += local.descCount()
             return initialize(operation, local, *args, **kwargs)
 

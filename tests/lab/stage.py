@@ -6,10 +6,10 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from kvpatch.patches import SLUGS
@@ -193,9 +193,13 @@ class Stage:
             spec = replace(spec, patched=True, patches=SLUGS)
         return self._start("decode", spec)
 
-    def start(self, spec: EngineSpec) -> Actor:
-        """Starts an engine as its spec has it, kvpatch and its variables included."""
-        return self._start("engine", spec)
+    def start(self, spec: EngineSpec, extra: Mapping[str, Any] = MappingProxyType({})) -> Actor:
+        """Starts an engine as its spec has it, kvpatch and its variables included.
+
+        Args:
+            extra: of the connector's own configuration.
+        """
+        return self._start("engine", spec, extra=extra)
 
     def prompt(self, tokens: int) -> Prompt:
         """A prompt unlike any other of this stage."""
@@ -206,13 +210,21 @@ class Stage:
         """So many of them."""
         return [self.prompt(tokens) for _ in range(count)]
 
-    def _start(self, role: str, spec: EngineSpec, port: int = 0, engine_id: str = "") -> Actor:
+    def _start(
+        self,
+        role: str,
+        spec: EngineSpec,
+        port: int = 0,
+        engine_id: str = "",
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Actor:
         name = f"{role}-{self._name}-{len(self._actors)}"
         spec = replace(spec, settings=spec.settings + self._settings)
         port = port or PORTS.take(spec.tp_size)
         actor = Actor(name, spec, engine_id or name, port, self._lab.hire(spec))
         self._actors.append(actor)
-        actor.call("start", Start(spec, actor.engine_id, port, len(self._actors), EXTRA))
+        more = {**EXTRA, **extra}
+        actor.call("start", Start(spec, actor.engine_id, port, len(self._actors), more))
         return actor
 
 

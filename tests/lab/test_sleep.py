@@ -10,7 +10,8 @@ from packaging.version import Version
 from .engine_api import Left
 from .host import Lab
 from .stage import Stage
-from .test_several_peers import SPEC, TOKENS
+from .test_several_peers import SPEC, TOKENS, names
+from .test_stale_blocks import prefill as with_holds
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -39,3 +40,21 @@ def test_a_heterogeneous_pair_goes_on_after_either_has_slept(lab: Lab, way: str)
             assert prefill.heard([prompt]) == {prompt.name}
         assert decode.strays() == 0
         assert decode.left() == Left()
+
+
+@pytest.mark.parametrize("block_tokens", [SPEC.block_tokens, 16])
+def test_what_p_held_before_it_slept_is_gone(lab: Lab, block_tokens: int) -> None:
+    """Its requests are P's still, but their blocks hold nothing any more."""
+    if Version(lab.release) < Version("0.33"):
+        pytest.skip("this release has no sleep mode beside NixlConnector")
+    with Stage(lab) as stage:
+        spec = replace(SPEC, block_tokens=block_tokens, planned_blocks=400)
+        actor, decode = with_holds(stage, spec, patched=True), stage.decode(SPEC)
+        prompt = stage.prompt(TOKENS)
+        asks = actor.compute(prompt)
+        actor.call("sleep_and_wake")
+
+        decode.ask(*asks)
+
+        seen = decode.watch(prompt)
+        assert seen.failed == names([prompt]), seen

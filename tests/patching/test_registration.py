@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
-from functools import partial
 from itertools import chain, combinations
 from types import SimpleNamespace
 
@@ -28,12 +27,15 @@ TENSORS, BUFFERED = {"a": "the device's"}, {"a": "the buffer's"}
 #: What a step does, in the order in which all of them are taken.
 DOES = {
     "host_buffer": "host buffer",
+    "stale_blocks": "make a table",
     "failed_loads": "watch failed loads",
     "unlike_engines": "inspect",
     "block_count": "count blocks",
     "kvcached_regions": "show as they lie",
     "shared_tensors": "leave in once",
 }
+#: Those that say themselves what is done.
+PARTS = {"failed_loads", "stale_blocks"}
 ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines"}
 
 
@@ -115,9 +117,8 @@ def _expected(on: frozenset[str], *, is_buffered: bool) -> list[str]:
 def test_every_set_of_patches_takes_its_steps(release, is_buffered, order, taken):
     kind = sys.modules[MODULE].Worker
     original, every = vars(kind)["register_kv_caches"], _steps(FACTS[release])
-    if "failed_loads" in every:
-        watch = partial(taken.append, "watch failed loads")
-        every["failed_loads"] = replace(every["failed_loads"], part=lambda worker: watch())
+    for slug in PARTS & every.keys():
+        every[slug] = replace(every[slug], part=lambda of, slug=slug: taken.append(DOES[slug]))
 
     for on in map(frozenset, _subsets(every)):
         ledger, worker = Ledger(), kind()
@@ -151,12 +152,13 @@ def test_in_push_mode_nothing_goes_through_a_host_buffer(taken):
 
 
 def test_which_patches_have_a_step():
-    """Layers that share tensors <= 0.10.1.1, failed loads from 0.11.1 to 0.29."""
+    """Layers that share tensors <= 0.10.1.1, failed loads from 0.11.1 to 0.29, holds from there."""
     more = {release: set(_steps(FACTS[release])) - ALL for release in RELEASES}
 
     for release, found in more.items():
         number = Version(release)
         shares = {"shared_tensors"} if number < Version("0.10.2") else set()
         fails = {"failed_loads"} if Version("0.11.1") <= number < Version("0.30") else set()
-        assert found == shares | fails, release
+        holds = {"stale_blocks"} if number >= Version("0.11.1") else set()
+        assert found == shares | fails | holds, release
     assert all(set(_steps(FACTS[release])) >= ALL for release in RELEASES)

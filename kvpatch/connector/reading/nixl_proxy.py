@@ -9,6 +9,7 @@ from weakref import finalize
 
 import wrapt
 
+from kvpatch.connector.reading.prepared_transfers import RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.transfer.joined_read import JoinedRead
@@ -26,6 +27,8 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         engine_of: handle -> the heterogeneous engine that it belongs to, if it does to one.
         beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
         thread: what reads go on in; ended with this worker's agent.
+        rank_of: (engine id, handle) -> the rank of a peer like us that it stands for, and its name
+            to NIXL; None where that is not known.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         engine_of: Callable[[Any], str | None],
         beside: Callable[[str], Sequence[str]],
         thread: ProgressThread | None = None,
+        rank_of: Callable[[str, Any], tuple[int, str] | None] = lambda engine_id, handle: None,
     ) -> None:
         super().__init__(agent)
         self._self_reader = reader
@@ -43,6 +47,7 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         self._self_engine_of = engine_of
         self._self_beside = beside
         self._self_thread = thread
+        self._self_rank_of = rank_of
         if thread is not None:
             finalize(self, thread.stop)
 
@@ -84,16 +89,28 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
                 f"engine {engine} has another geometry, and a transfer with it was prepared as if "
                 "it had ours: restart this engine, with kvpatch on or off for all of its life"
             )
-        return self.__wrapped__.make_prepped_xfer(
+        rank = self._asked_rank(context, operation, remote_handle)
+        handle = self.__wrapped__.make_prepped_xfer(
             operation,
             local_handle,
             local_indices,
             remote_handle,
             remote_indices,
-            notif_msg,
+            notif_msg if rank is None else b"",
             *args,
             **kwargs,
         )
+        if rank is None:
+            return handle
+        return self._self_reader.prepare_like(self.__wrapped__, rank, handle, notif_msg)
+
+    def _asked_rank(
+        self, context: RequestContext | None, operation: str, handle: Any
+    ) -> tuple[int, str] | None:
+        """The rank of a peer like us that is asked for its word; None where none gives it."""
+        if context is None or operation != "READ" or not self._self_reader.has_word:
+            return None
+        return self._self_rank_of(context.engine_id, handle)
 
     def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
         reader, nixl = self._self_reader, self.__wrapped__
@@ -160,6 +177,8 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         """
         if self._self_thread is not None:
             self._self_thread.rest()
+        if self._self_reader.hold_table is not None:
+            self._self_reader.hold_table.end_all()
         return self.__wrapped__.deregister_memory(*args, **kwargs)
 
     def release_xfer_handle(self, handle: Any) -> Any:

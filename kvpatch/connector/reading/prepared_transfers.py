@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpatch.connector.handshake.remote_ranks import Peer
+from kvpatch.connector.holds.hold import Hold
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.errors import KvpatchError
 
@@ -33,6 +34,8 @@ class RequestContext:
             request there; an error anywhere before that would end the engine.
         reading: what ours are planned from, in place of the release's; None where its stand.
         computed_here: what D computes itself, of a peer that has yet to be proven what it is.
+        hold: of P's on the blocks that are read; None where P says nothing of it.
+        arrived: when the request came in, as ``time.time`` counts.
     """
 
     request_id: str
@@ -41,6 +44,8 @@ class RequestContext:
     refusal: KvpatchError | None = None
     reading: Reading | None = None
     computed_here: ReadRequest | None = None
+    hold: Hold | None = None
+    arrived: float | None = None
 
     def check_blocks(self) -> None:
         """Calls the check.

@@ -79,20 +79,40 @@ class ReadFactory:
             times: of the peer's reads, this one's too.
         """
         is_paced = self.progress is not None
+        chunks = plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
+        read = self._read(nixl, ends, notification, Unposted(wanted.direct, chunks), lifetime)
+        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
+        return self._own(read, request)
+
+    def prepared(
+        self, nixl: Any, ends: Ends, notification: bytes, handle: Any, lifetime: Lifetime
+    ) -> OwnRead:
+        """A read of one transfer that the release has prepared, without a notification."""
+        unposted = Unposted((), iter(()), handle)
+        return self._own(self._read(nixl, ends, notification, unposted, lifetime), None)
+
+    def _read(
+        self,
+        nixl: Any,
+        ends: Ends,
+        notification: bytes,
+        unposted: Unposted,
+        lifetime: Lifetime,
+    ) -> StagedRead:
+        agent = nixl if self.progress is None else self.progress.agent
         read = StagedRead(
-            nixl if self.progress is None else self.progress.agent,
+            agent,
             self.pool,
             self.caches,
             ends,
             notification,
-            Unposted(
-                wanted.direct,
-                plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced)),
-            ),
-            is_paced=is_paced,
+            unposted,
+            is_paced=self.progress is not None,
         )
         read.lifetime = lifetime
-        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
+        return read
+
+    def _own(self, read: StagedRead, request: ReadRequest | None) -> OwnRead:
         own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
         own.owner = request
         return own

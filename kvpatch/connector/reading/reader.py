@@ -9,6 +9,7 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import Int64Array, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.hold_check import HoldCheck
+from kvpatch.transfer.hold_table import HoldTable
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
@@ -85,6 +89,8 @@ class Reader:
     Attributes:
         ambiguous_peers: of peers whose handshakes leave something open.
         ways: what goes straight to its place, and what through the pool.
+        leases: how long peers without kvpatch keep what is to be read.
+        hold_table: where peers' words on their blocks land; None where none is asked for.
     """
 
     def __init__(
@@ -116,6 +122,7 @@ class Reader:
         self.context: RequestContext | None = None
         self._states = destination.states
         self.leases = Leases()
+        self.hold_table: HoldTable | None = None
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -239,7 +246,7 @@ class Reader:
         )
         ends = Ends(self.ours.memory, peer_memory(self.ours, metadata), rank.agent)
 
-        lifetime = self.leases.lifetime(reading.request)
+        lifetime = self._lifetime(reading.request, number, rank.agent)
 
         def read(wanted: Wanted) -> OwnRead:
             times = reading.peer.times
@@ -262,6 +269,46 @@ class Reader:
         )
         direct = chain(plan_parts(pairs), (states,))
         return read(Wanted(direct, split.staged, split.staged_bytes))
+
+    def prepare_like(
+        self, nixl: Any, rank: tuple[int, str], handle: Any, notification: bytes
+    ) -> OwnRead:
+        """A transfer of the release's, of a peer like us, whose word on its blocks is asked for.
+
+        Args:
+            rank: of the peer, and its name to NIXL.
+            handle: prepared without a notification: the peer is told once its word has come.
+        """
+        number, agent = rank
+        ends = Ends(self.ours.memory, self.ours.memory, agent)
+        lifetime = Lifetime(check=self._hold_check(number, agent))
+        return self._reads.prepared(nixl, ends, notification, handle, lifetime)
+
+    @property
+    def has_word(self) -> bool:
+        """Whether the peer that is being read says whether it holds the blocks."""
+        context = self.context
+        return context is not None and context.hold is not None and self.hold_table is not None
+
+    def _lifetime(self, request: ReadRequest, number: int, agent: str) -> Lifetime:
+        """Of what is read of a rank: its word where it gives one, else what can be told here."""
+        check = self._hold_check(number, agent)
+        return self.leases.lifetime(request) if check is None else Lifetime(check=check)
+
+    def _hold_check(self, number: int, agent: str) -> HoldCheck | None:
+        context, table = self.context, self.hold_table
+        if context is None or context.hold is None or table is None:
+            return None
+        hold = context.hold
+        if number >= len(hold.tables):
+            raise ReadRefused(
+                f"request {context.request_id} is read from rank {number} of engine "
+                f"{context.engine_id}, and the answer of P that it carries is of an engine with "
+                f"{len(hold.tables)} ranks: pass on the answer of the engine that it names"
+            )
+        age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
+        vouched = time.monotonic() - age_seconds
+        return HoldCheck(table, agent, hold.tables[number], hold.generation, vouched)
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

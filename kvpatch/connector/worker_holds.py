@@ -1,0 +1,55 @@
+"""The table of holds of a worker, and what becomes of its words in the worker's steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from kvpatch.connector.holds.granted import changes_in
+from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.state import worker_state
+from kvpatch.transfer.hold_table import HoldTable
+from kvpatch.transfer.nixl import errors_of
+
+_LOG = logging.getLogger("kvpatch.stale_blocks")
+
+#: NIXL's back ends that are known to read a host's memory whatever the cache lies in.
+_BACKENDS = frozenset(("UCX",))
+
+
+def make_table(release: ReleaseWorker) -> None:
+    """Makes a worker's table before it states what its agent has; of one start there is one."""
+    worker, backends = release.worker, release.nixl_backends
+    state = worker_state(worker)
+    if not release.pulls or state.held(HoldTable) is not None:
+        return
+    if not _BACKENDS.issuperset(backends):
+        _LOG.info("blocks gone stale are not looked for with %s", ", ".join(backends))
+        return
+    errors: tuple[type[Exception], ...] = RuntimeError, MemoryError
+    errors += errors_of(worker.nixl_wrapper)
+    try:
+        state.hold(HoldTable(worker.nixl_wrapper))
+    except errors as error:
+        _LOG.warning("blocks gone stale are not looked for: no host memory for it: %s", error)
+
+
+def hear(worker: Any, metadata: Any) -> None:
+    """Writes down what the scheduler has granted and withdrawn."""
+    table = worker_state(worker).held(HoldTable)
+    if table is None:
+        return
+    for request_id, generation in changes_in(metadata).items():
+        if generation:
+            table.hold(request_id, generation)
+        else:
+            table.end(request_id)
+
+
+def end_all(worker: Any, request_ids: Iterable[str]) -> None:
+    """Takes out the words of requests whose blocks the scheduler is about to give away."""
+    table = worker_state(worker).held(HoldTable)
+    if table is not None:
+        for request_id in request_ids:
+            table.end(request_id)

@@ -1,0 +1,159 @@
+"""D does not answer from blocks that P has given to another request.
+
+Why:
+    P keeps a request's blocks until D has read them, or until a lease runs out that D's
+    heartbeats renew. A D that is held up, or a P that drops a request, ends with P's blocks in
+    another request's hands while D still reads them. P's worker only logs that it was told too
+    late; D reports the load as received, and answers with HTTP 200 from another prompt's keys
+    and values.
+Where:
+    Schedulers and workers of both sides; like pairs too. With a P without kvpatch D goes by
+    what it can tell itself, as before.
+How:
+    Each worker of P registers a small table in host memory. When a request that D will read gets
+    its blocks, the scheduler draws a word that no other request ever had, the workers write it
+    into their tables, and P's answer carries it and the tables' places (``kvpatch_hold``, one
+    string). A worker takes the word out before it reports the request as sent, which is before
+    anybody can get its blocks. D reads the data, then the word (8 bytes, one-sided: P need not
+    step, or be awake), and only then tells P. Another word there, or none, fails the load, and
+    the release does what it does with failed loads. A request that was long on its way asks before
+    it reads, too.
+Upstream:
+    vLLM #52234; aws-samples/aws-do-eks#84 counts 8 of 42 answers.
+Limits:
+    <= 0.11.0 workers answer handshakes themselves, and the scheduler never learns where their
+    tables are; there, in push mode, with other NIXL back ends than UCX, and where P has
+    several pipeline stages nothing is stated, and D goes by age and by its own pauses. Whoever
+    passes P's answer on must pass on all of it.
+Remove when:
+    The connector proves to D that P held the blocks to the end of the read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch.connector import worker_holds
+from kvpatch.connector.holds.granted import GrantedHolds, state_table
+from kvpatch.connector.holds.hold import FIELD
+from kvpatch.connector.registration import registration_step
+from kvpatch.connector.state import connector_scheduler, scheduler_state, worker_state
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.transfer.hold_table import HoldTable
+
+# --- the workers ---------------------------------------------------------------
+
+
+def _get_handshake_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
+    table = None if worker is None else worker_state(worker).held(HoldTable)
+    if metadata is not None and table is not None:
+        state_table(metadata, table.address)
+    return metadata
+
+
+def _start_load_kv(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def start(metadata: Any) -> Any:
+        worker_holds.hear(instance, metadata)
+        return wrapped(metadata)
+
+    return start(*args, **kwargs)
+
+
+def _transfer_results(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    results = wrapped(*args, **kwargs)
+    # A pair <= 0.29, as both are named here from 0.30.
+    sent = results[0] if isinstance(results, tuple) else results.finished_sending
+    if sent:
+        worker_holds.end_all(instance, sent)
+    return results
+
+
+# --- the connector's scheduler half ----------------------------------------------
+
+
+def _set_xfer_handshake_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def take(metadata: Any) -> Any:
+        scheduler_state(instance).of(GrantedHolds).learn(metadata)
+        return wrapped(metadata)
+
+    return take(*args, **kwargs)
+
+
+def _holds_of(connector: Any) -> GrantedHolds | None:
+    """A connector's; None in workers, and where its workers have no tables."""
+    scheduler = connector_scheduler(connector)
+    holds = None if scheduler is None else scheduler_state(scheduler).of(GrantedHolds)
+    return holds if holds is not None and holds.is_on else None
+
+
+def _update_state_after_alloc(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def update(request: Any, *more: Any, **named: Any) -> Any:
+        holds = _holds_of(instance)
+        if holds is not None and (request.kv_transfer_params or {}).get("do_remote_decode"):
+            holds.grant(request.request_id)
+        return wrapped(request, *more, **named)
+
+    return update(*args, **kwargs)
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    metadata, holds = wrapped(*args, **kwargs), _holds_of(instance)
+    if holds is not None:
+        holds.tell(metadata)
+    return metadata
+
+
+def _request_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finished(request: Any, block_ids: Any) -> Any:
+        keeps_blocks, params = wrapped(request, block_ids)
+        holds = _holds_of(instance)
+        if holds is not None:
+            if keeps_blocks and params:
+                params = {**params, FIELD: holds.answer(request.request_id)}
+            else:
+                holds.withdraw(request.request_id)
+        return keeps_blocks, params
+
+    return finished(*args, **kwargs)
+
+
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    if not facts.listens_in_scheduler:
+        return {}
+    found: dict[Site, Wrapper | Step] = {
+        **registration_step(facts, worker_holds.make_table),
+        seams.get_handshake_metadata(facts): _get_handshake_metadata,
+        seams.start_load_kv(facts): _start_load_kv,
+        seams.transfer_results(facts): _transfer_results,
+        seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
+        seams.update_state_after_alloc(facts): _update_state_after_alloc,
+        seams.connector_meta(facts): _build_connector_meta,
+    }
+    return found | dict.fromkeys(seams.request_finished(facts), _request_finished)
+
+
+PATCH = Patch(
+    slug="stale_blocks",
+    wire_affecting=False,
+    sites=_sites,
+    not_needed="<= 0.11.0 the scheduler does not know what its workers state",
+    document=__doc__,
+)

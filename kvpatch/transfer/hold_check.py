@@ -1,0 +1,137 @@
+"""Asks P's table of holds whether the blocks of a request are still its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpatch.core.errors import NoAnswer
+from kvpatch.transfer.hold_table import (
+    HOST_MEMORY,
+    WORD_BYTES,
+    HoldTable,
+    is_still_to_come,
+    word_address,
+)
+from kvpatch.transfer.nixl import Ends, prepare_read
+
+#: A read of whose blocks nothing was heard for so long asks before it begins.
+_ASK_AGAIN_SECONDS = 1.0
+#: What a word takes on its way is looked for without a pause: a step may look only once.
+_SPIN_SECONDS = 1e-4
+#: Between two readings of a word that the peer's worker has not written yet.
+_PAUSE_SECONDS = 1e-3
+_LONGEST_SECONDS = 10.0
+
+
+@dataclass(eq=False)
+class HoldCheck:
+    """Of one read from one rank of a peer.
+
+    Args:
+        table: this worker's own, where the peer's words land.
+        agent: the peer's rank, as NIXL calls it.
+        remote_table: where the rank's table begins.
+        generation: the word that stands there while it holds the blocks.
+        vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
+    """
+
+    table: HoldTable
+    agent: str
+    remote_table: int
+    generation: int
+    vouched: float
+    _handle: Any = field(default=None, init=False)
+    _landing: int | None = field(default=None, init=False)
+    _asked: float | None = field(default=None, init=False)
+    _next: float = field(default=0.0, init=False)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the blocks may be gone for long: nothing is read of them before it is known."""
+        return self._asked is not None or time.monotonic() - self.vouched > _ASK_AGAIN_SECONDS
+
+    def answer(self, nixl: Any) -> bool | None:
+        """Whether the peer held the blocks when this was first called; None until it is known.
+
+        The call after an answer asks anew.
+
+        Args:
+            nixl: the agent, as the thread may use it that calls this.
+
+        Raises:
+            NoAnswer: nothing has come for long.
+            Exception: NIXL's.
+        """
+        now = time.monotonic()
+        if self._asked is None:
+            self._asked = now
+        found = self._word(nixl, now)
+        if found is None or is_still_to_come(found, self.generation):
+            if now - self._asked > _LONGEST_SECONDS:
+                self.release(nixl)
+                raise NoAnswer(
+                    f"{self.agent} has not said for {_LONGEST_SECONDS:.0f} s whether it still "
+                    "holds the blocks that were read: the load fails"
+                )
+            return None
+        if found == self.generation:
+            self.vouched = self._asked
+        self._asked, self._next = None, 0.0
+        return found == self.generation
+
+    def release(self, nixl: Any) -> None:
+        """Lets go of what is on its way.
+
+        Where it would land is soon another read's. What lands there late is the word of another
+        request, of which that read believes nothing.
+
+        Raises:
+            Exception: NIXL's, where it cannot be cancelled.
+        """
+        handle, landing = self._handle, self._landing
+        self._handle = self._landing = self._asked = None
+        if landing is not None:
+            self.table.give_back(landing)
+        if handle is not None:
+            nixl.release_xfer_handle(handle)
+
+    def _word(self, nixl: Any, now: float) -> int | None:
+        """What stands in the peer's table; None until that is here."""
+        if self._handle is None:
+            if now < self._next:
+                return None
+            self._landing = self.table.take_landing()
+            if self._landing is None:
+                return None
+            state = self._post(nixl, self._landing)
+        else:
+            state = nixl.check_xfer_state(self._handle)
+        while state == "PROC" and time.monotonic() - now < _SPIN_SECONDS:
+            state = nixl.check_xfer_state(self._handle)
+        if state == "PROC" or self._landing is None:
+            return None
+        if state != "DONE":
+            self.release(nixl)
+            raise NoAnswer(f"whether {self.agent} holds its blocks could not be read: {state}")
+        found = self.table.word(self._landing)
+        nixl.release_xfer_handle(self._handle)
+        self.table.give_back(self._landing)
+        self._handle = self._landing = None
+        self._next = now + _PAUSE_SECONDS
+        return found
+
+    def _post(self, nixl: Any, landing: int) -> Any:
+        ends = Ends(HOST_MEMORY, HOST_MEMORY, self.agent)
+        remote = word_address(self.remote_table, self.generation)
+        self._handle = prepare_read(
+            nixl,
+            ends,
+            np.array([remote], dtype=np.uint64),
+            np.array([self.table.address_of(landing)], dtype=np.uint64),
+            np.array([WORD_BYTES]),
+        )
+        return nixl.transfer(self._handle)

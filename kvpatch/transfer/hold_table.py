@@ -1,0 +1,116 @@
+"""One worker's table of the holds on its blocks, in host memory that peers can read.
+
+A peer that has read a request's blocks reads the word of its hold after them. The worker takes
+the word out before it says that the blocks may be given away, so that a word that still stands
+there proves of every byte that was read before it that it was read in time. Nobody waits for
+this worker: it may be in a long step, or in none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from kvpatch.geometry.memory import Memory
+
+HOST_MEMORY = Memory("DRAM")
+WORD_BYTES = 8
+
+#: Requests whose blocks are held at the same time; a later one takes the place of the first.
+_SLOTS = 1 << 16
+#: Words of peers that are read at the same time.
+_LANDINGS = 1 << 12
+TABLE_BYTES = (_SLOTS + _LANDINGS) * WORD_BYTES
+
+_COUNT_BITS = 31
+_ENDED = 1
+
+
+def generation_of(start: int, count: int) -> int:
+    """The word of an engine's hold: never 0, and never that of another start of the engine.
+
+    Args:
+        start: 32 random bits of this start.
+        count: of the holds since.
+    """
+    return start << 32 | (count & ((1 << _COUNT_BITS) - 1)) << 1
+
+
+def is_still_to_come(found: int, generation: int) -> bool:
+    """Whether a worker may not have heard of a hold yet, by what stands in its place."""
+    if found == 0:
+        return True
+    is_of_this_start = found >> 32 == generation >> 32
+    return is_of_this_start and found >> 1 < generation >> 1
+
+
+class HoldTable:
+    """Registered with the worker's agent for as long as that lives.
+
+    Args:
+        nixl: the agent, before the worker states what it has.
+
+    Raises:
+        Exception: NIXL's, where it cannot register host memory.
+    """
+
+    def __init__(self, nixl: Any) -> None:
+        self._words = np.zeros(_SLOTS + _LANDINGS, dtype=np.uint64)
+        place = (self.address, TABLE_BYTES, HOST_MEMORY.device_id, "")
+        nixl.register_memory(nixl.get_reg_descs([place], HOST_MEMORY.kind))
+        self._free = deque(range(_SLOTS, _SLOTS + _LANDINGS))
+        #: By request, of this worker's own.
+        self._held: dict[str, int] = {}
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return int(self._words.ctypes.data)
+
+    # --- the side that is read --------------------------------------------------
+
+    def hold(self, request_id: str, generation: int) -> None:
+        """Writes a hold down, in place of an earlier one of the same request."""
+        self.end(request_id)
+        self._held[request_id] = generation
+        self._words[_slot(generation)] = generation
+
+    def end(self, request_id: str) -> None:
+        """Takes a request's word out: its blocks may be given away when this returns."""
+        generation = self._held.pop(request_id, None)
+        if generation is not None and int(self._words[_slot(generation)]) == generation:
+            self._words[_slot(generation)] = generation | _ENDED
+
+    def end_all(self) -> None:
+        """Takes all words out: what the blocks hold is about to be lost."""
+        for request_id in tuple(self._held):
+            self.end(request_id)
+
+    # --- the side that reads ----------------------------------------------------
+
+    def take_landing(self) -> int | None:
+        """A place for the word of a peer; None where all are taken."""
+        return self._free.popleft() if self._free else None
+
+    def give_back(self, landing: int) -> None:
+        """Frees a place to which nothing is written any more."""
+        self._free.append(landing)
+
+    def address_of(self, landing: int) -> int:
+        """Where a place is."""
+        return self.address + landing * WORD_BYTES
+
+    def word(self, landing: int) -> int:
+        """What has landed there."""
+        return int(self._words[landing])
+
+
+def word_address(table: int, generation: int) -> int:
+    """Where a hold stands in a peer's table that begins at an address."""
+    return table + _slot(generation) * WORD_BYTES
+
+
+def _slot(generation: int) -> int:
+    return (generation >> 1) % _SLOTS

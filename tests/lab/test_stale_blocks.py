@@ -1,0 +1,187 @@
+"""Blocks that P gives to another request before D has read them: who notices.
+
+P's lease is short and D comes late; meanwhile the blocks have got another request's tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvpatch.connector.holds.hold import FIELD
+from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
+
+from .case import EngineSpec
+from .engine_api import Ask, Prompt
+from .host import Lab
+from .stage import Actor, Stage
+from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_LEASE_SECONDS = 1
+_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+_EXTRA = {"kv_lease_duration": _LEASE_SECONDS}
+#: How D's blocks differ from P's.
+UNLIKE = {"like": SPEC, "unlike": replace(SPEC, block_tokens=32)}
+
+
+def states_holds(release: str) -> bool:
+    """From 0.11.1 the scheduler knows what its workers state."""
+    return FACTS[release].listens_in_scheduler
+
+
+def prefill(stage: Stage, spec: EngineSpec, *, patched: bool) -> Actor:
+    """A P that soon lets go of what nobody reads."""
+    settings = (*spec.settings, (_TIMEOUT, str(_LEASE_SECONDS)))
+    spec = replace(spec, settings=settings, patched=patched, patches=SLUGS if patched else ())
+    return stage.start(spec, _EXTRA)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """P of each kind with kvpatch and without, and a D with kvpatch, all acquainted."""
+
+    stage: Stage
+    release: str
+    prefill: dict[tuple[str, bool], Actor]
+    decode: Actor
+
+    def fresh(self, actor: Actor) -> tuple[Prompt, Ask]:
+        """A prompt that P has just computed."""
+        prompt = self.stage.prompt(TOKENS)
+        (ask,) = actor.compute(prompt)
+        return prompt, ask
+
+    def stale(self, actor: Actor) -> tuple[Prompt, Ask]:
+        """A prompt whose blocks another request has got since."""
+        prompt, ask = self.fresh(actor)
+        time.sleep(_LEASE_SECONDS + 0.1)
+        assert actor.heard([prompt]) == names([prompt]), "P has let go of it"
+        actor.call("hand_on", prompt.name)
+        return prompt, ask
+
+
+@pytest.fixture(scope="module")
+def scene(lab: Lab) -> Iterator[Scene]:
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    with Stage(lab) as stage:
+        actors = {
+            (kind, patched): prefill(stage, spec, patched=patched)
+            for kind, spec in UNLIKE.items()
+            for patched in (True, False)
+        }
+        decode = stage.decode(SPEC)
+        introduce(decode, stage.prompts(len(actors), TOKENS), *actors.values())
+        yield Scene(stage, lab.release, actors, decode)
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) -> None:
+    """The load fails; good ones before and after it are identical."""
+    actor = scene.prefill[kind, True]
+    before, ask_before = scene.fresh(actor)
+    scene.decode.ask(ask_before)
+    assert_identical(scene.decode, [before], loaded(before, scene.release))
+    prompt, ask = scene.stale(actor)
+
+    scene.decode.ask(ask)
+
+    seen = scene.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    after, ask_after = scene.fresh(actor)
+    scene.decode.ask(ask_after)
+    assert_identical(scene.decode, [after], loaded(after, scene.release))
+    assert actor.heard([before, after]) == names([before, after])
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_from_a_p_without_kvpatch_they_are_wrong_and_nobody_notices(
+    scene: Scene, kind: str
+) -> None:
+    """The negative control: what the word of P's is needed for."""
+    prompt, ask = scene.stale(scene.prefill[kind, False])
+
+    scene.decode.ask(ask)
+
+    seen = scene.decode.watch(prompt)
+    assert seen.received == names([prompt]), seen
+    wrong, total = scene.decode.wrong(prompt)
+    assert wrong == total > 0
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_without_ps_word_in_the_answer_nothing_is_asked(scene: Scene, kind: str) -> None:
+    """A proxy that leaves out what it does not know gets what stock gives."""
+    prompt, ask = scene.fresh(scene.prefill[kind, True])
+    answer = json.loads(ask.answer)
+    assert answer.pop(FIELD)
+
+    scene.decode.ask(replace(ask, answer=json.dumps(answer)))
+
+    assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -> None:
+    """P still holds the blocks, but the answer carries an earlier request's word."""
+    actor = scene.prefill[kind, True]
+    earlier, ask_earlier = scene.fresh(actor)
+    prompt, ask = scene.fresh(actor)
+    scene.decode.ask(ask_earlier)
+    assert scene.decode.watch(earlier).received == names([earlier])
+    assert actor.heard([earlier]) == names([earlier])
+    swapped = json.loads(ask.answer) | {FIELD: json.loads(ask_earlier.answer)[FIELD]}
+
+    scene.decode.ask(replace(ask, answer=json.dumps(swapped)))
+
+    seen = scene.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_d_without_kvpatch_takes_no_notice(lab: Lab, ranks: int) -> None:
+    """P's answer has one field more, and its agent more memory."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    spec = replace(SPEC, tp_size=ranks)
+    with Stage(lab) as stage:
+        actor, decode = prefill(stage, spec, patched=True), stage.decode(spec, patched=False)
+        prompt = stage.prompt(TOKENS)
+        (ask,) = actor.compute(prompt)
+        tables = json.loads(ask.answer)[FIELD].rpartition("/")[2].split(",")
+        assert len(set(tables)) == ranks
+
+        decode.ask(ask)
+
+        assert_identical(decode, [prompt], loaded(prompt, lab.release))
+        assert actor.heard([prompt]) == names([prompt])
+
+
+@pytest.mark.parametrize(("remote_ranks", "local_ranks"), [(2, 2), (2, 1), (1, 2)])
+def test_each_rank_is_asked(lab: Lab, remote_ranks: int, local_ranks: int) -> None:
+    """A load is good where all of P's ranks held the blocks; stale ones fail on all of D's."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    with Stage(lab) as stage:
+        actor = prefill(stage, replace(SPEC, tp_size=remote_ranks), patched=True)
+        decode = stage.decode(replace(SPEC, tp_size=local_ranks))
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        scene = Scene(stage, lab.release, {}, decode)
+        prompt, ask = scene.fresh(actor)
+        decode.ask(ask)
+        assert decode.watch(prompt).received == names([prompt])
+        assert decode.wrong(prompt)[0] == 0
+        assert actor.heard([prompt]) == names([prompt])
+        prompt, ask = scene.stale(actor)
+
+        decode.ask(ask)
+
+        seen = decode.watch(prompt)
+        assert seen.failed == names([prompt]), seen

@@ -1,0 +1,316 @@
+"""P's word on its blocks, over real NIXL, two agents in one process; what fails is labelled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import wrapt
+
+from kvpatch.connector.reading.read_factory import Progress, ReadFactory
+from kvpatch.core.errors import NoAnswer
+from kvpatch.transfer import hold_check as check_module
+from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
+from kvpatch.transfer.background_read import BackgroundRead
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.hold_check import HoldCheck
+from kvpatch.transfer.hold_table import _LANDINGS, _SLOTS, HoldTable, generation_of
+from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.progress_thread import ProgressThread
+
+from .staged_world import SECONDS, World, finish, make_world, notifications
+
+pytestmark = pytest.mark.lab
+
+START, OTHER_START = 0xFFFFFFFF, 7
+
+
+@dataclass
+class Tables:
+    """P's table and D's."""
+
+    prefill: HoldTable
+    decode: HoldTable
+    world: World
+
+    def check(self, generation: int, age_seconds: float = 0.0) -> HoldCheck:
+        """Of a request that came in so long ago."""
+        vouched = time.monotonic() - age_seconds
+        agent = self.world.ends.agent
+        return HoldCheck(self.decode, agent, self.prefill.address, generation, vouched)
+
+    def ask(self, generation: int) -> bool:
+        """What P's table says now."""
+        return answer(self.check(generation), self.world)
+
+
+def answer(check: HoldCheck, world: World) -> bool:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        found = check.answer(world.decode)
+        if found is not None:
+            return found
+    raise TimeoutError
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """Registered before the agents hear of each other, as workers do."""
+    made: list[HoldTable] = []
+    import nixl._api
+
+    plain = nixl._api.nixl_agent.get_agent_metadata
+
+    def with_table(agent: object) -> bytes:
+        made.append(HoldTable(agent))
+        return plain(agent)
+
+    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
+    world = make_world()
+    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
+    return Tables(made[0], HoldTable(world.decode), world)
+
+
+def test_a_hold_stands_until_it_is_ended(tables):
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    assert tables.ask(generation)
+    assert tables.ask(generation), "it is asked as often as wanted"
+    tables.prefill.end("a")
+    assert not tables.ask(generation)
+    tables.prefill.end("a")
+    tables.prefill.end("of nobody")
+
+
+def test_a_request_that_gets_other_blocks_has_another_word(tables):
+    first, second = generation_of(START, 1), generation_of(START, 2)
+    tables.prefill.hold("a", first)
+    tables.prefill.hold("a", second)
+    assert not tables.ask(first)
+    assert tables.ask(second)
+
+
+def test_the_word_of_an_engine_that_has_started_again_is_another(tables):
+    tables.prefill.hold("a", generation_of(OTHER_START, 5))
+    assert not tables.ask(generation_of(START, 5))
+
+
+def test_a_later_request_in_the_same_place_ends_the_word_and_not_the_other_way_round(tables):
+    first, later = generation_of(START, 3), generation_of(START, 3 + _SLOTS)
+    tables.prefill.hold("a", first)
+    tables.prefill.hold("b", later)
+    assert not tables.ask(first)
+    tables.prefill.end("a")
+    assert tables.ask(later)
+
+
+def test_a_word_that_is_not_written_yet_is_waited_for(tables):
+    """P's scheduler may answer before its worker has heard of a step."""
+    before, generation = generation_of(START, 4), generation_of(START, 4 + _SLOTS)
+    check = tables.check(generation)
+    end = time.monotonic() + 0.02
+    while time.monotonic() < end:
+        assert check.answer(tables.world.decode) is None
+    tables.prefill.hold("an earlier one", before)
+    end = time.monotonic() + 0.02
+    while time.monotonic() < end:
+        assert check.answer(tables.world.decode) is None
+    tables.prefill.hold("a", generation)
+    assert answer(check, tables.world)
+
+
+def test_a_word_that_never_comes_fails_in_time(tables, monkeypatch):
+    monkeypatch.setattr(check_module, "_LONGEST_SECONDS", 0.05)
+    with pytest.raises(NoAnswer, match="has not said"):
+        tables.ask(generation_of(START, 1))
+
+
+def test_no_place_for_a_word_is_ever_lost(tables, monkeypatch):
+    """Neither by good answers nor by those that are given up on their way."""
+
+    class Silent(wrapt.ObjectProxy):
+        """Fake: a peer that never answers."""
+
+        def transfer(self, handle):
+            return "PROC"
+
+        def check_xfer_state(self, handle):
+            return "PROC"
+
+    monkeypatch.setattr(check_module, "_SPIN_SECONDS", 0.0)
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    silent = Silent(tables.world.decode)
+    for _ in range(_LANDINGS // 8):
+        given_up = tables.check(generation)
+        assert given_up.answer(silent) is None
+        given_up.release(silent)
+        assert tables.ask(generation)
+    places = {tables.decode.take_landing() for _ in range(_LANDINGS)}
+    assert len(places) == _LANDINGS
+    assert None not in places
+    assert tables.decode.take_landing() is None
+
+
+class _Reads:
+    """Reads of the world's request whose blocks P holds by a word, in a thread or in steps."""
+
+    def __init__(self, tables: Tables, *, is_paced: bool) -> None:
+        self.tables, self.world = tables, tables.world
+        self.gate, self.pool = AgentGate(), tables.world.pool(1 << 20)
+        self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
+        self.is_paced = is_paced
+
+    def watch_releases(self) -> list[object]:
+        """What of the world's own handles is let go of from now on."""
+        found: list[object] = []
+        agent = self.world.decode
+        release = agent.release_xfer_handle
+
+        def watched(handle: object) -> None:
+            release(handle)
+            found.append(handle)
+
+        agent.release_xfer_handle = watched
+        return found
+
+    def prepared(self, handle: object, check: HoldCheck, message: bytes):
+        agent = self.world.decode
+        nixl = ProgressAgent(agent, self.gate) if self.is_paced else agent
+        progress = Progress(self.thread, nixl) if self.is_paced else None
+        factory = ReadFactory(self.pool, Caches({"a": self.world.target}), progress)
+        lifetime = Lifetime(check=check)
+        return factory.prepared(agent, self.world.ends, message, handle, lifetime)
+
+    def make(self, check: HoldCheck, agent: object = None, **how: object):
+        agent = agent or self.world.decode
+        if not self.is_paced:
+            read = self.world.read(self.pool, agent, **how)
+            read.lifetime = Lifetime(check=check)
+            return read
+        gated = ProgressAgent(agent, self.gate)
+        read = self.world.read(self.pool, gated, is_paced=True, **how)
+        read.lifetime = Lifetime(check=check)
+        return BackgroundRead(read, self.thread)
+
+
+@pytest.fixture(params=[True, False], ids=["in the thread", "in steps"])
+def reads(request, tables):
+    made = _Reads(tables, is_paced=request.param)
+    yield made
+    made.thread.stop()
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_read_is_done_once_p_has_said_that_it_held_the_blocks(reads, tables, is_direct):
+    generation = generation_of(START, 1)
+    read = reads.make(tables.check(generation), is_direct=is_direct)
+    read.start()
+    end = time.monotonic() + 0.05
+    while time.monotonic() < end:
+        assert read.state() == "PROC", "P's worker has not heard of it"
+    assert notifications(reads.world) == [], "and is not told before it has said so"
+    tables.prefill.hold("a", generation)
+    assert finish(read) == ["DONE"]
+    assert reads.world.is_identical()
+    assert notifications(reads.world) == [b"done"]
+    read.release()
+
+
+class _EndsWhenRead(wrapt.ObjectProxy):
+    """P gives the blocks away right after the last transfer of data has been posted."""
+
+    def __init__(self, agent: object, end: Callable[[], None]) -> None:
+        super().__init__(agent)
+        self._self_end = end
+
+    def transfer(self, handle):
+        state = self.__wrapped__.transfer(handle)
+        self._self_end()
+        return state
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_blocks_that_are_given_away_during_the_read_fail_it(reads, tables, is_direct, caplog):
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    agent = _EndsWhenRead(reads.world.decode, lambda: tables.prefill.end("a"))
+    read = reads.make(tables.check(generation), agent, is_direct=is_direct)
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert "let go of a request's blocks before they had all been read" in caplog.text
+    assert notifications(reads.world) == [], "P keeps no such request"
+    assert reads.pool.taken_bytes == 0
+    read.release()
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_was_long_on_its_way_asks_before_anything_is_read(reads, tables, is_held):
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    if not is_held:
+        tables.prefill.end("a")
+    before = reads.world.target.clone()
+    read = reads.make(tables.check(generation, age_seconds=2.0))
+    read.start()
+    assert finish(read) == ["DONE" if is_held else "ERR"]
+    if is_held:
+        assert reads.world.is_identical()
+    else:
+        assert torch.equal(reads.world.target, before)
+    read.release()
+
+
+def test_a_read_that_is_given_up_does_not_wait_for_the_word(reads, tables):
+    read = reads.make(tables.check(generation_of(START, 1)))
+    read.start()
+    end = time.monotonic() + 0.02
+    while time.monotonic() < end:
+        assert read.state() == "PROC"
+    assert read.void()
+    assert finish(read) == ["ERR"]
+    read.release()
+    assert reads.pool.taken_bytes == 0
+
+
+def test_a_transfer_of_the_releases_is_read_and_told_as_its_own(reads, tables):
+    """Prepared by the release, of which P is told here, or, without a message, by the release."""
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    world, size = reads.world, 4096
+    for message in (b"a:1", b""):
+        agent = world.decode
+        ours = agent.get_xfer_descs([(world.target.data_ptr(), size, 0)], "DRAM")
+        theirs = agent.get_xfer_descs([(world.source.data_ptr(), size, 0)], "DRAM")
+        handle = agent.initialize_xfer("READ", ours, theirs, world.ends.agent, b"")
+        world.target.zero_()
+        read = reads.prepared(handle, tables.check(generation), message)
+        read.start()
+        assert finish(read) == ["DONE"]
+        assert torch.equal(world.target[:size], world.source[:size])
+        assert read.telemetry().totalBytes == size
+        assert notifications(world) == ([message] if message else [])
+        read.release()
+
+
+def test_a_transfer_of_the_releases_that_was_never_posted_is_let_go_of(reads, tables):
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    tables.prefill.end("a")
+    world = reads.world
+    agent = world.decode
+    ours = agent.get_xfer_descs([(world.target.data_ptr(), 4096, 0)], "DRAM")
+    theirs = agent.get_xfer_descs([(world.source.data_ptr(), 4096, 0)], "DRAM")
+    handle = agent.initialize_xfer("READ", ours, theirs, world.ends.agent, b"")
+    before = world.target.clone()
+    released = reads.watch_releases()
+    read = reads.prepared(handle, tables.check(generation, age_seconds=2.0), b"a:1")
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert torch.equal(world.target, before)
+    assert notifications(world) == []
+    read.release()
+    assert handle in released
