@@ -55,6 +55,22 @@ def direct(raw: Raw) -> Made:
     return Made(columns, rows)
 
 
+def choice(raw: Raw) -> Made:
+    """A row for each pair."""
+    rows = [
+        [
+            row["pair"], f"{row['direct_seconds'] * 1e3:.0f}", f"{row['staged_seconds'] * 1e3:.0f}",
+            row["built_in"], row["probe"], f"{row['probe_loss']:.0%}", row["own_reads"],
+            f"{row['own_reads_loss']:.0%}",
+        ]
+        for row in raw
+    ]  # fmt: skip
+    columns = ("P → D", "direct, ms", "staged, ms", "chosen by constants", "by the probe",
+               "slower than the faster way by", "after eight reads",
+               "slower than the faster way by")  # fmt: skip
+    return Made(columns, rows)
+
+
 def plan(raw: Raw) -> Made:
     """A row for each pair, of 1,000 blocks."""
 
@@ -136,5 +152,5 @@ def growth(raw: Raw) -> Made:
 
 
 TABLES: dict[str, Callable[[Raw], Made]] = {
-    made.__name__: made for made in (transfer, direct, plan, steps, serving, growth)
+    made.__name__: made for made in (transfer, direct, choice, plan, steps, serving, growth)
 }

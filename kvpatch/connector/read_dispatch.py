@@ -34,7 +34,8 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         if reader is not None:
             context = RequestContext(request_id, engine_id)
             if request is not None:
-                _hear_of_hold(request, context)
+                if reader.hold_table is not None:
+                    _hear_of_hold(request, context)
                 parts = reader.ours.kernel_blocks_per_block
                 context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
             inside.enter_context(reader.request(context))

@@ -47,6 +47,13 @@ def hear(worker: Any, metadata: Any) -> None:
             table.end(request_id)
 
 
+def end_everything(worker: Any) -> None:
+    """Takes all words out: what the blocks hold is about to be lost."""
+    table = worker_state(worker).held(HoldTable)
+    if table is not None:
+        table.end_all()
+
+
 def end_all(worker: Any, request_ids: Iterable[str]) -> None:
     """Takes out the words of requests whose blocks the scheduler is about to give away."""
     table = worker_state(worker).held(HoldTable)

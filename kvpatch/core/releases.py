@@ -104,6 +104,7 @@ class ReleaseFacts:
             layers lie.
         names_layouts: a layout is a name, and the regions of a peer have strides.
         pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
+        can_sleep: a worker takes back what it has registered while its engine sleeps.
     """
 
     release: str
@@ -166,6 +167,7 @@ class ReleaseFacts:
     plans_transfers: bool = False
     names_layouts: bool = False
     pairs_heads_by_layout: bool = False
+    can_sleep: bool = False
 
     @property
     def states_layout(self) -> bool:
@@ -508,6 +510,7 @@ _0_33_0 = replace(
     _0_32_0,
     release="0.33.0",
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
+    can_sleep=True,
 )
 
 #: The facts of every supported release, oldest first.

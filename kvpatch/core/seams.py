@@ -68,6 +68,11 @@ def worker_get_finished(facts: ReleaseFacts) -> Site:
     return _site(facts.worker, "get_finished")
 
 
+def unregister_kv_caches(facts: ReleaseFacts) -> Site:
+    """Where a worker lets go of its caches, whose contents are about to be lost; from 0.33."""
+    return _site(facts.worker, "unregister_kv_caches")
+
+
 def transfer_results(facts: ReleaseFacts) -> Site:
     """As :func:`worker_get_finished`, where the release first knows it."""
     name = "get_transfer_results" if facts.failed_loads == "as failed" else "get_finished"

@@ -78,6 +78,13 @@ def _transfer_results(
     return results
 
 
+def _unregister_kv_caches(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    worker_holds.end_everything(instance)
+    return wrapped(*args, **kwargs)
+
+
 # --- the connector's scheduler half ----------------------------------------------
 
 
@@ -147,6 +154,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.update_state_after_alloc(facts): _update_state_after_alloc,
         seams.connector_meta(facts): _build_connector_meta,
     }
+    if facts.can_sleep:
+        found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches
     return found | dict.fromkeys(seams.request_finished(facts), _request_finished)
 
 

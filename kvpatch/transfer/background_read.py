@@ -57,7 +57,7 @@ class BackgroundRead(OwnRead):
         with self._thread.paused():
             return self._read.void()
 
-    def telemetry(self) -> Telemetry:
+    def telemetry(self) -> Telemetry | None:
         """As a staged read's."""
         return self._read.telemetry()
 

@@ -20,7 +20,7 @@ from kvpatch.transfer.nixl import Ends, prepare_read
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
-#: What a word takes on its way is looked for without a pause: a step may look only once.
+#: In steps alone the word is waited for, once for each time it is read, or it takes one more step.
 _SPIN_SECONDS = 1e-4
 #: Between two readings of a word that the peer's worker has not written yet.
 _PAUSE_SECONDS = 1e-3
@@ -37,6 +37,7 @@ class HoldCheck:
         remote_table: where the rank's table begins.
         generation: the word that stands there while it holds the blocks.
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
+        is_paced: whether a thread looks again soon, and not the next step alone.
     """
 
     table: HoldTable
@@ -44,6 +45,7 @@ class HoldCheck:
     remote_table: int
     generation: int
     vouched: float
+    is_paced: bool = False
     _handle: Any = field(default=None, init=False)
     _landing: int | None = field(default=None, init=False)
     _asked: float | None = field(default=None, init=False)
@@ -67,9 +69,9 @@ class HoldCheck:
             Exception: NIXL's.
         """
         now = time.monotonic()
-        if self._asked is None:
-            self._asked = now
         found = self._word(nixl, now)
+        if self._asked is None:
+            return None  # all places for words are taken
         if found is None or is_still_to_come(found, self.generation):
             if now - self._asked > _LONGEST_SECONDS:
                 self.release(nixl)
@@ -107,10 +109,11 @@ class HoldCheck:
             self._landing = self.table.take_landing()
             if self._landing is None:
                 return None
+            self._asked = self._asked or now
             state = self._post(nixl, self._landing)
+            while state == "PROC" and not self.is_paced and time.monotonic() - now < _SPIN_SECONDS:
+                state = nixl.check_xfer_state(self._handle)
         else:
-            state = nixl.check_xfer_state(self._handle)
-        while state == "PROC" and time.monotonic() - now < _SPIN_SECONDS:
             state = nixl.check_xfer_state(self._handle)
         if state == "PROC" or self._landing is None:
             return None

@@ -9,6 +9,7 @@ this worker: it may be in a long step, or in none.
 from __future__ import annotations
 
 from collections import deque
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ class HoldTable:
     """
 
     def __init__(self, nixl: Any) -> None:
-        self._words = np.zeros(_SLOTS + _LANDINGS, dtype=np.uint64)
+        # Pages of its own, which a fork shares: a copy on write would take them off the card's.
+        self._words = np.frombuffer(mmap(-1, TABLE_BYTES), dtype=np.uint64)
         place = (self.address, TABLE_BYTES, HOST_MEMORY.device_id, "")
         nixl.register_memory(nixl.get_reg_descs([place], HOST_MEMORY.kind))
         self._free = deque(range(_SLOTS, _SLOTS + _LANDINGS))

@@ -117,6 +117,7 @@ class StagedRead(OwnRead):
             MemoryError,
             ValueError,
             IndexError,
+            OverflowError,  # an address that is none
             *errors_of(nixl),
         )
         #: Of what is read; nothing is asked for after it.
@@ -248,7 +249,7 @@ class StagedRead(OwnRead):
             self._caches.settle()
         return True
 
-    def telemetry(self) -> Telemetry:
+    def telemetry(self) -> Telemetry | None:
         """The sums over all transfers so far.
 
         Raises:
@@ -377,8 +378,9 @@ class StagedRead(OwnRead):
         if is_held is False:
             _LOG.warning(
                 "%s let go of a request's blocks before they had all been read: the load fails. "
-                "A longer kv_lease_duration (VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) there keeps "
-                "them until slower readers have come",
+                "Either its lease ran out: a longer kv_lease_duration there "
+                "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) waits for slower readers; or another "
+                "reader has read them before: an answer of P's is for one request",
                 self._ends.agent,
             )
             self._has_failed = True

@@ -32,7 +32,8 @@ def sum_of(found: Iterable[Any]) -> Telemetry:
     """What several transfers come to."""
     total = Telemetry()
     for one in found:
-        total.add(one)
+        if one is not None:
+            total.add(one)
     return total
 
 
@@ -44,23 +45,28 @@ class Tally:
         self.total = Telemetry()
         #: NIXL's, where the release did not ask it to count.
         self._uncounted: Exception | None = None
+        #: Whether NIXL has nothing to say, which a release takes from 0.32 on.
+        self._is_silent = False
         #: An old NIXL has no counts at all.
         self._errors: tuple[type[Exception], ...] = (AttributeError, *errors_of(nixl))
 
     def count(self, handle: Any) -> None:
         """Counts a transfer that is done and not yet released."""
         try:
-            if self._uncounted is None:
-                self.total.add(self._nixl.get_xfer_telemetry(handle))
+            if self._uncounted is None and not self._is_silent:
+                found = self._nixl.get_xfer_telemetry(handle)
+                self._is_silent = found is None
+                if found is not None:
+                    self.total.add(found)
         except self._errors as error:
             self._uncounted = error
 
-    def telemetry(self) -> Telemetry:
-        """The sums over all transfers so far.
+    def telemetry(self) -> Telemetry | None:
+        """The sums over all transfers so far; None where NIXL says none of one.
 
         Raises:
             Exception: NIXL's, where it does not count.
         """
         if self._uncounted is not None:
             raise self._uncounted
-        return self.total
+        return None if self._is_silent else self.total

@@ -341,6 +341,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "KVCacheLayout[" in s.body(s.worker, "post_process_device_kv_on_receive")
         or "block_stride_per_layer" in s.body(s.worker, "register_kv_caches")
     ),
+    "can_sleep": lambda s: s.method(s.worker, "unregister_kv_caches") is not None,
     "pairs_heads_by_layout": lambda s: (
         "is_block_contiguous" in s.body(s.worker, "post_process_device_kv_on_receive")
     ),

@@ -16,7 +16,8 @@ from kvpatch.core.text import shown
 
 FIELD = "kvpatch_hold"
 
-_FORM = re.compile(r"1/([0-9a-f]{1,16})/([0-9a-f]{1,16}(?:,[0-9a-f]{1,16}){0,1023})")
+# An address of 60 bits and a slot behind it are a number of 64.
+_FORM = re.compile(r"1/([0-9a-f]{1,16})/([0-9a-f]{1,15}(?:,[0-9a-f]{1,15}){0,1023})")
 _ANY_FORM = re.compile(r"[0-9]{1,4}/.{0,65536}", re.DOTALL)
 
 

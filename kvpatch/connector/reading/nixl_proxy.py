@@ -12,6 +12,7 @@ import wrapt
 from kvpatch.connector.reading.prepared_transfers import RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
+from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import tell_over
 from kvpatch.transfer.own_read import OwnRead
@@ -89,28 +90,37 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
                 f"engine {engine} has another geometry, and a transfer with it was prepared as if "
                 "it had ours: restart this engine, with kvpatch on or off for all of its life"
             )
-        rank = self._asked_rank(context, operation, remote_handle)
+        asked = self._asked_rank(context, operation, remote_handle, notif_msg)
         handle = self.__wrapped__.make_prepped_xfer(
             operation,
             local_handle,
             local_indices,
             remote_handle,
             remote_indices,
-            notif_msg if rank is None else b"",
+            notif_msg if asked is None else b"",
             *args,
             **kwargs,
         )
-        if rank is None:
+        if asked is None:
             return handle
-        return self._self_reader.prepare_like(self.__wrapped__, rank, handle, notif_msg)
+        return self._self_reader.prepare_like(self.__wrapped__, asked, handle, notif_msg)
 
     def _asked_rank(
-        self, context: RequestContext | None, operation: str, handle: Any
-    ) -> tuple[int, str] | None:
-        """The rank of a peer like us that is asked for its word; None where none gives it."""
+        self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
+    ) -> HoldCheck | None:
+        """How a rank of a peer like us is asked for its word; None where none gives it.
+
+        Raises:
+            ReadRefused: what P is said to have answered does not fit it.
+        """
         if context is None or operation != "READ" or not self._self_reader.has_word:
             return None
-        return self._self_rank_of(context.engine_id, handle)
+        rank = self._self_rank_of(context.engine_id, handle)
+        try:
+            return None if rank is None else self._self_reader.hold_check(*rank)
+        except ReadRefused:
+            tell_over(self.__wrapped__, [rank[1]] if rank and notification else [], notification)
+            raise
 
     def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
         reader, nixl = self._self_reader, self.__wrapped__
@@ -177,8 +187,6 @@ class ReadingAgent(wrapt.ObjectProxy[Any]):
         """
         if self._self_thread is not None:
             self._self_thread.rest()
-        if self._self_reader.hold_table is not None:
-            self._self_reader.hold_table.end_all()
         return self.__wrapped__.deregister_memory(*args, **kwargs)
 
     def release_xfer_handle(self, handle: Any) -> Any:

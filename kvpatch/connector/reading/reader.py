@@ -271,18 +271,16 @@ class Reader:
         return read(Wanted(direct, split.staged, split.staged_bytes))
 
     def prepare_like(
-        self, nixl: Any, rank: tuple[int, str], handle: Any, notification: bytes
+        self, nixl: Any, check: HoldCheck, handle: Any, notification: bytes
     ) -> OwnRead:
         """A transfer of the release's, of a peer like us, whose word on its blocks is asked for.
 
         Args:
-            rank: of the peer, and its name to NIXL.
+            check: of the peer's rank.
             handle: prepared without a notification: the peer is told once its word has come.
         """
-        number, agent = rank
-        ends = Ends(self.ours.memory, self.ours.memory, agent)
-        lifetime = Lifetime(check=self._hold_check(number, agent))
-        return self._reads.prepared(nixl, ends, notification, handle, lifetime)
+        ends = Ends(self.ours.memory, self.ours.memory, check.agent)
+        return self._reads.prepared(nixl, ends, notification, handle, Lifetime(check=check))
 
     @property
     def has_word(self) -> bool:
@@ -292,10 +290,15 @@ class Reader:
 
     def _lifetime(self, request: ReadRequest, number: int, agent: str) -> Lifetime:
         """Of what is read of a rank: its word where it gives one, else what can be told here."""
-        check = self._hold_check(number, agent)
+        check = self.hold_check(number, agent)
         return self.leases.lifetime(request) if check is None else Lifetime(check=check)
 
-    def _hold_check(self, number: int, agent: str) -> HoldCheck | None:
+    def hold_check(self, number: int, agent: str) -> HoldCheck | None:
+        """Asks a rank of the peer that is read for its word; None where it gives none.
+
+        Raises:
+            ReadRefused: P's answer is of an engine with fewer ranks.
+        """
         context, table = self.context, self.hold_table
         if context is None or context.hold is None or table is None:
             return None
@@ -308,7 +311,9 @@ class Reader:
             )
         age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
         vouched = time.monotonic() - age_seconds
-        return HoldCheck(table, agent, hold.tables[number], hold.generation, vouched)
+        address = hold.tables[number]
+        is_paced = self.thread is not None
+        return HoldCheck(table, agent, address, hold.generation, vouched, is_paced=is_paced)
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

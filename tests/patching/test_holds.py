@@ -1,0 +1,156 @@
+"""What P's answer says of the blocks that it holds, and what its scheduler grants."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table, take_table
+from kvpatch.connector.holds.hold import FIELD, Hold, read_hold, stated_hold
+from kvpatch.core.errors import ReadRefused
+from kvpatch.transfer.hold_table import (
+    TABLE_BYTES,
+    WORD_BYTES,
+    generation_of,
+    is_still_to_come,
+    word_address,
+)
+
+pytestmark = pytest.mark.patching
+
+GENERATIONS = st.builds(
+    generation_of, st.integers(0, 2**32 - 1), st.integers(min_value=1, max_value=2**40)
+)
+ADDRESSES = st.integers(1, 2**57)
+
+
+@given(GENERATIONS, st.lists(ADDRESSES, min_size=1, max_size=64))
+def test_what_is_stated_is_read_again(generation, tables):
+    hold = Hold(generation, tuple(tables))
+    text = stated_hold({FIELD: str(hold)})
+    assert text is not None
+    assert read_hold(text) == hold
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1",
+        "1/",
+        "1/2",
+        "1/2/",
+        "1/g/1",
+        "1/2/1,",
+        "1/-2/1",
+        "1/2/0x10",
+        "1/12345678901234567/1",
+        "1/2/ffffffffffffffff",
+        "1/2/" + ",".join("1" for _ in range(2000)),
+        "1/2/1\n",
+        "x/2/1",
+        "None",
+    ],
+)
+def test_what_no_p_says_is_refused(text):
+    with pytest.raises(ReadRefused, match=FIELD):
+        read_hold(text)
+
+
+def test_what_a_newer_kvpatch_says_is_not_looked_at():
+    assert read_hold("2/whatever it may be") is None
+    assert stated_hold({}) is None
+
+
+@given(GENERATIONS, ADDRESSES)
+def test_a_word_lies_in_its_table(generation, table):
+    address = word_address(table, generation)
+    assert table <= address <= table + TABLE_BYTES - WORD_BYTES
+    assert (address - table) % WORD_BYTES == 0
+    assert 0 < address < 2**64
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2**31 - 1), st.integers(1, 2**31 - 1))
+def test_which_words_may_still_be_to_come(start, one, other):
+    found, wanted = generation_of(start, one), generation_of(start, other)
+    assert found % 2 == 0
+    assert is_still_to_come(found, wanted) == (one < other)
+    assert is_still_to_come(found | 1, wanted) == (one < other), "an ended one is an earlier one"
+    assert not is_still_to_come(generation_of(start ^ 1, one), wanted)
+    assert is_still_to_come(0, wanted)
+
+
+def _metadata(*tables: int | None) -> list[SimpleNamespace]:
+    found = [SimpleNamespace() for _ in tables]
+    for one, table in zip(found, tables, strict=True):
+        if table is not None:
+            state_table(one, table)
+    return found
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_holds_are_granted_where_all_ranks_have_tables(by_stage):
+    granted = GrantedHolds()
+    assert not granted.is_on
+    stated = _metadata(4096, 8192)
+    granted.learn({(0, rank) if by_stage else rank: one for rank, one in enumerate(stated)})
+    assert granted.is_on
+    assert all(vars(one) == {} for one in stated), "peers are sent what the release states"
+
+    granted.grant("a")
+    told = SimpleNamespace()
+    granted.tell(told)
+    hold = read_hold(granted.answer("a"))
+    assert hold is not None
+    assert hold.tables == (4096, 8192)
+    assert changes_in(told) == {"a": hold.generation}
+    granted.tell(again := SimpleNamespace())
+    assert changes_in(again) == {}
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {0: 4096, 1: None},
+        {(0, 0): 4096, (1, 0): 8192},
+        {(0, 0): 4096, (0, 1): 8192, (1, 0): 1, (1, 1): 2},
+        {0: None},
+        {},
+    ],
+    ids=["one without", "two stages", "two of two", "none", "nobody"],
+)
+def test_nothing_is_granted_where_a_rank_could_not_be_asked(places):
+    granted = GrantedHolds()
+    granted.learn(dict(zip(places, _metadata(*places.values()), strict=True)))
+    assert not granted.is_on
+
+
+def test_every_grant_is_another_word():
+    granted = GrantedHolds()
+    granted.learn({0: _metadata(4096)[0]})
+    granted.grant("a")
+    granted.grant("a")  # it was preempted, and has got other blocks
+    first, second = read_hold(granted.answer("a")), read_hold(granted.answer("a"))
+    assert first is not None
+    assert second is not None
+    assert first.generation < second.generation
+    told = SimpleNamespace()
+    granted.grant("b")
+    granted.withdraw("b")
+    granted.withdraw("of nobody")
+    granted.tell(told)
+    assert changes_in(told) == {"a": second.generation, "b": 0}
+    other_start = GrantedHolds()
+    other_start.learn({0: _metadata(4096)[0]})
+    again = read_hold(other_start.answer("a"))
+    assert again is not None
+    assert again.generation >> 32 != first.generation >> 32
+
+
+def test_a_table_is_stated_once():
+    (stated,) = _metadata(4096)
+    assert take_table(stated) == 4096
+    assert take_table(stated) is None
