@@ -93,7 +93,8 @@ class Engine:
         self.registrations = 0
         #: Descriptors prepared at handshakes, of peers' memory and of this engine's.
         self.prepared = 0
-        #: (address, bytes) of what NIXL was handed, the staging pools included.
+        #: (address, bytes) of what NIXL was handed, the staging pools included, but for the table
+        #: of holds.
         self.registered: list[tuple[int, int]] = []
         self.tracked: list[Tracked] = []
         self.sent: list[set[str]] = [set() for _ in range(spec.tp_size)]
@@ -232,7 +233,7 @@ class Engine:
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
             found = [descs[i][:2] for i in range(descs.descCount())]
             self.registrations += sum(length not in _BESIDE_CACHES for _, length in found)
-            self.registered += found
+            self.registered += [one for one in found if one[1] != TABLE_BYTES]
             return register(descs, *args, **kwargs)
 
         def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:
