@@ -24,8 +24,9 @@ def make_table(release: ReleaseWorker) -> None:
     state = worker_state(worker)
     if not release.pulls or state.held(HoldTable) is not None:
         return
-    if not _BACKENDS.issuperset(backends):
-        _LOG.info("blocks gone stale are not looked for with %s", ", ".join(backends))
+    if not backends or not _BACKENDS.issuperset(backends):
+        named = ", ".join(backends) or "no NIXL back end named"
+        _LOG.info("blocks gone stale are not looked for with %s", named)
         return
     errors: tuple[type[Exception], ...] = RuntimeError, MemoryError
     errors += errors_of(worker.nixl_wrapper)

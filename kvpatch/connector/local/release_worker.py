@@ -51,8 +51,10 @@ class ReleaseWorker:
 
     @property
     def nixl_backends(self) -> tuple[str, ...]:
-        """NIXL's backends that were asked for; <= 0.10.2 UCX is all there is."""
-        return tuple(self.worker.nixl_backends) if self.facts.chooses_backends else ()
+        """NIXL's backends that were asked for; none where it chooses UCX itself, all there is
+        on releases <= 0.10.2.
+        """
+        return tuple(self.worker.nixl_backends or ()) if self.facts.chooses_backends else ()
 
     @property
     def context_sizes(self) -> tuple[int, ...]:
