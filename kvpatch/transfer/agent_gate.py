@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from threading import RLock, get_ident
 from typing import Any, TypeVar
 
-import wrapt
+from kvpatch.transfer.agent_proxy import AgentProxy
 
 _Found = TypeVar("_Found")
 
@@ -153,7 +153,7 @@ class AgentGate:
             yield
 
 
-class EngineAgent(wrapt.ObjectProxy[Any]):
+class EngineAgent(AgentProxy):
     """A NIXL agent as the engine's threads may use it beside the progress thread.
 
     A step asks for messages and for the states of transfers. It does not wait for that: where
@@ -181,7 +181,8 @@ class EngineAgent(wrapt.ObjectProxy[Any]):
                 return "PROC"
         else:
             found = self._self_steps.call(look, handle)
-        self._self_unanswered = 0
+        if self._self_unanswered:
+            self._self_unanswered = 0
         return found
 
     def get_new_notifs(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,7 +206,7 @@ class EngineAgent(wrapt.ObjectProxy[Any]):
         return call
 
 
-class ProgressAgent(wrapt.ObjectProxy[Any]):
+class ProgressAgent(AgentProxy):
     """The same agent for the progress thread."""
 
     def __init__(self, agent: Any, gate: AgentGate) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.telemetry import Telemetry
-
-#: So often the thread is asked for a read that is not over, whatever it waits for.
-_SURELY_SECONDS = 2.0
 
 
 class BackgroundRead(OwnRead):
@@ -23,34 +19,30 @@ class BackgroundRead(OwnRead):
 
     def __init__(self, read: StagedRead, thread: ProgressThread) -> None:
         self._read = read
+        self._fate = read.fate
         self._thread = thread
-        self._is_late = False
-        #: When the thread was last asked to look at it.
-        self._asked = 0.0
+        #: Those of all the thread's reads, and the step that looked at this one.
+        self._looks = read.looks = thread.looks
+        self._step = self._looks.step
 
     def start(self) -> str:
         """Hands it to the thread."""
         self._read.admit()
-        self._asked = time.monotonic()
+        self._step = self._looks.step
         self._thread.add(self._read)
         return "PROC"
 
     def state(self) -> str:
         """What the thread has come to; without a thread it is done here."""
-        read = self._read
-        now = read.look()
-        if read.outcome != "PROC":
-            return read.outcome
-        if not self._thread.is_running:
+        looks = self._looks
+        if self._step == looks.step:
+            looks.begin_step()
+        self._step = looks.step
+        outcome = self._fate.outcome
+        if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():
-                return self._thread.go_on_with(read)
-        if read.was_away and not self._is_late:
-            self._is_late = True
-            self._asked = now - _SURELY_SECONDS  # it may be queued behind others
-        if now - self._asked >= _SURELY_SECONDS:
-            self._asked = now
-            self._thread.add(read)
-        return "PROC"
+                return self._thread.go_on_with(self._read)
+        return outcome
 
     def void(self) -> bool:
         """As a staged read's; nothing is placed any more when it returns."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.transfer.agent_gate import AgentGate
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.host_copies import use_all_cores
+from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
@@ -35,6 +36,8 @@ _DEVICES = ("cpu", "cuda")
 _FIRST_WAIT_SECONDS = 3e-5
 _LONGEST_WAIT_SECONDS = 1e-3
 _LONGEST_REST_SECONDS = 2e-2
+#: So often each read is looked at, whatever it waits for.
+_SURELY_SECONDS = 2.0
 #: It ends when there was nothing to read for so long.
 _IDLE_SECONDS = 10.0
 _STEP_ASIDE_SECONDS = 2e-5
@@ -68,16 +71,24 @@ class ProgressThread:
         pool: of the reads; nobody else uses it.
         device: where reads are placed.
         gate: of the agent that they use.
+
+    Attributes:
+        looks: the engine's, at the reads.
     """
 
     def __init__(self, pool: StagingPool, device: torch.device, gate: AgentGate) -> None:
         self._pool = pool
         self._device = device
         self._gate = gate
-        #: Reads to begin with or to look at again, and such as nobody wants any more.
+        self.looks = Looks()
+        #: Reads to begin with, and such as nobody wants any more.
         self._inbox: SimpleQueue[tuple[StagedRead, bool] | None] = SimpleQueue()
+        #: All that are not over, and those among them that do not wait for others.
+        self._reads: dict[int, StagedRead] = {}
         self._going: dict[int, StagedRead] = {}
-        self._queued: dict[int, StagedRead] = {}
+        #: When all of them were last looked at, and after how many of the engine's absences.
+        self._saw_all = 0.0
+        self._absences = 0
         self._called: deque[object] = deque()
         #: Held while something is done for a read.
         self._work = RLock()
@@ -105,14 +116,13 @@ class ProgressThread:
         self._aside = pieces
 
     def add(self, read: StagedRead) -> None:
-        """Has a read begin, or looked at again where it waits for others."""
+        """Has a read begin."""
         self._inbox.put((read, True))
         with self._start:
             if self._thread is not None or self._is_stopped or self._process != os.getpid():
                 return
             # Whoever was called while there was no thread is among these.
-            self._going |= self._queued
-            self._queued.clear()
+            self._going = dict(self._reads)
             self._pool.called = self._called
             self._thread = Thread(target=self._run, name="kvpatch-reads", daemon=True)
             self.is_running = True
@@ -153,15 +163,14 @@ class ProgressThread:
                 self._book(*message)
         state = read.state()
         if state != "PROC":
-            self._going.pop(id(read), None)
-            self._queued.pop(id(read), None)
+            self._forget(read)
         return state
 
     def rest(self) -> None:
         """Ends it until the next read is added; no copy is under way when it returns."""
         self._end()
         with self.paused():
-            for read in (*self._going.values(), *self._queued.values()):
+            for read in tuple(self._reads.values()):
                 read.settle()
         with self._start:
             if self._thread is None or not self._thread.is_alive():
@@ -212,6 +221,7 @@ class ProgressThread:
         wait = _FIRST_WAIT_SECONDS
         while not self._is_ending:
             came = monotonic()
+            self._call_all(came)
             has_moved = self._move()
             if has_moved and self._inbox.empty():
                 wait = _FIRST_WAIT_SECONDS
@@ -220,13 +230,20 @@ class ProgressThread:
             # may also have taken long because it had to wait for somebody.
             asking = min(3 * (monotonic() - came), _LONGEST_REST_SECONDS)
             wait = max(min(1.5 * wait, _LONGEST_WAIT_SECONDS), asking)
-            if not (self._going or self._queued):
+            if not self._reads:
                 wait = _LONGEST_WAIT_SECONDS if self._go_on_aside() else _IDLE_SECONDS
-            if not self._take(wait) and not (self._going or self._queued or self._aside):
+            if not self._take(wait) and not (self._reads or self._aside):
                 with self._start:
                     if self._inbox.empty():
                         self._thread, self.is_running = None, False
                         return
+
+    def _call_all(self, now: float) -> None:
+        """Has reads that wait looked at too: now and then, and when the engine was away."""
+        if now - self._saw_all < _SURELY_SECONDS and self._absences == self.looks.absences:
+            return
+        self._saw_all, self._absences = now, self.looks.absences
+        self._going = dict(self._reads)
 
     def _move(self) -> bool:
         """Does one thing for each read that can go on; whether there was any."""
@@ -243,12 +260,12 @@ class ProgressThread:
                     continue
                 has_moved |= read.advance()
                 if read.outcome != "PROC":
-                    del self._going[key]
+                    self._forget(read)
                 elif read.is_queued:
-                    self._queued[key] = self._going.pop(key)
+                    self._going.pop(key, None)
         while self._called:
-            called = self._queued.pop(id(self._called.popleft()), None)
-            if called is not None:
+            called = self._reads.get(id(self._called.popleft()))
+            if called is not None and id(called) not in self._going:
                 self._going[id(called)] = called
                 has_moved = True
         return has_moved
@@ -278,10 +295,13 @@ class ProgressThread:
             message = self._inbox.get()
 
     def _book(self, read: StagedRead, is_wanted: bool) -> None:
-        self._going.pop(id(read), None)
-        self._queued.pop(id(read), None)
         if is_wanted:
-            self._going[id(read)] = read
+            self._reads[id(read)] = self._going[id(read)] = read
             return
+        self._forget(read)
         with self._work:
             read.let_go()
+
+    def _forget(self, read: StagedRead) -> None:
+        self._reads.pop(id(read), None)
+        self._going.pop(id(read), None)

@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
@@ -17,6 +18,7 @@ from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import OwnRead
@@ -52,6 +54,22 @@ class Placer(Protocol):
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
+
+
+class Fate:
+    """What has become of a read.
+
+    By itself: every step asks for it of every read, and of a thousand reads' attributes few are in
+    the processor's cache.
+
+    Attributes:
+        outcome: ``DONE``, ``PROC`` or ``ERR``.
+    """
+
+    __slots__ = ("outcome",)
+
+    def __init__(self) -> None:
+        self.outcome = "PROC"
 
 
 class _Flight(NamedTuple):
@@ -102,10 +120,7 @@ class StagedRead(OwnRead):
         #: While it waits for the pool.
         self._turn: Turn | None = None
         self._is_begun = self._is_void = self._has_failed = self._is_told = False
-        #: Whether the engine did not look for longer than the peer's lease allows.
-        self.was_away = False
-        #: ``DONE``, ``PROC`` or ``ERR``.
-        self.outcome = "PROC"
+        self.fate = Fate()
         #: When the last look ended, and how long the last one took that found something.
         self._left = self._worked = 0.0
         #: How long a look came after the one before it, until something has landed in it.
@@ -122,12 +137,14 @@ class StagedRead(OwnRead):
         )
         #: Of what is read; nothing is asked for after it.
         self.lifetime: Lifetime | None = None
+        #: The engine's; and how many of its absences there were before.
+        self.looks = Looks()
+        self._absences = 0
         #: Counts what is read.
         self.metered = Metered(ReadTimes(), None)
         self._after: Any = None
         #: When the first transfer was posted.
         self._began: float | None = None
-        self._looked = time.monotonic()
 
     def start(self) -> str:
         """Posts what there is room for."""
@@ -140,7 +157,10 @@ class StagedRead(OwnRead):
 
     def admit(self) -> None:
         """Books that it may begin, and what the device was told before; on the engine's thread."""
-        self._looked = time.monotonic()
+        self.looks.book()
+        if self.lifetime is not None:
+            self.looks.allow(self.lifetime.longest_gap)
+        self._absences = self.looks.absences
         self._after = self._caches.mark()
 
     def _begin(self) -> None:
@@ -161,17 +181,17 @@ class StagedRead(OwnRead):
         except self._errors:
             self._fail()
 
-    def look(self) -> float:
-        """Books that the engine has looked at the read: so often its peer's lease is renewed.
+    @property
+    def outcome(self) -> str:
+        """``DONE``, ``PROC`` or ``ERR``."""
+        return self.fate.outcome
 
-        Returns:
-            The time, as ``time.monotonic`` counts.
-        """
-        now = time.monotonic()
-        if self.lifetime is not None and now - self._looked > self.lifetime.longest_gap:
-            self.was_away = True
-        self._looked = now
-        return now
+    @property
+    def was_away(self) -> bool:
+        """Whether the engine did not look for longer than the peer's lease allows."""
+        if self.lifetime is None or self.lifetime.longest_gap == inf:
+            return False
+        return self.looks.absences != self._absences
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
@@ -191,7 +211,7 @@ class StagedRead(OwnRead):
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
-        self.look()
+        self.looks.book()
         if self.outcome == "DONE" or (self.is_queued and not self.was_away):
             return self.outcome  # of thousands, in every step
         came = time.monotonic()
@@ -287,7 +307,7 @@ class StagedRead(OwnRead):
                 lose(self._nixl, flight.handle, self._pool, flight.space)
             self._flights.remove(flight)
         if self.outcome == "PROC":
-            self.outcome = "ERR"  # nothing more is done for it, and nobody is told of it
+            self.fate.outcome = "ERR"  # nothing more is done for it, and nobody is told of it
 
     def let_go(self) -> None:
         """As :meth:`release`, of a read that nobody asks for any more."""
@@ -316,7 +336,7 @@ class StagedRead(OwnRead):
         self._stop()
 
     def _is_late(self) -> bool:
-        gap = time.monotonic() - self._looked
+        gap = time.monotonic() - self.looks.at
         return self.was_away or (self.lifetime is not None and self.lifetime.is_over(gap))
 
     def _must_wait(self) -> bool:
@@ -326,7 +346,8 @@ class StagedRead(OwnRead):
         """
         if not self._is_paced or self.lifetime is None:
             return False
-        return time.monotonic() - self._looked > self.lifetime.longest_gap / 2
+        gap = time.monotonic() - self.looks.at
+        return self.was_away or gap > self.lifetime.longest_gap / 2
 
     def _expire(self) -> None:
         """Fails, if it has not: the peer may have given its blocks to another request."""
@@ -354,7 +375,7 @@ class StagedRead(OwnRead):
                 self._fail()
         if self._is_paced and self._began is not None:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
-        self.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
+        self.fate.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
         self.metered.end(is_well=self.outcome == "DONE")
 
     @property

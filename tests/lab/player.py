@@ -376,6 +376,7 @@ class Player(Engine):
                 for read in reads:
                     staged = getattr(read, "_read", read)  # in the thread, or in the steps
                     staged.lifetime = replace(staged.lifetime, longest_gap=longest)
+                    staged.looks.allow(longest)
         time.sleep(seconds)
 
     def _parts(self, name: str) -> set[str]:

@@ -262,7 +262,7 @@ def test_reads_go_first(world: World, make):
 
     def forever() -> Any:
         while True:
-            pieces.append(len(engine.thread._going) + len(engine.thread._queued))
+            pieces.append(len(engine.thread._reads))
             yield
 
     engine.thread.do_aside(forever())

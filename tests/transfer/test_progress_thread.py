@@ -158,7 +158,7 @@ def test_reads_in_line_are_not_asked_again(world, make, monkeypatch):
     reads = [engine.read() for _ in range(40)]
     for read in reads:
         read.start()
-    wait_until(lambda: len(engine.thread._queued) == 39)
+    wait_until(lambda: len(engine.thread._reads) - len(engine.thread._going) == 39)
     assert finish_once(reads) == ["PROC"] * 40
     with engine.thread.paused():
         engine.pool.give(held)
@@ -357,7 +357,7 @@ def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
     read._read.lifetime = Lifetime(longest_gap=2.0)
     with engine.thread.paused():
         read.start()
-        read._read._looked -= 1.1
+        engine.thread.looks.at -= 1.1
     time.sleep(0.2)
     assert not posts.calls
     assert finish(read) == ["DONE"], "it goes on with the next look"
@@ -365,7 +365,7 @@ def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
 
 
 def test_a_read_that_the_thread_has_lost_sight_of_goes_on(world, make):
-    """Made up: whatever it waits for, the engine's looks bring it back."""
+    """Made up: whatever it waits for, it is looked at again."""
     engine = make(4096)
     read = engine.read()
     with engine.thread.paused():
@@ -391,7 +391,7 @@ def test_a_thread_that_is_stopped_keeps_nothing(world, make):
         for read in reads:
             read.release()
     assert not engine.thread._going
-    assert not engine.thread._queued
+    assert not engine.thread._reads
     assert not engine.thread._called
 
 

@@ -7,11 +7,10 @@ from contextlib import ExitStack
 from typing import Any
 from weakref import finalize
 
-import wrapt
-
 from kvpatch.connector.reading.prepared_transfers import RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
+from kvpatch.transfer.agent_proxy import AgentProxy
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.joined_read import JoinedRead
 from kvpatch.transfer.nixl import tell_over
@@ -19,7 +18,7 @@ from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
 
 
-class ReadingAgent(wrapt.ObjectProxy[Any]):
+class ReadingAgent(AgentProxy):
     """Prepares the reader's transfers in place of the release's own while the reader reads.
 
     Args:

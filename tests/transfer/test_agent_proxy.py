@@ -1,0 +1,64 @@
+"""What stands before a NIXL agent has the agent's attributes, and its own before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpatch.transfer.agent_gate import AgentGate, EngineAgent
+from kvpatch.transfer.agent_proxy import AgentProxy
+
+pytestmark = pytest.mark.patching
+
+
+class _Agent:
+    """Fake."""
+
+    name = "of the agent"
+
+    def transfer(self, handle: object) -> object:
+        return handle
+
+    def check_xfer_state(self, handle: object) -> str:
+        return "DONE"
+
+
+class _Proxy(AgentProxy):
+    """Answers one call itself."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent)
+        self._self_asked = 0
+
+    def check_xfer_state(self, handle: object) -> str:
+        self._self_asked += 1
+        return "PROC"
+
+
+@pytest.fixture
+def agent() -> _Agent:
+    return _Agent()
+
+
+def test_its_own_come_first_and_all_else_is_the_agents(agent: _Agent) -> None:
+    proxy = _Proxy(agent)
+    assert proxy.check_xfer_state(1) == "PROC"
+    assert proxy._self_asked == 1
+    assert proxy.transfer(agent) is agent
+    assert proxy.name == "of the agent"
+    proxy.name = "another"
+    assert agent.name == "another"
+    assert not hasattr(agent, "_self_asked")
+    assert proxy.__wrapped__ is agent
+    assert isinstance(proxy, _Agent)
+    assert proxy.__class__ is _Agent
+    with pytest.raises(AttributeError, match="no_such_call"):
+        proxy.no_such_call()
+
+
+def test_one_behind_another(agent: _Agent) -> None:
+    proxy = _Proxy(EngineAgent(agent, gate := AgentGate()))
+    assert proxy.transfer(agent) is agent
+    assert proxy.gate is gate
+    assert proxy.__class__ is _Agent
