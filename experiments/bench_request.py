@@ -1,9 +1,9 @@
 """What a step of D takes for one large request: python experiments/bench_request.py [--json FILE]
 
 1,000 blocks of 16 tokens x 80 layers of one KV head, planned and posted as a worker does it in
-the step that starts the load. "in the thread" is as engines read: the step hands the read to the
-progress thread, and "of the step" is all that it does itself. Without the thread the step does
-all of it: "plan" is the byte runs (or the first round of a staged read),
+the step that starts the load. "in the thread" is as engines read: the worker's reader pairs the
+blocks and chooses the way ("plan"), and hands the read to the progress thread ("post"). Without
+the thread the step does all of it: "plan" is the byte runs (or the first round of a staged read),
 "prepare" NIXL's descriptors of them, "post" the transfer. "stock" names as many blocks of
 descriptors that were prepared at the handshake. Both agents are real NIXL in this process; heads
 have 16 channels in place of 128, which changes no count. Milliseconds, the median.
@@ -23,23 +23,20 @@ from typing import Any
 import numpy as np
 import torch
 from bench_transfer import DRAM, make_agent
+from made_reader import preparing
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
-from kvpatch.geometry.direct_plan import plan_parts, plan_runs
+from kvpatch.connector.reading.read_factory import Progress
+from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
-from kvpatch.transfer.background_read import BackgroundRead
-from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread
-from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
-from kvpatch.transfer.unposted import Unposted
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS, BLOCKS, TOKENS, CHANNELS, ITEM_BYTES = 80, 1000, 16, 16, 2
@@ -61,8 +58,6 @@ class Measured:
     @property
     def step_seconds(self) -> float:
         """What the step that starts the load takes: the thread plans and posts beside it."""
-        if self.way.endswith(THREAD):
-            return self.plan_seconds
         return self.plan_seconds + self.prepare_seconds + self.post_seconds
 
 
@@ -171,9 +166,8 @@ def in_thread(
 ) -> Callable[[], tuple[int, float, float, float]]:
     """What the engine's thread does of a read: it pairs blocks, chooses the way, hands it on."""
     theirs, ours = pair.planes("P", layout, p_tokens), pair.planes("D", "LBHNC", TOKENS)
-    overlaps = overlaps_of([theirs[at : at + 2] for at in range(0, len(theirs), 2)], ours)
     order = np.random.default_rng(0).permutation
-    remote, local = order(BLOCKS * TOKENS // p_tokens), order(BLOCKS)
+    remote, local = order(BLOCKS * TOKENS // p_tokens).tolist(), order(BLOCKS).tolist()
     gate, memory = AgentGate(), torch.from_numpy(pair.memory["D"])
     agent = ProgressAgent(pair.nixl, gate)
 
@@ -183,27 +177,21 @@ def in_thread(
         return buffer
 
     pool = StagingPool(8 * CHUNK_BYTES, make)
-    thread = ProgressThread(pool, torch.device("cpu"), gate)
-    caches = Caches({plane.layer: memory for plane in ours})
+    progress = Progress(ProgressThread(pool, torch.device("cpu"), gate), agent)
+    mode = "staged" if is_staged else "direct"
+    prepare = preparing(theirs, ours, memory, pool, progress, mode, pair.ends.agent)
 
     def run() -> tuple[int, float, float, float]:
         started = time.perf_counter()
-        blocks = BlockList(remote, p_tokens), BlockList(local, TOKENS)
-        share = Share(pair_blocks(*blocks, 0, BLOCKS * TOKENS), overlaps)
-        is_direct(overlaps[0], share.segments, HOST_MEMORY)
-
-        copies = [copy for overlap in overlaps for copy in overlap.copies]
-        plan = plan_parts([] if is_staged else [(share.segments, copies)])
-        chunks = plan_chunks([share] if is_staged else [], lambda: pool.chunk_bytes(is_paced=True))
-        read = BackgroundRead(
-            StagedRead(agent, pool, caches, pair.ends, b"", Unposted(plan, chunks), is_paced=True),
-            thread,
-        )
+        read = prepare(local, remote, BLOCKS * TOKENS - 1)  # the last block is a partial one
+        prepared = time.perf_counter()
         read.start()
-        handed = time.perf_counter() - started
-        while read.state() == "PROC":
+        handed = time.perf_counter()
+        while (state := read.state()) == "PROC":
             time.sleep(1e-3)
-        return read.telemetry().descCount, handed, 0.0, 0.0
+        if state != "DONE":
+            raise RuntimeError(f"a read ended as {state}")
+        return read.telemetry().descCount, prepared - started, 0.0, handed - prepared
 
     return run
 

@@ -59,7 +59,7 @@ class Overlap:
         """All copies out of the region."""
         return tuple(copy for span in self.spans for copy in span.copies)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether blocks of it are never cut."""
         return any(copy.local.is_whole for copy in self.copies)

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.merged_placements import merged
-from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segment_bounds import Reach, local_end, reach_of
-from kvpatch.geometry.segments import Segments
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
-from kvpatch.transfer.plane_bytes import zero_tokens
+from kvpatch.transfer.plane_bytes import Tails, zero_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -68,15 +66,22 @@ class Caches:
             staging: a chunk's buffer, ``uint8``, one-dimensional, on the device or the host.
             after: what :meth:`mark` returned when the read began; copies come after it.
         """
+        return self._beside(after, lambda: self._copy(staging, placements))
+
+    def zero(self, tails: Tails, after: Any) -> Callable[[], bool]:
+        """Zeroes whole tokens; as :meth:`place` copies."""
+        return self._beside(after, lambda: self._zero(tails))
+
+    def _beside(self, after: Any, write: Callable[[], None]) -> Callable[[], bool]:
         streams = side_streams(self.device)
         if streams is None:
-            self._copy(staging, placements)
+            write()
             return done
         if self._stream is None:
             self._stream = streams.Stream(device=self.device)
         with streams.stream(self._stream):
             self._stream.wait_event(after)
-            self._copy(staging, placements)
+            write()
             event = streams.Event()
             event.record(self._stream)
         query: Callable[[], bool] = event.query
@@ -107,18 +112,27 @@ class Caches:
             reach = reaches.get(id(one.segments))
             if reach is None:
                 reach = reaches[id(one.segments)] = reach_of(one.segments)[1]
-            storage = self._tensors[one.layer].untyped_storage()
-            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
             last = local_end(reach, one.local_address, one.strides)
-            if not start <= one.local_address <= last <= end or reach.lowest < 0:
-                raise UnplannableCopy(
-                    f"expected to write to layer {one.layer!r} at {start:#x} to {end:#x}, found "
-                    f"{one.local_address:#x} to {last:#x}"
-                )
+            self._check_range(one.layer, one.local_address, last, is_found=reach.lowest >= 0)
 
-    def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
-        """Zeroes whole tokens of one plane of a layer."""
-        zero_tokens(self._tensors[layer], plane, tail)
+    def _check_range(self, layer: str, first: int, last: int, *, is_found: bool = True) -> None:
+        storage = self._tensors[layer].untyped_storage()
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if not (is_found and start <= first <= last <= end):
+            raise UnplannableCopy(
+                f"expected to write to layer {layer!r} at {start:#x} to {end:#x}, found "
+                f"{first:#x} to {last:#x}"
+            )
+
+    def _zero(self, tails: Tails) -> None:
+        for planes, tail in tails:
+            for plane in planes:
+                self._check_range(plane.layer, *plane.span())
+            if self._memory is not None:
+                zero_tokens(self._memory, planes, tail)
+                continue
+            for plane in planes:
+                zero_tokens(self._layers[plane.layer], (plane,), tail)
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for; for reads that end before they are done."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +61,13 @@ def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:
     """What an agent's transfers can raise: NIXL's errors have no class in common."""
+    return _errors_of(nixl.__class__)
+
+
+@lru_cache(maxsize=8)
+def _errors_of(kind: type) -> tuple[type[Exception], ...]:
     # The class may be a subclass of NIXL's, from another module.
-    modules = (sys.modules.get(owner.__module__) for owner in nixl.__class__.__mro__)
+    modules = (sys.modules.get(owner.__module__) for owner in kind.__mro__)
     found_bindings = (vars(m)["nixlBind"] for m in modules if m and "nixlBind" in vars(m))
     bindings = next(found_bindings, None)
     found = (value for value in vars(bindings).values()) if bindings is not None else ()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry.plane import Plane
+from kvpatch.core.errors import UnplannableCopy
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.segment_bounds import reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
+from kvpatch.transfer.one_memory import Bytes
 
 if TYPE_CHECKING:
     import torch
+
+#: What no transfer covers, of planes of several layers: these tokens of these planes.
+Tails = Iterable[tuple[Sequence[Plane], Segments]]
 
 
 def integers_of(item_bytes: int) -> torch.dtype:
@@ -65,18 +73,53 @@ def plane_view(cache: torch.Tensor, plane: Plane) -> torch.Tensor:
     )
 
 
-def zero_tokens(cache: torch.Tensor, plane: Plane, tail: Segments) -> None:
+def zero_tokens(cache: Bytes, planes: Iterable[Plane], tail: Segments) -> None:
     """Zeroes what a transfer leaves untouched in the last block: stale bytes can be NaN.
 
+    Planes that are strided alike and lie evenly apart are zeroed by one operation.
+
     Args:
-        cache: the tensor that the plane was read from.
+        cache: what the planes lie in.
         tail: local blocks and offsets (:func:`kvpatch.geometry.segments.uncovered_tail`).
+
+    Raises:
+        UnplannableCopy: a plane has no such block or token.
     """
     if not len(tail):
         return
-    view = plane_view(cache, plane)
-    for _, _, block, offset, tokens in tail.as_array().tolist():
-        view[block, :, offset : offset + tokens].zero_()
+    alike: defaultdict[tuple[Content, Counts, Strides, int], set[int]] = defaultdict(set)
+    reach = reach_of(tail)[1]
+    for plane in planes:
+        counts = plane.counts
+        if (
+            reach.lowest < 0
+            or reach.end_block > counts.blocks
+            or reach.end_token > counts.block_tokens
+        ):
+            raise UnplannableCopy(
+                f"expected to zero tokens inside {plane}, found blocks up to "
+                f"{reach.end_block - 1}, tokens up to {reach.end_token - 1} in a block"
+            )
+        alike[plane.content, counts, plane.strides_bytes, plane.item_bytes].add(plane.address)
+    rows = tail.as_array().tolist()
+    for (_, counts, strides, item_bytes), addresses in alike.items():
+        for first, apart, count in _evenly_apart(sorted(addresses)):
+            for _, _, block, offset, tokens in rows:
+                cache.memory.as_strided(
+                    (count, counts.heads, tokens, counts.channels, item_bytes),
+                    (apart, strides.head, strides.token, strides.channel, 1),
+                    # Counted from the start of the storage, of which this memory may be a part.
+                    cache.memory.storage_offset()
+                    + (first - cache.address + block * strides.block + offset * strides.token),
+                ).zero_()
+
+
+def _evenly_apart(addresses: Sequence[int]) -> Sequence[tuple[int, int, int]]:
+    """(first, bytes from one to the next, how many): all of them, or each by itself."""
+    apart = {after - before for before, after in pairwise(addresses)}
+    if len(apart) > 1:
+        return [(address, 0, 1) for address in addresses]
+    return [(addresses[0], next(iter(apart), 0), len(addresses))]
 
 
 def first_tokens(

@@ -22,6 +22,7 @@ from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.read_times import Metered, ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool, Turn
 from kvpatch.transfer.telemetry import Tally, Telemetry
@@ -51,6 +52,9 @@ class Placer(Protocol):
         self, staging: torch.Tensor, placements: tuple[Placement, ...], after: Any
     ) -> Callable[[], bool]:
         """Copies what has landed; what is returned says whether it is done, or raises."""
+
+    def zero(self, tails: Tails, after: Any) -> Callable[[], bool]:
+        """Zeroes what no transfer covers; as what has landed is placed."""
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
@@ -114,7 +118,7 @@ class StagedRead(OwnRead):
         self._is_paced = is_paced
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []
-        self._placing: list[tuple[Callable[[], bool], Space]] = []
+        self._placing: list[tuple[Callable[[], bool], Space | None]] = []
         self._failed_handles: list[Any] = []
         self._tally = Tally(nixl)
         #: While it waits for the pool.
@@ -140,6 +144,8 @@ class StagedRead(OwnRead):
         #: The engine's; and how many of its absences there were before.
         self.looks = Looks()
         self._absences = 0
+        #: What is zeroed beside it, once it has begun.
+        self.tails: Callable[[], Tails] | None = None
         #: Counts what is read.
         self.metered = Metered(ReadTimes(), None)
         self._after: Any = None
@@ -173,6 +179,8 @@ class StagedRead(OwnRead):
             return
         self.metered.begin()
         try:
+            if self.tails is not None:
+                self._placing.append((self._caches.zero(self.tails(), self._after), None))
             self._unposted.plan()
             if not self._unposted.is_any:
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
@@ -481,7 +489,8 @@ class StagedRead(OwnRead):
                 is_over = True
             if is_over:
                 self._placing.remove(placing)
-                self._pool.give(space)
+                if space is not None:
+                    self._pool.give(space)
         return len(self._placing) < before
 
     def _post_more(self) -> bool:

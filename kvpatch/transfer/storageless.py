@@ -26,8 +26,9 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.caches import done
+from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.place import place_in_host_memory
-from kvpatch.transfer.plane_bytes import as_integers, zero_tokens
+from kvpatch.transfer.plane_bytes import Tails, as_integers, zero_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -219,17 +220,21 @@ class StoragelessCaches:
             store(self._tensors[layer], self._block_dimensions[layer], touched, blocks)
         return done
 
-    def zero(self, layer: str, plane: Plane, tail: Segments) -> None:
-        """As :meth:`kvpatch.transfer.caches.Caches.zero`."""
-        if not len(tail):
-            return
-        dimension = self._block_dimensions[layer]
+    def zero(self, tails: Tails, after: None) -> Callable[[], bool]:
+        """As :meth:`kvpatch.transfer.caches.Caches.zero`; done when it returns."""
+        for planes, tail in tails:
+            for plane in planes if len(tail) else ():
+                self._zero(plane, tail)
+        return done
+
+    def _zero(self, plane: Plane, tail: Segments) -> None:
+        tensor, dimension = self._tensors[plane.layer], self._block_dimensions[plane.layer]
         touched = np.unique(tail.local_block)
-        blocks = fetch(self._tensors[layer], dimension, touched)
+        blocks = fetch(tensor, dimension, touched)
         counts = plane.counts._replace(blocks=len(touched))
         place = replace(plane, address=plane.address + blocks.data_ptr(), counts=counts)
-        zero_tokens(blocks, place, _renumbered(tail, touched))
-        store(self._tensors[layer], dimension, touched, blocks)
+        zero_tokens(storage_of(blocks), (place,), _renumbered(tail, touched))
+        store(tensor, dimension, touched, blocks)
 
     def first_tokens(self, plane: Plane, blocks: Int64Array, tokens: int) -> npt.NDArray[np.uint8]:
         """As :func:`kvpatch.transfer.plane_bytes.first_tokens`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ import wrapt
 from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.segments import BlockList, pair_blocks
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends
@@ -26,6 +27,7 @@ from tests.geometry.whole_caches import CacheSizes, named_layout
 
 DRAM = Memory("DRAM")
 SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, item_bytes=2)
+LOCAL_SIZES = replace(SIZES, block_tokens=48, blocks=8)
 TOKENS = 300
 SECONDS = 60.0
 
@@ -65,8 +67,7 @@ class World:
         """
         target = self.target if into is None else into
         remote = named_layout("LBNHC").planes(SIZES, self.source.data_ptr(), DRAM)
-        sizes = replace(SIZES, block_tokens=48, blocks=8)
-        local = named_layout("LBHNC").planes(sizes, target.data_ptr(), DRAM)
+        local = named_layout("LBHNC").planes(LOCAL_SIZES, target.data_ptr(), DRAM)
         layers = dict.fromkeys(plane.layer for plane in remote)
         overlaps = overlaps_of([[p for p in remote if p.layer == layer] for layer in layers], local)
         segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
@@ -79,6 +80,22 @@ class World:
             direct, chunks = plan_parts([(segments, copies)]), iter(())
         return StagedRead(
             agent or self.decode, pool, caches, self.ends, b"done", Unposted(direct, chunks), **how
+        )
+
+    def tails(self) -> list[tuple[Sequence[Plane], Segments]]:
+        """What the request leaves untouched in its last block."""
+        planes = named_layout("LBHNC").planes(LOCAL_SIZES, self.target.data_ptr(), DRAM)
+        return [(planes, uncovered_tail(BlockList(_ids(7, 8), 48), TOKENS))]
+
+    def is_zeroed(self) -> bool:
+        """Whether nothing is left there, in D's cache."""
+        ((planes, tail),) = self.tails()
+        return not any(
+            plane.as_array(self.target.numpy(), self.target.data_ptr())[
+                block, :, offset : offset + tokens
+            ].any()
+            for plane in planes
+            for _, _, block, offset, tokens in tail.as_array().tolist()
         )
 
     def pool(self, size_bytes: int) -> StagingPool:
@@ -95,7 +112,7 @@ class World:
         """Whether D's cache holds what P's does, at every token, head and channel."""
         target = self.target if into is None else into
         remote = named_layout("LBNHC").planes(SIZES, 0, DRAM)
-        local = named_layout("LBHNC").planes(replace(SIZES, block_tokens=48, blocks=8), 0, DRAM)
+        local = named_layout("LBHNC").planes(LOCAL_SIZES, 0, DRAM)
         at = np.arange(TOKENS)
         return all(
             np.array_equal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
-from kvpatch.geometry.segments import BlockList, pair_blocks
+from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.caches import Caches
@@ -82,12 +83,12 @@ class FakeStreams:
 def streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
     found = FakeStreams()
     monkeypatch.setattr(caches_module, "side_streams", lambda device: found)
-    real = caches_module.place_in_host_memory
-    monkeypatch.setattr(
-        caches_module,
-        "place_in_host_memory",
-        lambda *of: found.current_stream(None).add(lambda: real(*of)),
-    )
+
+    def later(real: Callable[..., None], *of: Any) -> None:
+        found.current_stream(None).add(lambda: real(*of))
+
+    for name in ("place_in_host_memory", "zero_tokens"):
+        monkeypatch.setattr(caches_module, name, partial(later, getattr(caches_module, name)))
     return found
 
 
@@ -125,3 +126,24 @@ def test_copies_come_after_what_the_device_was_told_before(streams: FakeStreams)
     for theirs, ours in zip(remote, local, strict=True):
         found = ours.as_array(target.numpy(), target.data_ptr())
         assert np.array_equal(found, theirs.as_array(source, source.ctypes.data))
+
+
+def test_zeroes_come_after_what_the_device_was_told_before(streams: FakeStreams) -> None:
+    target = torch.full((BYTES,), 7, dtype=torch.uint8)
+    planes = named_layout("LBHNC").planes(SIZES, target.data_ptr(), DRAM)
+    tail = uncovered_tail(BlockList(np.array([3]), 8), 5)
+    streams.model.add(lambda: target.fill_(0xA5))
+
+    caches, later = Caches({planes[0].layer: target}), []
+    begun = caches.mark()
+    streams.model.add(lambda: later.append(None))
+    is_zeroed = caches.zero([(planes, tail)], begun)
+    assert (target == 7).all(), "negative control: nothing has run"
+    assert is_zeroed()
+    assert not later, "the next steps are not waited for"
+
+    for plane in planes:
+        found = plane.as_array(target.numpy(), target.data_ptr())
+        assert not found[3, :, 5:].any()
+        assert (found[:3] == 0xA5).all()
+        assert (found[3, :, :5] == 0xA5).all()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import wrapt
 
+from kvpatch.geometry.segments import BlockList, uncovered_tail
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import progress_thread
 from kvpatch.transfer import staged_read as staged_module
@@ -239,6 +240,44 @@ def test_one_that_is_given_up_before_it_begins_reads_nothing(world, make):
     assert finish(read) == ["ERR"]
     assert torch.equal(world.target, before)
     assert notifications(world) == [b"done"]
+
+
+@pytest.mark.parametrize("end", [None, "void", "release"])
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_what_is_behind_the_last_token_is_zeroed_unless_the_read_is_given_up(
+    world, make, end, is_direct
+):
+    """With what else a read does, and not by the engine's step: the blocks may be another's."""
+    engine, before = make(4096), world.target.clone()
+    assert not world.is_zeroed(), "negative control"
+    read = engine.read(is_direct=is_direct)
+    read._read.tails = world.tails
+    with engine.thread.paused():
+        read.start()
+        assert torch.equal(world.target, before), "the step does none of it"
+        if end is not None:
+            getattr(read, end)()
+    if end is None:
+        assert finish(read) == ["DONE"]
+        assert world.is_identical()
+        assert world.is_zeroed()
+    else:
+        assert finish(read) == ["ERR"]
+        time.sleep(0.05)
+        assert torch.equal(world.target, before)
+
+
+def test_a_read_fails_whose_tail_is_nowhere(world, make, caplog):
+    engine, before = make(4096), world.target.clone()
+    read = engine.read()
+    ((planes, _),) = world.tails()
+    beyond = uncovered_tail(BlockList(np.array([planes[0].counts.blocks]), 48), 5)
+    read._read.tails = lambda: [(planes, beyond)]
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert "expected to zero" in caplog.text
+    assert torch.equal(world.target, before)
+    assert engine.pool.taken_bytes == 0
 
 
 def test_a_read_that_is_dropped_gives_its_space_back(world, make):

@@ -97,12 +97,16 @@ class ChosenWays:
             known: dict[Any, int | None] = {}
             for overlap in share.overlaps:
                 shape = overlap.shape
-                if shape not in known:
+                size_bytes = known.get(shape, -1)
+                if size_bytes == -1:  # not judged yet
                     goes_straight = self._is_direct(overlap, share, costs)
-                    known[shape] = None if goes_straight else tokens * token_bytes(overlap)
-                size_bytes = known[shape]
-                (straight if size_bytes is None else rest).append(overlap)
-                staged_bytes += size_bytes or 0
+                    size_bytes = None if goes_straight else tokens * token_bytes(overlap)
+                    known[shape] = size_bytes
+                if size_bytes is None:
+                    straight.append(overlap)
+                else:
+                    rest.append(overlap)
+                    staged_bytes += size_bytes
             for overlaps, kind in ((straight, direct), (rest, staged)):
                 if overlaps:
                     kind.append(replace(share, overlaps=tuple(overlaps)))

@@ -16,7 +16,7 @@ class Reading:
     """A request that we read.
 
     Attributes:
-        tails_left: whether what is behind its last token is still to be zeroed.
+        tails_left: whether no read was told yet to zero what is behind its last token.
     """
 
     peer: Peer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
@@ -37,11 +38,13 @@ class Wanted(NamedTuple):
         direct: goes straight to its place; planned once the read has begun.
         staged: goes through the pool, and
         staged_bytes: so much of it is copied out of there.
+        tails: is zeroed once the read has begun; None for nothing.
     """
 
     direct: Iterable[Plan]
     staged: Sequence[Share] = ()
     staged_bytes: int = 0
+    tails: Callable[[], Tails] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class ReadFactory:
         chunks = plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
         read = self._read(nixl, ends, notification, Unposted(wanted.direct, chunks), lifetime)
         read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
+        read.tails = wanted.tails
         return self._own(read, request)
 
     def prepared(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,8 @@ from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tail
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
-from kvpatch.geometry.plane import Content
-from kvpatch.geometry.segments import Int64Array, kernel_blocks
+from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
@@ -257,8 +258,9 @@ class Reader:
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
             return read(Wanted((Plan(*whole),)))
+        tails = None
         if reading.tails_left:  # once a request, and not before its blocks were checked
-            self._zero_tails(reading.request)
+            tails = partial(self._tails, reading.request)
             reading.tails_left = False
         split = self.ways.split(shares, reading.peer.times, metadata.engine_id)
         states = states_plan(self.groups, metadata, reading.request, self._states, rank.states)
@@ -268,7 +270,7 @@ class Reader:
             for share in split.direct
         )
         direct = chain(plan_parts(pairs), (states,))
-        return read(Wanted(direct, split.staged, split.staged_bytes))
+        return read(Wanted(direct, split.staged, split.staged_bytes, tails))
 
     def prepare_like(
         self, nixl: Any, check: HoldCheck, handle: Any, notification: bytes
@@ -397,9 +399,8 @@ class Reader:
             np.repeat(np.array(ends, dtype=np.int64), [pair[0].size for pair in whole]),
         )
 
-    def _zero_tails(self, request: ReadRequest) -> None:
+    def _tails(self, request: ReadRequest) -> Iterator[tuple[list[Plane], Segments]]:
+        """What no transfer covers in a request's last blocks."""
         for layers, tail in tails_of(self.ours, self.groups, request):
-            for name in layers:
-                for plane in self._layers[name].planes:
-                    if not plane.is_whole:
-                        self._caches.zero(name, plane, tail)
+            planes = (plane for name in layers for plane in self._layers[name].planes)
+            yield [plane for plane in planes if not plane.is_whole], tail

@@ -157,11 +157,11 @@ def _remote_blocks(
         blocks = _window_end(found, block_tokens, parts, max(whole, default=held))
     else:
         blocks = BlockList(kernel_blocks(found, parts), block_tokens)
-    outside = [b for b in blocks.block_ids.tolist() if b >= peer.blocks]
-    if outside:
+    outside = blocks.block_ids[blocks.block_ids >= peer.blocks]
+    if outside.size:
         raise ReadRefused(
-            f"the request names blocks {outside[:3]} of engine {peer.engine_id}, which has "
-            f"{peer.blocks}"
+            f"the request names blocks {outside[:3].tolist()} of engine {peer.engine_id}, which "
+            f"has {peer.blocks}"
         )
     return blocks
 

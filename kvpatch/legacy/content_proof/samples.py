@@ -12,7 +12,8 @@ import numpy.typing as npt
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.geometry.staged_plan import Chunk, Placement
-from kvpatch.transfer.plane_bytes import first_tokens
+from kvpatch.transfer.caches import done
+from kvpatch.transfer.plane_bytes import Tails, first_tokens
 from kvpatch.transfer.storageless import StoragelessCaches
 
 if TYPE_CHECKING:
@@ -200,7 +201,11 @@ class LandedBlocks:
     ) -> Callable[[], bool]:
         """Keeps a copy."""
         self._bytes = staging.cpu().numpy().copy()
-        return lambda: True
+        return done
+
+    def zero(self, tails: Tails, after: None) -> Callable[[], bool]:
+        """Nothing: nobody fills these blocks any further."""
+        return done
 
     def settle(self) -> None:
         """Nothing is under way."""

@@ -1,0 +1,115 @@
+"""A worker's reader of one peer, between two caches of planes, without the worker."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.remote_ranks import Peer, RemoteRank
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.connector.local.release_worker import BLOCKS_FIRST
+from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
+from kvpatch.connector.reading.read_factory import Progress
+from kvpatch.connector.reading.reader import Destination, Reader
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Plane
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.staging_pool import StagingPool
+
+_P = "P"
+
+
+def _by_layer(planes: Sequence[Plane]) -> dict[str, tuple[Plane, ...]]:
+    found: dict[str, tuple[Plane, ...]] = {}
+    for plane in planes:
+        found[plane.layer] = (*found.get(plane.layer, ()), plane)
+    return found
+
+
+def _local_geometry(planes: Sequence[Plane]) -> LocalGeometry:
+    layers = _by_layer(planes)
+    first = planes[0]
+    return LocalGeometry(
+        layers={name: LayerCache(BLOCKS_FIRST, of) for name, of in layers.items()},
+        addresses=tuple(of[0].address for of in layers.values()),
+        block_bytes=(first.strides_bytes.block,) * len(layers),
+        block_tokens=first.counts.block_tokens,
+        kernel_blocks_per_block=1,
+        layout="HND",
+        inner_layout="HND",
+        total_heads=first.counts.heads,
+        tp_rank=0,
+        tp_size=1,
+        memory=first.memory,
+        backend="FLASH_ATTN",
+        key_order=KeyOrder.ROW_MAJOR,
+        facts=FACTS["0.33.0"],
+    )
+
+
+def _rank(planes: Sequence[Plane], ours: Sequence[Plane], agent: str) -> RemoteRank:
+    layers = _by_layer(planes)
+    first = planes[0]
+    metadata = AgentMetadata(
+        engine_id=_P,
+        tp_rank=0,
+        tp_size=1,
+        block_tokens=first.counts.block_tokens,
+        kernel_blocks_per_block=1,
+        layout="HND",
+        blocks=first.counts.blocks,
+        addresses=tuple(of[0].address for of in layers.values()),
+        block_bytes=(first.strides_bytes.block,) * len(layers),
+        stride_bytes=(first.strides_bytes.block,) * len(layers),
+        backend="FLASH_ATTN",
+        device_id=0,
+        memory_kind="DRAM",
+    )
+    return RemoteRank(metadata, tuple(planes), overlaps_of(list(layers.values()), ours), agent)
+
+
+def preparing(
+    theirs: Sequence[Plane],
+    ours: Sequence[Plane],
+    memory: torch.Tensor,
+    pool: StagingPool,
+    progress: Progress,
+    mode: str,
+    agent: str,
+) -> Callable[[Sequence[int], Sequence[int], int], OwnRead]:
+    """(local blocks, remote blocks, tokens) -> a read, made as in the step that loads a request.
+
+    Args:
+        memory: that all of our planes lie in.
+        mode: ``auto``, ``direct`` or ``staged``.
+        agent: NIXL's name of the peer.
+    """
+    names = list(_by_layer(ours))
+    reader = Reader(
+        _local_geometry(ours),
+        (Group(frozenset(names), window_tokens=0),),
+        Destination(dict.fromkeys(names, memory)),
+        pool,
+        mode,
+        progress,
+    )
+    reader.peers[_P] = peer = Peer({0: _rank(theirs, ours, agent)})
+
+    def prepare(local: Sequence[int], remote: Sequence[int], tokens: int) -> OwnRead:
+        request = ReadRequest(
+            tokens, tokens, (tuple(local),), (tuple(remote),), arrived=time.time()
+        )
+        with reader.request(RequestContext("request", _P, reading=Reading(peer, request))):
+            nixl: Any = progress.agent
+            return reader.prepare(nixl, 0, b"read")
+
+    return prepare

@@ -1,0 +1,95 @@
+"""What is behind the last token is zeroed, in few operations, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpatch.core.errors import UnplannableCopy
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.segments import BlockList, uncovered_tail
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.one_memory import storage_of
+from kvpatch.transfer.plane_bytes import zero_tokens
+from tests.geometry.whole_caches import CacheSizes, named_layout
+
+pytestmark = pytest.mark.patching
+
+SIZES = CacheSizes(layers=7, blocks=9, heads=3, block_tokens=16, channels=8, item_bytes=2)
+TAIL = uncovered_tail(BlockList(np.array([4, 7, 2]), 16), 21)
+DRAM = Memory("DRAM")
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.zeroed = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.zeroed += "zero_" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def noise() -> torch.Tensor:
+    drawn = np.random.default_rng(0).integers(1, 256, SIZES.total_bytes(), dtype=np.uint8)
+    return torch.from_numpy(drawn)
+
+
+def zeroed_one_by_one(memory, planes):
+    wanted = memory.numpy().copy()
+    for plane in planes:
+        view = plane.as_array(wanted, memory.data_ptr())
+        view[7, :, 5:] = 0
+        view[2] = 0
+    return wanted
+
+
+@pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "HND", "NHD", "CPU_packed", "BLHNC"])
+@pytest.mark.parametrize("left_out", [(), (3,), (1, 2, 5)])
+def test_tokens_of_all_layers_and_nothing_else(layout, left_out):
+    memory = noise()
+    planes = named_layout(layout).planes(SIZES, memory.data_ptr(), DRAM)
+    chosen = [plane for plane in planes if int(plane.layer.split(".")[1]) not in left_out]
+    wanted = zeroed_one_by_one(memory, chosen)
+    with _Counted() as counted:
+        zero_tokens(storage_of(memory), chosen, TAIL)
+    assert np.array_equal(memory.numpy(), wanted)
+    if not left_out:
+        assert counted.zeroed == 4, "keys and values, and two blocks"
+
+
+def test_a_tensor_that_several_layers_share_is_zeroed():
+    memory = noise()
+    planes = named_layout("LBHNC").planes(SIZES, memory.data_ptr(), DRAM)[:2]
+    wanted = zeroed_one_by_one(memory, planes)
+    zero_tokens(storage_of(memory), [*planes, *(replace(p, layer="b") for p in planes)], TAIL)
+    assert np.array_equal(memory.numpy(), wanted)
+
+
+@pytest.mark.parametrize("change", [{"blocks": 7}, {"block_tokens": 15}])
+def test_what_a_plane_does_not_have_is_refused(change):
+    memory = noise()
+    before = memory.clone()
+    planes = named_layout("LBHNC").planes(SIZES, memory.data_ptr(), DRAM)
+    short = [replace(p, counts=p.counts._replace(**change)) for p in planes[-2:]]
+    with pytest.raises(UnplannableCopy, match="expected to zero"):
+        zero_tokens(storage_of(memory), [*planes[:-2], *short], TAIL)
+    assert torch.equal(memory, before)
+
+
+def test_what_lies_outside_its_layers_own_tensor_is_refused():
+    """Between two layers may be anybody's memory."""
+    memory = noise()
+    before = memory.clone()
+    names = [f"layer.{number}" for number in range(7)]
+    planes = named_layout("LBHNC").planes(SIZES, memory.data_ptr(), DRAM, names)
+    size = memory.numel() // 7
+    tensors = {n: memory[i * size : (i + 1) * size].clone() for i, n in enumerate(names)}
+    caches = Caches(tensors)
+    with pytest.raises(UnplannableCopy, match=r"layer\.0"):
+        caches.zero([(planes, TAIL)], None)
+    assert torch.equal(memory, before)
