@@ -406,12 +406,16 @@ def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
 def test_a_read_that_the_thread_has_lost_sight_of_goes_on(world, make):
     """Made up: whatever it waits for, it is looked at again."""
     engine = make(4096)
+    held = engine.pool.take(World, "other", 4096)
+    engine.pool.leave(World)
     read = engine.read()
+    read.start()
+    wait_until(lambda: engine.pool.turn(read._read) is not None)  # nobody calls it any more
     with engine.thread.paused():
-        read.start()
         wait_until(lambda: bool(engine.thread._going))
         lost = dict(engine.thread._going)
         engine.thread._going.clear()
+        engine.pool.give(held)
     time.sleep(0.1)
     assert lost
     assert read.state() == "PROC", "negative control: nobody takes care of it"
