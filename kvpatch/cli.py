@@ -31,12 +31,20 @@ app = typer.Typer(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Say how the engine behind this API server is doing, by its metrics."),
+    ] = None,
 ) -> None:
     """Show what is installed, which generation this vLLM is, and what becomes of each patch.
 
-    Exit status: 0 when everything that is enabled can be applied, 1 otherwise.
+    Exit status: 0 when everything that is enabled can be applied, 1 otherwise. With --url: 0 when
+    no load failed and nothing was refused, 1 otherwise, 2 when the engine does not answer.
     """
     from rich.console import Console
+
+    if url is not None:
+        _show_engine(url, as_json=as_json)
 
     from kvpatch.core.errors import SettingsError
     from kvpatch.doctor import diagnose
@@ -52,6 +60,19 @@ def doctor(
     else:
         _show(diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+def _show_engine(url: str, *, as_json: bool) -> None:
+    from kvpatch.engine_report import report_of
+
+    with exit_statuses():
+        found = report_of(url)
+    if as_json:
+        typer.echo(json.dumps({"sentences": found.sentences, "well": found.is_well}, indent=2))
+    else:
+        for sentence in found.sentences:
+            typer.echo(sentence)
+    raise typer.Exit(0 if found.is_well else 1)
 
 
 def _show(diagnosis: Diagnosis) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _PATCH = "unlike_engines"
 _FORGET_TIMEOUT_S = 120.0
+_METRICS_TIMEOUT_S = 60.0
 
 HOST_BUFFER = re.compile(
     r"host buffer of (\d+) bytes for (\d+) blocks of (\d+) bytes; vLLM's own would take (\d+) bytes"
@@ -193,6 +194,8 @@ class _RowRun:
             serving = Serving(self.row.name, prefill, (), self.client, self.options, self.console)
             await _rehearse(serving, self.cases)
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
+            for engine in engines:
+                await self._keep_metrics(engine)
             stop_all(decode)
             if not self.with_stock:
                 return
@@ -218,6 +221,12 @@ class _RowRun:
         if reason and any(found.error for found in observations.values()):
             self.reasons[setup.name] = reason
         return observations
+
+    async def _keep_metrics(self, engine: Engine) -> None:
+        """What an operator sees of an engine when a row is over, beside its log."""
+        response = await self.client.get(f"{engine.url}/metrics", timeout=_METRICS_TIMEOUT_S)
+        response.raise_for_status()
+        engine.log.with_suffix(".metrics").write_text(response.text)
 
     def _require_host_buffers(self, engines: Sequence[Engine]) -> None:
         """Where the row has them, every rank must have said how large its own is."""

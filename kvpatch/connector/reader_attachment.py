@@ -25,6 +25,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, local_geometry
 from kvpatch.connector.local.recurrent_state import StatePages, states_digest
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.vllm_bugs import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.connector.metrics.catalogue import Way
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
 from kvpatch.connector.reading.read_factory import Progress
@@ -84,6 +85,9 @@ def attach_reader(
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
         reader.leases = leases_of(worker, release.facts)
         reader.hold_table = state.held(HoldTable)
+        reader.book = state.book
+        if state.host_buffer is not None:
+            reader.pooled = Way.HOST_BUFFER
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
             EngineAgent(agent, gate),

@@ -12,6 +12,7 @@ import wrapt
 from kvpatch.connector import read_request
 from kvpatch.connector.smaller_blocks import shares_tokens
 from kvpatch.connector.smaller_blocks_pairing import Pairing, mend_pairing
+from kvpatch.connector.state import worker_state
 from kvpatch.core.errors import ReadRefused
 from kvpatch.transfer.nixl import tell_over
 
@@ -22,6 +23,7 @@ def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
     try:
         mend_pairing(worker, meta, pairing)
     except ReadRefused as error:
+        worker_state(worker).book.refuse(error)
         read_request.replace_remote_blocks(meta, _preparable(worker, meta, pairing), pairing.facts)
         with _refusing(worker, pairing.engine_id, error):
             yield

@@ -16,6 +16,7 @@ from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.mapped_pages import MappedPages
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.metrics.book import Book
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.unpatched_workers import EqualBlockPeers
@@ -64,6 +65,7 @@ class WorkerState(_State):
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
         ambiguous_peers: what is booked of peers' handshakes, and of what they leave open.
+        book: what it has to tell of loads.
     """
 
     is_host_buffered: bool = False
@@ -73,6 +75,7 @@ class WorkerState(_State):
     planned_layout: str | None = None
     reader: Reader | None = None
     ambiguous_peers: AmbiguousPeers = field(default_factory=AmbiguousPeers)
+    book: Book = field(default_factory=Book)
 
 
 @dataclass(eq=False)
@@ -82,10 +85,12 @@ class SchedulerState(_State):
     Attributes:
         host_buffer: as it sees it; None without one.
         equal_peers: whose blocks are as large as its own.
+        book: what it has to tell, where it is asked (from 0.24).
     """
 
     host_buffer: HostBufferScheduler | None = None
     equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
+    book: Book = field(default_factory=Book)
 
 
 @dataclass(eq=False)
@@ -97,6 +102,11 @@ class EngineState(_State):
     """
 
     host_buffers: list[HostBufferScheduler] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class FrontEndState(_State):
+    """Of the release's metrics of the connector's, in the API server."""
 
 
 def worker_state(worker: Any) -> WorkerState:
@@ -117,6 +127,11 @@ def scheduler_state(scheduler: Any) -> SchedulerState:
 def engine_state(core: Any) -> EngineState:
     """Of vLLM's own scheduler, or of its block manager once they were brought together."""
     return _state(core, EngineState)
+
+
+def front_end_state(metrics: Any) -> FrontEndState:
+    """Of the release's metrics of the connector's; made when it is first asked for."""
+    return _state(metrics, FrontEndState)
 
 
 def share_with_manager(core: Any) -> None:

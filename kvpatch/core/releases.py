@@ -105,6 +105,8 @@ class ReleaseFacts:
         names_layouts: a layout is a name, and the regions of a peer have strides.
         pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
         can_sleep: a worker takes back what it has registered while its engine sleeps.
+        stats: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
+        asks_scheduler_for_stats: the scheduler's half of the connector is asked too, in each step.
     """
 
     release: str
@@ -168,6 +170,8 @@ class ReleaseFacts:
     names_layouts: bool = False
     pairs_heads_by_layout: bool = False
     can_sleep: bool = False
+    stats: Place | None = None
+    asks_scheduler_for_stats: bool = False
 
     @property
     def states_layout(self) -> bool:
@@ -326,6 +330,7 @@ _0_11_1 = replace(
     topology_has_block_size=True,
     cuts_blocks=True,
     expands_remote_blocks=True,
+    stats=Place(_ONE_MODULE, "NixlKVConnectorStats"),
 )
 _0_11_2 = replace(_0_11_1, release="0.11.2")
 _0_12_0 = replace(
@@ -399,6 +404,7 @@ _0_20_0 = replace(
     worker=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
     reader=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
     scheduler=Place(f"{_PACKAGE}.scheduler", "NixlConnectorScheduler"),
+    stats=Place(f"{_PACKAGE}.stats", "NixlKVConnectorStats"),
     agent_metadata=_0_19_1.agent_metadata | {"attn_backend_name"},
     backends_tell_state=True,
     topology="transfer_topo",
@@ -449,6 +455,7 @@ _0_24_0 = replace(
     request_metadata=_0_23_0.request_metadata | {"remote_block_size"},
     reads_its_share=True,
     throttles_prefills=True,
+    asks_scheduler_for_stats=True,
 )
 _0_25_0 = replace(
     _0_24_0,

@@ -79,6 +79,11 @@ def transfer_results(facts: ReleaseFacts) -> Site:
     return _site(facts.worker, name)
 
 
+def worker_stats(facts: ReleaseFacts) -> Site:
+    """Where a worker tells what it has counted since the last step."""
+    return _site(facts.worker, "get_kv_connector_stats")
+
+
 # --- the connector's scheduler half ----------------------------------------------
 
 
@@ -175,6 +180,46 @@ def wait_for_save(facts: ReleaseFacts) -> Site:
 def set_host_xfer_buffer_ops(facts: ReleaseFacts) -> Site:
     """Where a platform's runner hands over its copies for the release's own buffer."""
     return _site(facts.connector, "set_host_xfer_buffer_ops", "copy_operation")
+
+
+def connector_stats(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks for what was counted, in workers and (from 0.24) in the scheduler."""
+    return _site(facts.connector, "get_kv_connector_stats")
+
+
+def build_connector_stats(facts: ReleaseFacts) -> Site:
+    """Where the front end makes of what an engine sent what it logs."""
+    return _site(facts.connector, "build_kv_connector_stats", "data", kind="classmethod")
+
+
+# --- the connector's statistics, from 0.11.1 --------------------------------------
+
+
+def record_transfer(stats: Place) -> Site:
+    """Where a transfer that is done is counted."""
+    return _site(stats, "record_transfer", "res")
+
+
+def stats_are_empty(stats: Place) -> Site:
+    """Whether there is nothing to tell."""
+    return _site(stats, "is_empty")
+
+
+def aggregate_stats(stats: Place) -> Site:
+    """Where what several workers tell becomes one."""
+    return _site(stats, "aggregate", "other")
+
+
+def prom_metrics_init(stats: Place) -> Site:
+    """Where the front end makes the connector's metrics."""
+    made_of = ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues")
+    return _site(Place(stats.module, "NixlPromMetrics"), "__init__", *made_of)
+
+
+def prom_metrics_observe(stats: Place) -> Site:
+    """Where the front end counts what an engine sent."""
+    owner = Place(stats.module, "NixlPromMetrics")
+    return _site(owner, "observe", "transfer_stats_data", "engine_idx")
 
 
 # --- vLLM's scheduler ------------------------------------------------------------

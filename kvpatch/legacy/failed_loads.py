@@ -131,7 +131,10 @@ def _worker_get_finished(
     sent, received = wrapped(*args, **kwargs)
     unreported = instance._failed_recv_reqs
     if isinstance(unreported, FailedRequestSet):
-        received = set(received) | report_failed(instance, unreported)
+        failed = report_failed(instance, unreported)
+        for req_id in failed:
+            worker_state(instance).book.fail(req_id)
+        received = set(received) | failed
     return sent, received
 
 

@@ -159,10 +159,11 @@ class FailedRequestQueue:
         """Raises:
         Empty: there is none to report.
         """
-        request_id = self._ready()
-        if request_id is None:
+        request_id, worker = self._ready(), self._worker()
+        if request_id is None or worker is None:
             raise Empty
         self._ids.discard(request_id)
+        worker_state(worker).book.fail(request_id)
         return request_id
 
     def _ready(self) -> str | None:

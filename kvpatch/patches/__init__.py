@@ -24,6 +24,7 @@ SLUGS = (
     "stale_blocks",
     "handshake_listener",
     "transfer_params",
+    "metrics",
 )
 
 

@@ -111,7 +111,9 @@ def _scheduler_init(
         wrapped(vllm_config, *more, **named)
         if is_wanted_here(vllm_config, facts):
             instance.use_host_buffer = False
-            scheduler_state(instance).host_buffer = schedulers.HostBufferScheduler(facts)
+            state = scheduler_state(instance)
+            state.host_buffer = schedulers.HostBufferScheduler(facts)
+            state.host_buffer.book = state.book
 
     init(*args, **kwargs)
 

@@ -39,6 +39,7 @@ from importlib import import_module
 from typing import Any
 
 from kvpatch.connector.allowed_peers import allowed_peers
+from kvpatch.connector.metrics.book import Book
 from kvpatch.connector.state import connectors_of, engine_state, scheduler_state
 from kvpatch.connector.transfer_params import (
     FIELD,
@@ -132,13 +133,14 @@ def _add_request(
         connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
         for each in connectors_of(instance):
             if isinstance(each, connector):
-                _take_checked(request, facts, _limits_of(instance, each, request, facts))
+                book = scheduler_state(each.connector_scheduler).book
+                _take_checked(request, facts, _limits_of(instance, each, request, facts), book)
         return wrapped(request)
 
     return add(*args, **kwargs)
 
 
-def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits) -> None:
+def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits, book: Book) -> None:
     """Has a request's parameters be complete, or none where they are refused."""
     params = request.kv_transfer_params
     try:
@@ -147,6 +149,7 @@ def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits) -> N
             request.kv_transfer_params = completed(params, facts)
     except ParamsRefused as error:
         request.kv_transfer_params = None
+        book.refuse(error)
         _LOG.error(
             "request %s is taken without its parameters, and computed here: %s",
             shown(request.request_id),

@@ -58,7 +58,7 @@ from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
-from kvpatch.connector.state import release_worker, scheduler_state
+from kvpatch.connector.state import release_worker, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -76,9 +76,10 @@ def _add_remote_agent(
         handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
         if not release.pulls:
             return handshake.as_release()
-        local = local_cache(release)
-        remote = handshake.read(local)
-        return handshake.act(decide(local, remote, release.facts))
+        with worker_state(instance).book.refusals():
+            local = local_cache(release)
+            remote = handshake.read(local)
+            return handshake.act(decide(local, remote, release.facts))
 
     return add(*args, **kwargs)
 

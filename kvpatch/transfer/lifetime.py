@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from enum import Enum, auto
 from math import inf
 
 from kvpatch.transfer.hold_check import HoldCheck
 
 
-@dataclass(frozen=True)
+class Verdict(Enum):
+    """On a peer's blocks, by the end of a read."""
+
+    HELD = auto()  # the peer has said so after the last byte
+    GONE = auto()  # it has said that it has let go of them
+    EXPIRED = auto()  # nobody is asked, and it may have
+
+
+@dataclass(eq=False)
 class Lifetime:
     """Of a peer's blocks, as far as the side that reads them can tell.
 
@@ -18,11 +27,13 @@ class Lifetime:
         longest_gap: seconds between two looks at the read after which the peer may have given
             them away, since its lease is renewed as often as is looked.
         check: asks the peer; None where it has no kvpatch. With it nothing has to be guessed.
+        verdict: what the read has found out; None where it knows nothing, or not yet.
     """
 
     ends: float = inf
     longest_gap: float = inf
     check: HoldCheck | None = None
+    verdict: Verdict | None = None
 
     def is_over(self, gap: float) -> bool:
         """Whether they may hold another request's tokens by now.

@@ -17,7 +17,7 @@ from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
@@ -365,8 +365,13 @@ class StagedRead(OwnRead):
                 "nothing more of it is read. More KVPATCH_STAGING_BYTES keep reads from waiting",
                 self._ends.agent,
             )
+            self._find(Verdict.EXPIRED)
             self._has_failed = True
             self._stop()
+
+    def _find(self, verdict: Verdict) -> None:
+        if self.lifetime is not None:
+            self.lifetime.verdict = verdict
 
     def _conclude(self) -> None:
         """Tells the peer and books the outcome, once there is nothing left to wait for."""
@@ -383,7 +388,10 @@ class StagedRead(OwnRead):
                 self._fail()
         if self._is_paced and self._began is not None:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
-        self.fate.outcome = "ERR" if self._has_failed or self._is_void else "DONE"
+        is_good = not (self._has_failed or self._is_void)
+        if is_good and self._check is not None:
+            self._find(Verdict.HELD)
+        self.fate.outcome = "DONE" if is_good else "ERR"
         self.metered.end(is_well=self.outcome == "DONE")
 
     @property
@@ -412,6 +420,7 @@ class StagedRead(OwnRead):
                 "reader has read them before: an answer of P's is for one request",
                 self._ends.agent,
             )
+            self._find(Verdict.GONE)
             self._has_failed = True
             self._stop()
         return is_held is None

@@ -51,16 +51,27 @@ class Turn:
 
     Attributes:
         is_first: of its peer. Who is not need not ask for space: a step asks thousands.
+        has_taken: whether it had space before; and
+        is_waiting: whether it waits for the first.
     """
 
-    __slots__ = ("_reader", "has_left", "is_first", "key", "number", "peer")
+    __slots__ = (
+        "_reader",
+        "has_left",
+        "has_taken",
+        "is_first",
+        "is_waiting",
+        "key",
+        "number",
+        "peer",
+    )
 
     def __init__(self, reader: object, peer: str, number: int) -> None:
         self._reader = ref(reader)
         self.key = id(reader)
         self.peer = peer
         self.number = number
-        self.is_first = self.has_left = False
+        self.is_first = self.has_left = self.is_waiting = self.has_taken = False
 
     @property
     def reader(self) -> object:
@@ -97,6 +108,8 @@ class StagingPool:
     Attributes:
         chunks_on_wire: of one read. Few on a host: within one, NIXL reads while a chunk
             is posted, and what has landed grows cold.
+        waiting: reads that wait for others before they can begin.
+        waits: reads that ever had to.
     """
 
     def __init__(
@@ -126,6 +139,7 @@ class StagingPool:
         self._is_aside = False
         #: Where those are put who have become the first of their peer, if somebody takes them out.
         self.called: deque[object] | None = None
+        self.waiting = self.waits = 0
 
     def aside(self, size_bytes: int) -> StagingPool:
         """Another one of the same kind of memory, for what must not wait in this one."""
@@ -167,14 +181,26 @@ class StagingPool:
         turn = self._turns.get(id(reader))
         if turn is None or not turn.is_of(reader):
             turn = self._line_up(reader, peer)
-        if not self._is_next(turn) or not self._is_within_share(peer, size_bytes):
-            return None
-        space = self._space(size_bytes)
+        may_take = self._is_next(turn) and self._is_within_share(peer, size_bytes)
+        space = self._space(size_bytes) if may_take else None
         if space is None:
+            self._book_wait(turn)
             return None
+        self._end_wait(turn)
+        turn.has_taken = True
         self._held[peer] = self._held.get(peer, 0) + size_bytes
         self._owner[space] = peer
         return space
+
+    def _book_wait(self, turn: Turn) -> None:
+        if not (turn.has_taken or turn.is_waiting):
+            turn.is_waiting = True
+            self.waiting += 1
+            self.waits += 1
+
+    def _end_wait(self, turn: Turn) -> None:
+        self.waiting -= turn.is_waiting
+        turn.is_waiting = False
 
     def turn(self, reader: object) -> Turn | None:
         """The place of a reader that has asked for space and waits."""
@@ -192,6 +218,7 @@ class StagingPool:
         queue = self._queues.get(peer)
         while queue and queue[0].is_over:
             turn = queue.popleft()
+            self._end_wait(turn)
             if self._turns.get(turn.key) is turn:
                 del self._turns[turn.key]
         if not queue:
@@ -296,6 +323,7 @@ class StagingPool:
         turn = self._turns.pop(key, None)
         if turn is not None:
             turn.has_left = True
+            self._end_wait(turn)
             self._first(turn.peer)
 
     def give(self, space: Space) -> None:

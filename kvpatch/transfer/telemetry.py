@@ -11,13 +11,18 @@ from kvpatch.transfer.nixl import errors_of
 
 @dataclass
 class Telemetry:
-    """What NIXL counts of a transfer, over all that a read consisted of. Times in us."""
+    """What NIXL counts of a transfer, over all that a read consisted of. Times in us.
+
+    Attributes:
+        way: how the bytes came; nothing here looks at it.
+    """
 
     startTime: int = 0  # noqa: N815 - NIXL's own names
     postDuration: int = 0  # noqa: N815
     xferDuration: int = 0  # noqa: N815
     totalBytes: int = 0  # noqa: N815
     descCount: int = 0  # noqa: N815
+    way: str = ""
 
     def add(self, one: Any) -> None:
         """Counts another transfer; of the starts the first stays."""
@@ -34,6 +39,7 @@ def sum_of(found: Iterable[Any]) -> Telemetry:
     for one in found:
         if one is not None:
             total.add(one)
+            total.way = total.way or getattr(one, "way", "")
     return total
 
 

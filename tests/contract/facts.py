@@ -172,6 +172,14 @@ def _forgets_failed_reads(source: Source) -> bool:
     return any("self._recving_metadata.pop(" in body for body in bodies)
 
 
+def _stats(source: Source) -> Place | None:
+    """Where there are metrics for them in the front end."""
+    for module in (f"{_CONNECTORS}.nixl.stats", f"{_CONNECTORS}.nixl_connector"):
+        if source.method(module, "NixlPromMetrics.observe") is not None:
+            return Place(module, "NixlKVConnectorStats")
+    return None
+
+
 def _counts_one_head(source: Source) -> bool:
     """From 0.20 on more ranks than heads share them, and not as many."""
     body = source.body(_UTILS, "TransferTopology.is_kv_replicated")
@@ -342,6 +350,11 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         or "block_stride_per_layer" in s.body(s.worker, "register_kv_caches")
     ),
     "can_sleep": lambda s: s.method(s.worker, "unregister_kv_caches") is not None,
+    "stats": _stats,
+    "asks_scheduler_for_stats": lambda s: (
+        "scheduler_kv_connector_stats = self.connector.get_kv_connector_stats()"
+        in s.core("update_from_output")
+    ),
     "pairs_heads_by_layout": lambda s: (
         "is_block_contiguous" in s.body(s.worker, "post_process_device_kv_on_receive")
     ),

@@ -7,12 +7,22 @@ from pathlib import Path
 
 from tests.lab import kvcached_cells, table
 
-from . import documents, kinds_page, outcomes, refusals_page, releases_page, tables, variables_page
+from . import (
+    documents,
+    kinds_page,
+    metrics_page,
+    outcomes,
+    refusals_page,
+    releases_page,
+    tables,
+    variables_page,
+)
 
 #: Made whole, from code and data.
 GENERATED: dict[Path, Callable[[], str]] = {
     documents.PATCHES_MD: documents.patches_md,
     kinds_page.PAGE: kinds_page.page,
+    metrics_page.PAGE: metrics_page.page,
     refusals_page.PAGE: refusals_page.page,
     releases_page.PAGE: releases_page.page,
     variables_page.PAGE: variables_page.page,

@@ -43,6 +43,8 @@ def _another(value: Any) -> Any:
         return not value
     if isinstance(value, Place):
         return replace(value, owner=f"{value.owner}Of")
+    if value is None:
+        return Place("vllm", "Another")
     if isinstance(value, frozenset):
         return value ^ {"block_size"}
     if isinstance(value, tuple):

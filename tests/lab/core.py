@@ -58,7 +58,21 @@ class CoreScheduler:
         #: Requests and blocks whose loads failed, likewise.
         self._failed: set[str] = set()
         self._invalid: set[int] = set()
+        #: What the scheduler tells front ends of the connector, since somebody took it.
+        self.told: list[Any] = []
+        self._listen()
         self._scatter(seed)
+
+    def _listen(self) -> None:
+        make_stats = self._core.make_stats
+
+        def heard(*stats: Any, **named: Any) -> Any:
+            connector = stats[1] if len(stats) > 1 else None  # from 0.11
+            if connector is not None:
+                self.told.append(connector)
+            return make_stats(*stats, **named)
+
+        self._core.make_stats = heard
 
     def limit_chunks(self, tokens: int) -> None:
         """Has a step compute no more than so many tokens of a prompt, so that others run too."""

@@ -89,6 +89,14 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Told:
+    """What an API server shows in ``/metrics`` of the connector, and logs of it."""
+
+    shown: dict[str, float]
+    logged: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Left:
     """What a worker holds of transfers, over all ranks."""
 

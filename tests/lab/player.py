@@ -10,12 +10,13 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import kvpatch
 from kvpatch.transfer import lost_transfers
 
-from . import release
+from . import channel, release
 from .core import CoreScheduler
 from .engine import Engine, LoadFailed
-from .engine_api import Ask, Left, Prompt, Seen, Timed
+from .engine_api import Ask, Left, Prompt, Seen, Timed, Told
 from .scheduler import Computation, Scheduler, Tracked
 
 _POLL_SECONDS = 0.001
@@ -605,6 +606,28 @@ class Player(Engine):
         for worker in self.workers:
             worker.restore_kv_caches()
         self._share_handshake(self.scheduler.connector)
+
+    def tell(self, asks_scheduler: bool) -> tuple[Told, Told]:
+        """What was counted since the last time, at a front end with kvpatch and at one without.
+
+        Args:
+            asks_scheduler: whether the release asks the scheduler by itself (from 0.24).
+        """
+        of_scheduler: list[Any] = []
+        if isinstance(self.scheduler, CoreScheduler):
+            of_scheduler, self.scheduler.told = self.scheduler.told, []
+        elif asks_scheduler:
+            of_scheduler.append(self.scheduler.connector.get_kv_connector_stats())
+        with self._in_workers():
+            sent = channel.payload_of(self.workers, of_scheduler)
+        ours = channel.told(self.config, sent)
+        if not self.spec.patched:
+            return ours, ours
+        kvpatch.disable()
+        try:
+            return ours, channel.told(self.config, sent)
+        finally:
+            kvpatch.enable()
 
     def _core_scheduler(self) -> CoreScheduler:
         if not isinstance(self.scheduler, CoreScheduler):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from .judged import PROMPTS, require_identical
+from .judged import PROMPTS, metrics_of, require_identical, require_metrics
 
 pytestmark = [
     pytest.mark.serving,
@@ -59,13 +59,24 @@ def test_the_test_commands_pairs(tmp_path: Path) -> None:
     rows = _run(tmp_path, "64-64,128-32,host-128-32", "--no-stock")
     for records in rows.values():
         require_identical(records, layers=4)
+    require_metrics(tmp_path, "64-64", rows["64-64"], "stock")
+    shown = require_metrics(tmp_path, "128-32", rows["128-32"], "direct", "staged")
+    assert shown["kvpatch_load_holds_total held"] == 0, "P has no kvpatch"
+    shown = require_metrics(tmp_path, "host-128-32", rows["host-128-32"], "host_buffer")
+    assert shown["kvpatch_load_holds_total held"] == shown["kvpatch_loads_total received"], shown
+    saved = metrics_of(tmp_path, "host-128-32-prefill-0")
+    assert saved["kvpatch_host_buffer_saved_blocks_total"] > 0, saved
+    assert saved["kvpatch_host_buffer_blocks all"] > 0, saved
+    stock = metrics_of(tmp_path, "128-32-prefill-0")
+    assert all(name.startswith("vllm:") for name in stock), "P has no kvpatch"
 
 
 def test_other_block_sizes(tmp_path: Path) -> None:
     """Larger and smaller blocks at P, with prefix hits at D."""
     rows = _run(tmp_path, "128-32,32-128")
-    for records in rows.values():
+    for row, records in rows.items():
         require_identical(records, layers=4)
+        require_metrics(tmp_path, row, records, "direct", "staged")
         assert _stock_is_wrong_or_fails(records)
 
 

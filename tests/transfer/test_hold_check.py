@@ -18,8 +18,9 @@ from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.hold_table import _LANDINGS, _SLOTS, HoldTable, generation_of
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.staged_read import StagedRead
 
 from .staged_world import SECONDS, World, finish, make_world, notifications
 
@@ -197,6 +198,11 @@ class _Reads:
         return BackgroundRead(read, self.thread)
 
 
+def _verdict(read: StagedRead | BackgroundRead) -> Verdict | None:
+    staged = read._read if isinstance(read, BackgroundRead) else read
+    return staged.lifetime.verdict
+
+
 @pytest.fixture(params=[True, False], ids=["in the thread", "in steps"])
 def reads(request, tables):
     made = _Reads(tables, is_paced=request.param)
@@ -213,10 +219,12 @@ def test_a_read_is_done_once_p_has_said_that_it_held_the_blocks(reads, tables, i
     while time.monotonic() < end:
         assert read.state() == "PROC", "P's worker has not heard of it"
     assert notifications(reads.world) == [], "and is not told before it has said so"
+    assert _verdict(read) is None
     tables.prefill.hold("a", generation)
     assert finish(read) == ["DONE"]
     assert reads.world.is_identical()
     assert notifications(reads.world) == [b"done"]
+    assert _verdict(read) is Verdict.HELD
     read.release()
 
 
@@ -243,6 +251,7 @@ def test_blocks_that_are_given_away_during_the_read_fail_it(reads, tables, is_di
     assert finish(read) == ["ERR"]
     assert "let go of a request's blocks before they had all been read" in caplog.text
     assert notifications(reads.world) == [], "P keeps no such request"
+    assert _verdict(read) is Verdict.GONE
     assert reads.pool.taken_bytes == 0
     read.release()
 
@@ -257,6 +266,7 @@ def test_what_was_long_on_its_way_asks_before_anything_is_read(reads, tables, is
     read = reads.make(tables.check(generation, age_seconds=2.0))
     read.start()
     assert finish(read) == ["DONE" if is_held else "ERR"]
+    assert _verdict(read) is (Verdict.HELD if is_held else Verdict.GONE)
     if is_held:
         assert reads.world.is_identical()
     else:
@@ -272,6 +282,7 @@ def test_a_read_that_is_given_up_does_not_wait_for_the_word(reads, tables):
         assert read.state() == "PROC"
     assert read.void()
     assert finish(read) == ["ERR"]
+    assert _verdict(read) is None
     read.release()
     assert reads.pool.taken_bytes == 0
 

@@ -16,7 +16,7 @@ from kvpatch.core.errors import PoolExhausted
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import lost_transfers
 from kvpatch.transfer import staged_read as staged_module
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.nixl import errors_of
 
 from .staged_world import (
@@ -155,6 +155,7 @@ def test_a_read_that_would_begin_too_late_fails(world, over, caplog):
     assert finish(read) == ["ERR"]
     assert torch.equal(world.target, before)
     assert "may have let go of its blocks" in caplog.text
+    assert read.lifetime.verdict is Verdict.EXPIRED
     assert pool.taken_bytes == 0
 
 
@@ -165,6 +166,7 @@ def test_what_is_on_the_wire_before_the_end_is_read(world):
     time.sleep(0.3)
     assert finish(read) == ["DONE"]
     assert world.is_identical()
+    assert read.lifetime.verdict is None, "nobody has said that they were held"
 
 
 def test_a_failed_chunks_space_comes_back_after_a_time(world, monkeypatch):

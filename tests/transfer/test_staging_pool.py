@@ -98,6 +98,35 @@ def test_reads_of_one_peer_get_space_in_the_order_of_asking(pool):
     assert pool.take(third, "p", 10) is None, "60 held, 40 left"
 
 
+def test_reads_that_wait_for_others_are_counted_once(pool):
+    first, second, third = Reader(), Reader(), Reader()
+    held = pool.take(first, "p", 60)
+    assert pool.take(first, "p", 60) is None, "for its own chunk, which is no wait for others"
+    assert (pool.waiting, pool.waits) == (0, 0)
+    for reader in (second, third, second):
+        assert pool.take(reader, "p", 60) is None
+    assert (pool.waiting, pool.waits) == (2, 2)
+    pool.leave(first)
+    pool.give(held)
+    held = pool.take(second, "p", 60)
+    assert (pool.waiting, pool.waits) == (1, 2)
+    assert pool.take(second, "p", 60) is None
+    assert (pool.waiting, pool.waits) == (1, 2)
+    pool.leave(third)
+    assert (pool.waiting, pool.waits) == (0, 2), "given up"
+
+
+def test_a_reader_that_was_dropped_waits_no_more(pool):
+    first, second = Reader(), Reader()
+    held = pool.take(first, "p", 80)
+    assert pool.take(second, "p", 50) is None
+    del second
+    gc.collect()
+    pool.leave(first)
+    pool.give(held)
+    assert pool.waiting == 0
+
+
 def test_a_peer_that_hangs_leaves_room_for_the_others(pool):
     hung = [Reader() for _ in range(3)]
     assert pool.take(hung[0], "hung", 30)

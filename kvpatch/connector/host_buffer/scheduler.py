@@ -13,6 +13,7 @@ from kvpatch.connector.host_buffer.policy import NULL_BLOCKS, block_bytes_of, ho
 from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
 from kvpatch.connector.host_buffer.usage_log import UsageLog
 from kvpatch.connector.local.kv_cache_groups import transferred_groups
+from kvpatch.connector.metrics.book import Book
 from kvpatch.connector.read_request import are_grouped, groups
 from kvpatch.connector.unpatched_workers import require
 from kvpatch.core import settings
@@ -73,6 +74,8 @@ class HostBufferScheduler:
         #: By block of the device, the hash of what was saved of it; None of one not full.
         self._saved_hashes: dict[int, Any] = {}
         self._usage = UsageLog()
+        #: Of the connector's scheduler half.
+        self.book = Book()
 
     @property
     def is_linked(self) -> bool:
@@ -123,7 +126,8 @@ class HostBufferScheduler:
         self._is_used = True
         try:
             return self.table.reserve(request.request_id, blocks)
-        except NeverFits:
+        except NeverFits as error:
+            self.book.refuse(error)
             there = self.table.size * self._block_bytes
             why = (
                 f"request {request.request_id} needs {blocks * self._block_bytes} bytes of host "

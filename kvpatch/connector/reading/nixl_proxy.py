@@ -51,7 +51,18 @@ class ReadingAgent(AgentProxy):
         if thread is not None:
             finalize(self, thread.stop)
 
-    def make_prepped_xfer(
+    def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own; the descriptors that are named are not the ones that are read.
+
+        Raises:
+            KvpatchError: the request is refused.
+            ReadRefused: a peer that was only shown as one like us would be read as one, or
+                blocks to fill are not there.
+        """
+        with self._self_reader.refusals():
+            return self._make_prepped_xfer(*args, **kwargs)
+
+    def _make_prepped_xfer(
         self,
         operation: str,
         local_handle: Any,
@@ -62,13 +73,6 @@ class ReadingAgent(AgentProxy):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As NIXL's own; the descriptors that are named are not the ones that are read.
-
-        Raises:
-            KvpatchError: the request is refused.
-            ReadRefused: a peer that was only shown as one like us would be read as one, or
-                blocks to fill are not there.
-        """
         context = self._self_reader.context
         if context is not None:
             if context.refusal is not None:

@@ -36,6 +36,7 @@ class RequestContext:
         computed_here: what D computes itself, of a peer that has yet to be proven what it is.
         hold: of P's on the blocks that are read; None where P says nothing of it.
         arrived: when the request came in, as ``time.time`` counts.
+        is_refused: whether that was booked.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class RequestContext:
     computed_here: ReadRequest | None = None
     hold: Hold | None = None
     arrived: float | None = None
+    is_refused: bool = False
 
     def check_blocks(self) -> None:
         """Calls the check.

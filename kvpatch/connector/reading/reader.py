@@ -28,6 +28,8 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.connector.metrics.book import Book
+from kvpatch.connector.metrics.catalogue import Way
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.chosen_ways import ChosenWays
@@ -92,6 +94,8 @@ class Reader:
         ways: what goes straight to its place, and what through the pool.
         leases: how long peers without kvpatch keep what is to be read.
         hold_table: where peers' words on their blocks land; None where none is asked for.
+        pooled: what reads through the pool are called in the metrics.
+        book: of its worker.
     """
 
     def __init__(
@@ -124,6 +128,8 @@ class Reader:
         self._states = destination.states
         self.leases = Leases()
         self.hold_table: HoldTable | None = None
+        self.pooled = Way.STAGED
+        self.book = Book()
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -222,6 +228,19 @@ class Reader:
         finally:
             self.context = None
 
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """While inside, what is refused is booked, of a request that reads many ranks once."""
+        try:
+            yield
+        except KvpatchError as error:
+            context = self.context
+            if context is None or not context.is_refused:
+                self.book.refuse(error)
+            if context is not None:
+                context.is_refused = True
+            raise
+
     def is_reading(self) -> str | None:
         """The engine that we read from; None outside a request, and where the release reads."""
         context = self.context
@@ -251,9 +270,13 @@ class Reader:
 
         def read(wanted: Wanted) -> OwnRead:
             times = reading.peer.times
-            return self._reads.read(
+            own = self._reads.read(
                 nixl, ends, notification, wanted, reading.request, lifetime, times
             )
+            counts = own.telemetry()
+            if counts is not None:  # what it will count in: nothing has been so far
+                counts.way = (self.pooled if wanted.staged else Way.DIRECT).value
+            return own
 
         whole = self._whole_cross_layer_blocks(metadata, shares, reading.request)
         if whole is not None:  # stale tokens behind the last one come along, as in stock's blocks
@@ -282,7 +305,8 @@ class Reader:
             handle: prepared without a notification: the peer is told once its word has come.
         """
         ends = Ends(self.ours.memory, self.ours.memory, check.agent)
-        return self._reads.prepared(nixl, ends, notification, handle, Lifetime(check=check))
+        lifetime = self._watched(Lifetime(check=check))
+        return self._reads.prepared(nixl, ends, notification, handle, lifetime)
 
     @property
     def has_word(self) -> bool:
@@ -293,7 +317,15 @@ class Reader:
     def _lifetime(self, request: ReadRequest, number: int, agent: str) -> Lifetime:
         """Of what is read of a rank: its word where it gives one, else what can be told here."""
         check = self.hold_check(number, agent)
-        return self.leases.lifetime(request) if check is None else Lifetime(check=check)
+        return self._watched(
+            self.leases.lifetime(request) if check is None else Lifetime(check=check)
+        )
+
+    def _watched(self, lifetime: Lifetime) -> Lifetime:
+        """Has what a read finds of the blocks stand in the metrics."""
+        if self.context is not None:
+            self.book.watch(self.context.request_id, lifetime)
+        return lifetime
 
     def hold_check(self, number: int, agent: str) -> HoldCheck | None:
         """Asks a rank of the peer that is read for its word; None where it gives none.

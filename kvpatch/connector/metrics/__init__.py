@@ -1,0 +1,1 @@
+"""What an operator sees of loads, in ``/metrics`` next to vLLM's own of NIXL."""

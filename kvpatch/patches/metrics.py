@@ -1,0 +1,209 @@
+"""What kvpatch does with loads stands in ``/metrics``.
+
+Why:
+    An operator sees NIXL's transfers there, and neither by which way KV came, nor what was
+    refused and why, nor how full the staging pool and the host buffer are.
+Where:
+    Workers count; the scheduler and the API server hand on and show.
+How:
+    Counts travel in the release's own statistics, as one more list beside its own, and become
+    metrics where its NIXL metrics are made ([all of them](docs/reference/metrics.md)). A process
+    without kvpatch passes them on, or shows nothing of them; what vLLM logs of its own statistics
+    is what it was. A step adds some comparisons to it, about 3 microseconds over worker and
+    scheduler, and takes no lock.
+Upstream:
+    None: the metrics are kvpatch's.
+Limits:
+    What P's scheduler knows of its host buffer is shown from 0.24 on, where the release asks
+    schedulers by themselves. Without `failed_loads` loads that failed count as received <= 0.29.
+    Engines of one front end that has no kvpatch need kvpatch on all of them or on none.
+Remove when:
+    kvpatch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch.connector.memory_usage import Usage
+from kvpatch.connector.metrics import payload
+from kvpatch.connector.metrics.prometheus import Shown
+from kvpatch.connector.state import front_end_state, scheduler_state, worker_state
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+
+# --- a worker ---------------------------------------------------------------------
+
+
+def _record_transfer(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def record(res: Any) -> Any:
+        found = wrapped(res)
+        if res is not None:  # from 0.32 on NIXL may not have counted
+            payload.count_read(instance, res)
+        return found
+
+    return record(*args, **kwargs)
+
+
+def _get_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    sent, received = wrapped(*args, **kwargs)
+    if received:
+        worker_state(instance).book.report(received)
+    return sent, received
+
+
+def _get_transfer_results(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    found = wrapped(*args, **kwargs)
+    if found.finished_recving:
+        worker_state(instance).book.report(found.finished_recving, found.failed_recving)
+    return found
+
+
+def _handle_failed_transfer(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def handle_failed(req_id: str, handle: Any) -> Any:
+        worker_state(instance).book.fail(req_id)
+        return wrapped(req_id, handle)
+
+    return handle_failed(*args, **kwargs)
+
+
+def _worker_stats(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    state = worker_state(instance)
+    if state.reader is not None and state.of(Usage).has_changed(state.reader.pool):
+        rank = str(instance.vllm_config.parallel_config.rank)
+        state.of(Usage).look_at_pool(state.reader.pool, rank, state.book)
+    if state.host_buffer is not None:
+        state.of(Usage).look_at_saves(state.host_buffer.costs, state.book)
+    samples = state.book.take()
+    if samples:
+        payload.put(instance.xfer_stats, samples)
+    found = wrapped(*args, **kwargs)
+    if found is not None:
+        payload.put(found, ())
+    return found
+
+
+# --- the release's statistics ---------------------------------------------------------
+
+
+def _is_empty(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return wrapped(*args, **kwargs) and not payload.samples_of(instance.data)
+
+
+def _aggregate(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def aggregate(other: Any) -> Any:
+        # The release adds those of a name that both sides have.
+        payload.put(instance, ())
+        payload.put(other, ())
+        return wrapped(other)
+
+    return aggregate(*args, **kwargs)
+
+
+# --- the scheduler --------------------------------------------------------------------
+
+
+def _scheduler_stats(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    found = wrapped(*args, **kwargs)
+    scheduler = instance.connector_scheduler
+    if scheduler is None:
+        return found
+    state = scheduler_state(scheduler)
+    if state.host_buffer is not None and state.host_buffer.is_linked:
+        state.of(Usage).look_at_host_blocks(state.host_buffer.table, state.book)
+    samples = state.book.take()
+    if samples and found is None:
+        found = type(instance).build_kv_connector_stats()
+    if samples:
+        payload.put(found, samples)
+    return found
+
+
+# --- the front end --------------------------------------------------------------------
+
+
+def _build_kv_connector_stats(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def build(data: Any = None) -> Any:
+        """What the release logs: an interval with counts of kvpatch's alone is none to it."""
+        return wrapped(None if data is None else payload.without(data))
+
+    return build(*args, **kwargs)
+
+
+def _prom_init(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    def init(
+        vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+    ) -> None:
+        wrapped(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        shown = Shown(metric_types, labelnames, per_engine_labelvalues)
+        front_end_state(instance).hold(shown)
+
+    init(*args, **kwargs)
+
+
+def _prom_observe(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def observe(transfer_stats_data: Any, engine_idx: int = 0) -> Any:
+        result = wrapped(transfer_stats_data, engine_idx)
+        shown = front_end_state(instance).held(Shown)
+        if shown is not None:
+            shown.observe(payload.samples_of(transfer_stats_data), engine_idx)
+        return result
+
+    return observe(*args, **kwargs)
+
+
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    if facts.stats is None:
+        return {}
+    found: dict[Site, Wrapper] = {
+        seams.record_transfer(facts.stats): _record_transfer,
+        seams.worker_stats(facts): _worker_stats,
+        seams.stats_are_empty(facts.stats): _is_empty,
+        seams.aggregate_stats(facts.stats): _aggregate,
+        seams.build_connector_stats(facts): _build_kv_connector_stats,
+        seams.prom_metrics_init(facts.stats): _prom_init,
+        seams.prom_metrics_observe(facts.stats): _prom_observe,
+    }
+    if facts.failed_loads == "as failed":
+        found[seams.transfer_results(facts)] = _get_transfer_results
+    else:
+        found[seams.worker_get_finished(facts)] = _get_finished
+    # There it leaves a request whose read broke off among those that were received.
+    if facts.failed_loads == "as received" and not facts.forgets_failed_reads:
+        found[seams.handle_failed_transfer(facts)] = _handle_failed_transfer
+    if facts.asks_scheduler_for_stats:
+        found[seams.connector_stats(facts)] = _scheduler_stats
+    return found
+
+
+PATCH = Patch(
+    slug="metrics",
+    wire_affecting=False,
+    sites=_sites,
+    not_needed="<= 0.11.0 vLLM has no metrics of the connector's to stand next to",
+    document=__doc__,
+)

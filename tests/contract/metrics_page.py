@@ -1,0 +1,94 @@
+"""docs/reference/metrics.md: every metric, as the code that shows it has it."""
+
+from __future__ import annotations
+
+from kvpatch.connector.metrics.catalogue import HOST_BLOCKS, METRICS, Metric
+from kvpatch.core.releases import FACTS
+
+from .tables import ROOT, markdown
+
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
+
+_HEAD = """\
+# Metrics
+
+Written by `python -m tests.contract --write` from the metrics that the code makes.
+
+They stand in `/metrics` of the API server next to vLLM's own (`vllm:nixl_...`), with vLLM's labels
+(`model_name`, `engine`) and at most one more. They need `ENABLE_KVPATCH` in the API server's
+process too; `KVPATCH_DISABLE=metrics` leaves them out.
+
+"""
+_TAIL = """
+## How they come there
+
+Workers count, and what they have counted travels with vLLM's own statistics of the connector: in the
+output of a step to the scheduler, which adds up its workers', and with the step's answers to the API
+server. What happens while an engine rests, a refused handshake say, is shown after its next step.
+A gauge is what it was after the last step in which it changed.
+
+- A **read** is one of vLLM's transfers: one from each rank of P that a worker reads from. In push
+  mode, where P writes, P counts what it has written as `stock`.
+- A read of which NIXL counts nothing is in none of the three, as in vLLM's own.
+- A **load** is a request, counted by each worker of D that was to load it: two ranks count two.
+  Each counts once, in one outcome, whatever failed of it, a refused handshake included. `failed` and
+  `stale` are computed by D or end their requests, by vLLM's `kv_load_failure_policy`. A request that
+  its client has given up may count as either.
+- `stale` and `hold`: see [Blocks gone stale](../explanation/stale_blocks.md). `held`: P has said after the
+  last byte that it held the blocks. `gone`: P has said that it had let go of them. `expired`: P says
+  nothing, and D gave the read up when P may have let go of them. `unproven`: received, and nobody has
+  said anything. `received` is `held` and `unproven`; `stale` is `gone` and `expired`.
+- `way`: `stock` is read by vLLM itself, `direct` goes straight to its place, `staged` goes in part or
+  in whole through the staging pool, `host_buffer` through a pool in host memory.
+- `cause` is the class of the error; [Refusals](refusals.md) has the sentences. A request counts once, of
+  each worker. A handshake that is tried again is refused again.
+- `rank` is the worker's in its engine.
+
+## Questions
+
+| question | query |
+|---|---|
+| Which share of reads is vLLM's own? | `sum(rate(kvpatch_reads_total{way="stock"}[5m])) / sum(rate(kvpatch_reads_total[5m]))` |
+| How long does a read take, by way? | `sum by (way) (rate(kvpatch_read_seconds_total[5m])) / sum by (way) (rate(kvpatch_reads_total[5m]))` |
+| How fast are bytes read? | `sum by (way) (rate(kvpatch_read_bytes_total[5m]))` |
+| Do loads fail? | `sum by (outcome) (rate(kvpatch_loads_total{outcome!="received"}[5m]))` |
+| Of which share is it proven that P held the blocks? | `sum(rate(kvpatch_load_holds_total{hold="held"}[5m])) / sum(rate(kvpatch_load_holds_total[5m]))` |
+| What is refused? | `sum by (cause) (increase(kvpatch_refusals_total[1h]))` |
+| Is the staging pool too small? | `rate(kvpatch_staging_pool_waits_total[5m])` beside `kvpatch_staging_pool_used_bytes / kvpatch_staging_pool_bytes` |
+
+"""  # noqa: E501
+
+
+def page() -> str:
+    """The whole document."""
+    rows = [_row(metric) for metric in METRICS]
+    return _HEAD + markdown(("metric", "kind", "label", "meaning", "from"), rows) + _TAIL + _since()
+
+
+def _row(metric: Metric) -> tuple[str, ...]:
+    values = ", ".join(f"`{value}`" for value in metric.values)
+    label = f"`{metric.label}`" + (f": {values}" if values else "") if metric.label else ""
+    if metric.label == "cause":
+        label += ", ..."
+    return (f"`{metric.shown_name}`", metric.kind, label, metric.meaning, _first(metric))
+
+
+def _first(metric: Metric) -> str:
+    """The first release that shows it."""
+    return next(
+        facts.release
+        for facts in FACTS.values()
+        if facts.stats is not None
+        and (facts.asks_scheduler_for_stats or not metric.is_of_scheduler)
+    )
+
+
+def _since() -> str:
+    without = [facts.release for facts in FACTS.values() if facts.stats is None]
+    return (
+        f"## Old releases\n\n`<= {without[-1]}` have no metrics of the connector's: nothing is "
+        "wrapped there, and the [log](log_lines.md) is what there is. What schedulers know (P's "
+        "host buffer, and refusals of a request's parameters and of what never fits the host "
+        f"buffer) is shown from {_first(HOST_BLOCKS)} on, where the release asks schedulers by "
+        "themselves.\n"
+    )

@@ -1,0 +1,330 @@
+"""What is counted, how it travels in a release's statistics, and what a front end shows of it."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge
+
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
+from kvpatch.connector.host_buffer.worker import SaveCosts
+from kvpatch.connector.memory_usage import Usage
+from kvpatch.connector.metrics import payload
+from kvpatch.connector.metrics.book import _MOST, _MOST_LOADS, Book, Sample
+from kvpatch.connector.metrics.catalogue import (
+    HELD,
+    LOADS,
+    METRICS,
+    POOL_BYTES,
+    POOL_USED_BYTES,
+    POOL_WAITING,
+    POOL_WAITS,
+    READS,
+    Outcome,
+)
+from kvpatch.connector.metrics.prometheus import Shown
+from kvpatch.core.errors import NotProven, PeerRefused, ReadRefused
+from kvpatch.transfer.lifetime import Lifetime, Verdict
+from kvpatch.transfer.telemetry import Telemetry, sum_of
+
+pytestmark = pytest.mark.patching
+
+
+_LOAD_METRICS = (LOADS.name, HELD.name)
+
+
+class TestBook:
+    def test_is_taken_once(self) -> None:
+        book = Book()
+        book.add(READS, 2, "direct")
+        book.add(LOADS, 1, Outcome.RECEIVED.value)
+
+        assert book.take() == [(READS.name, "direct", 2), (LOADS.name, "received", 1)]
+        assert book.take() == []
+
+    def test_a_refusal_is_booked_by_its_class_and_goes_on(self) -> None:
+        book = Book()
+
+        for error in (PeerRefused("no"), ReadRefused("no"), NotProven("no")):
+            with pytest.raises(type(error)), book.refusals():
+                raise error
+        with pytest.raises(ValueError, match="not ours"), book.refusals():
+            raise ValueError("not ours")
+
+        causes = [label for _, label, _ in book.take()]
+        assert causes == ["PeerRefused", "ReadRefused", "NotProven"]
+
+    @pytest.mark.parametrize(
+        ("verdicts", "has_failed", "told"),
+        [
+            ((), False, ["received", "unproven"]),
+            ((None,), False, ["received", "unproven"]),
+            ((Verdict.HELD,), False, ["received", "held"]),
+            ((Verdict.HELD, Verdict.HELD), False, ["received", "held"]),
+            ((Verdict.HELD, None), False, ["received", "unproven"]),
+            ((Verdict.HELD, Verdict.GONE), True, ["stale", "gone"]),
+            ((None, Verdict.EXPIRED), True, ["stale", "expired"]),
+            ((Verdict.GONE, Verdict.EXPIRED), True, ["stale", "gone"]),
+            ((Verdict.HELD,), True, ["failed"]),
+            ((), True, ["failed"]),
+        ],
+    )
+    def test_what_reads_found_of_ps_blocks(
+        self, verdicts: tuple[Verdict | None, ...], has_failed: bool, told: list[str]
+    ) -> None:
+        """A load counts once, however many ranks it was read from."""
+        book = Book()
+        book.take()
+        lifetimes = [Lifetime() for _ in verdicts]
+        for lifetime in lifetimes:
+            book.watch("a", lifetime)
+        for lifetime, verdict in zip(lifetimes, verdicts, strict=True):
+            lifetime.verdict = verdict
+
+        book.report({"a"}, {"a"} if has_failed else ())
+        book.report({"b"})
+
+        assert book.take() == [
+            *((name, label, 1) for name, label in zip(_LOAD_METRICS, told, strict=False)),
+            (LOADS.name, "received", 1),
+            (HELD.name, "unproven", 1),
+        ]
+
+    def test_loads_are_told_apart_by_what_the_release_says_or_we_know(self) -> None:
+        book = Book()
+        book.fail("c")
+
+        book.report({"a", "b", "c"}, {"b"})
+        book.report({"c", "d"})
+        book.report(())
+
+        assert sorted(sample for sample in book.take() if sample.name == LOADS.name) == [
+            (LOADS.name, "failed", 2),
+            (LOADS.name, "received", 1),
+            (LOADS.name, "received", 2),
+        ]
+
+    def test_a_load_that_failed_is_told_when_it_is_reported(self) -> None:
+        """With a read of it still going on others are reported before it."""
+        book = Book()
+        book.fail("a")
+
+        book.report({"b"})
+        book.report({"a"})
+        book.report({"a"})
+
+        labels = [label for name, label, _ in book.take() if name == LOADS.name]
+        assert labels == ["received", "failed", "received"]
+
+    def test_where_nobody_asks_it_does_not_grow(self) -> None:
+        book = Book()
+        for _ in range(3 * _MOST):
+            book.add(READS, 1, "stock")
+        for number in range(_MOST_LOADS + 5):
+            book.fail(str(number))
+            book.watch(str(number), Lifetime())
+
+        assert len(book.take()) == _MOST
+        assert len(book._loads) == _MOST_LOADS
+        assert not any(load.lifetimes for load in book._loads.values())
+
+
+class _Stats:
+    """As a release has them: lists by name, of which one side's are added to the other's."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data = data or {"bytes_transferred": []}
+
+    def aggregate(self, other: _Stats) -> _Stats:
+        for name, values in other.data.items():
+            self.data[name].extend(values)
+        return self
+
+
+class TestPayload:
+    def test_every_payload_has_the_list(self) -> None:
+        """A process without kvpatch extends one side's by the other's, and has to find it."""
+        one, other = _Stats(), _Stats()
+        payload.put(one, ())
+        payload.put(other, [Sample("kvpatch_reads", "direct", 1)])
+
+        assert payload.samples_of(one.aggregate(other).data) == [["kvpatch_reads", "direct", 1]]
+
+    def test_what_travels_is_known_everywhere(self) -> None:
+        stats = _Stats()
+        payload.count_read(stats, Telemetry(xferDuration=10, totalBytes=64, way="staged"))
+
+        sent = pickle.dumps(stats.data)
+
+        assert b"kvpatch." not in sent, "no class of ours"
+        assert pickle.loads(sent)[payload.NAME] == [
+            ["kvpatch_reads", "staged", 1],
+            ["kvpatch_read_bytes", "staged", 64],
+            ["kvpatch_read_seconds", "staged", pytest.approx(1e-5)],
+        ]
+
+    def test_what_is_not_ours_is_the_releases_own_read(self) -> None:
+        stats = _Stats()
+        payload.count_read(stats, SimpleNamespace(xferDuration=10, totalBytes=64))
+
+        assert {label for _, label, _ in payload.samples_of(stats.data)} == {"stock"}
+
+    def test_the_releases_own_is_left(self) -> None:
+        data = {"bytes_transferred": [5], payload.NAME: [["kvpatch_reads", "stock", 1]]}
+
+        assert payload.without(data) == {"bytes_transferred": [5]}
+        assert payload.samples_of({"bytes_transferred": [5]}) == []
+
+    def test_a_transfer_of_the_releases_that_we_watch_is_its_own_read(self) -> None:
+        stats = _Stats()
+        payload.count_read(stats, Telemetry())
+
+        assert {label for _, label, _ in payload.samples_of(stats.data)} == {"stock"}
+
+    def test_a_read_from_several_ranks_came_by_one_way(self) -> None:
+        assert sum_of([Telemetry(way="direct"), Telemetry(way="staged")]).way == "direct"
+        assert sum_of([SimpleNamespace(**vars(Telemetry()))]).way == ""
+
+
+class _Pool:
+    size_bytes, taken_bytes, waiting, waits = 100, 0, 0, 0
+
+
+class TestUsage:
+    def test_a_pool_is_told_when_it_changes(self) -> None:
+        usage, book, pool = Usage(), Book(), _Pool()
+
+        usage.look_at_pool(pool, "1", book)  # type: ignore[arg-type]
+        assert book.take() == [
+            (POOL_BYTES.name, "1", 100),
+            (POOL_USED_BYTES.name, "1", 0),
+            (POOL_WAITING.name, "1", 0),
+        ]
+        usage.look_at_pool(pool, "1", book)  # type: ignore[arg-type]
+        assert book.take() == []
+        pool.taken_bytes, pool.waits = 40, 3
+        usage.look_at_pool(pool, "1", book)  # type: ignore[arg-type]
+        assert book.take() == [(POOL_USED_BYTES.name, "1", 40), (POOL_WAITS.name, "", 3)]
+
+    def test_a_new_pool_begins_anew(self) -> None:
+        usage, book = Usage(), Book()
+        for waits in (5, 2, 3):
+            pool = _Pool()
+            pool.waits = waits
+            usage.look_at_pool(pool, "0", book)  # type: ignore[arg-type]
+
+        assert [v for name, _, v in book.take() if name == POOL_WAITS.name] == [5, 1]
+
+    def test_saves_are_told_by_what_came_since(self) -> None:
+        usage, book = Usage(), Book()
+        for costs in (SaveCosts(), SaveCosts(4, 0.5), SaveCosts(6, 0.75), SaveCosts(1, 0.25)):
+            usage.look_at_saves(costs, book)
+
+        assert [value for _, _, value in book.take()] == [4, 0.5, 2, 0.25, 1, 0.25]
+
+    def test_host_blocks(self) -> None:
+        usage, book, table = Usage(), Book(), HostBlockTable(4)
+        table.reserve("a", 3)
+        table.save("a", [7])
+        table.reserve("b", 2)
+
+        usage.look_at_host_blocks(table, book)
+        told = book.take()
+        usage.look_at_host_blocks(table, book)
+
+        assert [(label, value) for _, label, value in told] == [
+            ("all", 4),
+            ("reserved", 3),
+            ("filled", 1),
+            ("", 1),
+        ]
+        assert book.take() == []
+
+
+_KINDS = {Counter: Counter, Gauge: Gauge}
+_ENGINES = {0: ["model", "0"], 1: ["model", "1"]}
+
+
+def _shown() -> Shown:
+    return Shown(_KINDS, ["model_name", "engine"], _ENGINES)
+
+
+def _value(name: str, engine: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"model_name": "model", "engine": engine, **labels})
+
+
+class TestShown:
+    def test_counters_add_and_gauges_are_the_last(self) -> None:
+        shown = _shown()
+
+        shown.observe(
+            [
+                ["kvpatch_reads", "direct", 2],
+                ["kvpatch_reads", "direct", 1],
+                [POOL_USED_BYTES.name, "0", 7],
+                [POOL_USED_BYTES.name, "0", 5],
+                ["kvpatch_refusals", "NotProven", 1],
+            ],
+            1,
+        )
+
+        assert _value("kvpatch_reads_total", "1", way="direct") == 3
+        assert _value("kvpatch_reads_total", "0", way="direct") == 0
+        assert _value(POOL_USED_BYTES.name, "1", rank="0") == 5
+        assert _value("kvpatch_refusals_total", "1", cause="NotProven") == 1
+
+    def test_what_is_counted_stands_there_from_the_start(self) -> None:
+        _shown()
+
+        for metric in METRICS:
+            if metric.kind == "counter":
+                for value in metric.values or ("",):
+                    labels = {metric.label: value} if metric.label else {}
+                    assert _value(metric.shown_name, "0", **labels) == 0
+
+    def test_a_newer_engine_and_an_engine_that_is_not_ours_are_passed_over(self) -> None:
+        shown = _shown()
+
+        shown.observe([["kvpatch_not_yet", "x", 1], ["kvpatch_reads", "stock", 1]], 0)
+        shown.observe([["kvpatch_reads", "stock", 1]], 7)
+
+        assert _value("kvpatch_reads_total", "0", way="stock") == 1
+
+    def test_a_second_engine_of_a_process_takes_the_place_of_the_first(self) -> None:
+        first = _shown()
+        first.observe([["kvpatch_reads", "stock", 1]], 0)
+
+        _shown()
+
+        assert _value("kvpatch_reads_total", "0", way="stock") == 0
+
+    def test_labels_that_can_be_asked_for_once(self) -> None:
+        """Of Ray's <= 0.12 the labels that were asked for last hold for all."""
+
+        class Single:
+            counted: list[tuple[tuple[str, ...], float]] = []
+
+            def __init__(self, **named: Any) -> None:
+                self.asked: tuple[str, ...] = ()
+
+            def labels(self, *values: str) -> Single:
+                self.asked = values
+                return self
+
+            def inc(self, value: float) -> None:
+                self.counted.append((self.asked, value))
+
+        shown = Shown({Counter: Single, Gauge: Single}, ["model_name", "engine"], _ENGINES)
+        shown.observe([["kvpatch_reads", "stock", 1], ["kvpatch_reads", "direct", 2]], 0)
+
+        assert Single.counted == [(("model", "0", "stock"), 1), (("model", "0", "direct"), 2)]
+
+
+def test_no_metric_has_a_name_twice_or_one_of_vllms() -> None:
+    names = [metric.name for metric in METRICS]
+
+    assert len(set(names)) == len(names)
+    assert all(name.startswith("kvpatch_") and not name.endswith("_total") for name in names)
