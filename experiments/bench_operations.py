@@ -67,6 +67,11 @@ class Counted:
     operations: int
     operations_alone: int
 
+    @property
+    def operations_a_chunk(self) -> float:
+        """Together."""
+        return self.operations / self.chunks
+
 
 class Operations(TorchDispatchMode):  # type: ignore[misc] # torch has no types here
     """Counts what is asked of a device inside it."""
@@ -150,13 +155,13 @@ def main() -> int:
     for row in rows:
         table.add_row(
             row.pair, f"{row.tokens:,}", f"{row.chunks:,}",
-            f"{row.operations:,}", f"{row.operations / row.chunks:.1f}",
+            f"{row.operations:,}", f"{row.operations_a_chunk:.1f}",
             f"{row.operations_alone:,}", f"{row.operations_alone / row.chunks:.1f}",
         )  # fmt: skip
     console.print(table)
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
-    over = [row for row in rows if math.ceil(row.operations / row.chunks) > MOST]
+    over = [row for row in rows if math.ceil(row.operations_a_chunk) > MOST]
     for row in over:
         console.print(f"{row.pair}, {row.tokens:,} tokens: more than {MOST} operations a chunk")
     return int(bool(over) and options.check)

@@ -22,6 +22,7 @@ The parts, in the order in which a read uses them:
 ``direct_plan``         runs that go straight to their places
 ``staged_plan``         chunks through a staging buffer, and their placements
 ``merged_placements``   placements that differ in their addresses alone, as one
+``even_pieces``         segments of many kinds as pieces of one length
 ``digest_weights``      the weight of each position in a digest
 ``digests``             sums over a cache's content, the same in any layout
 """

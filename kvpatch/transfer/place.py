@@ -1,10 +1,10 @@
 """Places what has landed in a staging buffer: strided copies in local memory.
 
 One copy for every kind of segments (same offsets, same length) of a placement, over
-all of its blocks and layers at once: numpy for host memory, where it is about twice as fast as
-torch, and torch for everything else. On the host a run that is contiguous on both sides
-is one item of the copy, however long: numpy then moves it in one piece, which is 1.1 (256
-bytes) to 1.8 times (32) as fast as 8 bytes at a time.
+all of its blocks and layers at once; on a device many kinds are one, in pieces. Numpy for host
+memory, where it is about twice as fast as torch, and torch for everything else. On the host a run
+that is contiguous on both sides is one item of the copy, however long: numpy then moves it in one
+piece, which is 1.1 (256 bytes) to 1.8 times (32) as fast as 8 bytes at a time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpatch.geometry.even_pieces import in_even_pieces
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
 from kvpatch.geometry.staged_plan import Placement
@@ -197,7 +198,8 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
     """
     moves = [
         (cache.memory, move, _numbered_source(move.source), move.target.numbered())
-        for cache, one in into
+        for cache, placement in into
+        for one in in_even_pieces(placement)
         for move in moves_of(one, cache.address)
     ]
     numbers = [target.numbers for _, _, _, target in moves]
