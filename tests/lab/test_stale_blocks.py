@@ -145,6 +145,26 @@ def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -
     assert seen.failed == names([prompt]), seen
 
 
+@pytest.mark.parametrize("address", ["ffffffffffffff0", "8000000000000", "1000"])
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_word_at_a_forged_address_fails_one_load_alone(
+    scene: Scene, kind: str, address: str
+) -> None:
+    """Whoever passes the answer on may have written anything into it."""
+    actor, before = scene.prefill[kind, True], scene.decode.left()
+    prompt, ask = scene.fresh(actor)
+    forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
+
+    scene.decode.ask(replace(ask, answer=json.dumps(forged)))
+
+    seen = scene.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    after, ask_after = scene.fresh(actor)
+    scene.decode.ask(ask_after)
+    assert_identical(scene.decode, [after], loaded(after, scene.release))
+    assert scene.decode.left() == before
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_d_without_kvpatch_takes_no_notice(lab: Lab, ranks: int) -> None:
     """P's answer has one field more, and its agent more memory."""
@@ -185,3 +205,29 @@ def test_each_rank_is_asked(lab: Lab, remote_ranks: int, local_ranks: int) -> No
 
         seen = decode.watch(prompt)
         assert seen.failed == names([prompt]), seen
+
+
+def test_an_answer_of_fewer_ranks_than_are_read_fails_the_load(lab: Lab) -> None:
+    """The ranks that are asked before one is missing leave nothing behind."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    spec = replace(SPEC, tp_size=2)
+    with Stage(lab) as stage:
+        actor, decode = prefill(stage, spec, patched=True), stage.decode(spec)
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        before = decode.left()
+        for _ in range(2):
+            prompt = stage.prompt(TOKENS)
+            (ask,) = actor.compute(prompt)
+            answer = json.loads(ask.answer)
+            answer[FIELD] = answer[FIELD].rpartition(",")[0]
+            decode.ask(replace(ask, answer=json.dumps(answer)))
+            seen = decode.watch(prompt)
+            assert seen.failed == names([prompt]), seen
+        good = stage.prompt(TOKENS)
+        decode.ask(*actor.compute(good))
+        assert_identical(decode, [good], loaded(good, lab.release))
+        # The rank that was read keeps its part in the release's books.
+        assert (
+            replace(decode.left(), transfers=before.transfers, metadata=before.metadata) == before
+        )
