@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpatch.connector.metrics.catalogue import HOST_BLOCKS, METRICS, Metric
 from kvpatch.core.releases import FACTS
 
+from .dashboard import QUESTIONS
 from .tables import ROOT, markdown
 
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -33,28 +34,24 @@ A gauge is what it was after the last step in which it changed.
 - A **load** is a request, counted by each worker of D that was to load it: two ranks count two.
   Each counts once, in one outcome, whatever failed of it, a refused handshake included. `failed` and
   `stale` are computed by D or end their requests, by vLLM's `kv_load_failure_policy`. A request that
-  its client has given up may count as either.
+  its client has given up may count too. A prompt that D computes since it does not know yet what P is
+  ([old releases](../how-to/old_releases.md)) is no load.
 - `stale` and `hold`: see [Blocks gone stale](../explanation/stale_blocks.md). `held`: P has said after the
   last byte that it held the blocks. `gone`: P has said that it had let go of them. `expired`: P says
   nothing, and D gave the read up when P may have let go of them. `unproven`: received, and nobody has
   said anything. `received` is `held` and `unproven`; `stale` is `gone` and `expired`.
 - `way`: `stock` is read by vLLM itself, `direct` goes straight to its place, `staged` goes in part or
   in whole through the staging pool, `host_buffer` through a pool in host memory.
+- What failed, and what to do about it, is in the log: [Log lines and what to do](log_lines.md) has the lines.
 - `cause` is the class of the error; [Refusals](refusals.md) has the sentences. A request counts once, of
   each worker. A handshake that is tried again is refused again.
 - `rank` is the worker's in its engine.
 
 ## Questions
 
-| question | query |
-|---|---|
-| Which share of reads is vLLM's own? | `sum(rate(kvpatch_reads_total{way="stock"}[5m])) / sum(rate(kvpatch_reads_total[5m]))` |
-| How long does a read take, by way? | `sum by (way) (rate(kvpatch_read_seconds_total[5m])) / sum by (way) (rate(kvpatch_reads_total[5m]))` |
-| How fast are bytes read? | `sum by (way) (rate(kvpatch_read_bytes_total[5m]))` |
-| Do loads fail? | `sum by (outcome) (rate(kvpatch_loads_total{outcome!="received"}[5m]))` |
-| Of which share is it proven that P held the blocks? | `sum(rate(kvpatch_load_holds_total{hold="held"}[5m])) / sum(rate(kvpatch_load_holds_total[5m]))` |
-| What is refused? | `sum by (cause) (increase(kvpatch_refusals_total[1h]))` |
-| Is the staging pool too small? | `rate(kvpatch_staging_pool_waits_total[5m])` beside `kvpatch_staging_pool_used_bytes / kvpatch_staging_pool_bytes` |
+[A dashboard for Grafana](dashboard.json) asks them (Dashboards, New, Import). Its queries are run against
+metrics that a real Prometheus has scraped, by a test that needs `prometheus` on the path; Grafana itself
+has not been tried.
 
 """  # noqa: E501
 
@@ -62,7 +59,9 @@ A gauge is what it was after the last step in which it changed.
 def page() -> str:
     """The whole document."""
     rows = [_row(metric) for metric in METRICS]
-    return _HEAD + markdown(("metric", "kind", "label", "meaning", "from"), rows) + _TAIL + _since()
+    table = markdown(("metric", "kind", "label", "meaning", "from"), rows)
+    questions = [(question.asks, f"`{question.plain}`") for question in QUESTIONS]
+    return _HEAD + table + _TAIL + markdown(("question", "query"), questions) + _since()
 
 
 def _row(metric: Metric) -> tuple[str, ...]:
@@ -86,7 +85,7 @@ def _first(metric: Metric) -> str:
 def _since() -> str:
     without = [facts.release for facts in FACTS.values() if facts.stats is None]
     return (
-        f"## Old releases\n\n`<= {without[-1]}` have no metrics of the connector's: nothing is "
+        f"\n## Old releases\n\n`<= {without[-1]}` have no metrics of the connector's: nothing is "
         "wrapped there, and the [log](log_lines.md) is what there is. What schedulers know (P's "
         "host buffer, and refusals of a request's parameters and of what never fits the host "
         f"buffer) is shown from {_first(HOST_BLOCKS)} on, where the release asks schedulers by "
