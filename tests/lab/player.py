@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import kvpatch
@@ -376,7 +375,7 @@ class Player(Engine):
             for reads in release.nixl_of(worker).connector_worker._recving_transfers.values():
                 for read in reads:
                     staged = getattr(read, "_read", read)  # in the thread, or in the steps
-                    staged.lifetime = replace(staged.lifetime, longest_gap=longest)
+                    staged.lifetime.longest_gap = longest
                     staged.looks.allow(longest)
         time.sleep(seconds)
 

@@ -20,6 +20,7 @@ from .stage import Actor, Stage
 from .test_failures import STAGED, UNREADABLE, computes_first_prompts
 from .test_host_buffer import ALWAYS, ROOM, prefilling
 from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce, names
+from .test_staged_reads import late_read
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -190,6 +191,21 @@ def test_blocks_that_p_has_given_away(stage: Stage, lab: Lab) -> None:
 
     assert shown["kvpatch_load_holds_total gone"] == shown[_LOADED["stale"]] == 1
     assert not {name for name in shown if "_reads_" in name or "received" in name}
+    assert _LOADED["failed"] not in shown
+
+
+def test_blocks_that_p_may_have_given_away(stage: Stage, lab: Lab) -> None:
+    """P says nothing of them, and D gives the read up by its age."""
+    late = late_read(lab, stage, lambda decode: Teller(decode, lab.release).tell())
+
+    shown = Teller(late.decode, lab.release).tell()
+
+    assert late.waits.name in late.seen.failed
+    stale = len(late.seen.failed)
+    assert shown["kvpatch_load_holds_total expired"] == shown[_LOADED["stale"]] == stale
+    received = len(late.seen.received)
+    assert shown.get("kvpatch_load_holds_total unproven", 0) == received
+    assert shown.get(_LOADED["received"], 0) == received
     assert _LOADED["failed"] not in shown
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 from packaging.version import Version
@@ -11,7 +12,7 @@ from packaging.version import Version
 from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec
-from .engine_api import Ask
+from .engine_api import Ask, Prompt, Seen
 from .host import Lab
 from .releases import moves_full_blocks_only, states_block_size, states_layout
 from .stage import Actor, Stage
@@ -146,26 +147,45 @@ def test_a_request_that_was_given_up_is_not_placed(lab: Lab) -> None:
         assert wrong > 0.9 * total, "nothing of it was placed"
 
 
+@dataclass(frozen=True)
+class LateRead:
+    """One that waited until P, which says nothing of it, may have let go of its blocks."""
+
+    decode: Actor
+    waits: Prompt
+    seen: Seen
+
+
+def late_read(lab: Lab, stage: Stage, meet: Callable[[Actor], object] = lambda _: None) -> LateRead:
+    """P keeps blocks for a fixed time (<= 0.21), or for as long as D goes on asking it to.
+
+    Args:
+        meet: is called with D once it has met P.
+    """
+    is_leased = Version(lab.release) >= Version("0.22")
+    prefill, decode = staged_pair(stage, *(() if is_leased else ((_TIMEOUT, "2"),)))
+    first, waits = stage.prompts(2, 300)
+    introduce(decode, [first], prefill)
+    meet(decode)
+    (early,) = prefill.compute(first_of_two := stage.prompt(300))
+    (late,) = prefill.compute(waits)
+    prefill.hold()
+    decode.ask(early, late)
+    if is_leased:
+        decode.call("pause", 0.5, 0.2)
+    else:
+        time.sleep(2.0)
+    prefill.go_on()
+    prefill.call("hand_on", waits.name)
+    return LateRead(decode, waits, decode.watch(first_of_two, waits, seconds=5.0))
+
+
 def test_a_read_that_waited_until_the_peer_let_go_of_its_blocks_fails(lab: Lab) -> None:
-    """P keeps blocks for a fixed time (<= 0.21), or for as long as D goes on asking it to."""
     if not states_layout(lab.release):
         pytest.skip("no unlike pair here")
-    is_leased = Version(lab.release) >= Version("0.22")
     with Stage(lab) as stage:
-        prefill, decode = staged_pair(stage, *(() if is_leased else ((_TIMEOUT, "2"),)))
-        first, waits = stage.prompts(2, 300)
-        introduce(decode, [first], prefill)
-        (early,) = prefill.compute(first_of_two := stage.prompt(300))
-        (late,) = prefill.compute(waits)
-        prefill.hold()
-        decode.ask(early, late)
-        if is_leased:
-            decode.call("pause", 0.5, 0.2)
-        else:
-            time.sleep(2.0)
-        prefill.go_on()
-        prefill.call("hand_on", waits.name)
-        seen = decode.watch(first_of_two, waits, seconds=5.0)
+        late = late_read(lab, stage)
+        decode, waits, seen = late.decode, late.waits, late.seen
 
         assert waits.name not in seen.received, decode.wrong(waits)
         # On releases <= 0.11.0 no single load can fail.
