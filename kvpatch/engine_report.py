@@ -81,7 +81,7 @@ def report(values: Values) -> EngineReport:
             is_well=False,
         )
     refused = sum(_of(values, "refusals_total").values())
-    parts = (_loads, _holds, _reads, _refusals, _pool, _host_buffer)
+    parts = (_loads, _holds, _witnessed, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
     return EngineReport(sentences, is_well=not (_not_received(values) or refused))
 
@@ -125,6 +125,22 @@ def _holds(values: Values) -> Iterator[str]:
             f"Of {holds['unproven']:.0f} loads it is not proven that P held the blocks: it has no "
             "kvpatch, or its answer came without kvpatch_hold."
         )
+
+
+def _witnessed(values: Values) -> Iterator[str]:
+    """What prompts' last tokens say of loads."""
+    found = _of(values, "witnessed_loads_total")
+    alarms = found.get("alarm", 0)
+    looked_at = found.get("good", 0) + alarms
+    if looked_at:
+        yield f"Of {looked_at:.0f} loads that were witnessed {alarms:.0f} are alarms."
+    if alarms:
+        yield (
+            "The engine's log names each of them and what may be wrong "
+            "(docs/explanation/witness.md)."
+        )
+    if found.get("not_witnessed"):
+        yield f"{found['not_witnessed']:.0f} loads could not be witnessed."
 
 
 def _reads(values: Values) -> Iterator[str]:

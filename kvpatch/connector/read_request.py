@@ -99,13 +99,8 @@ def attach_read_requests(
     computed = _computed_in(step)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
-        prompt = prefilled_tokens(scheduler, request, facts)
         parameters = request.kv_transfer_params or {}
-        held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
-        # A prefill engine that reads back an earlier turn wants what there is of it.
-        tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
-        if facts.loads_whole_blocks_only:
-            tokens -= tokens % scheduler.block_size
+        tokens, held = loaded_tokens(scheduler, request, facts)
         local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry, facts))
         has_load = any(local)
         found = ReadRequest(
@@ -121,6 +116,18 @@ def attach_read_requests(
             stated_hold=stated_hold(parameters) if has_load else None,
         )
         setattr(entry, _READ_REQUEST, found)
+
+
+def loaded_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> tuple[int, int]:
+    """How many tokens of a request both sides hold in the end, and how many the peer holds."""
+    prompt = prefilled_tokens(scheduler, request, facts)
+    parameters = request.kv_transfer_params or {}
+    held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
+    # A prefill engine that reads back an earlier turn wants what there is of it.
+    tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
+    if facts.loads_whole_blocks_only:
+        tokens -= tokens % scheduler.block_size
+    return tokens, held
 
 
 def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:

@@ -63,6 +63,10 @@ class DigestsRefused(KvpatchError):
     """Digests that cannot be made, added up or compared: of other blocks, seeds or ranges."""
 
 
+class WitnessRefused(KvpatchError):
+    """Caches of which the last token's slot says nothing, or cannot be looked at."""
+
+
 class PoolExhausted(KvpatchError):
     """Space is held by transfers of peers that are gone, and too little is left."""
 

@@ -66,6 +66,7 @@ class ReleaseFacts:
         counts_prefix_hits: the scheduler keeps how many tokens of a request were cached here.
         lists_block_sizes: the configuration has a list of all sizes that a block may have.
         asks_for_kernel_sizes: a backend has a method that says which kernel blocks it takes.
+        evicts_failed_blocks: blocks that could not be loaded can leave the prefix cache.
         forgets_failed_reads: the metadata of a read that failed is gone.
         loads_whole_blocks_only: D computes the last, partial block of a prompt.
         asks_for_layout: the connector asks vLLM for a cache layout.
@@ -98,6 +99,7 @@ class ReleaseFacts:
         reads_back: P may load an earlier turn from D.
         reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
         grants_leases: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
+        has_other_runner: the configuration says whether a second model runner is used.
         lists_drafted_blocks: P's lists may go on behind the prompt where P drafts tokens.
         throttles_prefills: a step of the scheduler can leave new prompts out.
         plans_transfers: the plan says which groups are transferred, and where in a tensor its
@@ -134,6 +136,7 @@ class ReleaseFacts:
     counts_prefix_hits: bool = True
     lists_block_sizes: bool = False
     asks_for_kernel_sizes: bool = True
+    evicts_failed_blocks: bool = False
     forgets_failed_reads: bool = False
     loads_whole_blocks_only: bool = False
     asks_for_layout: bool = True
@@ -164,6 +167,7 @@ class ReleaseFacts:
     reads_back: bool = False
     reserves_drafted_blocks: bool = False
     grants_leases: bool = False
+    has_other_runner: bool = False
     lists_drafted_blocks: bool = False
     throttles_prefills: bool = False
     plans_transfers: bool = False
@@ -347,6 +351,7 @@ _0_13_0 = replace(
     generation="g0130",
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
+    evicts_failed_blocks=True,
     encodes_metadata=True,
 )
 _0_14_0 = replace(
@@ -435,6 +440,7 @@ _0_22_0 = replace(
     failed_loads="by the first",
     listens_by_host=True,
     grants_leases=True,
+    has_other_runner=True,
 )
 _0_22_1 = replace(_0_22_0, release="0.22.1")
 _0_23_0 = replace(

@@ -138,6 +138,15 @@ def get_required_kvcache_layout(facts: ReleaseFacts) -> Site:
     return _site(facts.connector, name, "vllm_config", kind="classmethod")
 
 
+def bind_connector_metadata(facts: ReleaseFacts) -> Site:
+    """Where a worker is handed a step's metadata, before the model runs; every connector's.
+
+    ``start_load_kv`` comes after the model has run, from 0.29.
+    """
+    place = Place(f"{facts.connector.module.partition('.v1.')[0]}.v1.base", "KVConnectorBase_V1")
+    return _site(place, "bind_connector_metadata", "connector_metadata")
+
+
 def get_num_new_matched_tokens(facts: ReleaseFacts) -> Site:
     """Where vLLM asks, of a request that it could schedule, what will be loaded."""
     asked = ("request", "num_computed_tokens")
@@ -251,7 +260,7 @@ def update_from_kv_xfer_finished(facts: ReleaseFacts) -> Site:
 
 
 def update_requests_with_invalid_blocks(facts: ReleaseFacts) -> Site:
-    """Where vLLM's scheduler finds the requests whose blocks could not be loaded; from 0.18."""
+    """Where vLLM's scheduler finds the requests whose blocks could not be loaded; from 0.13."""
     tokens = ("num_scheduled_tokens",) if facts.counts_tokens_of_failed else ()
     taken = ("requests", "invalid_block_ids", *tokens, "evict_blocks")
     return _site(_CORE, "_update_requests_with_invalid_blocks", *taken)

@@ -28,6 +28,7 @@ STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 PROGRESS = "KVPATCH_PROGRESS"
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
+WITNESS = "KVPATCH_WITNESS"
 
 #: Read outside the engines: by the experiments and by the test suite.
 TOOLING = (
@@ -46,6 +47,7 @@ _LAYOUTS = ("HND", "NHD")
 _TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
 _UNSTATED_LAYOUTS = ("prove", "same")
+_WITNESSES = ("off", "log", "enforce")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 _DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -174,6 +176,11 @@ def unstated_layout() -> str:
     return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
 
 
+def witness() -> str:
+    """What is done about a load that D's own last token speaks against: ``off`` looks at none."""
+    return _choice(WITNESS, _WITNESSES)
+
+
 def to_copy() -> tuple[str, ...]:
     """What of this process's variables every process of an engine must have."""
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
@@ -195,6 +202,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         STAGING_BYTES,
         TRANSFER,
         UNSTATED_LAYOUT,
+        WITNESS,
     )
     found = []
     for name in sorted(os.environ):

@@ -68,6 +68,12 @@ QUESTIONS = (
         "{{hold}}",
     ),
     Question(
+        "What does the prompt's last token say of loads?",
+        "sum by (verdict) (increase(kvpatch_witnessed_loads_total{$of}[$window]))",
+        "short",
+        "{{verdict}}",
+    ),
+    Question(
         "What is refused?",
         "sum by (cause) (increase(kvpatch_refusals_total{$of}[$window]))",
         "short",

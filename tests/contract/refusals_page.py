@@ -92,6 +92,8 @@ MOMENTS = (
 )  # fmt: skip
 #: Its clauses stand in the sentence of a PatchRefused.
 _CLAUSES = ("SiteDrifted",)
+#: A line of the log has it as its reason: nothing is refused (docs/explanation/witness.md).
+_REASONS = ("WitnessRefused",)
 #: No engine raises them yet: digests are not made of loads so far.
 _NOT_YET = ("DigestsRefused",)
 _ELSEWHERE = Moment("Elsewhere", (), "", "report it with this line")
@@ -102,7 +104,7 @@ def page() -> str:
     named = {error: moment for moment in MOMENTS for error in moment.errors}
     rows: dict[str, list[tuple[str, str]]] = {}
     for refusal in messages.refusals():
-        if refusal.error in (*_CLAUSES, *_NOT_YET):
+        if refusal.error in (*_CLAUSES, *_REASONS, *_NOT_YET):
             continue
         moment = named.get(refusal.error, _ELSEWHERE)
         rows.setdefault(moment.title, []).append(_row(refusal.text, moment))

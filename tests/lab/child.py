@@ -116,7 +116,7 @@ _SHUT_DOWN_SECONDS = 2.0
 
 
 def _serve(connection: Connection) -> None:
-    from .player import Player
+    from .modelled import ModelledPlayer
 
     engine: Any = None
     while True:
@@ -126,7 +126,7 @@ def _serve(connection: Connection) -> None:
         method, arguments = connection.recv()
         try:
             if method == "start":
-                engine, result = Player(*arguments), None
+                engine, result = ModelledPlayer(*arguments), None
             else:
                 result = None if engine is None else getattr(engine, method)(*arguments)
                 if method == "stop":

@@ -284,6 +284,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         for name in ("enable_chunked_prefill", "chunked_prefill_enabled"):
             if hasattr(config.scheduler_config, name):
                 setattr(config.scheduler_config, name, True)
+    if hasattr(config.scheduler_config, "async_scheduling"):  # from 0.10.1
+        config.scheduler_config.async_scheduling = spec.schedules_ahead
     config.scheduler_config.disable_hybrid_kv_cache_manager = not spec.is_hybrid
     if hasattr(config.cache_config, "kv_cache_layout"):
         config.cache_config.kv_cache_layout = layout_name(spec)

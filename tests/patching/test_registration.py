@@ -36,7 +36,7 @@ DOES = {
 }
 #: Those that say themselves what is done.
 PARTS = {"failed_loads", "stale_blocks"}
-ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines"}
+ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines", "witness"}
 
 
 class _Pool:

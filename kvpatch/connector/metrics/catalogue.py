@@ -37,6 +37,15 @@ class Hold(str, Enum):
     EXPIRED = "expired"
 
 
+class Verdict(str, Enum):
+    """What a prompt's last token says of a load."""
+
+    GOOD = "good"
+    ALARM = "alarm"
+    LEARNT = "learnt"
+    NOT_WITNESSED = "not_witnessed"
+
+
 @dataclass(frozen=True)
 class Metric:
     """One of them.
@@ -100,6 +109,13 @@ HELD = Metric(
     "hold",
     tuple(hold.value for hold in Hold),
 )
+WITNESSED = Metric(
+    "kvpatch_witnessed_loads",
+    "counter",
+    "Loads by what the prompt's last token says of them, where KVPATCH_WITNESS asks for it.",
+    "verdict",
+    tuple(verdict.value for verdict in Verdict),
+)
 POOL_BYTES = Metric(
     "kvpatch_staging_pool_bytes", "gauge", "Size of a worker's staging pool.", _RANK
 )
@@ -142,7 +158,7 @@ HOST_WAITING = Metric(
 )
 
 METRICS = (
-    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, HELD),
+    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, HELD, WITNESSED),
     *(POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
     *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING),
 )

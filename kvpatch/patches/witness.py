@@ -1,0 +1,125 @@
+"""D notices a load whose bytes are not those of the prompt, without P's help.
+
+Why:
+    Whatever goes wrong with a load, D reports it as received and answers with HTTP 200: blocks
+    that P had given to another request, a bug of the connector's, a mistake in a layout. The
+    bytes are numbers like any others.
+Where:
+    D's scheduler and workers. P needs nothing. Off unless ``KVPATCH_WITNESS`` is ``log`` or
+    ``enforce``.
+How:
+    After a full load D computes the prompt's last token, for what is sampled from it, and writes
+    its keys and values over those that P sent. Before that step the worker keeps the sent ones of
+    all layers (one gather), and compares them after it: from the second layer on they depend,
+    through attention, on all of the loaded context. How far good loads are off is learnt from
+    the first 64 of each P, by layer; what is twice as far is logged. With ``enforce`` what is
+    four times as far is reported as blocks that could not be loaded, with the results of that
+    very step: the scheduler drops what the step made of the request, and computes the prompt or
+    ends the request, by ``kv_load_failure_policy``.
+Upstream:
+    vLLM #52234; SGLang has a check that needs both sides (#39500).
+Limits:
+    An alarm, no proof: a fault in the last layer alone is not seen, and a small one is seen now
+    and then (docs/explanation/witness.md). Loads of which P has computed less than the
+    last token (recurrent state, drafters), through windows that do not see the context, of resumed
+    requests, and of caches whose numbers kvpatch does not read are counted as not witnessed.
+    ``enforce`` only logs <= 0.11.0, with async scheduling, and with several cache groups.
+Remove when:
+    The connector checks what it has loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch.connector.registration import registration_step
+from kvpatch.connector.state import scheduler_state, worker_state
+from kvpatch.connector.witness.loads import ExpectedLoads
+from kvpatch.connector.witness.witness import Witness, set_up
+from kvpatch.core import seams, settings
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    state = scheduler_state(instance)
+    loads = state.of(ExpectedLoads)
+    if not loads.is_on:
+        return wrapped(*args, **kwargs)
+
+    def build(scheduler_output: Any) -> Any:
+        waiting = dict(instance._reqs_need_recv)
+        metadata = wrapped(scheduler_output)
+        loads.tell(instance, scheduler_output, metadata, state.facts)
+        loads.expect(instance, waiting, metadata, state.facts)
+        return metadata
+
+    return build(*args, **kwargs)
+
+
+def _witness_of(connector: Any) -> Witness | None:
+    """Of NIXL's connector in a worker; every connector comes by here."""
+    worker = getattr(connector, "connector_worker", None)
+    is_nixls = worker is not None and hasattr(worker, "nixl_wrapper")
+    return worker_state(worker).held(Witness) if is_nixls else None
+
+
+def _bind_connector_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def bind(connector_metadata: Any) -> Any:
+        witness = _witness_of(instance)
+        if witness is not None:
+            witness.before(connector_metadata)
+        return wrapped(connector_metadata)
+
+    return bind(*args, **kwargs)
+
+
+def _transfer_results(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    witness = worker_state(instance).held(Witness)
+    if witness is not None:
+        witness.after()
+    return wrapped(*args, **kwargs)
+
+
+def _get_block_ids_with_load_errors(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    found, witness = wrapped(*args, **kwargs), _witness_of(instance)
+    bad = set() if witness is None else witness.take_invalid_blocks()
+    return found | bad if bad else found
+
+
+def _update_requests_with_invalid_blocks(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    found = wrapped(*args, **kwargs)
+    affected, _, blocks = found
+    # vLLM lets others have blocks that it computes again, which may take several steps.
+    if affected and blocks and settings.witness() == "enforce":
+        instance.kv_cache_manager.evict_blocks(blocks)
+    return found
+
+
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    found: dict[Site, Wrapper | Step] = {
+        **registration_step(facts, set_up),
+        seams.build_connector_meta(facts): _build_connector_meta,
+        seams.bind_connector_metadata(facts): _bind_connector_metadata,
+        seams.transfer_results(facts): _transfer_results,
+    }
+    if facts.failed_loads != "unknown":
+        found[seams.get_block_ids_with_load_errors(facts)] = _get_block_ids_with_load_errors
+    if facts.evicts_failed_blocks:
+        site = seams.update_requests_with_invalid_blocks(facts)
+        found[site] = _update_requests_with_invalid_blocks
+    return found
+
+
+PATCH = Patch(slug="witness", wire_affecting=False, sites=_sites, document=__doc__)
