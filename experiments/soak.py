@@ -39,6 +39,7 @@ from rich.console import Console
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
+from experiments.engines.references import Prompt, reference
 from experiments.engines.run import forget_prefixes
 from kvpatch.core.errors import RequestFailed
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
@@ -57,19 +58,10 @@ WHOLE_TOKENS = 1000
 CACHE_TOKENS = 16384
 ANSWER_TOKENS = 4
 LONGEST = 260
-MARGIN = 1e-3
 TRIES = 4
 SAMPLE_S = 10
 #: Engines grow a little whatever runs in them; host blocks left behind each time would be far more.
 GROWTH_BYTES = 64 * 1024**2
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One request and what the single engine answers to it."""
-
-    token_ids: tuple[int, ...]
-    answer: tuple[int, ...]
 
 
 @dataclass
@@ -158,7 +150,7 @@ async def references(
 
     async def ask(tokens: tuple[int, ...]) -> Prompt | None:
         async with limit:
-            return await reference(client, single, tokens)
+            return await reference(client, single, tokens, ANSWER_TOKENS)
 
     def draw() -> tuple[int, ...]:
         begin = chance.choice(prefixes) if chance.random() < 0.2 else ()
@@ -178,29 +170,6 @@ async def references(
     while whole is None:
         whole = await ask(tuple(chance.choices(ids, k=WHOLE_TOKENS)))
     return References(found[:count], whole)
-
-
-async def reference(
-    client: httpx.AsyncClient, single: Engine, tokens: tuple[int, ...]
-) -> Prompt | None:
-    """The single engine's answer; None where it is a close thing."""
-    response = await client.post(
-        f"{single.url}/v1/completions",
-        json={
-            "model": single.spec.model,
-            "prompt": list(tokens),
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "logprobs": 2,
-        },
-        timeout=300,
-    )
-    response.raise_for_status()
-    choice = response.json()["choices"][0]
-    margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
-    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > MARGIN else None
 
 
 @dataclass
@@ -387,7 +356,8 @@ class Soak:
             said = host_blocks_said(path.read_text(errors="replace"))
             if (said and not any(said[-1])) or time.monotonic() > end:
                 return said[-1] if any(any(line) for line in said) else None
-            await reference(self.client, self.prefill, self.references.prompts[0].token_ids[:2])
+            prompt = self.references.prompts[0].token_ids[:2]
+            await reference(self.client, self.prefill, prompt, ANSWER_TOKENS)
             await asyncio.sleep(0.5)
 
     async def staging_bytes(self) -> int:

@@ -9,4 +9,7 @@ The parts, in the order in which a run uses them; the rest is ``kvpatch.verify``
 ``report``           table and JSON lines
 ``shown``            all of the above
 ``recorded``         the data of README's table, made from a run of all pairs
+
+The drill's: ``references`` (what one engine alone answers, the soak's too), ``routed`` (requests
+through P and D, judged), ``faults`` (engines are held up, killed and started again), ``scenes``.
 """

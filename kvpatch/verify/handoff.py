@@ -50,7 +50,7 @@ async def complete(
 ) -> Completion:
     """Ask one engine for a greedy completion."""
     body = _request(model, token_ids, max_tokens)
-    return await _stream(client, url, body, request_id, time.perf_counter())
+    return await _stream(client, url, body, request_id)
 
 
 async def prefill_then_decode(
@@ -67,18 +67,40 @@ async def prefill_then_decode(
     Both requests carry one ``request_id``: releases <= 0.12 find a request's blocks by it.
     """
     started = time.perf_counter()
-    ask = {**_request(model, token_ids, 1), "kv_transfer_params": dict(_ASK_PREFILL)}
-    prefilled = await _post(client, prefill_url, ask, request_id)
+    params = await prefill(client, prefill_url, model, token_ids, request_id)
     prefilled_s = time.perf_counter() - started
-    params = prefilled.get("kv_transfer_params")
+    found = await decode(client, decode_url, model, token_ids, max_tokens, request_id, params)
+    first_token_s = prefilled_s + found.first_token_s
+    return replace(found, first_token_s=first_token_s, prefilled_s=prefilled_s)
+
+
+async def prefill(
+    client: httpx.AsyncClient, url: str, model: str, token_ids: tuple[int, ...], request_id: str
+) -> dict[str, Any]:
+    """Prefill on one engine; returns the ``kv_transfer_params`` that a decode engine is sent."""
+    ask = {**_request(model, token_ids, 1), "kv_transfer_params": dict(_ASK_PREFILL)}
+    prefilled = await _post(client, url, ask, request_id)
+    params: dict[str, Any] | None = prefilled.get("kv_transfer_params")
     if not params:
         raise RequestFailed(
-            f"{prefill_url}: expected kv_transfer_params in the answer to a prefill, "
+            f"{url}: expected kv_transfer_params in the answer to a prefill, "
             f"found {sorted(prefilled)}; is a KV connector configured?"
         )
+    return params
+
+
+async def decode(
+    client: httpx.AsyncClient,
+    url: str,
+    model: str,
+    token_ids: tuple[int, ...],
+    max_tokens: int,
+    request_id: str,
+    params: Mapping[str, Any],
+) -> Completion:
+    """Complete on one engine what another has prefilled, which answered ``params``."""
     body = {**_request(model, token_ids, max_tokens), "kv_transfer_params": params}
-    completion = await _stream(client, decode_url, body, request_id, started)
-    return replace(completion, prefilled_s=prefilled_s)
+    return await _stream(client, url, body, request_id)
 
 
 def _request(model: str, token_ids: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
@@ -108,9 +130,10 @@ async def _post(
 
 
 async def _stream(
-    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], request_id: str, started: float
+    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], request_id: str
 ) -> Completion:
-    """Read an answer token by token; ``started`` is when the prompt was first sent anywhere."""
+    """Read an answer token by token."""
+    started = time.perf_counter()
     token_ids: list[int] = []
     text = ""
     first_token_s = 0.0

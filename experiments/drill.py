@@ -1,0 +1,386 @@
+"""Faults while real engines serve: is an answer wrong, is each failure counted once?
+
+    experiments/drill.sh [--pairs stock,both] [--scenes stale,link] [--requests 24]
+
+vLLM's servers on the CPU with a tiny random Llama, P with a small cache and a lease of 2 s, D's
+answers held against one engine alone. Each pair of engines plays each scene:
+
+``stale``    D is held up for 5 s after P has answered; the lease ends and other prompts take the
+             blocks, which D then reads.
+``link``     P is held up instead, for 5 s, as D reads; other prompts wait for it.
+``replaced`` D is held up after P has answered, P is killed and another one with its engine id
+             takes its place and its blocks.
+``kill-p``   kill -9 of P among requests under way; another one starts under its id.
+``kill-d``   the same of D.
+
+"wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. What
+fails is asked again once the fault is over. "D's count" is of requests that ended with an error by
+D's /metrics: those that clients were told of, each once. With --check the exit status is 1 where
+kvpatch on both sides gave a wrong answer, left one out or counted one otherwise, or where the
+stale blocks of stock's pair went unseen: then nothing was drilled.
+
+A prompt is taken only if the single engine prefers each of its tokens by a margin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from experiments.engines.checkout import importable_in_engines
+from experiments.engines.faults import ENDED, EXPIRED, count, is_alive
+from experiments.engines.references import Prompt, reference
+from experiments.engines.routed import ANSWER_TOKENS, TOGETHER, Play, batches
+from experiments.engines.scenes import LEASE_S, SCENES, Told
+from experiments.goals import Goal, add_options, conclude, console_of
+from kvpatch.core.errors import BadOptions, EngineFailed, KvpatchError
+from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.run import until_signal
+from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, small_engine
+
+#: P's is small enough for a few other prompts to take every block.
+PREFILL_CACHE_TOKENS = 2048
+DECODE_CACHE_TOKENS = 16384
+_SHORTEST, _LONGEST = 40, 200
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Which engines have kvpatch, and tokens of their blocks."""
+
+    name: str
+    prefill_kvpatch: bool
+    decode_kvpatch: bool
+    prefill_tokens: int = 32
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether nothing may go wrong with it."""
+        return self.prefill_kvpatch and self.decode_kvpatch
+
+
+PAIRS = (
+    Pair("stock", False, False),
+    Pair("d-alone", False, True),
+    Pair("both", True, True),
+    Pair("both-64-32", True, True, prefill_tokens=64),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scene with one pair.
+
+    Attributes:
+        failed_after: those of the failed ones that were sent when the fault was over.
+        said: what failures said, and how often.
+        again_right: of those that failed, asked again after the scene.
+        expired: leases that ended, by P's count; None where P was another one at the end.
+        counted: requests that ended with an error, by D's count; None where D was another one.
+        ended: engines that ended by themselves.
+    """
+
+    pair: str
+    scene: str
+    requests: int
+    right: int
+    wrong: int
+    failed_at_p: int
+    failed_at_d: int
+    no_answer: int
+    failed_after: int
+    again_right: int
+    again_wrong: int
+    again_failed: int
+    expired: int | None
+    counted: int | None
+    ended: list[str]
+    said: dict[str, int]
+    seconds: float
+
+
+async def scene(
+    play: Play, pair: Pair, name: str, prompts: Sequence[Prompt], progress: Progress
+) -> Row:
+    """One scene and the engines' own books of it, then once more what has failed in it."""
+    task = progress.add_task(f"{pair.name}: {name}", total=len(prompts))
+    told = Told(lambda: progress.advance(task))
+    books, started = await read_books(play), time.monotonic()
+    await SCENES[name](play, prompts, told)
+    ended = await revive(play)
+    expired, counted = since(books, await read_books(play))
+    again = Counter[str]()
+    for batch in batches(told.failed):
+        again.update(outcome.kind for outcome in await asyncio.gather(*map(play.served, batch)))
+    ended += await revive(play)
+    return Row(
+        pair=pair.name,
+        scene=name,
+        requests=told.outcomes.total(),
+        right=told.outcomes["right"],
+        wrong=told.outcomes["wrong"],
+        failed_at_p=told.outcomes["failed_at_p"],
+        failed_at_d=told.outcomes["failed_at_d"],
+        no_answer=told.outcomes["no_answer"],
+        failed_after=told.failed_after,
+        again_right=again["right"],
+        again_wrong=again["wrong"],
+        again_failed=again.total() - again["right"] - again["wrong"],
+        expired=expired,
+        counted=counted,
+        ended=ended,
+        said=dict(told.said),
+        seconds=time.monotonic() - started,
+    )
+
+
+Books = tuple[int | None, int, int | None, int]
+
+
+async def read_books(play: Play) -> Books:
+    """P's process and the leases that have ended there, D's and the requests that failed there."""
+    # A step's counts are in /metrics some time after its answer.
+    await asyncio.sleep(1.0)
+    return (
+        play.prefill.group,
+        await count(play.client, play.prefill, EXPIRED),
+        play.decode.group,
+        await count(play.client, play.decode, ENDED, finished_reason="error"),
+    )
+
+
+def since(before: Books, now: Books) -> tuple[int | None, int | None]:
+    """What P and D have counted; None for one that is not the one it was."""
+    return (
+        now[1] - before[1] if now[0] == before[0] else None,
+        now[3] - before[3] if now[2] == before[2] else None,
+    )
+
+
+async def revive(play: Play) -> list[str]:
+    """Starts again what has ended by itself; names it."""
+    ended = [one for one in (play.prefill, play.decode) if not is_alive(one)]
+    for one in ended:
+        await play.restart(one)
+    return [one.spec.name for one in ended]
+
+
+def engine(
+    pair: Pair, side: str, model: str, block_tokens: int, cache_tokens: int, policy: str
+) -> EngineSpec:
+    """P or D; the next one in its place has its engine id and its side channel."""
+    name = f"drill-{pair.name}-{side}"
+    config = {
+        **TRANSFER_CONFIG,
+        "engine_id": name,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+    }
+    arguments = (
+        *("--block-size", str(block_tokens), "--max-num-seqs", "16"),
+        *("--num-gpu-blocks-override", str(cache_tokens // block_tokens)),
+        *("--kv-transfer-config", json.dumps(config)),
+    )
+    settings = (("VLLM_NIXL_SIDE_CHANNEL_PORT", str(free_ports(8))),)
+    on = pair.prefill_kvpatch if side == "prefill" else pair.decode_kvpatch
+    return small_engine(name, model, "float32", arguments, True, on, settings)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What one run plays."""
+
+    pairs: Sequence[Pair]
+    scenes: Sequence[str]
+    requests: int
+    policy: str
+
+
+async def references(
+    client: httpx.AsyncClient, single: Engine, words: Sequence[int], wanted: int, progress: Progress
+) -> list[Prompt]:
+    """Prompts with the single engine's answers, none of which begins as another does."""
+    chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)
+    task = progress.add_task("the single engine's answers", total=wanted)
+
+    async def ask() -> Prompt | None:
+        tokens = tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
+        async with limit:
+            return await reference(client, single, tokens, ANSWER_TOKENS)
+
+    found: list[Prompt] = []
+    while len(found) < wanted:
+        batch = await asyncio.gather(*(ask() for _ in range(min(100, wanted - len(found) + 4))))
+        found += [prompt for prompt in batch if prompt is not None]
+        progress.update(task, completed=min(wanted, len(found)))
+    return found[:wanted]
+
+
+async def play_pair(
+    pair: Pair,
+    asking: Asking,
+    prompts: Sequence[Prompt],
+    words: Sequence[int],
+    options: Options,
+    console: Console,
+) -> list[Row]:
+    """All scenes of one pair, each with prompts that it has not met."""
+    specs = (
+        engine(pair, "prefill", str(options.model), pair.prefill_tokens, PREFILL_CACHE_TOKENS,
+               asking.policy),
+        engine(pair, "decode", str(options.model), 32, DECODE_CACHE_TOKENS, asking.policy),
+    )  # fmt: skip
+    limits = httpx.Limits(max_connections=64, keepalive_expiry=1)
+    rows = []
+    async with (
+        httpx.AsyncClient(trust_env=False, limits=limits) as client,
+        running(specs, client, options, console) as engines,
+    ):
+        await require_kvpatch_as_asked(client, engines)
+        play = Play(client, options, *engines, words)
+        for prompt in prompts[:_WARM_UP]:  # makes them known to each other
+            outcome = await play.served(prompt)
+            if outcome.kind != "right":
+                raise EngineFailed(f"{pair.name}: {outcome.kind} before any fault: {outcome.said}")
+        with progress_bar(console) as progress:
+            for number, name in enumerate(asking.scenes):
+                start = _WARM_UP + number * asking.requests
+                its = prompts[start : start + asking.requests]
+                rows.append(await scene(play, pair, name, its, progress))
+    return rows
+
+
+async def drill(asking: Asking, options: Options, console: Console) -> list[Row]:
+    """The single engine's answers, then pair after pair."""
+    wanted = _WARM_UP + len(asking.scenes) * asking.requests
+    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(DECODE_CACHE_TOKENS // 32))
+    alone = small_engine("drill-single", str(options.model), "float32", small, False, False)
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        running((alone,), client, options, console) as (single,),
+    ):
+        words = sorted(set(await vocabulary(client, single)))
+        with progress_bar(console) as progress:
+            prompts = await references(client, single, words, wanted, progress)
+    rows = []
+    for pair in asking.pairs:
+        its = await play_pair(pair, asking, prompts, words, options, console)
+        console.print(table(its))
+        rows += its
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """What became of requests, beside what P and D counted."""
+    shown = Table(title=f"lease of {LEASE_S} s; wrong: with HTTP 200")
+    for name in (
+        "engines", "scene", "requests", "right", "wrong", "failed at P", "failed at D", "D's count",
+        "no answer", "failed after", "again: right", "wrong", "failed", "leases ended", "ended",
+        "s",
+    ):  # fmt: skip
+        shown.add_column(name, justify="left" if name in ("engines", "scene", "ended") else "right")
+    for row in rows:
+        shown.add_row(
+            *(row.pair, row.scene, str(row.requests), str(row.right), str(row.wrong)),
+            *(str(row.failed_at_p), str(row.failed_at_d), known(row.counted), str(row.no_answer)),
+            *(str(row.failed_after), str(row.again_right), str(row.again_wrong)),
+            *(str(row.again_failed), known(row.expired), ", ".join(row.ended)),
+            f"{row.seconds:.0f}",
+        )
+    return shown
+
+
+def known(counted: int | None) -> str:
+    return "-" if counted is None else str(counted)
+
+
+def goals(rows: Sequence[Row]) -> list[Goal]:
+    """Of kvpatch on both sides, and that stock's pair shows what is drilled."""
+    found = []
+    ours = {pair.name for pair in PAIRS if pair.is_ours}
+    for row in rows:
+        where = f"{row.pair}, {row.scene}"
+        if row.pair == "stock" and row.scene == "stale":
+            found.append(Goal(f"{where}: wrong answers", row.wrong, 1, is_least=True))
+        if row.pair not in ours:
+            continue
+        found.append(Goal(f"{where}: wrong answers", row.wrong + row.again_wrong, 0))
+        found.append(Goal(f"{where}: without an answer", row.no_answer + row.again_failed, 0))
+        found.append(Goal(f"{where}: engines that ended by themselves", len(row.ended), 0))
+        if row.counted is not None:
+            miscounted = abs(row.counted - row.failed_at_d)
+            found.append(Goal(f"{where}: failures counted otherwise", miscounted, 0))
+    return found
+
+
+def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
+    """Those of a list by commas, in the order of ``names``; all for None.
+
+    Raises:
+        BadOptions: there is none of a name.
+    """
+    asked = list(names) if text is None else [name.strip() for name in text.split(",")]
+    if not set(asked) <= set(names):
+        raise BadOptions(f"{option}: expected some of {', '.join(names)}, found {text!r}")
+    return [name for name in names if name in asked]
+
+
+def main() -> None:
+    """Plays what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", help="by commas: " + ", ".join(pair.name for pair in PAIRS))
+    parser.add_argument("--scenes", help="by commas: " + ", ".join(SCENES))
+    parser.add_argument("--requests", type=int, default=24, help="of each scene of each pair")
+    parser.add_argument(
+        "--policy", choices=("fail", "recompute"), default="fail", help="for loads that fail"
+    )
+    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
+    add_options(parser)
+    options = parser.parse_args()
+    console = console_of(150)
+    importable_in_engines()
+    try:
+        pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
+        scenes = chosen(options.scenes, list(SCENES), "--scenes")
+        folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-drill-"))
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        console.print(f"logs: {folder}", highlight=False)
+        model = str(make_tiny_llama(folder / "model"))
+        asking = Asking(
+            [pair for pair in PAIRS if pair.name in pairs], scenes, options.requests, options.policy
+        )
+        of_run = Options(work_dir=folder, model=model)
+        rows = until_signal(drill(asking, of_run, console))
+    except KvpatchError as error:
+        parser.exit(2, f"error: {error}\n")
+    console.print(table(rows))
+    for row in rows:
+        for said, times in sorted(row.said.items()):
+            line = f"{row.pair}, {row.scene}: {times} x {said}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    conclude(rows, goals(rows), options, console)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+    main()

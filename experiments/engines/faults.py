@@ -1,0 +1,85 @@
+"""What a drill does to engines: holds them up, kills them, starts them again, reads their books."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from kvpatch.core.errors import EngineFailed
+
+if TYPE_CHECKING:
+    import httpx
+
+    from kvpatch.verify.engine import Engine
+
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
+"""P's own count of requests whose lease has ended."""
+
+ENDED = "vllm:request_success_total"
+"""How requests have ended, by ``finished_reason``."""
+
+
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """While inside, no process of the engine runs; what is sent to it waits."""
+    _signal(engine, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(EngineFailed):  # it was killed meanwhile
+            _signal(engine, signal.SIGCONT)
+
+
+async def kill_and_restart(engine: Engine, client: httpx.AsyncClient, timeout_s: float) -> None:
+    """kill -9 of all of an engine's processes, and one of the same arguments in its place.
+
+    The log of the one that was killed is kept beside the new one's.
+    """
+    with suppress(EngineFailed):  # it has ended by itself
+        _signal(engine, signal.SIGKILL)
+    await asyncio.to_thread(engine.stop)  # reaps it
+    killed = len(list(engine.log.parent.glob(f"{engine.log.stem}.killed-*.log")))
+    engine.log.rename(engine.log.with_name(f"{engine.log.stem}.killed-{killed}.log"))
+    engine.start()
+    await engine.ready(client, timeout_s)
+
+
+def is_alive(engine: Engine) -> bool:
+    """Whether its process still runs."""
+    try:
+        engine.require_alive()
+    except EngineFailed:
+        return False
+    return True
+
+
+async def count(client: httpx.AsyncClient, engine: Engine, name: str, **labels: str) -> int:
+    """A counter of an engine's ``/metrics``; 0 where it has not counted yet."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    response = await client.get(f"{engine.url}/metrics", timeout=60.0)
+    response.raise_for_status()
+    return sum(
+        int(sample.value)
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+def _signal(engine: Engine, number: signal.Signals) -> None:
+    """To all of an engine's processes.
+
+    Raises:
+        EngineFailed: it has none.
+    """
+    if engine.group is None:
+        raise EngineFailed(f"{engine.spec.name} does not run")
+    try:
+        os.killpg(engine.group, number)
+    except ProcessLookupError:
+        raise EngineFailed(f"{engine.spec.name} has no process left") from None

@@ -1,0 +1,49 @@
+"""What one engine alone answers to a prompt, that others' answers are held against.
+
+A prompt is taken only if the engine prefers each token of its answer by a margin, so that another
+rounding in a batch of another size cannot change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import httpx
+
+from kvpatch.verify.engine import Engine
+
+_MARGIN = 1e-3
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request and what the single engine answers to it."""
+
+    token_ids: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+async def reference(
+    client: httpx.AsyncClient,
+    single: Engine,
+    tokens: tuple[int, ...],
+    answer_tokens: int,
+) -> Prompt | None:
+    """The single engine's answer; None where it is a close thing."""
+    response = await client.post(
+        f"{single.url}/v1/completions",
+        json={
+            "model": single.spec.model,
+            "prompt": list(tokens),
+            "max_tokens": answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "logprobs": 2,
+        },
+        timeout=300,
+    )
+    response.raise_for_status()
+    choice = response.json()["choices"][0]
+    margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
+    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > _MARGIN else None

@@ -1,0 +1,145 @@
+"""Requests through P and D as a router sends them, each judged by a single engine's answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from experiments.engines.faults import kill_and_restart
+from experiments.engines.references import Prompt
+from kvpatch.core.errors import RequestFailed
+from kvpatch.verify.engine import Engine
+from kvpatch.verify.handoff import complete, decode, prefill
+from kvpatch.verify.setups import Options
+
+ANSWER_TOKENS = 8
+TOGETHER = 8
+"""As many as P holds at once beside each other."""
+
+PATIENCE_S = 60.0
+"""What clients wait once no fault is in the way; reads that never end are no answer."""
+
+_OTHER_TOKENS, _OTHERS = 900, 3
+"""More than a cache of 2,048 tokens has room for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one request: ``right``, ``wrong``, ``failed_at_p``, ``failed_at_d`` or
+    ``no_answer``, and what a failure said."""
+
+    prompt: Prompt
+    kind: str
+    said: str = ""
+
+
+@dataclass
+class Play:
+    """One pair of engines, and requests through it as a router sends them."""
+
+    client: httpx.AsyncClient
+    options: Options
+    prefill: Engine
+    decode: Engine
+    words: Sequence[int]
+    chance: random.Random = field(default_factory=lambda: random.Random(3))
+
+    @property
+    def model(self) -> str:
+        return self.prefill.spec.model
+
+    async def at_p(self, prompt: Prompt, name: str) -> dict[str, Any] | Outcome:
+        """P's answer for D."""
+        try:
+            return await prefill(self.client, self.prefill.url, self.model, prompt.token_ids, name)
+        except (RequestFailed, httpx.HTTPError) as error:
+            return Outcome(prompt, "failed_at_p", short(error))
+
+    async def at_d(self, prompt: Prompt, name: str, params: dict[str, Any]) -> Outcome:
+        """D's answer, judged."""
+        tokens = prompt.token_ids
+        try:
+            answer = await decode(
+                self.client, self.decode.url, self.model, tokens, ANSWER_TOKENS, name, params
+            )
+        except (RequestFailed, httpx.HTTPError) as error:
+            return Outcome(prompt, "failed_at_d", short(error))
+        return Outcome(prompt, "right" if answer.token_ids == prompt.answer else "wrong")
+
+    async def through(self, prompt: Prompt) -> Outcome:
+        """One request from end to end."""
+        name = f"drill{uuid.uuid4().hex}"
+        params = await self.at_p(prompt, name)
+        return params if isinstance(params, Outcome) else await self.at_d(prompt, name, params)
+
+    async def served(self, prompt: Prompt) -> Outcome:
+        """The same, by a client whose patience ends."""
+        try:
+            return await asyncio.wait_for(self.through(prompt), PATIENCE_S)
+        except asyncio.TimeoutError:
+            return Outcome(prompt, "no_answer")
+
+    async def asked(self, prompts: Sequence[Prompt]) -> list[Asked]:
+        """Prompts that P has answered and D is sent, while D is held up."""
+        names = [f"drill{uuid.uuid4().hex}" for _ in prompts]
+        answers = await asyncio.gather(*map(self.at_p, prompts, names))
+        return [
+            Asked(prompt, asyncio.create_task(self.finish(prompt, name, answer)))
+            for prompt, name, answer in zip(prompts, names, answers, strict=True)
+        ]
+
+    async def finish(self, prompt: Prompt, name: str, answer: dict[str, Any] | Outcome) -> Outcome:
+        """What P has answered, sent to D."""
+        return answer if isinstance(answer, Outcome) else await self.at_d(prompt, name, answer)
+
+    async def others(self) -> None:
+        """Other prompts for P alone, enough to take every block of its cache."""
+        for _ in range(_OTHERS):
+            tokens = tuple(self.chance.choices(self.words, k=_OTHER_TOKENS))
+            name = f"other{uuid.uuid4().hex}"
+            # What a client of another router would be told is no matter of the pair's.
+            with suppress(RequestFailed, httpx.HTTPError):
+                await complete(self.client, self.prefill.url, self.model, tokens, 1, name)
+
+    async def restart(self, engine: Engine) -> None:
+        """kill -9, and another one under the same engine id."""
+        await kill_and_restart(engine, self.client, self.options.startup_timeout_s)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that D has or will have."""
+
+    prompt: Prompt
+    answering: asyncio.Task[Outcome]
+
+
+async def settled(asked: Sequence[Asked]) -> list[Outcome]:
+    """What becomes of them when nothing is held up any more; clients' patience starts here."""
+    tasks = [one.answering for one in asked]
+    _, waiting = await asyncio.wait(tasks, timeout=PATIENCE_S)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [
+        Outcome(one.prompt, "no_answer") if one.answering.cancelled() else one.answering.result()
+        for one in asked
+    ]
+
+
+def batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
+    for start in range(0, len(prompts), TOGETHER):
+        yield prompts[start : start + TOGETHER]
+
+
+def short(error: Exception) -> str:
+    """One line of an error, without what differs from engine to engine."""
+    text = str(error) or type(error).__name__
+    return text.partition(": ")[2][:120] if text.startswith("http") else text[:120]
