@@ -13,11 +13,13 @@ answers held against one engine alone. Each pair of engines plays each scene:
 ``kill-p``   kill -9 of P among requests under way; another one starts under its id.
 ``kill-d``   the same of D.
 
-"wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. What
-fails is asked again once the fault is over. "D's count" is of requests that ended with an error by
-D's /metrics: those that clients were told of, each once. With --check the exit status is 1 where
-kvpatch on both sides gave a wrong answer, left one out or counted one otherwise, or where the
-stale blocks of stock's pair went unseen: then nothing was drilled.
+"wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. "failed"
+are those that an engine said have failed, "broken" those whose connection ended without a word of
+it, as a killed engine's do; both are asked again once the fault is over. "P's count" and "D's
+count" are of requests that ended with an error by /metrics: an engine that was not killed has
+broken no connection and counted each failure that it told a client of, once. With --check the exit
+status is 1 where kvpatch on both sides gave a wrong answer, left one out or counted one otherwise,
+or where the stale blocks of stock's pair went unseen: then nothing was drilled.
 
 A prompt is taken only if the single engine prefers each of its tokens by a margin.
 """
@@ -32,7 +34,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +44,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
-from experiments.engines.faults import ENDED, EXPIRED, count, is_alive
+from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
 from experiments.engines.references import Prompt, reference
 from experiments.engines.routed import ANSWER_TOKENS, TOGETHER, Play, batches
 from experiments.engines.scenes import LEASE_S, SCENES, Told
@@ -93,7 +95,9 @@ class Row:
         said: what failures said, and how often.
         again_right: of those that failed, asked again after the scene.
         expired: leases that ended, by P's count; None where P was another one at the end.
-        counted: requests that ended with an error, by D's count; None where D was another one.
+        counted_at_p: requests that ended with an error, by P's count; None where P was another one.
+        counted_at_d: the same by D's.
+        transfers: failed ones by D's count; None where D was another one.
         ended: engines that ended by themselves.
     """
 
@@ -104,13 +108,17 @@ class Row:
     wrong: int
     failed_at_p: int
     failed_at_d: int
+    broken_at_p: int
+    broken_at_d: int
     no_answer: int
     failed_after: int
     again_right: int
     again_wrong: int
     again_failed: int
     expired: int | None
-    counted: int | None
+    counted_at_p: int | None
+    counted_at_d: int | None
+    transfers: int | None
     ended: list[str]
     said: dict[str, int]
     seconds: float
@@ -122,10 +130,10 @@ async def scene(
     """One scene and the engines' own books of it, then once more what has failed in it."""
     task = progress.add_task(f"{pair.name}: {name}", total=len(prompts))
     told = Told(lambda: progress.advance(task))
-    books, started = await read_books(play), time.monotonic()
+    before, started = await read_books(play), time.monotonic()
     await SCENES[name](play, prompts, told)
     ended = await revive(play)
-    expired, counted = since(books, await read_books(play))
+    now = await read_books(play)
     again = Counter[str]()
     for batch in batches(told.failed):
         again.update(outcome.kind for outcome in await asyncio.gather(*map(play.served, batch)))
@@ -133,45 +141,60 @@ async def scene(
     return Row(
         pair=pair.name,
         scene=name,
-        requests=told.outcomes.total(),
+        requests=len(prompts),
         right=told.outcomes["right"],
         wrong=told.outcomes["wrong"],
         failed_at_p=told.outcomes["failed_at_p"],
         failed_at_d=told.outcomes["failed_at_d"],
+        broken_at_p=told.outcomes["broken_at_p"],
+        broken_at_d=told.outcomes["broken_at_d"],
         no_answer=told.outcomes["no_answer"],
         failed_after=told.failed_after,
         again_right=again["right"],
         again_wrong=again["wrong"],
         again_failed=again.total() - again["right"] - again["wrong"],
-        expired=expired,
-        counted=counted,
+        expired=since(before.at_p, now.at_p, EXPIRED),
+        counted_at_p=since(before.at_p, now.at_p, ENDED),
+        counted_at_d=since(before.at_d, now.at_d, ENDED),
+        transfers=since(before.at_d, now.at_d, FAILED_TRANSFERS),
         ended=ended,
         said=dict(told.said),
         seconds=time.monotonic() - started,
     )
 
 
-Books = tuple[int | None, int, int | None, int]
+@dataclass(frozen=True)
+class Book:
+    """What one engine has counted; ``group`` says which one it was."""
+
+    group: int | None
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Books:
+    """Both engines'."""
+
+    at_p: Book
+    at_d: Book
 
 
 async def read_books(play: Play) -> Books:
-    """P's process and the leases that have ended there, D's and the requests that failed there."""
+    """Leases that have ended, requests that ended with an error, transfers that failed."""
     # A step's counts are in /metrics some time after its answer.
     await asyncio.sleep(1.0)
-    return (
-        play.prefill.group,
-        await count(play.client, play.prefill, EXPIRED),
-        play.decode.group,
-        await count(play.client, play.decode, ENDED, finished_reason="error"),
-    )
+
+    async def book(one: Engine) -> Book:
+        counts = {name: await count(play.client, one, name) for name in (EXPIRED, FAILED_TRANSFERS)}
+        counts[ENDED] = await count(play.client, one, ENDED, finished_reason="error")
+        return Book(one.group, counts)
+
+    return Books(await book(play.prefill), await book(play.decode))
 
 
-def since(before: Books, now: Books) -> tuple[int | None, int | None]:
-    """What P and D have counted; None for one that is not the one it was."""
-    return (
-        now[1] - before[1] if now[0] == before[0] else None,
-        now[3] - before[3] if now[2] == before[2] else None,
-    )
+def since(before: Book, now: Book, name: str) -> int | None:
+    """What an engine has counted; None for one that is not the one it was."""
+    return now.counts[name] - before.counts[name] if now.group == before.group else None
 
 
 async def revive(play: Play) -> list[str]:
@@ -247,14 +270,17 @@ async def play_pair(
                asking.policy),
         engine(pair, "decode", str(options.model), 32, DECODE_CACHE_TOKENS, asking.policy),
     )  # fmt: skip
-    limits = httpx.Limits(max_connections=64, keepalive_expiry=1)
+    # A connection for each request: one kept open that an engine held up has found idle for too long
+    # is closed under the next request, which the engine never sees.
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
     rows = []
     async with (
         httpx.AsyncClient(trust_env=False, limits=limits) as client,
         running(specs, client, options, console) as engines,
     ):
         await require_kvpatch_as_asked(client, engines)
-        play = Play(client, options, *engines, words)
+        prefill, decode = engines
+        play = Play(client, options, prefill, decode, words)
         for prompt in prompts[:_WARM_UP]:  # makes them known to each other
             outcome = await play.served(prompt)
             if outcome.kind != "right":
@@ -291,17 +317,20 @@ def table(rows: Sequence[Row]) -> Table:
     """What became of requests, beside what P and D counted."""
     shown = Table(title=f"lease of {LEASE_S} s; wrong: with HTTP 200")
     for name in (
-        "engines", "scene", "requests", "right", "wrong", "failed at P", "failed at D", "D's count",
-        "no answer", "failed after", "again: right", "wrong", "failed", "leases ended", "ended",
-        "s",
+        "engines", "scene", "requests", "right", "wrong", "failed at P", "P's count", "failed at D",
+        "D's count", "broken at P", "broken at D", "no answer", "failed after", "again: right",
+        "wrong", "failed", "leases ended", "failed transfers", "ended", "s",
     ):  # fmt: skip
         shown.add_column(name, justify="left" if name in ("engines", "scene", "ended") else "right")
     for row in rows:
         shown.add_row(
             *(row.pair, row.scene, str(row.requests), str(row.right), str(row.wrong)),
-            *(str(row.failed_at_p), str(row.failed_at_d), known(row.counted), str(row.no_answer)),
+            *(str(row.failed_at_p), known(row.counted_at_p)),
+            *(str(row.failed_at_d), known(row.counted_at_d)),
+            *(str(row.broken_at_p), str(row.broken_at_d), str(row.no_answer)),
             *(str(row.failed_after), str(row.again_right), str(row.again_wrong)),
-            *(str(row.again_failed), known(row.expired), ", ".join(row.ended)),
+            *(str(row.again_failed), known(row.expired), known(row.transfers)),
+            ", ".join(row.ended),
             f"{row.seconds:.0f}",
         )
     return shown
@@ -324,10 +353,22 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         found.append(Goal(f"{where}: wrong answers", row.wrong + row.again_wrong, 0))
         found.append(Goal(f"{where}: without an answer", row.no_answer + row.again_failed, 0))
         found.append(Goal(f"{where}: engines that ended by themselves", len(row.ended), 0))
-        if row.counted is not None:
-            miscounted = abs(row.counted - row.failed_at_d)
-            found.append(Goal(f"{where}: failures counted otherwise", miscounted, 0))
+        found.append(Goal(f"{where}: requests not told of once", abs(row.requests - told_of(row)), 0))
+        sides = (
+            ("P", row.counted_at_p, row.failed_at_p, row.broken_at_p),
+            ("D", row.counted_at_d, row.failed_at_d, row.broken_at_d),
+        )
+        for side, counted, failed, broken in sides:
+            if counted is not None:  # it is the one that it was, and has no reason to break any
+                name = f"{where}: failures that {side} counted otherwise"
+                found.append(Goal(name, abs(counted - failed) + broken, 0))
     return found
+
+
+def told_of(row: Row) -> int:
+    """Requests whose end clients were told of, or have found out."""
+    engines = row.failed_at_p + row.failed_at_d + row.broken_at_p + row.broken_at_d
+    return row.right + row.wrong + engines + row.no_answer
 
 
 def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:

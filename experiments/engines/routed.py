@@ -32,8 +32,13 @@ _OTHER_TOKENS, _OTHERS = 900, 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one request: ``right``, ``wrong``, ``failed_at_p``, ``failed_at_d`` or
-    ``no_answer``, and what a failure said."""
+    """What became of one request, and what a failure said.
+
+    Attributes:
+        kind: ``right``, ``wrong``, ``no_answer``; ``failed_at_p`` or ``failed_at_d`` where that
+            engine said that it has failed, ``broken_at_p`` or ``broken_at_d`` where its connection
+            ended without a word.
+    """
 
     prompt: Prompt
     kind: str
@@ -60,7 +65,7 @@ class Play:
         try:
             return await prefill(self.client, self.prefill.url, self.model, prompt.token_ids, name)
         except (RequestFailed, httpx.HTTPError) as error:
-            return Outcome(prompt, "failed_at_p", short(error))
+            return unanswered(prompt, "p", error)
 
     async def at_d(self, prompt: Prompt, name: str, params: dict[str, Any]) -> Outcome:
         """D's answer, judged."""
@@ -70,7 +75,7 @@ class Play:
                 self.client, self.decode.url, self.model, tokens, ANSWER_TOKENS, name, params
             )
         except (RequestFailed, httpx.HTTPError) as error:
-            return Outcome(prompt, "failed_at_d", short(error))
+            return unanswered(prompt, "d", error)
         return Outcome(prompt, "right" if answer.token_ids == prompt.answer else "wrong")
 
     async def through(self, prompt: Prompt) -> Outcome:
@@ -137,6 +142,12 @@ async def settled(asked: Sequence[Asked]) -> list[Outcome]:
 def batches(prompts: Sequence[Prompt]) -> Iterator[Sequence[Prompt]]:
     for start in range(0, len(prompts), TOGETHER):
         yield prompts[start : start + TOGETHER]
+
+
+def unanswered(prompt: Prompt, side: str, error: Exception) -> Outcome:
+    """A request that an engine said has failed, or whose connection ended without its word."""
+    how = "failed" if isinstance(error, RequestFailed) else "broken"
+    return Outcome(prompt, f"{how}_at_{side}", short(error))
 
 
 def short(error: Exception) -> str:
