@@ -151,6 +151,36 @@ def growth(raw: Raw) -> Made:
     return Made(columns, rows)
 
 
+def drill(raw: Raw) -> Made:
+    """A row for each fault and pair."""
+    pairs = {"stock": "stock", "d-alone": "kvpatch on D", "both": "kvpatch on both"}
+    faults = {
+        "stale": "D held up past the lease",
+        "link": "P held up as D reads",
+        "replaced": "P killed and back under its id before D reads",
+        "kill-p": "P killed among requests, back under its id",
+        "kill-d": "D killed among requests, back under its id",
+    }
+    rows = []
+    for fault, said in faults.items():
+        for row in (one for one in raw if one["scene"] == fault and one["pair"] in pairs):
+            broken = row["broken_at_p"] + row["broken_at_d"]
+            counted = "-" if row["counted_at_d"] is None else str(row["counted_at_d"])
+            rows.append(
+                [
+                    said, pairs[row["pair"]], f"{row['requests']:,}", str(row["right"]),
+                    str(row["wrong"]), str(row["failed_at_d"]), counted, str(broken),
+                    str(row["no_answer"]),
+                    f"{row['again_right']} of {sum(row[f'again_{how}'] for how in _JUDGED)}",
+                ]
+            )  # fmt: skip
+    columns = ("fault", "P and D", "requests", "right", "wrong, HTTP 200", "failed at D",
+               "D's count", "connection broken", "no answer", "asked again: right")  # fmt: skip
+    return Made(columns, rows)
+
+
+_JUDGED = ("right", "wrong", "failed")
+
 TABLES: dict[str, Callable[[Raw], Made]] = {
-    made.__name__: made for made in (transfer, direct, choice, plan, steps, serving, growth)
+    made.__name__: made for made in (transfer, direct, choice, plan, steps, serving, growth, drill)
 }

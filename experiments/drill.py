@@ -1,6 +1,6 @@
 """Faults while real engines serve: is an answer wrong, is each failure counted once?
 
-    experiments/drill.sh [--pairs stock,both] [--scenes stale,link] [--requests 24]
+    experiments/drill.sh [--pairs stock,both] [--scenes stale,link] [--requests 5000]
 
 vLLM's servers on the CPU with a tiny random Llama, P with a small cache and a lease of 2 s, D's
 answers held against one engine alone. Each pair of engines plays each scene:
@@ -15,11 +15,15 @@ answers held against one engine alone. Each pair of engines plays each scene:
 
 "wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. "failed"
 are those that an engine said have failed, "broken" those whose connection ended without a word of
-it, as a killed engine's do; both are asked again once the fault is over. "P's count" and "D's
-count" are of requests that ended with an error by /metrics: an engine that was not killed has
-broken no connection and counted each failure that it told a client of, once. With --check the exit
-status is 1 where kvpatch on both sides gave a wrong answer, left one out or counted one otherwise,
-or where the stale blocks of stock's pair went unseen: then nothing was drilled.
+it, as a killed engine's do; both are asked again once the fault is over. D keeps its handshake
+with a P that comes back under the same engine id, with kvpatch or without, and fails what it is to
+read from it until it is restarted itself ("failed after"): it is, before it is asked again.
+
+"P's count" and "D's count" are of requests that ended with an error by /metrics: an engine that was
+not killed has broken no connection and counted each failure that it told a client of, once. With
+--check the exit status is 1 where kvpatch on both sides gave a wrong answer, left one out or
+counted one otherwise, or where the stale blocks of stock's pair went unseen: then nothing was
+drilled.
 
 A prompt is taken only if the single engine prefers each of its tokens by a margin.
 """
@@ -93,6 +97,8 @@ class Row:
     Attributes:
         failed_after: those of the failed ones that were sent when the fault was over.
         said: what failures said, and how often.
+        restarts_decode: whether D was restarted before they were asked again, since it keeps the
+            handshake with the P that was killed.
         again_right: of those that failed, asked again after the scene.
         expired: leases that ended, by P's count; None where P was another one at the end.
         counted_at_p: requests that ended with an error, by P's count; None where P was another one.
@@ -112,6 +118,7 @@ class Row:
     broken_at_d: int
     no_answer: int
     failed_after: int
+    restarts_decode: bool
     again_right: int
     again_wrong: int
     again_failed: int
@@ -134,6 +141,9 @@ async def scene(
     await SCENES[name](play, prompts, told)
     ended = await revive(play)
     now = await read_books(play)
+    restarts = before.at_p.group != now.at_p.group and before.at_d.group == now.at_d.group
+    if restarts:
+        await play.restart(play.decode)
     again = Counter[str]()
     for batch in batches(told.failed):
         again.update(outcome.kind for outcome in await asyncio.gather(*map(play.served, batch)))
@@ -150,6 +160,7 @@ async def scene(
         broken_at_d=told.outcomes["broken_at_d"],
         no_answer=told.outcomes["no_answer"],
         failed_after=told.failed_after,
+        restarts_decode=restarts,
         again_right=again["right"],
         again_wrong=again["wrong"],
         again_failed=again.total() - again["right"] - again["wrong"],
@@ -228,7 +239,7 @@ def engine(
 
 @dataclass(frozen=True)
 class Asking:
-    """What one run plays."""
+    """What one run plays; ``requests`` of each scene of each pair."""
 
     pairs: Sequence[Pair]
     scenes: Sequence[str]
@@ -270,8 +281,8 @@ async def play_pair(
                asking.policy),
         engine(pair, "decode", str(options.model), 32, DECODE_CACHE_TOKENS, asking.policy),
     )  # fmt: skip
-    # A connection for each request: one kept open that an engine held up has found idle for too long
-    # is closed under the next request, which the engine never sees.
+    # A connection for each request: one kept open that an engine held up has found idle too long is
+    # closed under the next request, which the engine never sees.
     limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
     rows = []
     async with (
@@ -353,7 +364,9 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
         found.append(Goal(f"{where}: wrong answers", row.wrong + row.again_wrong, 0))
         found.append(Goal(f"{where}: without an answer", row.no_answer + row.again_failed, 0))
         found.append(Goal(f"{where}: engines that ended by themselves", len(row.ended), 0))
-        found.append(Goal(f"{where}: requests not told of once", abs(row.requests - told_of(row)), 0))
+        found.append(
+            Goal(f"{where}: requests not told of once", abs(row.requests - told_of(row)), 0)
+        )
         sides = (
             ("P", row.counted_at_p, row.failed_at_p, row.broken_at_p),
             ("D", row.counted_at_d, row.failed_at_d, row.broken_at_d),
@@ -390,7 +403,9 @@ def main() -> None:
     )
     parser.add_argument("--pairs", help="by commas: " + ", ".join(pair.name for pair in PAIRS))
     parser.add_argument("--scenes", help="by commas: " + ", ".join(SCENES))
-    parser.add_argument("--requests", type=int, default=24, help="of each scene of each pair")
+    parser.add_argument(
+        "--requests", type=int, default=5000, help="of each pair, shared out among its scenes"
+    )
     parser.add_argument(
         "--policy", choices=("fail", "recompute"), default="fail", help="for loads that fail"
     )
@@ -408,7 +423,10 @@ def main() -> None:
         console.print(f"logs: {folder}", highlight=False)
         model = str(make_tiny_llama(folder / "model"))
         asking = Asking(
-            [pair for pair in PAIRS if pair.name in pairs], scenes, options.requests, options.policy
+            [pair for pair in PAIRS if pair.name in pairs],
+            scenes,
+            -(-options.requests // len(scenes)),
+            options.policy,
         )
         of_run = Options(work_dir=folder, model=model)
         rows = until_signal(drill(asking, of_run, console))

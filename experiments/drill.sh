@@ -3,7 +3,7 @@
 # with a restart under the same engine id. Is an answer wrong, is each failure counted once?
 #
 #   experiments/drill.sh [--pairs stock,d-alone,both,both-64-32] [--scenes stale,link,...]
-#   experiments/drill.sh --requests 250 --json FILE --check      5,000 requests
+#   experiments/drill.sh --requests 5000 --json FILE --check     as many for each pair, an hour or more
 #   experiments/drill.sh --help
 #
 # Real engines on CPU with a tiny random model; every answer is held against one single engine.

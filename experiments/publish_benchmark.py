@@ -21,16 +21,18 @@ from tests.played import write_table
 
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 _SERVED = "0.32.0"
+#: Those that start vLLM's engines.
+_SCRIPTS = {"serving": "experiments/bench_serving.sh", "drill": "experiments/drill.sh"}
 
 
 def write(name: str, raw: Any, note: str) -> None:
     """The data, in the form of all of docs/data, and the picture."""
     made = TABLES[name](raw)
-    is_served = name == "serving"
+    made_by = _SCRIPTS.get(name)
     write_table(
         _DOCS / "data" / f"{name}.json",
-        f"experiments/bench_{name}.{'sh' if is_served else 'py'}",
-        _SERVED if is_served else "",
+        made_by or f"experiments/bench_{name}.py",
+        _SERVED if made_by else "",
         note,
         *made,
     )

@@ -25,7 +25,30 @@ from experiments.engines.routed import Asked, Outcome, Play, settled  # noqa: E4
 
 pytestmark = pytest.mark.serving
 
-_ROW = drill.Row("both", "stale", 8, 4, 0, 0, 4, 0, 0, 4, 0, 0, 4, 4, [], {}, 1.0)
+_ROW = drill.Row(
+    pair="both",
+    scene="stale",
+    requests=8,
+    right=4,
+    wrong=0,
+    failed_at_p=0,
+    failed_at_d=4,
+    broken_at_p=0,
+    broken_at_d=0,
+    no_answer=0,
+    failed_after=0,
+    restarts_decode=False,
+    again_right=4,
+    again_wrong=0,
+    again_failed=0,
+    expired=4,
+    counted_at_p=0,
+    counted_at_d=4,
+    transfers=4,
+    ended=[],
+    said={},
+    seconds=1.0,
+)
 
 
 def _missed(*rows: drill.Row) -> list[str]:
@@ -34,21 +57,34 @@ def _missed(*rows: drill.Row) -> list[str]:
 
 def test_what_must_be_so_of_kvpatch_on_both_sides() -> None:
     assert _missed(_ROW) == []
-    assert _missed(replace(_ROW, wrong=1)) == ["both, stale: wrong answers"]
+    assert _missed(replace(_ROW, right=3, wrong=1)) == ["both, stale: wrong answers"]
     assert _missed(replace(_ROW, again_wrong=1)) == ["both, stale: wrong answers"]
-    assert _missed(replace(_ROW, no_answer=1)) == ["both, stale: without an answer"]
+    assert _missed(replace(_ROW, right=3, no_answer=1)) == ["both, stale: without an answer"]
     assert _missed(replace(_ROW, again_failed=1)) == ["both, stale: without an answer"]
     assert _missed(replace(_ROW, ended=["D"])) == ["both, stale: engines that ended by themselves"]
+    for right in (3, 5):
+        assert _missed(replace(_ROW, right=right)) == ["both, stale: requests not told of once"]
+
+
+def test_an_engine_that_was_not_killed_counts_each_failure_once_and_breaks_no_connection() -> None:
+    at_p = ["both, stale: failures that P counted otherwise"]
+    at_d = ["both, stale: failures that D counted otherwise"]
     for counted in (3, 5):
-        missed = _missed(replace(_ROW, counted=counted))
-        assert missed == ["both, stale: failures counted otherwise"]
-    assert _missed(replace(_ROW, scene="kill-d", counted=None)) == []
+        assert _missed(replace(_ROW, counted_at_d=counted)) == at_d
+    assert _missed(replace(_ROW, counted_at_p=1)) == at_p
+    assert _missed(replace(_ROW, right=3, failed_at_p=1)) == at_p
+    # What the engine has counted and its client was not told of does not make up for the other.
+    assert _missed(replace(_ROW, failed_at_d=3, broken_at_d=1)) == at_d
+    assert _missed(replace(_ROW, right=3, broken_at_d=1, counted_at_d=4)) == at_d
+    assert _missed(replace(_ROW, right=3, broken_at_p=1)) == at_p
+    killed = replace(_ROW, scene="kill-d", failed_at_d=0, broken_at_d=4, counted_at_d=None)
+    assert _missed(killed) == []
 
 
 def test_a_drill_in_which_stock_is_right_has_shown_nothing() -> None:
     stock = replace(_ROW, pair="stock")
     assert _missed(stock) == ["stock, stale: wrong answers"]
-    assert _missed(replace(stock, wrong=1, again_wrong=3, counted=9)) == []
+    assert _missed(replace(stock, wrong=1, again_wrong=3, counted_at_d=9)) == []
     assert _missed(replace(stock, scene="link"), replace(_ROW, pair="d-alone", wrong=8)) == []
 
 
@@ -156,6 +192,34 @@ def test_an_answer_is_judged_by_status_and_tokens(
 
     found = asyncio.run(served())
     assert (found.kind, found.said) == expected
+
+
+@pytest.mark.parametrize("at_p", [True, False])
+def test_a_connection_that_ends_without_a_word_is_no_failure_that_was_told(
+    at_p: bool, tmp_path: Path
+) -> None:
+    def answer(request: Any) -> Any:
+        if (request.url.host == "p") is at_p:
+            raise httpx.ReadError("", request=request)
+        return httpx.Response(200, json={"kv_transfer_params": {"remote_port": 7}})
+
+    def engine(host: str) -> Any:
+        return SimpleNamespace(url=f"http://{host}", spec=SimpleNamespace(model="model"))
+
+    async def served() -> Outcome:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            options: Any = SimpleNamespace(work_dir=tmp_path)
+            play = Play(client, options, engine("p"), engine("d"), (1, 2))
+            return await play.served(Prompt((1, 2, 3), (7, 8)))
+
+    found = asyncio.run(served())
+    assert (found.kind, found.said) == (f"broken_at_{'p' if at_p else 'd'}", "ReadError")
+
+
+def test_what_another_engine_has_counted_is_not_taken_for_the_first_ones() -> None:
+    first, killed = drill.Book(7, {"errors": 3}), drill.Book(8, {"errors": 1})
+    assert drill.since(first, drill.Book(7, {"errors": 5}), "errors") == 2
+    assert drill.since(first, killed, "errors") is None
 
 
 def test_a_counter_is_the_sum_of_its_samples_with_these_labels() -> None:
