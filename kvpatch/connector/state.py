@@ -114,6 +114,12 @@ def worker_state(worker: Any) -> WorkerState:
     return _state(worker, WorkerState)
 
 
+def held_by(owner: Any, kind: type[_Kind]) -> _Kind | None:
+    """An owner's object of a kind; None too of what has no state, which none is made for."""
+    state: _State | None = getattr(owner, _NAME, None)
+    return None if state is None else state.held(kind)
+
+
 def release_worker(worker: Any) -> ReleaseWorker:
     """A connector's worker half, read by the facts of its release."""
     return ReleaseWorker(worker, worker_state(worker).facts)

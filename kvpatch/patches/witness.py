@@ -34,7 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import scheduler_state, worker_state
+from kvpatch.connector.state import held_by, scheduler_state
 from kvpatch.connector.witness.loads import ExpectedLoads
 from kvpatch.connector.witness.witness import Witness, set_up
 from kvpatch.core import seams, settings
@@ -62,18 +62,18 @@ def _build_connector_meta(
 
 def _witness_of(connector: Any) -> Witness | None:
     """Of NIXL's connector in a worker; every connector comes by here."""
-    worker = getattr(connector, "connector_worker", None)
-    is_nixls = worker is not None and hasattr(worker, "nixl_wrapper")
-    return worker_state(worker).held(Witness) if is_nixls else None
+    return held_by(getattr(connector, "connector_worker", None), Witness)
 
 
 def _bind_connector_metadata(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    witness = _witness_of(instance)
+    if witness is None:
+        return wrapped(*args, **kwargs)
+
     def bind(connector_metadata: Any) -> Any:
-        witness = _witness_of(instance)
-        if witness is not None:
-            witness.before(connector_metadata)
+        witness.before(connector_metadata)
         return wrapped(connector_metadata)
 
     return bind(*args, **kwargs)
@@ -82,7 +82,7 @@ def _bind_connector_metadata(
 def _transfer_results(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    witness = worker_state(instance).held(Witness)
+    witness = held_by(instance, Witness)
     if witness is not None:
         witness.after()
     return wrapped(*args, **kwargs)
@@ -92,8 +92,9 @@ def _get_block_ids_with_load_errors(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     found, witness = wrapped(*args, **kwargs), _witness_of(instance)
-    bad = set() if witness is None else witness.take_invalid_blocks()
-    return found | bad if bad else found
+    if witness is None:
+        return found
+    return found | witness.take_invalid_blocks()
 
 
 def _update_requests_with_invalid_blocks(
