@@ -26,6 +26,7 @@ class Usage:
 
     _pool: tuple[int, int, int] = (-1, 0, 0)
     _waits: int = 0
+    _costs: SaveCosts | None = None
     _saved: int = 0
     _save_seconds: float = 0.0
     _host_blocks: tuple[int, int, int, int] = (-1, 0, 0, 0)
@@ -52,8 +53,8 @@ class Usage:
 
     def look_at_saves(self, costs: SaveCosts, book: Book) -> None:
         """Says what was saved since the last step; a new buffer begins anew."""
-        if costs.blocks < self._saved:
-            self._saved, self._save_seconds = 0, 0.0
+        if costs is not self._costs:
+            self._costs, self._saved, self._save_seconds = costs, 0, 0.0
         if costs.blocks > self._saved:
             book.add(SAVED_BLOCKS, costs.blocks - self._saved)
             book.add(SAVE_SECONDS, costs.seconds - self._save_seconds)

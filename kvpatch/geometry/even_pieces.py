@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from typing import NamedTuple
 
 import numpy as np
 
+from kvpatch.geometry.plane_copies import CopyAxis
 from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.staged_plan import Placement
 
@@ -19,20 +21,52 @@ from kvpatch.geometry.staged_plan import Placement
 _MOST_PIECES = 4
 
 
-def in_even_pieces(placement: Placement) -> tuple[Placement, ...]:
-    """The same copies in fewer kinds of segments, where there is a length that divides them."""
-    segments = placement.segments
+class _Cut(NamedTuple):
+    """Segments as pieces.
+
+    Attributes:
+        pieces: which numbers alone tell apart.
+        block: how far the numbers are apart.
+        rest: what is no whole number of pieces; None for nothing.
+    """
+
+    pieces: Segments
+    block: CopyAxis
+    rest: Segments | None
+
+
+class EvenPieces:
+    """Of a chunk's placements; segments that several of them share are cut once."""
+
+    def __init__(self) -> None:
+        #: By segments, which placements hold, and by how blocks and tokens are strided.
+        self._cuts: dict[tuple[int, CopyAxis, CopyAxis], _Cut | None] = {}
+
+    def of(self, placement: Placement) -> tuple[Placement, ...]:
+        """The same copies in fewer kinds of segments, where a length divides them."""
+        segments, strides = placement.segments, placement.strides
+        key = id(segments), strides.block, strides.token
+        if key not in self._cuts:
+            self._cuts[key] = _cut(segments, strides.block, strides.token)
+        cut = self._cuts[key]
+        if cut is None:
+            return (placement,)
+        pieces = replace(placement, segments=cut.pieces, strides=strides._replace(block=cut.block))
+        return (pieces,) if cut.rest is None else (pieces, replace(placement, segments=cut.rest))
+
+
+def _cut(segments: Segments, block: CopyAxis, token: CopyAxis) -> _Cut | None:
+    """The pieces; None where they would be no fewer copies."""
     kinds = len(segments.kinds)
     if kinds == 1:
-        return (placement,)
+        return None
     # The last token of a request is anywhere, so that the last segment has any length.
     borders = (segments.remote_offset, segments.local_offset, segments.tokens[:-1])
     tokens = int(np.gcd.reduce(np.concatenate(borders)))
     is_left = bool(segments.tokens[-1] % tokens)
     even = _rows(segments, slice(0, -1 if is_left else None))
     if int(even.tokens.sum()) > _MOST_PIECES * tokens * len(even):
-        return (placement,)
-    block, token = placement.strides.block, placement.strides.token
+        return None
     counts = even.tokens // tokens
     numbers, steps = [], []
     for blocks, offsets, block_stride, token_stride in (
@@ -46,16 +80,11 @@ def in_even_pieces(placement: Placement) -> tuple[Placement, ...]:
         steps.append(step)
     begins = np.zeros_like(numbers[0])
     pieces = Segments(numbers[0], begins, numbers[1], begins, np.full_like(begins, tokens))
-    strides = placement.strides._replace(
-        block=block._replace(remote_stride=steps[0], local_stride=steps[1])
-    )
-    cut = replace(placement, segments=pieces, strides=strides)
     # What does not lie evenly in the buffer is gathered before it is copied.
     if 1 + is_left + (pieces.kinds[0].remote.steps is None) >= kinds:
-        return (placement,)
-    return (
-        (cut, replace(placement, segments=_rows(segments, slice(-1, None)))) if is_left else (cut,)
-    )
+        return None
+    apart = block._replace(remote_stride=steps[0], local_stride=steps[1])
+    return _Cut(pieces, apart, _rows(segments, slice(-1, None)) if is_left else None)
 
 
 def _counted_on(first: Int64Array, counts: Int64Array, step: int) -> Int64Array:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry.even_pieces import in_even_pieces
+from kvpatch.geometry.even_pieces import EvenPieces
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
 from kvpatch.geometry.staged_plan import Placement
@@ -196,10 +196,15 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         staging: ``uint8``, one-dimensional.
         into: each placement with the memory that it is in.
     """
+    import torch
+
+    # Where every row is a copy of its own, pieces are more of them.
+    is_by_row = torch.are_deterministic_algorithms_enabled()
+    pieces = EvenPieces()
     moves = [
         (cache.memory, move, _numbered_source(move.source), move.target.numbered())
         for cache, placement in into
-        for one in in_even_pieces(placement)
+        for one in ((placement,) if is_by_row else pieces.of(placement))
         for move in moves_of(one, cache.address)
     ]
     numbers = [target.numbers for _, _, _, target in moves]

@@ -219,11 +219,14 @@ class TestUsage:
         assert [v for name, _, v in book.take() if name == POOL_WAITS.name] == [5, 1]
 
     def test_saves_are_told_by_what_came_since(self) -> None:
-        usage, book = Usage(), Book()
-        for costs in (SaveCosts(), SaveCosts(4, 0.5), SaveCosts(6, 0.75), SaveCosts(1, 0.25)):
+        usage, book, costs = Usage(), Book(), SaveCosts()
+        for blocks, seconds in ((0, 0.0), (4, 0.5), (6, 0.75)):
+            costs.blocks, costs.seconds = blocks, seconds
             usage.look_at_saves(costs, book)
+        usage.look_at_saves(SaveCosts(7, 0.25), book)
 
-        assert [value for _, _, value in book.take()] == [4, 0.5, 2, 0.25, 1, 0.25]
+        told = [value for _, _, value in book.take()]
+        assert told == [4, 0.5, 2, 0.25, 7, 0.25], "another buffer begins anew, however full"
 
     def test_host_blocks(self) -> None:
         usage, book, table = Usage(), Book(), HostBlockTable(4)
@@ -290,6 +293,25 @@ class TestShown:
 
         shown.observe([["kvpatch_not_yet", "x", 1], ["kvpatch_reads", "stock", 1]], 0)
         shown.observe([["kvpatch_reads", "stock", 1]], 7)
+
+        assert _value("kvpatch_reads_total", "0", way="stock") == 1
+
+    @pytest.mark.parametrize(
+        "sample",
+        [
+            ["kvpatch_reads", "stock", -1],
+            ["kvpatch_reads", "", 1],
+            ["kvpatch_host_buffer_saved_blocks", "stock", 1],
+            ["kvpatch_reads", "stock", 1, "more"],
+            ["kvpatch_reads", "stock", None],
+            [],
+        ],
+    )
+    def test_what_does_not_fit_is_left_out(self, sample: list[object]) -> None:
+        """An error would end the answers of the whole front end."""
+        shown = _shown()
+
+        shown.observe([sample, ["kvpatch_reads", "stock", 1]], 0)
 
         assert _value("kvpatch_reads_total", "0", way="stock") == 1
 

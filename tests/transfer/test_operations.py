@@ -29,5 +29,5 @@ def test_blocks_that_do_not_divide_each_other_are_placed_together(
     assert pair in bench_operations.PAIRS
     assert bench_operations.count(pair, 80, tokens).operations_a_chunk <= bench_operations.MOST
 
-    monkeypatch.setattr(place, "in_even_pieces", lambda placement: (placement,))
+    monkeypatch.setattr(place.EvenPieces, "of", lambda pieces, placement: (placement,))
     assert bench_operations.count(pair, 80, tokens).operations_a_chunk > bench_operations.MOST

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvpatch.connector.metrics.book import Sample
 from kvpatch.connector.metrics.catalogue import METRICS, Metric
 
 _LAST_SAID = {"multiprocess_mode": "mostrecent"}  # of several API servers, as vLLM's gauges
@@ -53,14 +54,19 @@ class Shown:
         return self._metrics[name].labels(*engine, *((label,) if label else ()))
 
     def observe(self, samples: Iterable[Sequence[Any]], engine_index: int) -> None:
-        """Shows what an engine has told. What this process's kvpatch does not know is left out."""
+        """Shows what an engine has told. What this process's kvpatch does not know is left out.
+
+        An engine of another kvpatch may send anything, and an error here would end the front end's
+        answers to everybody.
+        """
         engine = self._engines.get(engine_index)
         if engine is None:
             return
-        for name, label, value in samples:
-            metric = _BY_NAME.get(name)
-            if metric is None:
+        for sample in samples:
+            metric = _BY_NAME.get(sample[0]) if len(sample) == len(Sample._fields) else None
+            if metric is None or not _fits(metric, *sample[1:]):
                 continue
+            name, label, value = sample
             child = self._child(name, engine, label)
             if metric.kind == "counter":
                 child.inc(value)
@@ -69,6 +75,11 @@ class Shown:
 
 
 _BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def _fits(metric: Metric, label: Any, value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and (metric.kind == "gauge" or value >= 0)
+    return is_number and bool(label) == bool(metric.label)
 
 
 def _forget_earlier() -> None:
