@@ -36,6 +36,13 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
             if request is not None:
                 if reader.hold_table is not None:
                     _hear_of_hold(request, context)
+                if reader.digest_checks is not None:
+                    # Of smaller blocks the release makes its own behind the reads.
+                    is_as_read = smaller is None
+                    context.digest = reader.digest_checks.of_load(
+                        request_id, request, is_as_read=is_as_read
+                    )
+                    inside.callback(_seal, worker, context, request)
                 parts = reader.ours.kernel_blocks_per_block
                 context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
             inside.enter_context(reader.request(context))
@@ -55,6 +62,14 @@ def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:
             context.hold = read_hold(request.stated_hold)
         except ReadRefused as error:
             context.refusal = error
+
+
+def _seal(worker: Any, context: RequestContext, request: ReadRequest) -> None:
+    """Books that all of a load's reads have been prepared."""
+    is_loaded = any(request.local_blocks) and context.engine_id in worker._remote_agents
+    is_read = is_loaded and context.refusal is None and context.computed_here is None
+    if context.digest is not None:
+        context.digest.proof.seal(is_read=is_read)
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:

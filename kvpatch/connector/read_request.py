@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from kvpatch.connector.digests.promise import stated_promise
 from kvpatch.connector.holds.hold import stated_hold
 from kvpatch.connector.unpatched_workers import EqualBlockPeers, is_guarded, require
 from kvpatch.core.releases import ReleaseFacts
@@ -54,6 +55,7 @@ class ReadRequest:
         cancellation: set when the request is over before its read is.
         arrived: when the request came in.
         stated_hold: what P says of its hold on the blocks; None where it says nothing.
+        stated_digest: what it says of their digests, as the hold.
         is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
     """
@@ -67,6 +69,7 @@ class ReadRequest:
     cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     arrived: float | None = None
     stated_hold: str | None = None
+    stated_digest: str | None = None
     is_guarded: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,6 +117,7 @@ def attach_read_requests(
             and is_guarded(scheduler, equal_peers, engine_of(entry, facts), held, remote, facts),
             arrived=request.arrival_time,
             stated_hold=stated_hold(parameters) if has_load else None,
+            stated_digest=stated_promise(parameters) if has_load else None,
         )
         setattr(entry, _READ_REQUEST, found)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
+from kvpatch.connector.digests.covered import CoveredCaches
 from kvpatch.connector.divided_block_handles import watch_divided_blocks
 from kvpatch.connector.handshake.cross_layer_form import places_digest
 from kvpatch.connector.handshake.remote_states import places_of_states
@@ -25,7 +27,9 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, local_geometry
 from kvpatch.connector.local.recurrent_state import StatePages, states_digest
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.vllm_bugs import take_planned_blocks, takes_heads_for_tokens
-from kvpatch.connector.metrics.catalogue import Way
+from kvpatch.connector.metrics.book import Book
+from kvpatch.connector.metrics.catalogue import DIGESTS, Way
+from kvpatch.connector.reading.digest_checks import DigestChecks
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
 from kvpatch.connector.reading.read_factory import Progress
@@ -41,11 +45,15 @@ from kvpatch.connector.transfer_handles import (
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.digest_table import DigestTable
 from kvpatch.transfer.hold_table import HoldTable
+from kvpatch.transfer.load_proof import DigestCounts, Proof
 from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 
 if TYPE_CHECKING:
     import torch
+
+_LOG = logging.getLogger("kvpatch.digests")
 
 
 def attach_reader(
@@ -88,6 +96,7 @@ def attach_reader(
         reader.book = state.book
         if state.host_buffer is not None:
             reader.pooled = Way.HOST_BUFFER
+        reader.digest_checks = _digest_checks(release, own, ours, reader)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
             EngineAgent(agent, gate),
@@ -102,6 +111,29 @@ def attach_reader(
         release.admit_larger_blocks()
     if prove_peers is not None:
         prove_peers(worker)
+
+
+def _digest_checks(
+    release: ReleaseWorker, own: InspectedCaches, ours: LocalGeometry, reader: Reader
+) -> DigestChecks | None:
+    """What checks loads by digests; None where they are off, or of other caches."""
+    state, tensors = worker_state(release.worker), reader.destination.tensors
+    table = state.held(DigestTable)
+    if table is None:
+        return None
+    device = next(iter(tensors.values())).device if reader.planes else None
+    has_others = own.states or state.is_host_buffered or device is None
+    if has_others or not can_read_beside(device, reader.destination.caches):
+        _LOG.info("loads are not checked by digests: they do not cover this cache")
+        return None
+    covered = CoveredCaches(tensors, reader.planes, reader.groups)
+    is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
+    counts.tell = partial(_tell, state.book)
+    return DigestChecks(ours, reader.groups, covered, table, counts, is_sample=is_sample)
+
+
+def _tell(book: Book, proof: Proof) -> None:
+    book.add(DIGESTS, 1, proof.value)
 
 
 def _can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:

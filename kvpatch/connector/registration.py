@@ -3,6 +3,7 @@
 witness         its slots are what the witness will look at
 host_buffer     the device's tensors are replaced by those of a host buffer
 stale_blocks    the worker gets a table of what it holds, which it states with its memory
+digests         it gets a table of their digests
 failed_loads    the worker keeps its failed requests until they may be reported
 unlike_engines  the tensors are read, as reads will fill them
 block_count     as many blocks are planned as the tensors have
@@ -40,8 +41,8 @@ def registration_step(
 
     Args:
         part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what proves of
-            peers what their handshakes leave open, where they do; of ``stale_blocks``, what
-            makes the table; of ``witness``, what sets it up.
+            peers what their handshakes leave open, where they do; of ``stale_blocks`` and
+            ``digests``, what makes the table; of ``witness``, what sets it up.
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -87,6 +88,8 @@ def _register(
         state.pages, kv_caches = buffer.pages, buffer.pool.tensors
     if "stale_blocks" in steps:
         steps["stale_blocks"](release)
+    if "digests" in steps:
+        steps["digests"](release)
     if "failed_loads" in steps:
         steps["failed_loads"](worker)
     own = inspect(release, kv_caches) if reads else None

@@ -67,6 +67,10 @@ class WitnessRefused(KvpatchError):
     """Caches of which the last token's slot says nothing, or cannot be looked at."""
 
 
+class NoDigest(KvpatchError):
+    """P's digest of a request that cannot be had: nothing is known of the load, good or bad."""
+
+
 class PoolExhausted(KvpatchError):
     """Space is held by transfers of peers that are gone, and too little is left."""
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ALLOWED_PEERS = "KVPATCH_ALLOWED_PEERS"
 ENABLE = "ENABLE_KVPATCH"
+DIGEST = "KVPATCH_DIGEST"
 DISABLE = "KVPATCH_DISABLE"
 GENERATION = "KVPATCH_GENERATION"
 HOST_BUFFER = "KVPATCH_HOST_BUFFER"
@@ -41,6 +42,7 @@ TOOLING = (
 )
 
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+_DIGESTS = ("off", "sample", "all")
 _HOST_BUFFERS = ("auto", "always", "never")
 _KVCACHED_CARDS = ("refuse", "trust")
 _LAYOUTS = ("HND", "NHD")
@@ -105,6 +107,11 @@ def disabled_slugs() -> tuple[str, ...]:
 def allowed_peers() -> tuple[str, ...]:
     """The entries of ``KVPATCH_ALLOWED_PEERS``, as written there; none for any peer."""
     return tuple(os.environ.get(ALLOWED_PEERS, "").replace(",", " ").split())
+
+
+def digest() -> str:
+    """How much of a load is proven by digests: ``off``, a ``sample``, or ``all``."""
+    return _choice(DIGEST, _DIGESTS)
 
 
 def generation_override() -> str | None:
@@ -190,6 +197,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
     real = (
         ALLOWED_PEERS,
+        DIGEST,
         DISABLE,
         GENERATION,
         HOST_BUFFER,

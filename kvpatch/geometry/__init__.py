@@ -26,4 +26,7 @@ The parts, in the order in which a read uses them:
 ``slot_gather``         where one token's items lie in every plane
 ``digest_weights``      the weight of each position in a digest
 ``digests``             sums over a cache's content, the same in any layout
+``digest_ranges``       which tokens a digest covers, and in which ranges
+``digest_form``         digests as bytes that a peer reads
+``plane_heads``         some heads of a plane, as a plane
 """

@@ -1,7 +1,6 @@
 """What a digest of cached bytes is, and how surely it notices that bytes are wrong.
 
-Nothing calls this yet: loads that verify themselves will (P's worker when a prefill ends, D's
-before it reports a load), and until then it is played by tests and ``experiments/bench_digest.py``.
+P's worker makes them when a request is over, and D's of what it has loaded, before it reports it.
 
 A digest is made in three sums. All numbers are whole and of 64 bits, and what goes beyond is
 dropped, so that no order of adding matters.

@@ -1,7 +1,7 @@
 """Digests of a request's cached tokens: added up over ranks and ranges, and compared by place.
 
 What the numbers are stands in ``digest_weights.py``, and what makes them of tensors in
-``kvpatch/transfer/cache_digests.py``. Nothing calls this yet: loads that verify themselves will.
+``kvpatch/transfer/cache_digests.py``.
 """
 
 from __future__ import annotations

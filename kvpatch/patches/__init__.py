@@ -22,6 +22,7 @@ SLUGS = (
     "aborted_loads",
     "host_buffer",
     "stale_blocks",
+    "digests",
     "witness",
     "handshake_listener",
     "transfer_params",

@@ -11,8 +11,7 @@ KiB, where a copy stays in the core's cache); words times weights in ``int64`` a
 torch 5 to 24; ``int64`` matrix products 4 to 9; ``float64`` products that stay below 2**53 3 to 5
 for weights of 15 bits, and 10 to 17 for two of 26 bits to each half of a word.
 
-Nothing calls this yet: P's worker will when a request's prefill ends, and D's before it reports a
-load. Who calls it sees to it that the blocks are the request's own until the digests are made.
+Who calls it sees to it that the blocks are the request's own until the digests are made.
 """
 
 from __future__ import annotations

@@ -79,6 +79,10 @@ class HoldTable:
         self._held[request_id] = generation
         self._words[_slot(generation)] = generation
 
+    def is_held(self, request_id: str, generation: int) -> bool:
+        """Whether a hold's word has not been taken out; for any thread."""
+        return self._held.get(request_id) == generation
+
     def end(self, request_id: str) -> None:
         """Takes a request's word out: its blocks may be given away when this returns."""
         generation = self._held.pop(request_id, None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
 
+from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.hold_check import HoldCheck
 
 
@@ -28,12 +29,14 @@ class Lifetime:
             them away, since its lease is renewed as often as is looked.
         check: asks the peer; None where it has no kvpatch. With it nothing has to be guessed.
         verdict: what the read has found out; None where it knows nothing, or not yet.
+        digest: compares what was read; None where the peer promises no digest.
     """
 
     ends: float = inf
     longest_gap: float = inf
     check: HoldCheck | None = None
     verdict: Verdict | None = None
+    digest: DigestCheck | None = None
 
     def is_over(self, gap: float) -> bool:
         """Whether they may hold another request's tokens by now.

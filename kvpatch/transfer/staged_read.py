@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry.staged_plan import Chunk, Placement
+from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.lifetime import Lifetime, Verdict
@@ -124,6 +125,8 @@ class StagedRead(OwnRead):
         #: While it waits for the pool.
         self._turn: Turn | None = None
         self._is_begun = self._is_void = self._has_failed = self._is_told = False
+        #: Whether all has been read, and the peer's word has come where it gives one.
+        self._has_all = False
         self.fate = Fate()
         #: When the last look ended, and how long the last one took that found something.
         self._left = self._worked = 0.0
@@ -257,8 +260,8 @@ class StagedRead(OwnRead):
             self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
-        self._conclude()
-        return has_landed or (self._is_paced and (has_placed or has_posted))
+        has_compared = self._conclude()
+        return has_landed or has_compared or (self._is_paced and (has_placed or has_posted))
 
     def void(self) -> bool:
         """Ends it as soon as what is on the wire has landed, without placing any of it.
@@ -305,6 +308,7 @@ class StagedRead(OwnRead):
         self._landed.clear()
         if self._check is not None:
             self._check.release(self._nixl)
+        self._let_go_of_digest()
         for handle in self._failed_handles:
             self._nixl.release_xfer_handle(handle)
         self._failed_handles.clear()
@@ -373,12 +377,24 @@ class StagedRead(OwnRead):
         if self.lifetime is not None:
             self.lifetime.verdict = verdict
 
-    def _conclude(self) -> None:
-        """Tells the peer and books the outcome, once there is nothing left to wait for."""
+    def _conclude(self) -> bool:
+        """Tells the peer and books the outcome, once there is nothing left to wait for.
+
+        Returns:
+            Whether it has compared some of what was read with the peer's digest, and goes on.
+        """
         if self._flights or self._placing or self._unposted.is_any or self.outcome != "PROC":
-            return
-        if self._awaits_word(self._check if not self._is_told else None):
-            return
+            return False
+        if not self._has_all:
+            if self._awaits_word(self._check):
+                return False
+            self._has_all = True
+            if self._is_paced and self._began is not None:  # several are on the wire together
+                self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
+            self.metered.end(is_well=not (self._has_failed or self._is_void))
+        digest = self._digest
+        if digest is not None and self._awaits(digest):
+            return digest.is_comparing
         if not self._has_failed and not self._is_told:
             try:
                 if self._notification:  # else the release tells the peer itself
@@ -386,17 +402,20 @@ class StagedRead(OwnRead):
                 self._is_told = True
             except self._errors:
                 self._fail()
-        if self._is_paced and self._began is not None:  # several are on the wire together
-            self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         is_good = not (self._has_failed or self._is_void)
         if is_good and self._check is not None:
             self._find(Verdict.HELD)
         self.fate.outcome = "DONE" if is_good else "ERR"
-        self.metered.end(is_well=self.outcome == "DONE")
+        self._let_go_of_digest()
+        return False
 
     @property
     def _check(self) -> HoldCheck | None:
         return None if self.lifetime is None else self.lifetime.check
+
+    @property
+    def _digest(self) -> DigestCheck | None:
+        return None if self.lifetime is None else self.lifetime.digest
 
     def _may_begin(self) -> bool:
         """Whether the peer surely had the blocks a moment ago; where it had not, it fails."""
@@ -424,6 +443,27 @@ class StagedRead(OwnRead):
             self._has_failed = True
             self._stop()
         return is_held is None
+
+    def _awaits(self, digest: DigestCheck) -> bool:
+        """Whether what was read is still to be compared; where it is wrong, the read fails."""
+        if self._has_failed or self._is_void or self._is_told:
+            return False
+        try:
+            is_well = digest.answer(self._nixl)
+        except self._errors:
+            self._fail()
+            return False
+        if is_well is False:
+            self._has_failed = True
+            self._stop()
+        return is_well is None
+
+    def _let_go_of_digest(self) -> None:
+        if self._digest is not None:
+            try:
+                self._digest.release(self._nixl)
+            except errors_of(self._nixl):
+                _LOG.warning("a read of a digest could not be released", exc_info=True)
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""

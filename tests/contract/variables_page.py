@@ -51,6 +51,9 @@ MEANINGS = {
     "KVPATCH_ALLOWED_PEERS": "where clients can make D connect: networks, addresses and host "
     "names, each with a port or ports or with any, separated by commas; unset: anywhere, as in "
     "stock vLLM ([what is trusted](../explanation/security.md))",
+    "KVPATCH_DIGEST": "how much of each load D compares with what P had computed, with kvpatch on "
+    "both sides: nothing, a sample of its tokens, or all of them; both sides must have it on "
+    "([digests](../explanation/digests.md))",
     "KVPATCH_DISABLE": "[patches](patches.md) to leave out, by name, separated by commas",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
     "direct-and-staged); it is made when the first read needs it, and a second one of this size "

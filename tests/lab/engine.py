@@ -17,6 +17,7 @@ import torch
 
 import kvpatch
 from kvpatch.transfer.cost_probe import OWN_BYTES
+from kvpatch.transfer.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
 from kvpatch.transfer.hold_table import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
@@ -34,8 +35,10 @@ from .xla import DeviceTensors
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
 _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
-#: What kvpatch registers that holds no tokens: the probe's memory, the table of holds.
-_BESIDE_CACHES = (OWN_BYTES, TABLE_BYTES)
+#: What kvpatch registers that holds no tokens: the tables of holds and digests,
+_TABLES = (TABLE_BYTES, DIGEST_TABLE_BYTES)
+#: and the probe's memory.
+_BESIDE_CACHES = (OWN_BYTES, *_TABLES)
 # How long a sample of P's blocks may take to come and be compared.
 PROOF_SECONDS = 5.0
 _NOTHING_PROVEN = "D computes P's prompts: nothing of P's is proven"
@@ -93,8 +96,8 @@ class Engine:
         self.registrations = 0
         #: Descriptors prepared at handshakes, of peers' memory and of this engine's.
         self.prepared = 0
-        #: (address, bytes) of what NIXL was handed, the staging pools included, but for the table
-        #: of holds.
+        #: (address, bytes) of what NIXL was handed, the staging pools included, but for the
+        #: tables.
         self.registered: list[tuple[int, int]] = []
         self.tracked: list[Tracked] = []
         self.sent: list[set[str]] = [set() for _ in range(spec.tp_size)]
@@ -233,7 +236,7 @@ class Engine:
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
             found = [descs[i][:2] for i in range(descs.descCount())]
             self.registrations += sum(length not in _BESIDE_CACHES for _, length in found)
-            self.registered += [one for one in found if one[1] != TABLE_BYTES]
+            self.registered += [one for one in found if one[1] not in _TABLES]
             return register(descs, *args, **kwargs)
 
         def initialize_xfer(operation: str, local: Any, *args: Any, **kwargs: Any) -> Any:

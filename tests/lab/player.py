@@ -10,10 +10,12 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import kvpatch
+from kvpatch.geometry.digests import Digests
 from kvpatch.transfer import lost_transfers
 
-from . import channel, release
+from . import channel, digest_faults, release
 from .core import CoreScheduler
+from .digests import digests_of
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Timed, Told
 from .scheduler import Computation, Scheduler, Tracked
@@ -92,6 +94,28 @@ class Player(Engine):
         (tracked,) = (t for t in self.tracked if t.request.request_id == name)
         for _, array, block, offset, value in self._elements(tracked, range(tracked.tokens)):
             array[block, offset] = value ^ 1
+
+    def digests(self, name: str, tokens: int) -> list[list[Digests]]:
+        """Each rank's, of a request's first tokens, as kvpatch there knows its cache."""
+        (tracked,) = (t for t in self.tracked if t.request.request_id == name)
+        found = []
+        for worker, caches in zip(self.workers, self.caches, strict=True):
+            reader = _reader_of(release.nixl_of(worker).connector_worker)
+            table, size = tracked.tables[0], self.spec.block_tokens
+            found.append(digests_of(reader.planes, caches.tensors(), table, size, tokens))
+        return found
+
+    def make_digests(self, name: str) -> str:
+        """Waits until P's ranks have written a request's digests down: ``made``, or ``none``."""
+        return digest_faults.made(self._inner_workers(), name)
+
+    def keep_from_digests(self, are_kept: bool) -> None:  # noqa: FBT001
+        """From now on none is made, or again."""
+        digest_faults.keep_from(are_kept=are_kept)
+
+    def note_holds(self) -> None:
+        """Keeps in mind which words stand, for :meth:`make_digests` once they do not."""
+        digest_faults.note_holds(self._inner_workers())
 
     def begin(self, prompts: Sequence[Prompt]) -> None:
         """Takes prompts that the release's own scheduler computes when it can."""
@@ -260,6 +284,23 @@ class Player(Engine):
             time.sleep(_POLL_SECONDS)
 
     # -- D -----------------------------------------------------------------
+
+    def checked(self) -> dict[str, int]:
+        """Loads by what their digests have said of them, over all ranks."""
+        return digest_faults.counts(self._inner_workers())
+
+    def ask_spoilt(self, asks: Sequence[Ask], how: str, reads: int) -> int:
+        """As `ask`, of a load that goes wrong once so many reads of it are over.
+
+        Args:
+            how: ``flip``, ``swap`` or ``layer``.
+        """
+        name, fault = asks[0].prompt.name, digest_faults.FAULTS[how]
+        digest_faults.after_reads(reads, lambda: fault(self, self._by_name[name]))
+        return self.ask(asks)
+
+    def _inner_workers(self) -> list[Any]:
+        return [release.nixl_of(worker).connector_worker for worker in self.workers]
 
     def ask(self, asks: Sequence[Ask]) -> int:
         """Schedules prompts that P has computed, and takes the step that posts the reads."""

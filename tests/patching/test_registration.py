@@ -28,6 +28,7 @@ TENSORS, BUFFERED = {"a": "the device's"}, {"a": "the buffer's"}
 DOES = {
     "host_buffer": "host buffer",
     "stale_blocks": "make a table",
+    "digests": "make a table of digests",
     "failed_loads": "watch failed loads",
     "unlike_engines": "inspect",
     "block_count": "count blocks",
@@ -35,7 +36,7 @@ DOES = {
     "shared_tensors": "leave in once",
 }
 #: Those that say themselves what is done.
-PARTS = {"failed_loads", "stale_blocks"}
+PARTS = {"failed_loads", "stale_blocks", "digests"}
 ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines", "witness"}
 
 
@@ -159,6 +160,6 @@ def test_which_patches_have_a_step():
         number = Version(release)
         shares = {"shared_tensors"} if number < Version("0.10.2") else set()
         fails = {"failed_loads"} if Version("0.11.1") <= number < Version("0.30") else set()
-        holds = {"stale_blocks"} if number >= Version("0.11.1") else set()
+        holds = {"stale_blocks", "digests"} if number >= Version("0.11.1") else set()
         assert found == shares | fails | holds, release
     assert all(set(_steps(FACTS[release])) >= ALL for release in RELEASES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvpatch.connector.holds.hold import Hold
@@ -42,14 +42,7 @@ class GrantedHolds:
         Args:
             metadata: by rank; from 0.30 by stage of the pipeline and rank.
         """
-        found: dict[int, int | None] = {}
-        for place, stated in metadata.items():
-            stage, rank = place if isinstance(place, tuple) else (0, place)
-            address = take_table(stated)
-            # A peer reads the ranks of one stage; of several nobody says which it asks.
-            found[rank] = address if stage == 0 and rank not in found else None
-        known = [found.get(rank) for rank in range(len(found))]
-        self._tables = tuple(one for one in known if one) if all(known) else ()
+        self._tables = tables_of_ranks(metadata, take_table)
 
     def grant(self, request_id: str) -> None:
         """Books one, in place of an earlier one of the same request."""
@@ -73,6 +66,25 @@ class GrantedHolds:
         if self._changes:
             setattr(metadata, _CHANGES, self._changes)
             self._changes = {}
+
+
+def tables_of_ranks(
+    metadata: Mapping[Any, Any], take: Callable[[Any], int | None]
+) -> tuple[int, ...]:
+    """Where the tables of all ranks are; empty where one has none, or nobody says which is read.
+
+    Args:
+        metadata: by rank; from 0.30 by stage of the pipeline and rank.
+        take: takes a rank's out of what it states.
+    """
+    found: dict[int, int | None] = {}
+    for place, stated in metadata.items():
+        stage, rank = place if isinstance(place, tuple) else (0, place)
+        address = take(stated)
+        # A peer reads the ranks of one stage; of several nobody says which it asks.
+        found[rank] = address if stage == 0 and rank not in found else None
+    known = [found.get(rank) for rank in range(len(found))]
+    return tuple(one for one in known if one) if all(known) else ()
 
 
 def changes_in(metadata: Any) -> Mapping[str, int]:

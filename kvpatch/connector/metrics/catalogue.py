@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+from kvpatch.transfer.load_proof import Proof
+
 
 class Way(str, Enum):
     """How bytes come from P into D's blocks."""
@@ -116,6 +118,14 @@ WITNESSED = Metric(
     "verdict",
     tuple(verdict.value for verdict in Verdict),
 )
+DIGESTS = Metric(
+    "kvpatch_load_digests",
+    "counter",
+    "Loads by what P's digest has said of them; none where digests are off, or do not cover D's "
+    "cache.",
+    "digest",
+    tuple(proof.value for proof in Proof),
+)
 POOL_BYTES = Metric(
     "kvpatch_staging_pool_bytes", "gauge", "Size of a worker's staging pool.", _RANK
 )
@@ -158,7 +168,7 @@ HOST_WAITING = Metric(
 )
 
 METRICS = (
-    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, HELD, WITNESSED),
+    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, HELD, WITNESSED, DIGESTS),
     *(POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
     *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING),
 )

@@ -11,8 +11,8 @@ from kvpatch.connector.reading.prepared_transfers import RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.transfer.agent_proxy import AgentProxy
-from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.joined_read import JoinedRead
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import tell_over
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
@@ -93,25 +93,25 @@ class ReadingAgent(AgentProxy):
                 f"engine {engine} has another geometry, and a transfer with it was prepared as if "
                 "it had ours: restart this engine, with kvpatch on or off for all of its life"
             )
-        asked = self._asked_rank(context, operation, remote_handle, notif_msg)
+        found = self._rank_with_word(context, operation, remote_handle, notif_msg)
         handle = self.__wrapped__.make_prepped_xfer(
             operation,
             local_handle,
             local_indices,
             remote_handle,
             remote_indices,
-            notif_msg if asked is None else b"",
+            notif_msg if found is None else b"",
             *args,
             **kwargs,
         )
-        if asked is None:
+        if found is None:
             return handle
-        return self._self_reader.prepare_like(self.__wrapped__, asked, handle, notif_msg)
+        return self._self_reader.prepare_like(self.__wrapped__, *found, handle, notif_msg)
 
-    def _asked_rank(
+    def _rank_with_word(
         self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
-    ) -> HoldCheck | None:
-        """How a rank of a peer like us is asked for its word; None where none gives it.
+    ) -> tuple[str, Lifetime] | None:
+        """NIXL's name of a rank of a peer like us that gives its word, and how it is asked for it.
 
         Raises:
             ReadRefused: what P is said to have answered does not fit it.
@@ -120,7 +120,8 @@ class ReadingAgent(AgentProxy):
             return None
         rank = self._self_rank_of(context.engine_id, handle)
         try:
-            return None if rank is None else self._self_reader.hold_check(*rank)
+            lifetime = None if rank is None else self._self_reader.lifetime_by_word(*rank)
+            return None if rank is None or lifetime is None else (rank[1], lifetime)
         except ReadRefused:
             tell_over(self.__wrapped__, [rank[1]] if rank and notification else [], notification)
             raise

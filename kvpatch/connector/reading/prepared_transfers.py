@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvpatch.connector.handshake.remote_ranks import Peer
 from kvpatch.connector.holds.hold import Hold
 from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.reading.digest_checks import LoadDigest
 from kvpatch.core.errors import KvpatchError
 
 
@@ -37,6 +38,7 @@ class RequestContext:
         hold: of P's on the blocks that are read; None where P says nothing of it.
         arrived: when the request came in, as ``time.time`` counts.
         is_refused: whether that was booked.
+        digest: what the load is checked by; None where digests are off.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class RequestContext:
     hold: Hold | None = None
     arrived: float | None = None
     is_refused: bool = False
+    digest: LoadDigest | None = None
 
     def check_blocks(self) -> None:
         """Calls the check.

@@ -33,6 +33,7 @@ from kvpatch.connector.metrics.catalogue import Way
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.chosen_ways import ChosenWays
+from kvpatch.connector.reading.digest_checks import DigestChecks
 from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.read_factory import Progress, ReadFactory, Wanted
@@ -96,6 +97,7 @@ class Reader:
         hold_table: where peers' words on their blocks land; None where none is asked for.
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
+        digest_checks: of what was read; None where digests are off, or do not cover the cache.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Reader:
         self.hold_table: HoldTable | None = None
         self.pooled = Way.STAGED
         self.book = Book()
+        self.digest_checks: DigestChecks | None = None
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -296,16 +299,16 @@ class Reader:
         return read(Wanted(direct, split.staged, split.staged_bytes, tails))
 
     def prepare_like(
-        self, nixl: Any, check: HoldCheck, handle: Any, notification: bytes
+        self, nixl: Any, agent: str, lifetime: Lifetime, handle: Any, notification: bytes
     ) -> OwnRead:
         """A transfer of the release's, of a peer like us, whose word on its blocks is asked for.
 
         Args:
-            check: of the peer's rank.
+            agent: the peer's rank.
+            lifetime: of its blocks, by its word.
             handle: prepared without a notification: the peer is told once its word has come.
         """
-        ends = Ends(self.ours.memory, self.ours.memory, check.agent)
-        lifetime = self._watched(Lifetime(check=check))
+        ends = Ends(self.ours.memory, self.ours.memory, agent)
         return self._reads.prepared(nixl, ends, notification, handle, lifetime)
 
     @property
@@ -316,10 +319,22 @@ class Reader:
 
     def _lifetime(self, request: ReadRequest, number: int, agent: str) -> Lifetime:
         """Of what is read of a rank: its word where it gives one, else what can be told here."""
-        check = self.hold_check(number, agent)
-        return self._watched(
-            self.leases.lifetime(request) if check is None else Lifetime(check=check)
-        )
+        found = self.lifetime_by_word(number, agent)
+        return self._watched(self.leases.lifetime(request)) if found is None else found
+
+    def lifetime_by_word(self, number: int, agent: str) -> Lifetime | None:
+        """Of what is read of a rank that gives its word; None of one that gives none.
+
+        Raises:
+            ReadRefused: P's answer is of an engine with fewer ranks.
+        """
+        check, context, checks = self.hold_check(number, agent), self.context, self.digest_checks
+        if check is None:
+            return None
+        found = Lifetime(check=check)
+        if checks is not None and context is not None and context.digest is not None:
+            found.digest = checks.check(context.digest, check.generation, number, agent)
+        return self._watched(found)
 
     def _watched(self, lifetime: Lifetime) -> Lifetime:
         """Has what a read finds of the blocks stand in the metrics."""

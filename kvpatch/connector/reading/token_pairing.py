@@ -100,6 +100,40 @@ def state_pairs(
         yield group, found[0], local[0]
 
 
+def loaded_tokens(
+    ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest
+) -> Iterator[tuple[int, BlockList, int]]:
+    """(group, our blocks, first token) of all that a read fills whole, whoever is read from.
+
+    Raises:
+        ReadRefused: the request names more blocks than its tokens fill.
+    """
+    for number, group in enumerate(groups):
+        if request.local_blocks[number] and not group.has_state:
+            local = _local_blocks(ours, groups, request, number)
+            seen = request.tokens - group.window_tokens + 1 if group.window_tokens else 0
+            yield number, local, max(local.first_token, seen)
+
+
+def finished_blocks(
+    ours: LocalGeometry, groups: Sequence[Group], tables: Sequence[Sequence[int]]
+) -> Iterator[BlockList]:
+    """Per group, our blocks of a request that is over, behind those that a window has let go of.
+
+    Args:
+        tables: as the scheduler has them, from the first token on.
+
+    Raises:
+        ReadRefused: there are tables of other groups among them.
+    """
+    if len(tables) != len(groups):
+        raise ReadRefused(f"{len(tables)} block tables of {len(groups)} groups")
+    for group, table in zip(groups, tables, strict=True):
+        freed = next((i for i, block in enumerate(table) if block != _NULL_BLOCK), len(table))
+        size, parts = _own_tokens(ours, group), ours.kernel_blocks_per_block
+        yield BlockList(kernel_blocks(table[freed:], parts), size, freed * size * parts)
+
+
 def tails_of(
     ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest
 ) -> Iterator[tuple[frozenset[str], Segments]]:

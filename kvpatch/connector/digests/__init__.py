@@ -1,0 +1,1 @@
+"""What P says of the bytes of a request, by which D proves what it has loaded."""

@@ -1,0 +1,56 @@
+"""What P's answer says of its digests: as text, in ``kv_transfer_params``, beside its hold.
+
+Numbers are hexadecimal and all of it is one string, as in the hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.core.errors import NoDigest
+from kvpatch.core.text import shown
+
+FIELD = "kvpatch_digest"
+
+_FORM = re.compile(r"1/([0-9a-f]{1,15}(?:,[0-9a-f]{1,15}){0,1023})")
+_ANY_FORM = re.compile(r"[0-9]{1,4}/.{0,65536}", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """That each of P's ranks will have a digest of a request.
+
+    Attributes:
+        tables: by rank of P's, where its table of digests begins.
+    """
+
+    tables: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"1/{','.join(f'{address:x}' for address in self.tables)}"
+
+
+def stated_promise(parameters: Mapping[str, Any]) -> str | None:
+    """What a request's parameters have of it; None where P says nothing."""
+    found = parameters.get(FIELD)
+    return None if found is None else str(found)
+
+
+def read_promise(stated: str) -> Promise | None:
+    """What P has stated; None of a form that only a newer kvpatch knows.
+
+    Raises:
+        NoDigest: it is of no form.
+    """
+    found = _FORM.fullmatch(stated)
+    if found is None:
+        if _ANY_FORM.fullmatch(stated) and not stated.startswith("1/"):
+            return None
+        raise NoDigest(
+            f"kv_transfer_params.{FIELD} is {shown(stated)}, which no P says: pass on all that P "
+            "answered, as it is"
+        )
+    return Promise(tuple(int(address, 16) for address in found[1].split(",")))

@@ -1,0 +1,90 @@
+"""Has loads checked by the digests that P promises of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpatch.connector.digests.covered import CoveredCaches
+from kvpatch.connector.digests.promise import Promise, read_promise
+from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.reading.token_pairing import loaded_tokens
+from kvpatch.core.errors import KvpatchError
+from kvpatch.transfer.digest_check import DigestCheck
+from kvpatch.transfer.digest_read import DigestRead
+from kvpatch.transfer.digest_table import DigestTable
+from kvpatch.transfer.load_proof import DigestCounts, LoadProof
+from kvpatch.transfer.table_digests import TableTokens
+
+
+@dataclass(frozen=True)
+class LoadDigest:
+    """What one load is checked by.
+
+    Attributes:
+        promise: of P's; None where it promises nothing that is known here.
+        tables: what is loaded; none where digests do not cover it.
+        proof: what becomes of it.
+    """
+
+    promise: Promise | None
+    tables: Sequence[TableTokens]
+    proof: LoadProof
+
+
+@dataclass(frozen=True)
+class DigestChecks:
+    """One worker's.
+
+    Attributes:
+        ours: the worker's geometry, and its block tables' layers.
+        covered: its caches.
+        table: where peers' digests land.
+        counts: what has become of loads.
+        is_sample: whether a sample of each is checked.
+    """
+
+    ours: LocalGeometry
+    groups: tuple[Group, ...]
+    covered: CoveredCaches
+    table: DigestTable
+    counts: DigestCounts
+    is_sample: bool
+
+    def of_load(self, request_id: str, request: ReadRequest, *, is_as_read: bool) -> LoadDigest:
+        """What a request's load is checked by, as P and our own scheduler have it.
+
+        Args:
+            is_as_read: whether what is read stays as it is placed.
+        """
+        proof = LoadProof(self.counts, request_id)
+        stated = request.stated_digest
+        if stated is None or not is_as_read:
+            return LoadDigest(None, (), proof)
+        try:
+            promise = read_promise(stated)
+            found = [
+                self.covered.table(number, blocks, (first_token, request.tokens))
+                for number, blocks, first_token in loaded_tokens(self.ours, self.groups, request)
+            ]
+        except KvpatchError as error:
+            self.counts.doubt("a request", error)
+            return LoadDigest(None, (), proof)
+        return LoadDigest(promise, [table for table in found if table is not None], proof)
+
+    def check(
+        self, load: LoadDigest, generation: int, number: int, agent: str
+    ) -> DigestCheck | None:
+        """Of what is read of one rank; None where nothing checks it."""
+        promise = load.promise
+        if promise is None or number >= len(promise.tables) or not load.tables:
+            return None
+        tables = load.tables
+        if len(promise.tables) > self.ours.tp_size:  # several of P's may be read
+            tables = [part for table in tables for part in table.without_open_blocks()]
+        fetched = DigestRead(self.table, agent, promise.tables[number], generation)
+        return DigestCheck(
+            fetched, tables, load.proof, self.covered.stream, is_sample=self.is_sample
+        )

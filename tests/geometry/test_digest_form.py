@@ -1,0 +1,151 @@
+"""Digests as bytes, the tokens that they cover, and heads of planes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.core.errors import DigestsRefused
+from kvpatch.geometry.digest_form import Stated, columns, read, within, written
+from kvpatch.geometry.digest_ranges import extents_of, joined, range_tokens_of
+from kvpatch.geometry.digests import Digests, ranges_of
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane_heads import planes_of_heads
+
+pytestmark = pytest.mark.geometry
+
+
+def stated(layers: int = 2, first_head: int = 3) -> Stated:
+    ranges = ((0, 16), (16, 32), (32, 40))
+    cells = {
+        (f"layer {layer}", content): {
+            head: np.array([layer, head, 2**64 - 1 - head], dtype=np.uint64)
+            for head in range(first_head, first_head + 2)
+        }
+        for layer in range(layers)
+        for content in (Content.KEY, Content.VALUE)
+    }
+    return Stated(16, Digests(b"seed", ranges, cells), is_sample=bool(layers % 2))
+
+
+def test_what_is_written_is_read():
+    parts = [stated(), stated(1, 0)]
+
+    found = read(written(parts), b"seed")
+
+    for one, expected in zip(found, parts, strict=True):
+        assert one.range_tokens == expected.range_tokens
+        assert one.is_sample == expected.is_sample
+        assert one.digests.ranges == expected.digests.ranges
+        assert one.digests.seed == b"seed"
+        for name, heads in expected.digests.cells.items():
+            for head, sums in heads.items():
+                assert np.array_equal(one.digests.cells[name][head], sums)
+
+
+@pytest.mark.parametrize("cut", [0, 3, 8, 40, -8, -1])
+def test_other_bytes_are_no_digests(cut: int):
+    with pytest.raises(DigestsRefused):
+        read(written([stated()])[:cut], b"seed")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"form": 2, "parts": []},
+        {"form": 1},
+        [],
+        {"form": 1, "parts": [{"range": 16, "sample": False, "ranges": [[0]], "cells": []}]},
+        {"form": 1, "parts": [{"range": 0, "sample": False, "ranges": [], "cells": []}]},
+        {
+            "form": 1,
+            "parts": [{"range": 16, "sample": False, "ranges": [], "cells": [["a", "no", [0]]]}],
+        },
+    ],
+)
+def test_what_is_told_must_be_of_its_form(told: object):
+    head = json.dumps(told).encode()
+    with pytest.raises(DigestsRefused):
+        read(len(head).to_bytes(8, "little") + head, b"seed")
+
+
+def test_some_ranges_of_digests():
+    digests = stated().digests
+    found = columns(digests, [(32, 40), (5, 6), (0, 16)])
+    assert found.ranges == ((32, 40), (0, 16))
+    assert found.cells["layer 1", Content.KEY][3].tolist() == [2**64 - 4, 1]
+    assert within(stated(), (1, 40)) == ((16, 32), (32, 40))
+    assert within(stated(), (0, 39)) == ((0, 16), (16, 32))
+
+
+@given(st.integers(1, 5000), st.integers(1, 600), st.integers(1, 20_000))
+def test_ranges_have_room(tokens: int, cells: int, most_cells: int):
+    size = range_tokens_of(tokens, cells, most_cells)
+    assert size % 16 == 0
+    assert cells * -(-tokens // size) <= most_cells or size >= tokens
+
+
+@given(st.integers(0, 500), st.integers(0, 5000), st.sampled_from([16, 32, 128]), st.binary())
+def test_a_sample_is_whole_ranges_of_all_parts(first: int, end: int, size: int, seed: bytes):
+    whole = extents_of(first, end, size, seed, is_sample=False)
+    assert whole == (((first, end),) if first < end else ())
+
+    found = extents_of(0, end, size, seed, is_sample=True)
+
+    assert found == extents_of(0, end, size, seed, is_sample=True)
+    covered = 0
+    before = -1
+    for start, stop in found:
+        assert before < start < stop <= end
+        assert start % size == 0 and (stop % size == 0 or stop == end)
+        before, covered = stop, covered + stop - start
+    if end:
+        ranges = -(-end // size)
+        assert -(-covered // size) >= min(ranges, 8)
+        assert covered <= end / 8 + 8 * size
+        assert all(
+            len(ranges_of(start, stop, size)) == -(-(stop - start) // size) for start, stop in found
+        )
+    behind = extents_of(first, end, size, seed, is_sample=True)
+    assert {token for run in behind for token in range(*run)} <= {
+        token for run in found for token in range(*run) if token >= first
+    }
+
+
+def test_runs_that_touch_are_one():
+    assert joined([(0, 16), (16, 20), (32, 48)]) == ((0, 20), (32, 48))
+    assert joined([]) == ()
+
+
+def plane(*, is_whole: bool = False) -> Plane:
+    return Plane(
+        "a",
+        Content.KEY,
+        1000,
+        Strides(block=400, head=100, token=10, channel=2),
+        Counts(blocks=3, heads=4, block_tokens=10, channels=5),
+        2,
+        8,
+        Memory("DRAM"),
+        is_whole,
+    )
+
+
+def test_heads_of_a_plane():
+    assert planes_of_heads(plane(), range(20)) == [plane()]
+    assert planes_of_heads(plane(), [3, 12]) == []
+    first, second = planes_of_heads(plane(), {9, 11, 40})
+    assert (first.first_head, first.counts.heads, first.address) == (9, 1, 1100)
+    assert (second.first_head, second.counts.heads, second.address) == (11, 1, 1300)
+    (both,) = planes_of_heads(plane(), {9, 10})
+    assert (both.first_head, both.end_head, both.address) == (9, 11, 1100)
+
+
+def test_a_block_that_is_a_whole_has_all_of_its_heads_or_none():
+    assert planes_of_heads(plane(is_whole=True), range(8, 12)) == [plane(is_whole=True)]
+    assert planes_of_heads(plane(is_whole=True), range(8, 11)) == []

@@ -1,0 +1,140 @@
+"""Wrong bytes in D's cache, put there between a read's last byte and whoever looks at it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .player import Player
+    from .scheduler import Tracked
+
+_SECONDS = 10.0
+_POLL_SECONDS = 0.001
+
+
+def flip(player: Player, tracked: Tracked) -> None:
+    """One bit of the last layer's first token of the last block."""
+    *_, (_, array, block, offset, _) = player._elements(tracked, range(tracked.tokens))
+    found = array[block, offset]
+    found.reshape(-1)[-1] ^= 1
+    array[block, offset] = found
+
+
+def swap(player: Player, tracked: Tracked) -> None:
+    """A request's first two blocks, in each layer."""
+    first, second = tracked.tables[0][:2]
+    for caches in player.caches:
+        for layer in caches.layers:
+            for plane in layer.planes:
+                plane[[first, second]] = plane[[second, first]]
+
+
+def layer(player: Player, tracked: Tracked) -> None:
+    """The last layer's blocks hold the first one's."""
+    blocks = tracked.tables[0]
+    for caches in player.caches:
+        pairs = zip(caches.layers[0].planes, caches.layers[-1].planes, strict=True)
+        for of, into in pairs:
+            into[blocks] = of[blocks]
+
+
+FAULTS: dict[str, Callable[[Any, Any], None]] = {"flip": flip, "swap": swap, "layer": layer}
+
+
+def after_reads(reads: int, fault: Callable[[], None]) -> None:
+    """Has a fault happen once P has said of so many reads that it held the blocks.
+
+    None of them goes on before.
+    """
+    from kvpatch.transfer.hold_check import HoldCheck
+
+    answer, ready = HoldCheck.answer, set()
+
+    def answered(self: Any, nixl: Any) -> bool | None:
+        found = answer(self, nixl)
+        if not found or len(ready) == reads:
+            return found
+        ready.add(self)
+        if len(ready) < reads:
+            return None
+        fault()
+        return found
+
+    HoldCheck.answer = answered  # type: ignore[method-assign]
+
+
+def counts(workers: Sequence[Any]) -> dict[str, int]:
+    """Over all of a D's ranks."""
+    from kvpatch.connector.state import worker_state
+    from kvpatch.transfer.load_proof import DigestCounts, Proof
+
+    found = [worker_state(worker).of(DigestCounts) for worker in workers]
+    return {proof.value: sum(one.loads[proof] for one in found) for proof in Proof}
+
+
+def made(workers: Sequence[Any], name: str) -> str:
+    """Waits until each of P's ranks has written something down of a request it holds.
+
+    Raises:
+        TimeoutError: one has not.
+    """
+    words = [_word(worker, name) for worker in workers]
+    end = time.monotonic() + _SECONDS
+    while not all(word >> 1 == generation >> 1 for word, generation in words):
+        if time.monotonic() > end:
+            raise TimeoutError(f"no digest of {name}: {words}")
+        time.sleep(_POLL_SECONDS)
+        words = [_word(worker, name) for worker in workers]
+    return "none" if any(word & 1 for word, _ in words) else "made"
+
+
+def _word(worker: Any, name: str) -> tuple[int, int]:
+    """What the directory of digests has in a request's place, and the word of its hold."""
+    from kvpatch.connector.state import worker_state
+    from kvpatch.transfer.digest_table import DigestTable, entry_address
+
+    table = worker_state(worker).held(DigestTable)
+    assert table is not None
+    note_holds([worker])
+    generation = _seen[name]
+    at = entry_address(0, generation) // 8
+    return int(np.asarray(table._words)[at]), generation
+
+
+#: By request, the word that this process's P has held for it.
+_seen: dict[str, int] = {}
+
+
+def note_holds(workers: Sequence[Any]) -> None:
+    """Keeps in mind which words stand."""
+    from kvpatch.connector.state import worker_state
+    from kvpatch.transfer.hold_table import HoldTable
+
+    for worker in workers:
+        holds = worker_state(worker).held(HoldTable)
+        assert holds is not None
+        _seen.update(holds._held)
+
+
+def keep_from(*, are_kept: bool) -> None:
+    """Keeps P's thread of digests from its next one, or lets it go on."""
+    from kvpatch.transfer.digest_maker import DigestMaker
+
+    if are_kept:
+        _make.append(DigestMaker._make)
+        DigestMaker._make = _wait  # type: ignore[method-assign]
+    else:
+        DigestMaker._make = _make.pop()  # type: ignore[method-assign]
+
+
+_make: list[Any] = []
+
+
+def _wait(self: Any, order: Any) -> None:
+    while _make:
+        time.sleep(_POLL_SECONDS)
+    self._make(order)

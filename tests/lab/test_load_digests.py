@@ -1,0 +1,283 @@
+"""Loads that are compared with what P had computed: good ones pass, and no wrong byte does."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.connector.digests.promise import FIELD
+from kvpatch.patches import SLUGS
+
+from .case import EngineSpec
+from .engine_api import Ask, Prompt
+from .host import Lab
+from .stage import Actor, Stage
+from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
+from .test_stale_blocks import states_holds
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+TOKENS = 150
+#: Of a P that is not to let go of anything, and of one that soon does.
+_LEASE_SECONDS, _SHORT_SECONDS = 60, 1
+_SECONDS = 5.0
+_TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+
+
+def spec(how: str = "all", **more: object) -> EngineSpec:
+    settings = (*SPEC.settings, ("KVPATCH_DIGEST", how))
+    more = {"settings": settings, "patched": True, "patches": SLUGS, **more}
+    return replace(SPEC, **more)  # type: ignore[arg-type]
+
+
+#: P, D, and how many ranks of P each of D's reads.
+PAIRS = {
+    "like": (spec(), spec(), 1),
+    "64 to 32": (spec(), spec(block_tokens=32), 1),
+    "32 to 128": (spec(block_tokens=32), spec(block_tokens=128), 1),
+    "NHD to HND": (spec(layout="NHD"), spec(), 1),
+    "2 ranks to 1": (spec(tp_size=2), spec(), 2),
+    "1 rank to 2": (spec(), spec(tp_size=2), 1),
+    "2 ranks to 2": (spec(tp_size=2), spec(tp_size=2), 1),
+}
+#: Every rank of P has all of the indexer's keys, and behind the last one each its own noise.
+WHOLE = replace(
+    EngineSpec(kinds=("", "indexer keys"), block_tokens=128, planned_blocks=20),
+    settings=(("KVPATCH_DIGEST", "all"),),
+    patched=True,
+    patches=SLUGS,
+)
+CHECKED = {"checked": 1, "alarm": 0, "unchecked": 0}
+ALARM = {"checked": 0, "alarm": 1, "unchecked": 0}
+UNCHECKED = {"checked": 0, "alarm": 0, "unchecked": 1}
+
+
+@dataclass
+class Scene:
+    """A P and a D that know each other, and what D has counted so far."""
+
+    stage: Stage
+    lab: Lab
+    prefill: Actor
+    decode: Actor
+    counted: dict[str, int]
+    tokens: int
+
+    def fresh(self) -> tuple[Prompt, Ask]:
+        prompt = self.stage.prompt(self.tokens)
+        (ask,) = self.prefill.compute(prompt)
+        return prompt, ask
+
+    def assert_counted(self, **found: int) -> None:
+        """What D's ranks have counted since the last time, each for itself."""
+        end = time.monotonic() + _SECONDS  # a load that fails on one rank goes on at the other
+        while True:
+            now = self.decode.call("checked")
+            since = {name: now[name] - self.counted[name] for name in now}
+            if since == found or time.monotonic() > end:
+                self.counted = now
+                assert since == found
+                return
+            self.decode.call("idle", 1)
+
+
+def scene(
+    lab: Lab,
+    stage: Stage,
+    prefill: EngineSpec,
+    decode: EngineSpec,
+    tokens: int = TOKENS,
+    lease_seconds: int = _LEASE_SECONDS,
+) -> Scene:
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    p = stage.start(
+        replace(prefill, settings=(*prefill.settings, (_TIMEOUT, str(lease_seconds)))),
+        {"kv_lease_duration": lease_seconds},
+    )
+    d = stage.start(decode)
+    introduce(d, [stage.prompt(tokens)], p)
+    return Scene(stage, lab, p, d, d.call("checked"), tokens)
+
+
+def times(counts: dict[str, int], ranks: int) -> dict[str, int]:
+    return {name: count * ranks for name, count in counts.items()}
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(lab: Lab, request: pytest.FixtureRequest) -> Iterator[tuple[Scene, int]]:
+    prefill, decode, reads = PAIRS[request.param]
+    with Stage(lab) as stage:
+        yield scene(lab, stage, prefill, decode), reads * decode.tp_size
+
+
+def test_good_loads_are_checked(pair: tuple[Scene, int]) -> None:
+    """And identical, as without digests."""
+    scene, _ = pair
+    prompt, ask = scene.fresh()
+
+    scene.decode.ask(ask)
+
+    assert_identical(scene.decode, [prompt], loaded(prompt, scene.lab.release))
+    scene.assert_counted(**times(CHECKED, scene.decode.spec.tp_size))
+    assert scene.prefill.heard([prompt]) == names([prompt])
+
+
+@pytest.mark.parametrize("how", ["flip", "swap", "layer"])
+def test_wrong_bytes_fail_the_load(pair: tuple[Scene, int], how: str) -> None:
+    """And are told of by their place; the next load is good."""
+    scene, reads = pair
+    prompt, ask = scene.fresh()
+    assert scene.prefill.call("make_digests", prompt.name) == "made"
+
+    scene.decode.call("ask_spoilt", [ask], how, reads)
+
+    seen = scene.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    alarm = next(line for line in seen.logged if prompt.name in line)
+    assert "is not what P had computed" in alarm
+    assert "layers.1." in alarm if how != "swap" else "tokens 0 to" in alarm
+    # The bytes are those of one rank of D's, or of both.
+    ranks = scene.decode.spec.tp_size
+    wrong = 1 if how == "flip" else ranks
+    scene.assert_counted(checked=ranks - wrong, alarm=wrong, unchecked=0)
+    test_good_loads_are_checked(pair)
+
+
+def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int]) -> None:
+    """P still holds them, so that its word says nothing of it."""
+    scene, _ = pair
+    prompt, ask = scene.fresh()
+    assert scene.prefill.call("make_digests", prompt.name) == "made"
+    scene.prefill.call("hand_on", prompt.name)
+
+    scene.decode.ask(ask)
+
+    seen = scene.decode.watch(prompt)
+    assert seen.failed == names([prompt]), seen
+    scene.assert_counted(**times(ALARM, scene.decode.spec.tp_size))
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
+    """What lies behind their last token is nobody's, where several ranks have it."""
+    if Version(lab.release) < Version("0.29"):
+        pytest.skip("this release has no such caches")
+    with Stage(lab) as stage:
+        p, d = (replace(WHOLE, tp_size=size) for size in ranks)
+        found = scene(lab, stage, p, d, 300)
+        prompt, ask = found.fresh()
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).received == names([prompt])
+        assert found.decode.wrong(prompt)[0] == 0
+        found.assert_counted(**times(CHECKED, ranks[1]))
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.prefill.call("hand_on", prompt.name)
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).failed == names([prompt])
+
+
+def test_reads_in_the_engines_steps_are_checked(lab: Lab) -> None:
+    """Without a thread, as with one."""
+    prefill, decode, _ = PAIRS["64 to 32"]
+    decode = replace(decode, settings=(*decode.settings, ("KVPATCH_PROGRESS", "step")))
+    with Stage(lab) as stage:
+        found = scene(lab, stage, prefill, decode)
+        prompt, ask = found.fresh()
+        found.decode.ask(ask)
+        assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+        found.assert_counted(**CHECKED)
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.prefill.call("hand_on", prompt.name)
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).failed == names([prompt])
+        found.assert_counted(**ALARM)
+
+
+@pytest.mark.parametrize("how", ["flip", "swap", "layer"])
+@pytest.mark.parametrize("kind", ["like", "64 to 32"])
+def test_without_digests_they_are_received(lab: Lab, kind: str, how: str) -> None:
+    """The negative control."""
+    off = (("KVPATCH_DIGEST", "off"),)
+    prefill, decode, reads = PAIRS[kind]
+    with Stage(lab) as stage:
+        found = scene(lab, stage, replace(prefill, settings=off), replace(decode, settings=off))
+        prompt, ask = found.fresh()
+        assert FIELD not in json.loads(ask.answer)
+
+        found.decode.call("ask_spoilt", [ask], how, reads)
+
+        seen = found.decode.watch(prompt)
+        assert seen.received == names([prompt]), seen
+        assert found.decode.wrong(prompt)[0] > 0
+        found.assert_counted(checked=0, alarm=0, unchecked=0)
+
+
+@pytest.mark.parametrize("kind", ["like", "64 to 32"])
+def test_a_sample_is_checked(lab: Lab, kind: str) -> None:
+    """Whichever side wants no more than that; blocks written to since are noticed."""
+    prefill, decode, _ = PAIRS[kind]
+    sample = (("KVPATCH_DIGEST", "sample"),)
+    for p, d in ((sample, decode.settings), (prefill.settings, sample), (sample, sample)):
+        with Stage(lab) as stage:
+            found = scene(lab, stage, replace(prefill, settings=p), replace(decode, settings=d))
+            prompt, ask = found.fresh()
+            found.decode.ask(ask)
+            assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+            found.assert_counted(**CHECKED)
+            prompt, ask = found.fresh()
+            assert found.prefill.call("make_digests", prompt.name) == "made"
+            found.prefill.call("hand_on", prompt.name)
+            found.decode.ask(ask)
+            assert found.decode.watch(prompt).failed == names([prompt])
+
+
+@pytest.mark.parametrize("kind", ["like", "64 to 32"])
+@pytest.mark.parametrize("why", ["P has them off", "a proxy leaves it out", "P is late"])
+def test_loads_without_a_digest_are_counted_as_such(lab: Lab, kind: str, why: str) -> None:
+    """They are received: nothing is known against them."""
+    prefill, decode, _ = PAIRS[kind]
+    if why == "P has them off":
+        prefill = replace(prefill, settings=(("KVPATCH_DIGEST", "off"),))
+    with Stage(lab) as stage:
+        found = scene(lab, stage, prefill, decode)
+        if why == "P is late":
+            found.prefill.call("keep_from_digests", True)
+        prompt, ask = found.fresh()
+        answer = json.loads(ask.answer)
+        assert (FIELD in answer) == (why != "P has them off")
+        if why == "a proxy leaves it out":
+            del answer[FIELD]
+        found.counted = found.decode.call("checked")
+
+        found.decode.ask(replace(ask, answer=json.dumps(answer)))
+
+        assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
+        found.assert_counted(**UNCHECKED)
+        if why == "P is late":
+            found.prefill.call("keep_from_digests", False)
+
+
+def test_stale_bytes_get_no_digest(lab: Lab) -> None:
+    """P's lease runs out, and its blocks are another request's, before it has digested them."""
+    with Stage(lab) as stage:
+        found = scene(lab, stage, *PAIRS["like"][:2], lease_seconds=_SHORT_SECONDS)
+        found.prefill.call("keep_from_digests", True)
+        prompt, ask = found.fresh()
+        found.prefill.call("note_holds")
+        time.sleep(_SHORT_SECONDS + 0.1)
+        assert found.prefill.heard([prompt]) == names([prompt]), "P has let go of it"
+        found.prefill.call("hand_on", prompt.name)
+        found.prefill.call("keep_from_digests", False)
+
+        assert found.prefill.call("make_digests", prompt.name) == "none"
+
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).failed == names([prompt])

@@ -1,0 +1,314 @@
+"""P's digests, over real NIXL, two agents in one process; what fails is labelled."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from threading import Event
+
+import pytest
+
+from kvpatch.core.errors import NoDigest
+from kvpatch.transfer import digest_read as read_module
+from kvpatch.transfer.digest_check import DigestCheck
+from kvpatch.transfer.digest_maker import DigestMaker, Order
+from kvpatch.transfer.digest_read import DigestRead
+from kvpatch.transfer.digest_table import _LANDINGS, _RING_BYTES, _SLOTS, MOST_BYTES, DigestTable
+from kvpatch.transfer.hold_table import generation_of
+from kvpatch.transfer.load_proof import DigestCounts, LoadProof, Proof
+from kvpatch.transfer.table_digests import DigestStream, TableTokens
+
+from .digest_world import Engine, Rank, request_of
+from .staged_world import SECONDS, World, make_world
+
+pytestmark = pytest.mark.lab
+
+START = 7
+FIRST = generation_of(START, 1)
+TOKENS = 70
+
+
+@dataclass
+class Tables:
+    """P's table and D's."""
+
+    prefill: DigestTable
+    decode: DigestTable
+    world: World
+
+    def read(self, generation: int = FIRST) -> DigestRead:
+        return DigestRead(self.decode, self.world.ends.agent, self.prefill.address, generation)
+
+    def answer(self, read: DigestRead) -> bytes:
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            found = read.answer(self.world.decode)
+            if found is not None:
+                read.release(self.world.decode)
+                return found
+        raise TimeoutError
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+    """Registered before the agents hear of each other, as workers do."""
+    made: list[DigestTable] = []
+    import nixl._api
+
+    plain = nixl._api.nixl_agent.get_agent_metadata
+
+    def with_table(agent: object) -> bytes:
+        made.append(DigestTable(agent))
+        return plain(agent)
+
+    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
+    world = make_world()
+    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
+    return Tables(made[0], DigestTable(world.decode), world)
+
+
+def test_what_is_written_is_read(tables):
+    tables.prefill.write(FIRST, b"digests")
+    assert tables.answer(tables.read()) == b"digests"
+    tables.prefill.write(FIRST, b"x" * MOST_BYTES)
+    assert tables.answer(tables.read()) == b"x" * MOST_BYTES
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * (MOST_BYTES + 1)])
+def test_what_has_no_room_or_is_nothing_is_said_to_be_none(tables, content):
+    tables.prefill.write(FIRST, content)
+    with pytest.raises(NoDigest, match="has no digest"):
+        tables.answer(tables.read())
+
+
+def test_what_is_not_there_yet_is_waited_for(tables, monkeypatch):
+    read = tables.read()
+    end = time.monotonic() + 0.05
+    while time.monotonic() < end:
+        assert read.answer(tables.world.decode) is None
+    tables.prefill.write(FIRST, b"late")
+    assert tables.answer(read) == b"late"
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", 0.05)
+    with pytest.raises(NoDigest, match="has not written its digest"):
+        tables.answer(tables.read(generation_of(START, 2)))
+
+
+def test_a_later_request_in_the_same_place_has_taken_it(tables):
+    tables.prefill.write(generation_of(START, 1 + _SLOTS), b"later")
+    with pytest.raises(NoDigest, match="none any more"):
+        tables.answer(tables.read())
+
+
+def test_a_ring_that_has_gone_round_is_noticed(tables):
+    tables.prefill.write(FIRST, b"a" * MOST_BYTES)
+    for count in range(2, 3 + _RING_BYTES // MOST_BYTES):
+        tables.prefill.write(generation_of(START, count), b"b" * MOST_BYTES)
+    with pytest.raises(NoDigest, match="has written other digests over those"):
+        tables.answer(tables.read())
+
+
+def test_an_entry_that_points_elsewhere_is_not_followed(tables):
+    tables.prefill.write(FIRST, b"digests")
+    at = (FIRST >> 1) % _SLOTS * 4
+    tables.prefill._words[at + 1] = 0  # the directory itself
+    with pytest.raises(NoDigest):
+        tables.answer(tables.read())
+
+
+def test_places_are_given_back(tables):
+    tables.prefill.write(FIRST, b"digests")
+    for _ in range(2 * _LANDINGS):
+        tables.answer(tables.read())
+    reads = [tables.read(generation_of(START, 2)) for _ in range(_LANDINGS + 1)]
+    for read in reads:
+        assert read.answer(tables.world.decode) is None
+    assert tables.decode.take_landing() is None
+    for read in reads:
+        read.release(tables.world.decode)
+    assert tables.answer(tables.read()) == b"digests"
+
+
+# --- both sides -------------------------------------------------------------------
+
+
+def counted(counts: DigestCounts) -> tuple[int, int, int]:
+    """Loads that were checked, alarmed and not checked."""
+    return tuple(counts.loads[proof] for proof in Proof)
+
+
+def table_of(engine: Engine, first_token: int = 0, end_token: int = TOKENS) -> TableTokens:
+    first = max(first_token, engine.blocks.first_token)
+    memories = {plane.layer: _bytes_of(engine) for plane in engine.planes}
+    tensors = {plane.layer: engine.memory for plane in engine.planes}
+    return TableTokens(tensors, memories, tuple(engine.planes), engine.blocks, first, end_token)
+
+
+def _bytes_of(engine: Engine):
+    from kvpatch.transfer.one_memory import Bytes
+
+    return Bytes(engine.address, engine.memory)
+
+
+class Load:
+    """P's digest of a request, and a D that compares one of its own."""
+
+    def __init__(self, tables: Tables, decode: list[Engine], prefill: Engine) -> None:
+        self.tables, self.decode, self.prefill = tables, decode, prefill
+        self.counts = DigestCounts()
+
+    def digest(self, *, is_held: bool = True, is_sample: bool = False) -> None:
+        maker = DigestMaker(self.tables.prefill, is_sample=is_sample)
+        stream = DigestStream(self.prefill.memory.device)
+        order = Order(FIRST, [table_of(self.prefill)], TOKENS, lambda: is_held, stream, None)
+        maker.add(order)
+        maker._thread.shutdown()
+
+    def check(self, *, is_sample: bool = False, first_token: int = 0) -> bool:
+        proof = LoadProof(self.counts, "request")
+        tables = [table_of(engine, first_token) for engine in self.decode]
+        stream = DigestStream(self.prefill.memory.device)
+        check = DigestCheck(self.tables.read(), tables, proof, stream, is_sample=is_sample)
+        proof.seal(is_read=True)
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            found = check.answer(self.tables.world.decode)
+            if found is not None:
+                assert check.answer(self.tables.world.decode) is True
+                check.release(self.tables.world.decode)
+                return found
+        raise TimeoutError
+
+    @property
+    def counted(self) -> tuple[int, int, int]:
+        return counted(self.counts)
+
+
+RANKS = {
+    "like": Rank(seed=2),
+    "larger blocks": Rank("NHD", 48, seed=2),
+    "half of the heads": Rank(heads=range(2, 4), seed=2),
+    "a prefix hit": Rank(first_token=32, seed=2),
+    "a hit inside a range": Rank(block_tokens=8, first_token=24, seed=2),
+}
+
+
+@pytest.fixture(params=RANKS)
+def load(tables, request) -> Load:
+    found = request_of(tokens=TOKENS)
+    return Load(tables, [Engine(found, RANKS[request.param])], Engine(found, Rank()))
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_good_load_is_checked(load, ours, theirs):
+    load.digest(is_sample=theirs)
+    assert load.check(is_sample=ours)
+    assert load.counted == (1, 0, 0)
+
+
+def test_a_wrong_bit_fails_it_and_is_told_by_its_place(load, caplog):
+    load.digest()
+    engine = load.decode[0]
+    plane = engine.planes[3]
+    block, offset = engine.blocks.locate(TOKENS - 1)
+    engine.view(plane)[block, 1, offset, 0, 0] ^= 4
+    with caplog.at_level("ERROR"):
+        assert load.check() is False
+    assert load.counted == (0, 1, 0)
+    (line,) = (one.getMessage() for one in caplog.records)
+    assert line.startswith("request request, read from ")
+    head = plane.first_head + 1
+    assert f"layer {plane.layer!r}, {plane.content.value} of heads {head}, tokens 64 to 69" in line
+
+
+def test_what_is_behind_the_last_token_is_not_looked_at(load):
+    load.digest()
+    engine = load.decode[0]
+    for plane in engine.planes:
+        block, offset = engine.blocks.locate(TOKENS)
+        engine.view(plane)[block, :, offset] ^= 4
+    assert load.check()
+    assert load.counted == (1, 0, 0)
+
+
+def test_blocks_that_are_not_held_get_no_digest(load):
+    load.digest(is_held=False)
+    assert load.check()
+    assert load.counted == (0, 0, 1)
+
+
+def test_blocks_that_are_let_go_of_while_they_are_read_get_no_digest(load, monkeypatch):
+    """Nothing of what was read of them is written down."""
+    asked = iter([True, False, False])
+    maker = DigestMaker(load.tables.prefill, is_sample=False)
+    stream = DigestStream(load.prefill.memory.device)
+    order = Order(FIRST, [table_of(load.prefill)], TOKENS, lambda: next(asked), stream, None)
+    maker.add(order)
+    maker._thread.shutdown()
+    assert load.check()
+    assert load.counted == (0, 0, 1)
+
+
+def test_a_load_of_less_than_a_range_is_not_checked(load):
+    load.digest()
+    assert load.check(first_token=TOKENS - 3)
+    assert load.counted == (0, 0, 1)
+
+
+def test_a_layer_that_p_does_not_have_leaves_a_load_unchecked(load):
+    engine = load.prefill
+    engine.planes = engine.planes[:-1]
+    load.digest()
+    assert load.check()
+    assert load.counted == (0, 0, 1)
+
+
+def test_planes_of_other_blocks_get_no_digest(load):
+    load.prefill.blocks = replace(load.prefill.blocks, block_tokens=7)
+    load.digest()
+    assert load.check()
+    assert load.counted == (0, 0, 1)
+
+
+def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
+    maker, read, goes_on = DigestMaker(tables.prefill, is_sample=False), Event(), Event()
+
+    def is_held() -> bool:
+        read.set()
+        goes_on.wait(SECONDS)
+        return False
+
+    maker.add(Order(FIRST, [], TOKENS, is_held, None, None))
+    read.wait(SECONDS)
+    assert maker._work.locked()
+    goes_on.set()
+    maker.settle()
+    maker._thread.shutdown()
+
+
+def test_each_load_is_counted_once(tables):
+    told = []
+    counts = DigestCounts(tell=told.append)
+    proof = LoadProof(counts, "several ranks")
+    for _ in range(3):
+        proof.begin()
+    proof.end(is_checked=True)
+    proof.end(is_checked=False)
+    proof.seal(is_read=True)
+    assert counted(counts) == (0, 0, 0), "one is still under way"
+    proof.end(is_checked=True)
+    assert counted(counts) == (0, 0, 1)
+    wrong = LoadProof(counts, "two wrong ranks")
+    wrong.begin()
+    wrong.begin()
+    wrong.alarm()
+    wrong.seal(is_read=True)
+    wrong.alarm()
+    failed = LoadProof(counts, "one that has failed")
+    failed.begin()
+    failed.seal(is_read=True)
+    failed.end(is_checked=None)
+    LoadProof(counts, "one without a digest").seal(is_read=True)
+    LoadProof(counts, "one that is not read").seal(is_read=False)
+    assert counted(counts) == (0, 1, 2)
+    assert told == [Proof.UNCHECKED, Proof.ALARM, Proof.UNCHECKED]
