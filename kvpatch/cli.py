@@ -39,7 +39,8 @@ def doctor(
     """Show what is installed, which generation this vLLM is, and what becomes of each patch.
 
     Exit status: 0 when everything that is enabled can be applied, 1 otherwise. With --url: 0 when
-    no load failed and nothing was refused, 1 otherwise, 2 when the engine does not answer.
+    no load failed, nothing was refused and no witness has alarmed, 1 otherwise, 2 when the engine
+    does not answer.
     """
     from rich.console import Console
 

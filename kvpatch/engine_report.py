@@ -35,7 +35,7 @@ class EngineReport:
 
     Attributes:
         sentences: what was found, and what to do about it.
-        is_well: whether no load failed and nothing was refused.
+        is_well: whether no load failed, nothing was refused, and no witness has alarmed.
     """
 
     sentences: tuple[str, ...]
@@ -81,9 +81,10 @@ def report(values: Values) -> EngineReport:
             is_well=False,
         )
     refused = sum(_of(values, "refusals_total").values())
-    parts = (_loads, _holds, _witnessed, _reads, _refusals, _pool, _host_buffer)
+    parts = (_loads, _holds, _digested, _witnessed, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
-    return EngineReport(sentences, is_well=not (_not_received(values) or refused))
+    alarms = _of(values, "witnessed_loads_total").get("alarm", 0)
+    return EngineReport(sentences, is_well=not (_not_received(values) or refused or alarms))
 
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
@@ -125,6 +126,25 @@ def _holds(values: Values) -> Iterator[str]:
             f"Of {holds['unproven']:.0f} loads it is not proven that P held the blocks: it has no "
             "kvpatch, or its answer came without kvpatch_hold."
         )
+
+
+def _digested(values: Values) -> Iterator[str]:
+    """What P's digests say of loads."""
+    found = _of(values, "load_digests_total")
+    alarms = found.get("alarm", 0)
+    compared = found.get("checked", 0) + alarms
+    if compared:
+        yield (
+            f"Of {compared:.0f} loads that were compared with P's digests {alarms:.0f} were not "
+            "what P had computed."
+        )
+    if alarms:
+        yield (
+            "Each of these has failed: the engine's log says in which layers, heads and tokens "
+            "(docs/explanation/digests.md)."
+        )
+    if found.get("unchecked"):
+        yield f"{found['unchecked']:.0f} loads were not compared with digests, or not wholly."
 
 
 def _witnessed(values: Values) -> Iterator[str]:

@@ -74,6 +74,12 @@ QUESTIONS = (
         "{{verdict}}",
     ),
     Question(
+        "What do P's digests say of loads?",
+        "sum by (digest) (increase(kvpatch_load_digests_total{$of}[$window]))",
+        "short",
+        "{{digest}}",
+    ),
+    Question(
         "What is refused?",
         "sum by (cause) (increase(kvpatch_refusals_total{$of}[$window]))",
         "short",

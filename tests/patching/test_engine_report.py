@@ -77,6 +77,35 @@ def test_loads_of_blocks_that_p_has_given_away() -> None:
     assert found.sentences[2].startswith("25 of them failed since P let go of their blocks")
 
 
+@pytest.mark.parametrize(("wrong", "is_well"), [(0, True), (2, False)])
+def test_loads_that_were_witnessed(wrong: int, is_well: bool) -> None:
+    """An alarm that is only logged is a load that was received, and may be a wrong answer."""
+    counts = {"good": 5, "alarm": wrong, "not_witnessed": 1}
+    found = report(values_of(_D + _of("witnessed_loads", "verdict", counts)))
+
+    assert found.is_well is is_well
+    assert f"Of {5 + wrong} loads that were witnessed {wrong} are alarms." in found.sentences
+    assert "1 loads could not be witnessed." in found.sentences
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_loads_that_were_compared_with_digests(wrong: int) -> None:
+    counts = {"checked": 5, "alarm": wrong, "unchecked": 1}
+    found = report(values_of(_D + _of("load_digests", "digest", counts))).sentences
+
+    compared = f"Of {5 + wrong} loads that were compared with P's digests {wrong} were not what P"
+    assert any(sentence.startswith(compared) for sentence in found)
+    assert any(sentence.startswith("Each of these has failed") for sentence in found) is bool(wrong)
+    assert "1 loads were not compared with digests, or not wholly." in found
+
+
+def _of(name: str, label: str, counts: dict[str, int]) -> str:
+    return "".join(
+        f'kvpatch_{name}_total{{engine="0",model_name="m",{label}="{value}"}} {count}.0\n'
+        for value, count in counts.items()
+    )
+
+
 def test_a_prefill_engine_with_a_host_buffer() -> None:
     found = report(
         values_of(
