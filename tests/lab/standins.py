@@ -27,7 +27,8 @@ def cpu_platform() -> Any:
     platform's config check forces its own attention backend's block sizes and
     cache types on every model, and from 0.17 on the worker pins its process
     to the last core, where P and D would fight for it. The trees hold no
-    kernels to import, and 0.17 asks torch for a function that newer ones lack.
+    kernels to import, and 0.17 asks torch for a function that newer ones lack. 0.27 asks
+    whether memory can be pinned while it imports the platform, before it is known.
     Releases: all.
     """
     import vllm.platforms
@@ -47,6 +48,9 @@ def cpu_platform() -> Any:
             return []
 
     vllm.platforms._current_platform = LabPlatform()
+    torch_utils = sys.modules.get("vllm.utils.torch_utils")
+    if hasattr(torch_utils, "PIN_MEMORY"):
+        torch_utils.PIN_MEMORY = False
     return vllm.platforms._current_platform
 
 
