@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvpatch.doctor import Diagnosis
+    from kvpatch.planning.plan import Plan
     from kvpatch.verify.compare import Comparison
     from kvpatch.verify.setups import Options
 
@@ -97,6 +98,45 @@ def _show(diagnosis: Diagnosis) -> None:
     console.print(patches)
     for problem in filter(None, (status.problem, diagnosis.connector)):
         console.print(f"refused: {problem}", markup=False, style="red", soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The arguments and options of ``kvpatch plan``, as they were typed."""
+
+    prefill: Annotated[Path, typer.Argument(help="P's arguments: a file of vllm serve --config.")]
+    decode: Annotated[Path, typer.Argument(help="D's.")]
+    release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None
+    platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder.")
+    ] = None
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that numbers are of.")] = 4096
+    cached: Annotated[int, typer.Option(min=0, help="Of these, those in D's prefix cache.")] = 0
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="Of the wire, in GB/s, where it is known.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+
+    def planned(self) -> Plan:
+        """What becomes of the pair.
+
+        Raises:
+            KvpatchError: it cannot be said.
+        """
+        from kvpatch.planning.arguments import read_arguments
+        from kvpatch.planning.pair import Request
+        from kvpatch.planning.plan import plan_pair
+
+        overrides = {"release": self.release, "platform": self.platform}
+        sides = [read_arguments(path, overrides) for path in (self.prefill, self.decode)]
+        return plan_pair(
+            sides[0],
+            sides[1],
+            Request(self.tokens, min(self.cached, self.tokens)),
+            config=self.model_config,
+            bytes_per_second=None if self.bandwidth is None else self.bandwidth * 1e9,
+        )
 
 
 @dataclass(frozen=True)
@@ -194,14 +234,36 @@ def exit_statuses() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def _require_extra() -> None:
+def _require_extra(command: str, extra: str, *modules: str) -> None:
     from kvpatch.core.errors import BadOptions
 
-    missing = [name for name in ("httpx", "numpy") if importlib.util.find_spec(name) is None]
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise BadOptions(
-            f"kvpatch verify needs {' and '.join(missing)}: pip install 'kvpatch[serve]'"
+            f"kvpatch {command} needs {' and '.join(missing)}: pip install 'kvpatch[{extra}]'"
         )
+
+
+@app.command("plan")
+@takes(PlanOptions)
+def plan(asked: PlanOptions) -> None:
+    """Say what becomes of a pair of engines before either is started, from their arguments.
+
+    Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
+    nor torch.
+    """
+    from rich.console import Console
+
+    with exit_statuses():
+        _require_extra("plan", "cli", "numpy", "yaml")
+        found = asked.planned()
+    if asked.as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        from kvpatch.planning.rendering import show
+
+        show(found, Console())
+    raise typer.Exit(0 if found.serves else 1)
 
 
 @app.command("verify")
@@ -215,7 +277,7 @@ def verify(asked: VerifyOptions) -> None:
 
     console = Console()
     with exit_statuses():
-        _require_extra()
+        _require_extra("verify", "serve", "httpx", "numpy")
         from kvpatch.verify.run import until_signal
         from kvpatch.verify.run import verify as run
 

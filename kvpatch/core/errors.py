@@ -115,6 +115,10 @@ class BadOptions(KvpatchError):
     """Options that no run can be made of."""
 
 
+class CannotPlan(KvpatchError):
+    """A pair of engines of which nobody can say from arguments alone what becomes of it."""
+
+
 class IncompleteCache(KvpatchError):
     """The ranks' reports do not add up to one whole cache."""
 

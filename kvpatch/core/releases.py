@@ -106,6 +106,12 @@ class ReleaseFacts:
             layers lie.
         names_layouts: a layout is a name, and the regions of a peer have strides.
         pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
+        joins_in_groups: smaller blocks are put together where there are several block tables.
+        buffer_devices: as "device: buffer", what a worker's ``kv_buffer_device`` may be.
+        buffer_follows_device: an engine that is not told has its device's own.
+        side_channel_port: of the handshakes, where nobody says another.
+        blocks_kept_seconds: that P keeps a prompt for a D that is not heard of, or whose lease is
+            not renewed.
         can_sleep: a worker takes back what it has registered while its engine sleeps.
         stats: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
         asks_scheduler_for_stats: the scheduler's half of the connector is asked too, in each step.
@@ -173,6 +179,11 @@ class ReleaseFacts:
     plans_transfers: bool = False
     names_layouts: bool = False
     pairs_heads_by_layout: bool = False
+    joins_in_groups: bool = False
+    buffer_devices: frozenset[str] = frozenset(("cuda: cuda",))
+    buffer_follows_device: bool = False
+    side_channel_port: int = 5557
+    blocks_kept_seconds: int = 120
     can_sleep: bool = False
     stats: Place | None = None
     asks_scheduler_for_stats: bool = False
@@ -296,6 +307,7 @@ _0_10_1 = replace(
     keeps_load_metadata=True,
     checks_device_again=True,
     reserves_drafted_blocks=False,
+    buffer_devices=_0_10_0.buffer_devices | {"tpu: cpu"},
 )
 _0_10_1_1 = replace(_0_10_1, release="0.10.1.1")
 _0_10_2 = replace(
@@ -306,6 +318,7 @@ _0_10_2 = replace(
     checks_device_again=False,
     can_answer_later=True,
     registers_shared_tensors_once=True,
+    buffer_devices=_0_10_1_1.buffer_devices | {"xpu: cpu"},
 )
 _0_11_0 = replace(
     _0_10_2,
@@ -335,6 +348,9 @@ _0_11_1 = replace(
     cuts_blocks=True,
     expands_remote_blocks=True,
     stats=Place(_ONE_MODULE, "NixlKVConnectorStats"),
+    buffer_devices=_0_11_0.buffer_devices | {"cuda: cpu", "cpu: cpu"},
+    side_channel_port=5600,
+    blocks_kept_seconds=480,
 )
 _0_11_2 = replace(_0_11_1, release="0.11.2")
 _0_12_0 = replace(
@@ -382,6 +398,7 @@ _0_17_0 = replace(
     release="0.17.0",
     generation="g0170",
     server_request=(*_0_16_0.server_request, "reasoning_ended"),
+    buffer_devices=_0_16_0.buffer_devices | {"xpu: xpu"},
 )
 _0_17_1 = replace(_0_17_0, release="0.17.1")
 _0_18_0 = replace(
@@ -392,6 +409,7 @@ _0_18_0 = replace(
     shape_source="backends",
     lists_block_sizes=False,
     has_cache_groups=True,
+    buffer_follows_device=True,
 )
 _0_18_1 = replace(_0_18_0, release="0.18.1")
 _0_19_0 = replace(
@@ -441,6 +459,7 @@ _0_22_0 = replace(
     listens_by_host=True,
     grants_leases=True,
     has_other_runner=True,
+    blocks_kept_seconds=30,
 )
 _0_22_1 = replace(_0_22_0, release="0.22.1")
 _0_23_0 = replace(
@@ -479,7 +498,7 @@ _0_26_0 = replace(
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
 )
-_0_27_0 = replace(_0_26_0, release="0.27.0")
+_0_27_0 = replace(_0_26_0, release="0.27.0", joins_in_groups=True)
 _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
     _0_27_1,

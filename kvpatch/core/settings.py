@@ -98,6 +98,11 @@ def ucx_net_devices() -> str | None:
     return os.environ.get("UCX_NET_DEVICES")
 
 
+def hub_folders() -> tuple[str | None, str | None]:
+    """``HF_HUB_CACHE`` and ``HF_HOME``, which say where the hub's models lie; None where unset."""
+    return os.environ.get("HF_HUB_CACHE") or None, os.environ.get("HF_HOME") or None
+
+
 def disabled_slugs() -> tuple[str, ...]:
     """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
     names = os.environ.get(DISABLE, "").replace(",", " ").split()

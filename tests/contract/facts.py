@@ -237,6 +237,33 @@ def _plans_transfers(source: Source) -> bool:
     return chooses
 
 
+def _buffer_devices(source: Source) -> frozenset[str]:
+    """The table of devices; 0.10.0 has none, and takes every device for CUDA's."""
+    modules = (source.worker.module, f"{_CONNECTORS}.nixl.utils")
+    found = "".join(text(source.release, module) for module in modules)
+    table = re.search(r"(?ms)^_NIXL_SUPPORTED_\w+ = (\{.*?^\})", found)
+    if table is None:
+        return frozenset({"cuda: cuda"})
+    devices: dict[str, tuple[str, ...]] = ast.literal_eval(table.group(1))
+    return frozenset(f"{device}: {buffer}" for device in devices for buffer in devices[device])
+
+
+def _buffer_follows_device(source: Source) -> bool:
+    module = "vllm.config.kv_transfer"
+    return "kv_buffer_device: str = field(default_factory=" in text(source.release, module)
+
+
+def _number_in_environment(source: Source, name: str) -> int:
+    found = re.search(rf"(?m)^ +{name}: int = (\d+)", text(source.release, "vllm.envs"))
+    return int(found.group(1)) if found else 0
+
+
+def _blocks_kept_seconds(source: Source) -> int:
+    fixed = _number_in_environment(source, "VLLM_NIXL_ABORT_REQUEST_TIMEOUT")
+    leased = re.search(r"'kv_lease_duration', (\d+)", source.body(source.scheduler, "__init__"))
+    return int(leased.group(1)) if leased else fixed
+
+
 #: The newest first: another stays beside it where it is something else.
 _PREFILL_COUNTS = ("_get_remote_prefill_token_count", "_mamba_prefill_token_count")
 _HANDLE_FAILED = "_handle_failed_transfer"
@@ -361,6 +388,15 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "scheduler_kv_connector_stats = self.connector.get_kv_connector_stats()"
         in s.core("update_from_output")
     ),
+    "joins_in_groups": lambda s: (
+        _has_cache_groups(s)
+        and "HMA does not support different remote block size"
+        not in s.body(s.worker, "_validate_remote_agent_handshake")
+    ),
+    "buffer_devices": _buffer_devices,
+    "buffer_follows_device": _buffer_follows_device,
+    "side_channel_port": lambda s: _number_in_environment(s, "VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    "blocks_kept_seconds": _blocks_kept_seconds,
     "pairs_heads_by_layout": lambda s: (
         "is_block_contiguous" in s.body(s.worker, "post_process_device_kv_on_receive")
     ),

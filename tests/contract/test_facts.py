@@ -41,6 +41,8 @@ def _another(value: Any) -> Any:
     """A value of the same kind that is not this one."""
     if isinstance(value, bool):
         return not value
+    if isinstance(value, int):
+        return value + 1
     if isinstance(value, Place):
         return replace(value, owner=f"{value.owner}Of")
     if value is None:

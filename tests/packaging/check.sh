@@ -56,4 +56,22 @@ grep -q "vLLM is not installed" "$work/doctor.json" || {
     cat "$work/doctor.json" >&2
     exit 1
 }
+say "planning a pair there"
+in_environment bin/python - <<'END'
+import json, pathlib
+pathlib.Path("m").mkdir()
+sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 256, "dtype": "bfloat16"}
+pathlib.Path("m/config.json").write_text(json.dumps(sizes))
+for side, tokens in (("p", 128), ("d", 32)):
+    transfer = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
+    lines = [f"model: m", f"block-size: {tokens}", f"kv-transfer-config: '{transfer}'"]
+    pathlib.Path(f"{side}.yaml").write_text("\n".join(lines))
+END
+status=0
+in_environment bin/kvpatch plan p.yaml d.yaml --release 0.32.0 --json >"$work/plan.json" || status=$?
+if [[ $status != 1 ]] || ! grep -q '"outcome": "refused at the first request"' "$work/plan.json"; then
+    say "kvpatch plan: expected status 1 and a pair that stock refuses, found $status:"
+    cat "$work/plan.json" >&2
+    exit 1
+fi
 say "sdist and wheel are as promised"

@@ -199,7 +199,11 @@ def test_keys_by_column_are_never_read_as_rows() -> None:
 def _decided(worker: Any, key_order: KeyOrder, tokens: int, release: str) -> Decision:
     """Of a peer of so many tokens to a block, by a worker that does not read itself."""
     asked: Any = SimpleNamespace(
-        worker=worker, facts=FACTS[release], context_sizes=(1, 1), key_order=lambda: key_order
+        worker=worker,
+        facts=FACTS[release],
+        context_sizes=(1, 1),
+        key_order=lambda: key_order,
+        stated_layout="HND",
     )
     misread = partial(why_misread, asked)
     local = UnreadCache(worker.block_size, 1, "HND", "", misreads_smaller=misread)

@@ -42,7 +42,7 @@ class KernelBlockSizes:
             return (1,)  # also of a size that this release does not allow
         most = max(_MOST_TOKENS // kernel_tokens, 1)
         every = tuple(range(1, most + 1))
-        found = tuple(n for n in every if self._kernel_of(kernel_tokens * n) == kernel_tokens)
+        found = tuple(n for n in every if self.kernel_of(kernel_tokens * n) == kernel_tokens)
         # No block comes to this: its backend is not quite ours, and all has to be proven.
         return found or every
 
@@ -51,7 +51,8 @@ class KernelBlockSizes:
         """Whether there are blocks that the release cuts."""
         return any(self.exact)
 
-    def _kernel_of(self, block_tokens: int) -> int | None:
+    def kernel_of(self, block_tokens: int) -> int | None:
+        """Tokens of the kernel blocks that a block is cut into; None of one that is not allowed."""
         if self.blocks is not None and block_tokens not in self.blocks:
             return None
         if self._takes(block_tokens):

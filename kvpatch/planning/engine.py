@@ -1,0 +1,318 @@
+"""One engine as its arguments make it: release, device, backend, blocks, layout, data type.
+
+What arguments leave open is assumed, and each assumption is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvpatch.core import settings
+from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.releases import ReleaseFacts, facts_of
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import InnerLayout, inner_layout
+from kvpatch.planning.arguments import EngineArguments, whole_number
+from kvpatch.planning.backends import Backend, backend_named, default_backend
+from kvpatch.planning.model import Model, find_config, read_model
+
+Role = Literal["P", "D"]
+
+#: Devices whose backends are CUDA's, to what is asked here.
+_LIKE_CUDA = ("cuda", "rocm")
+_DEVICES = ("cuda", "rocm", "cpu")
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+_HND, _NHD = ("HND", "LBHNC"), ("NHD", "LBNHC")
+
+
+@dataclass(frozen=True)
+class PlannedEngine:
+    """One engine, as far as a pair is judged by it.
+
+    Attributes:
+        device: cuda, rocm or cpu.
+        block_tokens: of the blocks that ids count.
+        kernel_tokens: of the blocks that its kernels take.
+        layout: as a handshake states it.
+        dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
+        key_order: None where keys lie in tiles.
+        transfer: of ``--kv-transfer-config``.
+        assumed: what was taken for granted, a sentence each.
+    """
+
+    role: Role
+    arguments: EngineArguments
+    facts: ReleaseFacts
+    model: Model
+    device: str
+    backend: Backend
+    block_tokens: int
+    kernel_tokens: int
+    layout: str
+    dtype: str
+    item_bytes: int
+    key_order: KeyOrder | None
+    tp_size: int
+    transfer: Mapping[str, Any]
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> int:
+        """Kernel blocks in one of the blocks that ids count."""
+        return self.block_tokens // self.kernel_tokens
+
+    @property
+    def inner_layout(self) -> InnerLayout:
+        """How heads and tokens lie in memory."""
+        return self.backend.inner_layout(inner_layout(self.layout) or "HND", self.facts)
+
+    @property
+    def heads(self) -> int:
+        """Of a rank."""
+        return 1 if self.model.is_mla else max(1, self.model.kv_heads // self.tp_size)
+
+    @property
+    def has_kvpatch(self) -> bool:
+        """Whether its processes enable kvpatch."""
+        return self.arguments.is_on(settings.ENABLE)
+
+    @property
+    def device_type(self) -> str:
+        """As vLLM's platform calls it."""
+        return "cuda" if self.device in _LIKE_CUDA else self.device
+
+    @property
+    def buffer_device(self) -> str:
+        """What NIXL registers memory of, by ``--kv-transfer-config``."""
+        default = self.device_type if self.facts.buffer_follows_device else "cuda"
+        return str(self.transfer.get("kv_buffer_device") or default)
+
+    @property
+    def has_mirror(self) -> bool:
+        """Whether vLLM's own host buffer is what it registers."""
+        on_host = self.buffer_device == "cpu" and self.device != "cpu"
+        return on_host and self.facts.has_host_buffer
+
+    def __str__(self) -> str:
+        cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
+        ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
+        return (
+            f"vLLM {self.facts.release} on {self.device}, {self.backend.name}, blocks of "
+            f"{self.block_tokens} tokens{cut}, {self.layout}, {self.dtype}{ranks}"
+        )
+
+
+def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None) -> PlannedEngine:
+    """An engine as its arguments make it.
+
+    Args:
+        config: its model's config.json, where that is not found by the model's name.
+
+    Raises:
+        BadOptions: they are wrong, or do not say enough.
+        CannotPlan: they ask for what is not planned for.
+        ReleaseNotKnown: the release is not one of kvpatch's.
+    """
+    return _Reading(role, arguments, config).engine()
+
+
+class _Reading:
+    """Reads arguments, and keeps what it takes for granted."""
+
+    def __init__(self, role: Role, arguments: EngineArguments, config: Path | None) -> None:
+        self._role: Role = role
+        self._arguments = arguments
+        self._config = config
+        self._assumed: list[str] = []
+
+    def engine(self) -> PlannedEngine:
+        arguments = self._arguments
+        self._refuse_unplanned()
+        facts, model, device = self._facts(), self._model(), self._device()
+        backend = self._backend(device, model)
+        dtype, item_bytes = self._dtype(model)
+        block_tokens = self._block_tokens(backend)
+        kernel_tokens = self._kernel_tokens(backend, facts, block_tokens)
+        return PlannedEngine(
+            role=self._role,
+            arguments=arguments,
+            facts=facts,
+            model=model,
+            device=device,
+            backend=backend,
+            block_tokens=block_tokens,
+            kernel_tokens=kernel_tokens,
+            layout=self._layout(facts, model),
+            dtype=dtype,
+            item_bytes=item_bytes,
+            key_order=self._key_order(backend, dtype, kernel_tokens),
+            tp_size=arguments.number("tensor_parallel_size", 1),
+            transfer=self._transfer(),
+            assumed=tuple(self._assumed),
+        )
+
+    def _assume(self, sentence: str) -> None:
+        self._assumed.append(f"{self._role}: {sentence}")
+
+    def _refuse_unplanned(self) -> None:
+        """What changes the cache in ways that are not worked out here.
+
+        Raises:
+            CannotPlan: it is there.
+        """
+        arguments = self._arguments
+        sizes = ("pipeline_parallel_size", "decode_context_parallel_size")
+        for name in (*sizes, "prefill_context_parallel_size"):
+            if arguments.number(name, 1) > 1:
+                raise CannotPlan(
+                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for"
+                )
+        if arguments.is_on("ENABLE_KVCACHED"):
+            raise CannotPlan(
+                f"{arguments.source}: kvcached's memory is not planned for "
+                "(docs/how-to/kvcached.md says what is read of it)"
+            )
+
+    def _facts(self) -> ReleaseFacts:
+        release = self._arguments.about.get("release")
+        if release is None:
+            raise BadOptions(
+                f"{self._arguments.source}: which release of vLLM is it? Say `release` in the "
+                "section kvpatch, or give --release"
+            )
+        return facts_of(str(release))
+
+    def _model(self) -> Model:
+        arguments = self._arguments
+        name = arguments.option("model") or arguments.option("model_tag")
+        if not isinstance(name, str):
+            raise BadOptions(f"{arguments.source} names no model")
+        given = arguments.about.get("model-config")
+        config = self._config if given is None else Path(str(given))
+        if given is not None and not Path(str(given)).is_absolute():
+            config = Path(arguments.source).parent / str(given)
+        if config is None and not Path(name).is_absolute():
+            beside = Path(arguments.source).parent / name
+            config = beside if (beside / "config.json").is_file() else None
+        return read_model(name, find_config(name, config))
+
+    def _device(self) -> str:
+        arguments = self._arguments
+        found = arguments.about.get("platform") or arguments.environment.get("VLLM_TARGET_DEVICE")
+        if found is None:
+            self._assume("it runs on a CUDA device (`platform` says another)")
+            return "cuda"
+        if str(found) not in _DEVICES:
+            raise CannotPlan(
+                f"{arguments.source}: platform {found} is none of those that are planned for "
+                f"({', '.join(_DEVICES)})"
+            )
+        return str(found)
+
+    def _backend(self, device: str, model: Model) -> Backend:
+        arguments = self._arguments
+        asked = (
+            arguments.about.get("attention-backend")
+            or arguments.option("attention_backend")
+            or arguments.mapping("attention_config").get("backend")
+            or arguments.environment.get("VLLM_ATTENTION_BACKEND")
+        )
+        if asked is not None:
+            found = backend_named(str(asked))
+            if found.is_mla != model.is_mla:
+                raise BadOptions(
+                    f"{arguments.source}: {found.name} is no backend for {model.name}, which "
+                    f"{'has' if model.is_mla else 'has no'} latents (MLA)"
+                )
+            return found
+        found = default_backend(device, is_mla=model.is_mla)
+        if device != "cpu":
+            self._assume(
+                f'vLLM chooses {found.name} (it depends on the card: its log says "Using ... '
+                'backend"; `attention-backend` says another)'
+            )
+        return found
+
+    def _dtype(self, model: Model) -> tuple[str, int]:
+        """The cache's, and the bytes of an item."""
+        asked = str(self._arguments.option("kv_cache_dtype", "auto"))
+        if asked.startswith("fp8"):
+            return asked, 1
+        if asked not in ("auto", *_ITEM_BYTES):
+            raise CannotPlan(
+                f"{self._arguments.source}: --kv-cache-dtype {asked} is not planned for"
+            )
+        if asked == "auto" and model.cache_dtype:
+            raise CannotPlan(
+                f"{self._arguments.source}: {model.name} states a KV cache of its own "
+                f"({model.cache_dtype:.60}): say --kv-cache-dtype"
+            )
+        dtype = asked if asked != "auto" else str(self._arguments.option("dtype", "auto"))
+        if dtype == "auto":
+            dtype = model.dtype
+            if dtype == "float32":
+                dtype = "bfloat16"
+                self._assume(
+                    "vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)"
+                )
+        if dtype not in _ITEM_BYTES:
+            raise BadOptions(f"{self._arguments.source}: --dtype {dtype} is none of vLLM's")
+        return {"half": "float16", "float": "float32"}.get(dtype, dtype), _ITEM_BYTES[dtype]
+
+    def _block_tokens(self, backend: Backend) -> int:
+        asked = self._arguments.option("block_size")
+        if asked is not None:
+            return whole_number(asked, f"{self._arguments.source}: --block-size")
+        self._assume(
+            f"vLLM gives {backend.name} blocks of {backend.default_tokens} tokens (`block-size` "
+            "says another)"
+        )
+        return backend.default_tokens
+
+    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, block_tokens: int) -> int:
+        stated = self._arguments.about.get("kernel-block-size")
+        if stated is not None:
+            found = whole_number(stated, f"{self._arguments.source}: kernel-block-size")
+        else:
+            found = block_tokens
+            if facts.cuts_blocks:
+                found = backend.kernel_sizes(facts).kernel_of(block_tokens) or 0
+        if not found or block_tokens % found:
+            raise BadOptions(
+                f"{self._arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
+                f"of {block_tokens} tokens"
+            )
+        return found
+
+    def _layout(self, facts: ReleaseFacts, model: Model) -> str:
+        """As it is asked for, or as NixlConnector asks for it."""
+        asked = self._arguments.environment.get("VLLM_KV_CACHE_LAYOUT") or self._arguments.option(
+            "kv_cache_layout"
+        )
+        name = str(asked or ("NHD" if model.is_mla else "HND")).upper()
+        is_named = facts.names_layouts
+        if name in _HND:
+            return _HND[is_named]
+        if name in _NHD:
+            return _NHD[is_named]
+        raise CannotPlan(f"{self._arguments.source}: KV cache layout {name} is not planned for")
+
+    def _key_order(self, backend: Backend, dtype: str, kernel_tokens: int) -> KeyOrder | None:
+        """None for the tiles of a CPU with AMX."""
+        if backend.device != "cpu" or dtype != "bfloat16" or kernel_tokens % 32:
+            return backend.key_order
+        has_amx = self._arguments.about.get("amx")
+        if has_amx is None:
+            self._assume(
+                "its processor has AMX, which tiles keys of bfloat16 (`amx: false` denies it)"
+            )
+        return None if has_amx in (None, True) else backend.key_order
+
+    def _transfer(self) -> Mapping[str, Any]:
+        found = self._arguments.mapping("kv_transfer_config")
+        if not found:
+            self._assume("it has NixlConnector (it has no --kv-transfer-config)")
+        return found

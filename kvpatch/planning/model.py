@@ -1,0 +1,226 @@
+"""A model's cache, from its config.json: layers, KV heads, width, windows, recurrent states."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpatch.core import settings
+from kvpatch.core.errors import BadOptions
+
+#: Entries of ``layer_types`` that are recurrent state.
+_STATE_TYPES = ("mamba", "mamba2")
+#: What configurations of models with recurrent state have that say its layers otherwise.
+_STATE_ENTRIES = ("mamba_d_state", "ssm_cfg", "state_size", "attn_layer_period")
+_ATTENTION_TYPES = ("attention", "full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """Mamba2's, of all ranks together.
+
+    Attributes:
+        intermediate: channels of the convolution that are the state space's heads'.
+        groups_width: channels of the convolution beside those, of all groups.
+    """
+
+    intermediate: int
+    groups_width: int
+    heads: int
+    head_dim: int
+    state_size: int
+    kernel: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a model's cache is made of.
+
+    Attributes:
+        name: as the engine is told it, which engines compare.
+        layers: of all kinds.
+        kv_heads: of the whole model.
+        head_dim: of keys, and of values; of MLA's latent its whole width.
+        dtype: the checkpoint's own.
+        windows: the sliding window in tokens of each attention layer; 0 for full attention.
+        state_layers: the numbers of layers with recurrent state.
+        states: their sizes; None where there are none.
+        cache_dtype: what the checkpoint says of its KV cache; empty for nothing.
+    """
+
+    name: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    is_mla: bool = False
+    windows: tuple[int, ...] = ()
+    state_layers: tuple[int, ...] = ()
+    states: StateSizes | None = None
+    cache_dtype: str = ""
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(n for n in range(self.layers) if n not in self.state_layers)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether layers have several block tables, or one with a window."""
+        return bool(self.state_layers) or any(self.windows)
+
+
+def find_config(model: str, given: Path | None) -> Path:
+    """A model's config.json: the one that is given, a folder's, or the hub cache's newest.
+
+    Raises:
+        BadOptions: there is none.
+    """
+    if given is not None:
+        path = given / "config.json" if given.is_dir() else given
+        if not path.is_file():
+            raise BadOptions(f"there is no model configuration at {path}")
+        return path
+    if (Path(model) / "config.json").is_file():
+        return Path(model) / "config.json"
+    snapshots = _hub() / f"models--{model.replace('/', '--')}" / "snapshots"
+    found = sorted(snapshots.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if found:
+        return found[-1]
+    raise BadOptions(
+        f"{model} is neither a folder with a config.json nor in the hub cache ({_hub()}): give its "
+        "config.json with --model-config"
+    )
+
+
+def read_model(name: str, path: Path) -> Model:
+    """What a config.json says of a model's cache.
+
+    Raises:
+        BadOptions: it does not say enough, or the cache is of a kind that is not planned for.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadOptions(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, Mapping):
+        raise BadOptions(f"{path} holds no configuration")
+    text = content.get("text_config")
+    of_text = {**content, **text} if isinstance(text, Mapping) else content
+    return _Reading(name, str(path), of_text).model()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    name: str
+    path: str
+    content: Mapping[str, Any]
+
+    def model(self) -> Model:
+        layers = self.number("num_hidden_layers", "n_layer", "num_layers")
+        is_mla = self.content.get("kv_lora_rank") is not None
+        state_layers = self._state_layers(layers)
+        if is_mla:
+            if "index_topk" in self.content or "compress_ratios" in self.content:
+                raise BadOptions(
+                    f"{self.path}: caches of sparse attention (indexers, compressed latents) are "
+                    "not planned for: docs/explanation/kinds.md says what is read of them"
+                )
+            heads = self.number("num_key_value_heads", "num_attention_heads")
+            width = self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
+        else:
+            heads, width = self._heads()
+        return Model(
+            name=self.name,
+            layers=layers,
+            kv_heads=heads,
+            head_dim=width,
+            dtype=self._dtype(),
+            is_mla=is_mla,
+            windows=self._windows(layers, state_layers),
+            state_layers=state_layers,
+            states=self._states() if state_layers else None,
+            cache_dtype=self._cache_dtype(),
+        )
+
+    def number(self, *names: str) -> int:
+        """The first of some entries that is there."""
+        for name in names:
+            found = self.content.get(name)
+            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
+                return found
+        raise BadOptions(f"{self.path} does not say {' or '.join(names)}")
+
+    def _heads(self) -> tuple[int, int]:
+        attention = self.number("num_attention_heads", "n_head")
+        heads = attention
+        if self.content.get("num_key_value_heads") is not None:
+            heads = self.number("num_key_value_heads")
+        elif self.content.get("multi_query"):
+            heads = 1
+        if self.content.get("global_head_dim") or self.content.get("v_head_dim"):
+            raise BadOptions(
+                f"{self.path}: layers of several shapes are not planned for "
+                "(docs/reference/limits.md says what is read of them)"
+            )
+        if self.content.get("head_dim") is not None:
+            return heads, self.number("head_dim")
+        return heads, self.number("hidden_size", "n_embd") // attention
+
+    def _dtype(self) -> str:
+        found = self.content.get("dtype") or self.content.get("torch_dtype") or "float32"
+        return str(found).removeprefix("torch.")
+
+    def _types(self) -> list[str]:
+        found = self.content.get("layer_types") or self.content.get("layers_block_type") or []
+        return [str(kind) for kind in found]
+
+    def _state_layers(self, layers: int) -> tuple[int, ...]:
+        types = self._types()
+        strange = sorted(set(types) - set(_STATE_TYPES) - set(_ATTENTION_TYPES))
+        is_other = not types and any(name in self.content for name in _STATE_ENTRIES)
+        if strange or is_other or (types and len(types) != layers):
+            raise BadOptions(
+                f"{self.path}: layers of {', '.join(strange) or 'recurrent state'} are not planned "
+                "for: what is known are attention, sliding windows and Mamba2, by layer_types"
+            )
+        return tuple(n for n, kind in enumerate(types) if kind in _STATE_TYPES)
+
+    def _windows(self, layers: int, state_layers: tuple[int, ...]) -> tuple[int, ...]:
+        window = self.content.get("sliding_window")
+        size = window if isinstance(window, int) and window > 0 else 0
+        if self.content.get("use_sliding_window") is False:
+            size = 0
+        types = self._types()
+        every = [
+            size if not types or types[n] == "sliding_attention" else 0
+            for n in range(layers)
+            if n not in state_layers
+        ]
+        return tuple(every)
+
+    def _states(self) -> StateSizes:
+        heads, width = self.number("mamba_n_heads"), self.number("mamba_d_head")
+        size = self.number("mamba_d_state")
+        return StateSizes(
+            intermediate=heads * width,
+            groups_width=2 * self.number("mamba_n_groups") * size,
+            heads=heads,
+            head_dim=width,
+            state_size=size,
+            kernel=self.number("mamba_d_conv"),
+        )
+
+    def _cache_dtype(self) -> str:
+        quantization = self.content.get("quantization_config") or {}
+        scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
+        return "" if not scheme else str(scheme)
+
+
+def _hub() -> Path:
+    cache, home = settings.hub_folders()
+    folder = Path(home) if home else Path.home() / ".cache" / "huggingface"
+    return Path(cache) if cache else folder / "hub"

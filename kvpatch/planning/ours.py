@@ -1,0 +1,170 @@
+"""What kvpatch on D does with a pair: the decision of the engine's own handshake."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from kvpatch.connector.handshake.decision import (
+    Decision,
+    LocalCache,
+    Prove,
+    Read,
+    Refuse,
+    decide,
+)
+from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
+from kvpatch.connector.handshake.remote_ranks import RemoteRank
+from kvpatch.connector.handshake.unread_caches import UnreadCache
+from kvpatch.connector.local.cache_kinds import LATENT, ROWS, Kind
+from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_wrongly
+from kvpatch.core import settings
+from kvpatch.core.errors import BadOptions
+from kvpatch.planning.arguments import whole_number
+from kvpatch.planning.caches import RankCache, rank_cache
+from kvpatch.planning.engine import PlannedEngine
+from kvpatch.planning.factors import compared_factors, uncompared_factors
+from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
+from kvpatch.planning.stock import start_problem, stock_verdict
+
+_TRANSFERS = ("auto", "direct", "staged")
+#: As settings.py has it.
+_STAGING_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What kvpatch makes of a pair.
+
+    Attributes:
+        verdict: of a request.
+        way: "vLLM's own", "read by kvpatch", "proven first", or "refused".
+        mappings: of the ranks that D's first rank reads; empty where it reads none.
+    """
+
+    verdict: Verdict
+    way: str
+    mappings: tuple[RemoteRank, ...] = ()
+
+
+def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
+    """What becomes of a request where D has kvpatch, and P is stock."""
+    for engine in (pair.prefill, pair.decode):
+        found = start_problem(engine)
+        if found is not None:
+            return Judged(found, "refused")
+    factor = next(compared_factors(pair), None) or next(uncompared_factors(pair), None)
+    if factor is not None:
+        return Judged(Verdict(Outcome.REFUSED, str(factor), factor.cure), "refused")
+    decisions = [
+        decide(
+            local_cache(pair.decode, rank),
+            rank_cache(pair.prefill, met).stated(),
+            pair.decode.facts,
+        )
+        for rank in sorted({0, pair.decode.tp_size - 1})
+        for met in pair.ranks_met(rank)
+    ]
+    return _judged(pair, request, decisions)
+
+
+def _judged(pair: Pair, request: Request, decisions: list[Decision]) -> Judged:
+    for one in decisions:
+        if isinstance(one, Refuse):
+            return Judged(Verdict(Outcome.REFUSED, one.reason, one.cure), "refused")
+    of_first = decisions[: len(pair.ranks_met(0))]
+    if any(isinstance(one, Prove) for one in decisions):
+        mappings = tuple(_proven(pair, one) for one in of_first if isinstance(one, Prove))
+        reason = (
+            "the handshake leaves something of P's blocks open: D computes P's first prompts "
+            "itself, and loads later ones once a prompt has shown it"
+        )
+        return Judged(Verdict(Outcome.IDENTICAL, reason), "proven first", mappings)
+    if any(isinstance(one, Read) for one in decisions):
+        mappings = tuple(one.mapping for one in of_first if isinstance(one, Read))
+        return Judged(Verdict(Outcome.IDENTICAL), "read by kvpatch", mappings)
+    found = stock_verdict(pair, request)
+    if found.outcome is Outcome.WRONG and pair.prefill.kernel_tokens < pair.decode.kernel_tokens:
+        # The release is handed those of P's blocks that it pairs rightly, or the request fails.
+        reason = "vLLM reads it; a request whose blocks it would pair wrongly fails alone"
+        found = Verdict(Outcome.IDENTICAL, reason)
+    return Judged(found, "vLLM's own")
+
+
+def _proven(pair: Pair, decision: Prove) -> RemoteRank:
+    """The one of the mappings that P's arguments say to be right, or the first."""
+    p = pair.prefill
+    for mapping in decision.mappings.values():
+        peer = mapping.metadata
+        same_cut = peer.kernel_blocks_per_block in (None, p.parts)
+        if same_cut and peer.layout in (None, p.layout, p.inner_layout):
+            return mapping
+    return next(iter(decision.mappings.values()))
+
+
+# --- D's side -----------------------------------------------------------------------
+
+
+def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
+    """A rank's cache, as the engine's own decision has it.
+
+    Raises:
+        BadOptions: a variable of kvpatch's holds what it cannot take.
+    """
+    facts = engine.facts
+    joining = JoiningCache(
+        engine.key_order, 1, engine.model.is_mla, engine.layout if facts.states_layout else None
+    )
+    misread = partial(why_joined_wrongly, joining, facts)
+    if engine.key_order is None or engine.has_mirror:
+        return UnreadCache(
+            engine.kernel_tokens,
+            engine.tp_size,
+            engine.layout if facts.states_layout else None,
+            backend="" if engine.key_order is not None else engine.backend.name,
+            knows_keys=engine.key_order is not None,
+            has_heads=not engine.model.is_mla,
+            kinds=partial(_kinds, engine),
+            misreads_smaller=misread,
+        )
+    own: RankCache = rank_cache(engine, rank)
+    planes = [plane for layer in own.geometry.layers.values() for plane in layer.planes]
+    return LocalCache(
+        own.geometry,
+        planes,
+        staging_bytes=staging_bytes(engine) if transfer_mode(engine) == "staged" else None,
+        reads_all=own.geometry.misreads_blocks,
+        declared=_declared(engine),
+        misreads_smaller=misread,
+    )
+
+
+def transfer_mode(engine: PlannedEngine) -> str:
+    """``KVPATCH_TRANSFER`` of an engine."""
+    found = engine.arguments.environment.get(settings.TRANSFER, "").lower() or _TRANSFERS[0]
+    if found not in _TRANSFERS:
+        raise BadOptions(f"{settings.TRANSFER}={found!r} is not one of {', '.join(_TRANSFERS)}")
+    return found
+
+
+def staging_bytes(engine: PlannedEngine) -> int:
+    """Of an engine's staging pool."""
+    found = engine.arguments.environment.get(settings.STAGING_BYTES)
+    return whole_number(found, settings.STAGING_BYTES) if found else _STAGING_BYTES
+
+
+def _declared(engine: PlannedEngine) -> DeclaredGeometry:
+    variables = engine.arguments.environment
+    tokens = variables.get(settings.PEER_BLOCK_SIZE)
+    proves = engine.facts.states_layout or variables.get(settings.UNSTATED_LAYOUT) != "same"
+    return DeclaredGeometry(
+        whole_number(tokens, settings.PEER_BLOCK_SIZE) if tokens else None,
+        variables.get(settings.PEER_LAYOUT, "").upper() or None,
+        proves,
+    )
+
+
+def _kinds(engine: PlannedEngine) -> Mapping[str, Kind]:
+    kind = LATENT if engine.model.is_mla else ROWS
+    return {f"layer.{number}": kind for number in engine.model.attention_layers}

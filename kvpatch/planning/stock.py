@@ -1,0 +1,308 @@
+"""What stock vLLM does with a pair.
+
+First what an engine says when it starts; then the release's checks at the handshake, in their
+order; then what it makes of a load that they refuse; and last, of a peer that they let pass, which
+bytes come where. Whether these are the right ones is told by what the engine's own decision leans
+on (:func:`~kvpatch.connector.handshake.compatibility.is_compatible`,
+:mod:`~kvpatch.connector.smaller_blocks_admission`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_wrongly
+from kvpatch.core.errors import CannotPlan, PeerRefused
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.planning.caches import rank_cache
+from kvpatch.planning.engine import PlannedEngine
+from kvpatch.planning.factors import compared_factors, uncompared_factors
+from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
+
+_SAME_BLOCKS = "use one --block-size on both sides"
+_SAME_LAYOUT = "use one VLLM_KV_CACHE_LAYOUT on both sides"
+_SAME_RANKS = "use one --tensor-parallel-size on both sides"
+
+
+def stock_verdict(pair: Pair, request: Request) -> Verdict:
+    """What becomes of a request between engines without kvpatch.
+
+    Raises:
+        CannotPlan: nobody has seen what.
+    """
+    if pair.decode.model.state_layers and pair.prefill.tp_size != pair.decode.tp_size:
+        raise CannotPlan("recurrent state between other numbers of ranks is not planned for")
+    for engine in (pair.prefill, pair.decode):
+        found = start_problem(engine)
+        if found is not None:
+            return found
+    refusal = next(_refusals(pair), None)
+    if refusal is None:
+        unseen = next(uncompared_factors(pair), None)
+        if unseen is not None:
+            return Verdict(Outcome.WRONG, f"{unseen}, and nobody compares them", unseen.cure)
+        return _read(pair, request)
+    verdict = _reaction(pair, refusal)
+    if verdict.outcome is Outcome.REFUSED and request.cached >= request.tokens:
+        return replace(verdict, outcome=Outcome.NOT_TOLD)
+    return verdict
+
+
+def start_problem(engine: PlannedEngine) -> Verdict | None:
+    """Why an engine does not start with the connector, stock or not; None where it does."""
+    facts, device = engine.facts, engine.device_type
+    if f"{device}: {engine.buffer_device}" not in facts.buffer_devices:
+        known = sorted(
+            pair.partition(": ")[2]
+            for pair in facts.buffer_devices
+            if pair.startswith(f"{device}:")
+        )
+        reason = f"{engine.role}: vLLM {facts.release} has no connector for {device}"
+        cure = "use another release"
+        if known:
+            reason = f"{engine.role}: kv_buffer_device {engine.buffer_device} is not for {device}"
+            cure = f'set "kv_buffer_device": "{known[0]}" in its --kv-transfer-config'
+        return Verdict(Outcome.REFUSED_AT_START, reason, cure)
+    if engine.backend.device == "cpu" and facts.cache_shape == "blocks first":
+        return Verdict(
+            Outcome.REFUSED_AT_START,
+            f"{engine.role}: vLLM {facts.release} takes blocks of a CPU's cache for its keys and "
+            "values, and does not register them",
+            "use vLLM <= 0.22 or 0.26 and later",
+        )
+    return None
+
+
+# --- the handshake -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A check of the release's that a peer does not pass.
+
+    Attributes:
+        is_booked: whether the peer is in the release's books by then.
+    """
+
+    reason: str
+    cure: str
+    is_booked: bool = True
+
+
+def _refusals(pair: Pair) -> Iterator[_Refusal]:
+    """The checks that a peer does not pass, in the order of the release."""
+    p, d = pair.prefill, pair.decode
+    facts = d.facts
+    yield from _unlike_factors(pair)
+    smaller, larger = sorted((p.tp_size, d.tp_size))
+    if larger % smaller or (facts.meets_one_rank and p.tp_size > d.tp_size):
+        yield _Refusal(f"P has {p.tp_size} ranks and D {d.tp_size}", _SAME_RANKS, is_booked=False)
+    if facts.states_block_size:
+        yield from _unlike_blocks(pair)
+        yield from _unlike_layouts(pair)
+        yield from _unlike_ranks(pair)
+    if _block_bytes(pair) != _expected_bytes(pair):
+        yield _Refusal("a block of P has other bytes than one of D", _SAME_BLOCKS)
+
+
+def _unlike_factors(pair: Pair) -> Iterator[_Refusal]:
+    for factor in compared_factors(pair):
+        yield _Refusal(str(factor), factor.cure, is_booked=False)
+
+
+def _unlike_blocks(pair: Pair) -> Iterator[_Refusal]:
+    theirs, ours = pair.prefill.kernel_tokens, pair.decode.kernel_tokens
+    said = f"P's blocks have {theirs} tokens and D's {ours}"
+    if pair.decode.facts.compares_block_sizes_first and theirs > ours:
+        yield _Refusal(f"{said}: larger ones are not read", _SAME_BLOCKS, is_booked=False)
+    if ours % theirs:
+        yield _Refusal(f"{said}, no multiple of P's", _SAME_BLOCKS)
+    has_groups = pair.decode.facts.has_cache_groups and pair.decode.model.has_groups
+    if has_groups and theirs != ours and not pair.decode.facts.joins_in_groups:
+        yield _Refusal(f"{said}, and there are several block tables", _SAME_BLOCKS)
+    if theirs != ours and pair.decode.has_mirror and pair.decode.facts.joins_in_groups:
+        yield _Refusal(f"{said}, and D has a host buffer", _SAME_BLOCKS)
+
+
+def _unlike_layouts(pair: Pair) -> Iterator[_Refusal]:
+    p, d = pair.prefill, pair.decode
+    if d.model.is_mla or p.layout == d.layout:
+        return
+    if d.transfer.get("enable_permute_local_kv") and p.inner_layout == "HND":
+        return
+    yield _Refusal(f"P states the layout {p.layout} and D {d.layout}", _SAME_LAYOUT)
+
+
+def _unlike_ranks(pair: Pair) -> Iterator[_Refusal]:
+    p, d = pair.prefill, pair.decode
+    if p.tp_size == d.tp_size:
+        return
+    is_replicated = d.model.kv_heads < max(p.tp_size, d.tp_size)
+    splits_heads = not d.model.is_mla and not is_replicated
+    if p.tp_size > d.tp_size and is_replicated and not d.model.is_mla:
+        yield _Refusal(f"P's {p.tp_size} ranks share {d.model.kv_heads} KV heads", _SAME_RANKS)
+    if splits_heads and d.facts.topology == "transfer_topo" and d.layout not in ("HND", "LBHNC"):
+        yield _Refusal(f"heads are not in one piece in layout {d.layout}", "use HND on both sides")
+    if p.tp_size > d.tp_size and p.kernel_tokens != d.kernel_tokens and not d.model.is_mla:
+        yield _Refusal("P has more ranks, and other blocks", f"{_SAME_RANKS}, or one --block-size")
+
+
+def _block_bytes(pair: Pair) -> int:
+    return _bytes_of(pair.prefill)
+
+
+def _expected_bytes(pair: Pair) -> int:
+    """Of a block of P's, as D comes to it from one of its own."""
+    p, d = pair.prefill, pair.decode
+    own = _bytes_of(d)
+    if d.facts.states_block_size:
+        own = own * p.kernel_tokens // d.kernel_tokens
+    if d.model.is_mla:
+        return own
+    if d.facts.reads_its_share:
+        return own * p.heads // d.heads
+    return own * d.tp_size // p.tp_size
+
+
+def _bytes_of(engine: PlannedEngine) -> int:
+    """Of a kernel block's keys."""
+    return engine.kernel_tokens * engine.heads * engine.model.head_dim * engine.item_bytes
+
+
+# --- a load that is refused -----------------------------------------------------------
+
+
+def _reaction(pair: Pair, refusal: _Refusal) -> Verdict:
+    """What the release makes of a load whose handshake has failed.
+
+    <= 0.11.0 the engine ends. From 0.11.1 to 0.21 a failed load goes the way of a received one, and
+    the engine ends where that asks for what the handshake has not left behind, or where the blocks
+    cannot be put together. Later ones fail the request alone.
+    """
+    d = pair.decode
+    if d.facts.failed_loads == "unknown" or (
+        d.facts.failed_loads == "as received" and _ends_engine(pair, refusal)
+    ):
+        return Verdict(Outcome.CRASH, f"{refusal.reason}, and D ends", refusal.cure)
+    return Verdict(Outcome.REFUSED, refusal.reason, refusal.cure)
+
+
+def _ends_engine(pair: Pair, refusal: _Refusal) -> bool:
+    p, d = pair.prefill, pair.decode
+    if not refusal.is_booked or d.kernel_tokens % p.kernel_tokens:
+        return True
+    only_hnd = d.facts.meets_one_rank and d.layout != "HND"
+    is_joined = d.kernel_tokens > p.kernel_tokens and not d.model.is_mla and not only_hnd
+    return is_joined and _has_blocks_first(d)
+
+
+def _has_blocks_first(engine: PlannedEngine) -> bool:
+    return engine.backend.order(engine.facts).dimensions[:2] == ("block", "kv")
+
+
+# --- a peer that passes -----------------------------------------------------------------
+
+
+def _read(pair: Pair, request: Request) -> Verdict:
+    p, d = pair.prefill, pair.decode
+    if request.cached >= request.tokens:
+        return Verdict(Outcome.IDENTICAL)
+    if p.kernel_tokens != d.kernel_tokens:
+        found = _joined(d, p)
+        if found is not None:
+            return found
+    else:
+        try:
+            is_right = all(_is_compatible(pair, rank) for rank in range(d.tp_size))
+        except PeerRefused:
+            is_right = False
+        if not is_right:
+            return Verdict(Outcome.WRONG, _why_wrong(pair), _how_alike(pair))
+    if p.parts != d.parts and not d.facts.states_kernel_blocks:
+        return Verdict(
+            Outcome.WRONG,
+            f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks and D's of "
+            f"{d.block_tokens} are {d.parts}, which the handshake does not say",
+            _SAME_BLOCKS,
+        )
+    if not _pairs_by_token(pair, request):
+        return Verdict(
+            Outcome.WRONG,
+            f"blocks of {p.kernel_tokens} and {d.kernel_tokens} tokens are paired by their places "
+            "in two lists, which is wrong behind a prefix hit",
+            f"{_SAME_BLOCKS}, or --no-enable-prefix-caching on D",
+        )
+    return Verdict(Outcome.IDENTICAL)
+
+
+def _joined(d: PlannedEngine, p: PlannedEngine) -> Verdict | None:
+    """What comes of P's smaller blocks in D's larger ones; None where they are put together."""
+    facts = d.facts
+    said = f"P's blocks of {p.kernel_tokens} tokens become D's of {d.kernel_tokens}"
+    if d.model.is_mla:
+        return None
+    if facts.topology_has_block_size and d.backend.device == "cpu":
+        said = "D takes heads for the tokens of a block (0.11.1 and 0.11.2)"
+        return Verdict(Outcome.CRASH, said, _SAME_BLOCKS)
+    if _has_blocks_first(d):
+        ends = facts.failed_loads == "as received"
+        said = f"{said}, for which it has no descriptors where blocks hold keys and values"
+        return Verdict(Outcome.CRASH if ends else Outcome.REFUSED, said, _SAME_BLOCKS)
+    if _has_no_share(d, p):
+        return Verdict(Outcome.CRASH, f"{said}, and D ends over {d.heads} heads", _SAME_BLOCKS)
+    cache = JoiningCache(d.key_order, 1, d.model.is_mla, d.layout)
+    reason = why_joined_wrongly(cache, facts)
+    return Verdict(Outcome.WRONG, f"{said}: vLLM {reason}", _SAME_BLOCKS) if reason else None
+
+
+def _has_no_share(d: PlannedEngine, p: PlannedEngine) -> bool:
+    """From 0.26 to 0.31 heads are shared out over smaller blocks, where there are enough."""
+    facts = d.facts
+    shares_heads = facts.cache_shape == "packed" and not facts.pairs_heads_by_layout
+    is_by_row = d.key_order is KeyOrder.ROW_MAJOR
+    return shares_heads and is_by_row and d.heads < d.kernel_tokens // p.kernel_tokens
+
+
+def _is_compatible(pair: Pair, rank: int) -> bool:
+    ours = rank_cache(pair.decode, rank).geometry
+    theirs = (rank_cache(pair.prefill, met).stated() for met in pair.ranks_met(rank))
+    # What the handshake leaves open is as D has it, or _read has said otherwise.
+    known = (
+        replace(
+            peer,
+            block_tokens=pair.prefill.kernel_tokens,
+            kernel_blocks_per_block=ours.kernel_blocks_per_block,
+            layout=peer.layout or pair.prefill.inner_layout,
+        )
+        for peer in theirs
+    )
+    return all(is_compatible(replace(ours, misreads_blocks=False), peer) for peer in known)
+
+
+def _why_wrong(pair: Pair) -> str:
+    p, d = pair.prefill, pair.decode
+    if p.inner_layout != d.inner_layout:
+        return f"P's blocks are {p.inner_layout} and D's {d.inner_layout}, and nobody compares them"
+    return f"heads of {p.tp_size} and {d.tp_size} ranks are split as if they were in one piece"
+
+
+def _how_alike(pair: Pair) -> str:
+    unlike = pair.prefill.inner_layout != pair.decode.inner_layout
+    return _SAME_LAYOUT if unlike else f"{_SAME_RANKS}, or HND on both"
+
+
+def _pairs_by_token(pair: Pair, request: Request) -> bool:
+    """Whether two lists of kernel blocks, paired by their places, are paired by token.
+
+    D's begins behind its prefix hit and is cut into P's kernel blocks. Where it is the longer one
+    its end is left out, and where P's is the longer one its beginning.
+    """
+    p, d = pair.prefill, pair.decode
+    if p.kernel_tokens == d.kernel_tokens and p.parts == d.parts:
+        return True
+    whole = request.cached // d.block_tokens
+    ours = (-(-request.tokens // d.block_tokens) - whole) * d.block_tokens // p.kernel_tokens
+    theirs = -(-request.tokens // p.block_tokens) * p.parts
+    return max(0, theirs - ours) * p.kernel_tokens == whole * d.block_tokens

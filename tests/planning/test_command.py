@@ -1,0 +1,170 @@
+"""``kvpatch plan`` as a user meets it: two files that do not fit, one change, they serve."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpatch.cli import app
+
+from .walk import write_side
+
+pytestmark = pytest.mark.patching
+
+ROOT = Path(__file__).parents[2]
+
+
+def _plan(*arguments: object) -> tuple[int, str]:
+    found = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return found.exit_code, found.output
+
+
+def _json(*arguments: object) -> tuple[int, dict]:
+    status, output = _plan(*arguments, "--json")
+    return status, json.loads(output)
+
+
+def test_a_pair_that_does_not_fit_serves_after_one_change(tmp_path):
+    p, d = (write_side(tmp_path, role) for role in "pd")
+
+    status, before = _json(p, d)
+    assert status == 1
+    assert before["configured"]["outcome"] == "refused at the first request"
+    assert before["kvpatch"]["outcome"] == "identical"
+    assert before["changes"][0].startswith("D: set ENABLE_KVPATCH=true")
+    assert before["preflight"] == before["assumed"] == []
+
+    d = write_side(tmp_path, "d", env={"ENABLE_KVPATCH": "true"})
+    status, after = _json(p, d)
+    assert status == 0
+    assert after["configured"]["outcome"] == "identical"
+    assert after["changes"] == []
+
+
+def test_the_change_that_needs_no_kvpatch_serves_too(tmp_path):
+    p, d = write_side(tmp_path, "p"), write_side(tmp_path, "d", block_size=128)
+
+    status, found = _json(p, d)
+
+    assert (status, found["kvpatch"]["way"]) == (0, "vLLM's own")
+
+
+def test_wrong_tokens_are_told_before_they_are_served(tmp_path):
+    """Smaller blocks at P, on a release that mixes their heads."""
+    about = {"release": "0.31.0"}
+    p = write_side(tmp_path, "p", block_size=32, about=about)
+    d = write_side(tmp_path, "d", block_size=128, about=about)
+
+    status, output = _plan(p, d)
+
+    assert status == 1
+    assert "wrong tokens, HTTP 200" in output
+    assert "This pair does not serve as it is." in output
+    assert "change: D: set ENABLE_KVPATCH=true" in output
+
+
+def test_prefix_hits_are_told_apart(tmp_path):
+    """From 0.32 on smaller blocks are joined, and paired wrongly behind a prefix hit."""
+    p = write_side(tmp_path, "p", block_size=32)
+    d = write_side(tmp_path, "d", block_size=128)
+
+    _, found = _json(p, d)
+
+    assert found["stock"]["outcome"] == "wrong tokens, HTTP 200"
+    assert "prefix hit" in found["stock"]["reason"]
+    assert found["stock_without_prefix_hits"]["outcome"] == "identical"
+
+    d = write_side(tmp_path, "d", block_size=128, no_enable_prefix_caching=True)
+    status, found = _json(p, d)
+    assert (status, found["stock"]["outcome"]) == (0, "identical")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"about": {"release": None}}, "which release of vLLM is it?"),
+        ({"about": {"release": "0.9.2"}}, "is not a release that kvpatch knows"),
+        ({"about": {"relaese": "0.32.0"}}, "did you mean release?"),
+        ({"block_size": "many"}, "expected a whole number"),
+        ({"model": "org/none-such"}, "--model-config"),
+        ({"kv_transfer_config": "{"}, "is no JSON"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size above 1 is not planned for"),
+        ({"about": {"attention-backend": "NOPE"}}, "is not known here"),
+        ({"about": {"platform": "tpu"}}, "none of those that are planned for"),
+        ({"env": {"ENABLE_KVCACHED": "true"}}, "kvcached's memory is not planned for"),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not planned for"),
+    ],
+)
+def test_what_cannot_be_said_is_status_2_with_a_sentence(tmp_path, changes, says):
+    p, d = write_side(tmp_path, "p"), write_side(tmp_path, "d", **changes)
+
+    status, output = _plan(p, d)
+
+    assert status == 2
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_a_file_that_is_no_yaml_is_status_2(tmp_path):
+    p, d = write_side(tmp_path, "p"), tmp_path / "d.yaml"
+    for content in ("a: [", "- 1", "\0"):
+        d.write_text(content)
+        assert _plan(p, d)[0] == 2
+    d.unlink()
+    assert _plan(p, d)[0] == 2
+
+
+def test_the_section_may_stand_beside_the_file_that_vllm_takes(tmp_path):
+    p, d = (write_side(tmp_path, role) for role in "pd")
+    for path in (p, d):
+        lines = path.read_text()
+        section = lines[lines.index("kvpatch:") :]
+        end = section.index("\nmodel:")
+        path.write_text(lines.replace(section[:end], ""))
+        beside = "\n".join(line[2:] for line in section[:end].splitlines()[1:])
+        path.with_name(f"{path.stem}.kvpatch.yaml").write_text(beside)
+        assert "kvpatch" not in path.read_text()
+
+    assert _json(p, d)[1]["decode"].startswith("vLLM 0.32.0 on cuda, FLASH_ATTN")
+
+
+def test_what_is_not_stated_is_assumed_aloud(tmp_path):
+    bare = {"about": {"platform": None, "attention-backend": None}, "block_size": None}
+    p, d = (write_side(tmp_path, role, **bare) for role in "pd")
+
+    _, found = _json(p, d)
+
+    for role in "PD":
+        for what in ("CUDA device", "chooses FLASH_ATTN", "blocks of 16 tokens"):
+            assert any(line.startswith(f"{role}: ") and what in line for line in found["assumed"])
+
+
+_WITHOUT = """
+import sys
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "vllm", "nixl"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Nothing())
+from kvpatch.cli import app
+app()
+"""
+
+
+def test_neither_vllm_nor_torch_is_imported(tmp_path):
+    p, d = (write_side(tmp_path, role) for role in "pd")
+
+    ended = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, "plan", str(p), str(d), "--json"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+
+    assert ended.returncode == 1, ended.stderr
+    assert json.loads(ended.stdout)["kvpatch"]["outcome"] == "identical"

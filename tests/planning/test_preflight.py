@@ -1,0 +1,153 @@
+"""What goes wrong most is found, and is not found where it is right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch.planning.arguments import read_arguments
+from kvpatch.planning.engine import engine_of
+from kvpatch.planning.pair import Pair
+from kvpatch.planning.preflight import findings
+
+from .walk import TRANSFER, write_side
+
+pytestmark = pytest.mark.patching
+
+_HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_KEPT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
+
+
+def _found(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> list[tuple[str, str, str]]:
+    engines = [
+        engine_of(role.upper(), read_arguments(write_side(folder, role, **changes)))
+        for role, changes in (("p", p), ("d", d))
+    ]
+    return [(one.level, one.side, one.what) for one in findings(Pair(*engines))]
+
+
+def _both(about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"about": about}, {"about": about}
+
+
+def test_a_pair_that_is_set_up_rightly_has_no_findings(tmp_path):
+    assert _found(tmp_path, {}, {}) == []
+
+
+def _on(machine: str | None, **env: str | None) -> dict[str, Any]:
+    return {"about": {"machine": machine}, "env": env}
+
+
+#: name: P's changes, D's, and what is found: level, side, words.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = {
+    "a wildcard between machines": (
+        {"env": {_HOST: "0.0.0.0"}}, {}, ("error", "P", "tells D to connect to 0.0.0.0"),
+    ),
+    "a loopback between machines": (
+        {"env": {_HOST: "localhost"}}, {}, ("error", "P", "D is on another machine"),
+    ),
+    "nothing set between machines": (
+        {"env": {_HOST: None}}, {}, ("error", "P", f"{_HOST} is not set"),
+    ),
+    "127.0.0.1 between machines": (
+        {"env": {_HOST: "127.0.0.1"}}, {}, ("error", "P", "listens on 127.0.0.1"),
+    ),
+    "one port on one machine": (
+        {"port": 8100, **_on("a", **{_HOST: "127.0.0.1"})},
+        {"port": 8200, **_on("a", **{_HOST: "127.0.0.1"})},
+        ("error", "P and D", "side channel's port 5600"),
+    ),
+    "one port of API servers": (
+        _on("a", **{_PORT: "5601"}), _on("a", **{_PORT: "5701"}),
+        ("error", "P and D", "API servers have port 8000"),
+    ),
+    "ports of data-parallel ranks": (
+        {"port": 1, "data_parallel_size": 8, **_on("a", **{_PORT: "5600"})},
+        {"port": 2, **_on("a", **{_PORT: "5607"})},
+        ("error", "P and D", "side channel's port 5607"),
+    ),
+    "no connector": (
+        {"kv_transfer_config": None}, {}, ("error", "P", "no --kv-transfer-config"),
+    ),
+    "no role": (
+        {}, {"kv_transfer_config": json.dumps({"kv_connector": "NixlConnector"})},
+        ("error", "D", "kv_role is not set"),
+    ),
+    "the other side's role": (
+        {"kv_transfer_config": json.dumps({**TRANSFER, "kv_role": "kv_consumer"})}, {},
+        ("error", "P", "the other side's"),
+    ),
+    "another connector": (
+        {"kv_transfer_config": json.dumps({**TRANSFER, "kv_connector": "LMCache"})}, {},
+        ("error", "P", "kv_connector is LMCache"),
+    ),
+    "plugins without kvpatch": (
+        {}, {"env": {"ENABLE_KVPATCH": "1", "VLLM_PLUGINS": "lora_filesystem_resolver"}},
+        ("error", "D", "does not name kvpatch"),
+    ),
+    "settings of kvpatch's while it is off": (
+        {}, {"env": {"KVPATCH_TRANSFER": "staged"}}, ("warning", "D", "KVPATCH_TRANSFER is set"),
+    ),
+    "Ray": (
+        {}, {"distributed_executor_backend": "ray", "env": {"ENABLE_KVPATCH": "true"}},
+        ("warning", "D", "its workers are Ray's"),
+    ),
+    "several nodes": (
+        {}, {"nnodes": 2, "env": {"ENABLE_KVPATCH": "true"}}, ("warning", "D", "on 2 nodes"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_found(name, tmp_path):
+    p, d, (level, side, words) = CASES[name]
+
+    found = _found(tmp_path, p, d)
+
+    assert [(one[0], one[1]) for one in found] == [(level, side)], found
+    assert words in found[0][2]
+
+
+def test_a_cpu_without_its_buffer_device(tmp_path):
+    """<= 0.17 an engine that is not told has CUDA's; later ones have their device's own."""
+    of_cpu = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
+    old, new = (_both({**of_cpu, "release": release}) for release in ("0.13.0", "0.32.0"))
+
+    assert [(one[0], one[1]) for one in _found(tmp_path, *old)] == [("error", "P"), ("error", "D")]
+    assert "kv_buffer_device is not set" in _found(tmp_path, *old)[0][2]
+    assert _found(tmp_path, *new) == []
+
+
+def test_leases_by_release(tmp_path):
+    """A fixed time <= 0.21, the same on both sides and longer than D's queue; leases later."""
+    old = {"release": "0.21.0"}
+    queue = {"about": {**old, "queue-seconds": 600}}
+
+    (found,) = _found(tmp_path, {"about": old}, queue)
+    assert found[:2] == ("error", "P") and "keeps a prompt for 480 s" in found[2]
+
+    longer = {"env": {_KEPT: "900"}}
+    assert _found(tmp_path, {"about": old, **longer}, {**queue, **longer}) == []
+
+    (found,) = _found(tmp_path, {"about": old, **longer}, {"about": old})
+    assert found[:2] == ("warning", "P and D") and "is 900 on P and 480 on D" in found[2]
+
+    assert _found(tmp_path, {}, {"about": {"queue-seconds": 600}}) == []
+    (found,) = _found(tmp_path, longer, {})
+    assert "this one grants leases" in found[2]
+
+
+def test_ports_of_workers_that_listen_themselves(tmp_path):
+    """<= 0.11.0 each rank has one."""
+    about = {"machine": "a", "release": "0.11.0"}
+    p = {"port": 1, "about": about, "tensor_parallel_size": 2, "env": {_PORT: "5557"}}
+    d = {"port": 2, "about": about, "env": {_PORT: "5558"}}
+
+    (found,) = _found(tmp_path, p, d)
+
+    assert "port 5558" in found[2]
+    about["release"] = "0.12.0"
+    assert _found(tmp_path, p, d) == []
