@@ -38,8 +38,12 @@ processes="$(nproc)"
 processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
 play() { "$python" -m pytest -q "$@"; }
 play_without_engines() { play -m "$1" --numprocesses "$processes" --dist loadscope; }
-# Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB.
-play_engines() { play tests/serving -m "$1" --numprocesses 2 --dist worksteal; }
+# Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB. The threads of
+# NIXL sleep between two looks: each would take a core for itself.
+play_engines() {
+    PYTHONPATH="$root/tests/serving/patient${PYTHONPATH:+:$PYTHONPATH}" \
+        play tests/serving -m "$1" --numprocesses 2 --dist worksteal
+}
 
 # The results that the documentation shows, with today's date and this commit: docs/data and its pages.
 # The engines' are README's table, an hour of its own.
