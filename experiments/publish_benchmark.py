@@ -22,7 +22,11 @@ from tests.played import write_table
 _DOCS = Path(__file__).resolve().parent.parent / "docs"
 _SERVED = "0.32.0"
 #: Those that start vLLM's engines.
-_SCRIPTS = {"serving": "experiments/bench_serving.sh", "drill": "experiments/drill.sh"}
+_SCRIPTS = {
+    "serving": "experiments/bench_serving.sh",
+    "drill": "experiments/drill.sh",
+    **dict.fromkeys((name for name in TABLES if name.startswith("proof_")), "experiments/proof.sh"),
+}
 
 
 def write(name: str, raw: Any, note: str) -> None:

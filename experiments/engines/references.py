@@ -12,7 +12,8 @@ import httpx
 
 from kvpatch.verify.engine import Engine
 
-_MARGIN = 1e-3
+MARGIN = 1e-3
+"""In the logarithm of a probability, of float32 that rounds otherwise in another batch."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ async def reference(
     single: Engine,
     tokens: tuple[int, ...],
     answer_tokens: int,
+    margin: float = MARGIN,
 ) -> Prompt | None:
     """The single engine's answer; None where it is a close thing."""
     response = await client.post(
@@ -46,4 +48,4 @@ async def reference(
     response.raise_for_status()
     choice = response.json()["choices"][0]
     margins = [max(top.values()) - min(top.values()) for top in choice["logprobs"]["top_logprobs"]]
-    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > _MARGIN else None
+    return Prompt(tokens, tuple(choice["token_ids"])) if min(margins) > margin else None

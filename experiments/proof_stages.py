@@ -1,0 +1,228 @@
+"""The stages of the proofs, each with engines of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress
+
+from experiments import drill
+from experiments.engines import fault_loads, good_loads, lease_loads, load_costs
+from experiments.engines.proof_pairs import (
+    BOTH,
+    COSTS,
+    NOTHING,
+    PAIRS,
+    Pair,
+    Played,
+    single,
+)
+from experiments.engines.references import Prompt
+from experiments.engines.routed import Play
+from experiments.proof_shown import cost_table, fault_table, good_table, lease_table
+from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, small_engine
+
+STAGES = ("good", "faults", "lease", "cost")
+DTYPES = ("float32", "bfloat16")
+_SEED = 14
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What one run plays.
+
+    Attributes:
+        loads: good ones of each pair and data type, and no more than ``seconds`` allow.
+        each: loads of each fault.
+        lengths: of prompts that faults come over.
+    """
+
+    stages: Sequence[str]
+    pairs: Sequence[Pair]
+    dtypes: Sequence[str]
+    model: str
+    model_name: str
+    loads: int
+    each: int
+    seconds: float
+    lengths: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all stages have in common; ``keep`` is told all rows whenever there are more."""
+
+    asking: Asking
+    options: Options
+    console: Console
+    keep: Callable[[Sequence[Any]], None]
+
+    def client(self) -> httpx.AsyncClient:
+        """With a connection for each request: one that an engine has closed is no failure of it."""
+        limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+        return httpx.AsyncClient(trust_env=False, limits=limits)
+
+
+def bar(progress: Progress, name: str, total: int) -> Any:
+    """Advances a line of progress."""
+    task = progress.add_task(name, total=total)
+    return lambda: progress.advance(task)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts with the single engine's answers: of good loads, and by length for faults."""
+
+    words: Sequence[int]
+    good: Sequence[good_loads.Asked]
+    prompts: Sequence[Sequence[Prompt]]
+
+
+async def single_answers(run: Run, client: httpx.AsyncClient, dtype: str) -> Answers:
+    """All that the stages of one data type need."""
+    asking = run.asking
+    good: list[good_loads.Asked] = []
+    prompts: list[list[Prompt]] = []
+    spec = single(asking.model, dtype)
+    async with running((spec,), client, run.options, run.console) as (alone,):
+        words = sorted(set(await vocabulary(client, alone)))
+        with progress_bar(run.console) as progress:
+            if "good" in asking.stages:
+                drawn = list(good_loads.prompts(words, asking.loads, _SEED))
+                sampled = -(-len(drawn) // good_loads.SAMPLED_OF)
+                advance = bar(progress, "answers to good loads", sampled)
+                good = await good_loads.ask_single(client, alone, drawn, dtype, advance)
+            if "faults" in asking.stages:
+                each = len(fault_loads.kinds()) * -(-asking.each // len(asking.lengths))
+                wanted = fault_loads.Wanted(asking.lengths, each, fault_loads.MARGINS[dtype])
+                advance = bar(progress, "answers to faults' prompts", each * len(asking.lengths))
+                prompts = await fault_loads.references(client, alone, words, wanted, advance)
+    return Answers(words, good, prompts)
+
+
+async def play_dtype(run: Run, dtype: str, rows: list[Any]) -> None:
+    """Good loads and faults in one data type, pair after pair."""
+    asking = run.asking
+    async with run.client() as client:
+        answers = await single_answers(run, client, dtype)
+        for pair in asking.pairs:
+            its = await play_pair(run, client, Played(pair, BOTH, asking.model, dtype), answers)
+            for row in its:
+                row.model = asking.model_name
+            rows += its
+            run.keep(rows)
+            run.console.print(good_table([row for row in its if row.stage == "good"]))
+            run.console.print(fault_table([row for row in its if row.stage == "faults"]))
+
+
+async def play_pair(
+    run: Run, client: httpx.AsyncClient, played: Played, answers: Answers
+) -> list[Any]:
+    """Good loads and faults with one pair; faults where D reads from one rank."""
+    asking, rows = run.asking, list[Any]()
+    specs = played.prefill(), played.decode()
+    async with running(specs, client, run.options, run.console) as engines:
+        await require_kvpatch_as_asked(client, engines)
+        prefill, decode = engines
+        with progress_bar(run.console) as progress:
+            title = f"{played.pair.name}, {played.dtype}"
+            if "good" in asking.stages:
+                advance = bar(progress, f"{title}: good loads", len(answers.good))
+                until = time.monotonic() + asking.seconds
+                rows.append(
+                    await good_loads.serve(client, played, engines, answers.good, advance, until)
+                )
+            if played.pair.prefill_ranks == 1 and "faults" in asking.stages:
+                fresh = [iter(of_length) for of_length in answers.prompts]
+                faults = fault_loads.Faults(
+                    client, played, prefill, decode, answers.words, fresh, asking.lengths
+                )
+                await faults.begin()
+                kinds = fault_loads.kinds()
+                advance = bar(progress, f"{title}: faults", asking.each * len(kinds))
+                for fault, moment in kinds:
+                    rows += await faults.all_of(fault, moment, asking.each, advance)
+    return rows
+
+
+async def play_lease(run: Run) -> list[Any]:
+    """Stale blocks of the drill's like pairs, in float32, with kvpatch on both sides and on D."""
+    asking, rows = run.asking, list[Any]()
+    size, options = drill.DECODE_CACHE_TOKENS, run.options
+    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(size // 32))
+    alone = small_engine("lease-single", asking.model, "float32", small, False, False)
+    async with run.client() as client:
+        async with running((alone,), client, options, run.console) as (one,):
+            words = sorted(set(await vocabulary(client, one)))
+            with progress_bar(run.console) as progress:
+                prompts = await drill.references(client, one, words, asking.each, progress)
+        for pair in (drill_pair for drill_pair in drill.PAIRS if drill_pair.name in _LEASE):
+            setting, on = _LEASE[pair.name]
+            specs = (
+                drill.engine(pair, "prefill", asking.model, 32, drill.PREFILL_CACHE_TOKENS, "fail"),
+                drill.engine(pair, "decode", asking.model, 32, size, "fail"),
+            )
+            specs = tuple(
+                replace(spec, environment=(*spec.environment, *(on if spec.kvpatch else ())))
+                for spec in specs
+            )
+            async with running(specs, client, options, run.console) as (prefill, decode):
+                await require_kvpatch_as_asked(client, (prefill, decode))
+                play = Play(client, options, prefill, decode, words)
+                row = lease_loads.Row(setting, "float32", asking.model_name, len(prompts))
+                with progress_bar(run.console) as progress:
+                    advance = bar(progress, f"{setting}: stale loads", len(prompts))
+                    rows.append(await lease_loads.serve(play, prompts, row, advance))
+            run.console.print(lease_table(rows))
+    return rows
+
+
+_LEASE = {
+    "both": ("both", (("KVPATCH_DIGEST", "all"), ("KVPATCH_WITNESS", "log"))),
+    "d-alone": ("D alone", (("KVPATCH_WITNESS", "log"),)),
+}
+
+
+async def play_cost(run: Run, dtype: str) -> list[Any]:
+    """Each instrument's, one after the other: two pairs run at once."""
+    asking, rows = run.asking, list[Any]()
+    pair, *_ = [pair for pair in PAIRS if pair.is_like]
+    plain = Played(pair, NOTHING, asking.model, dtype)
+    for setting in COSTS:
+        played = Played(pair, setting, asking.model, dtype)
+        specs = (plain.prefill(), plain.decode(), played.prefill(), played.decode())
+        async with (
+            run.client() as client,
+            running(specs, client, run.options, run.console) as engines,
+        ):
+            await require_kvpatch_as_asked(client, engines)
+            words = sorted(set(await vocabulary(client, engines[0])))
+            pairs = (engines[0], engines[1]), (engines[2], engines[3])
+            with progress_bar(run.console) as progress:
+                turns = asking.each
+                advance = bar(progress, f"{setting.name}: turns", load_costs.WARM_UP + turns)
+                found = await load_costs.measure(client, pairs, words, turns, advance)
+        rows.append(load_costs.row_of(setting.name, dtype, asking.model_name, found))
+        run.console.print(cost_table(rows))
+    return rows
+
+
+async def play(run: Run) -> list[Any]:
+    """Stage after stage, data type after data type."""
+    rows: list[Any] = []
+    stages = run.asking.stages
+    for dtype in run.asking.dtypes:
+        if {"good", "faults"} & set(stages):
+            await play_dtype(run, dtype, rows)
+        if "cost" in stages:
+            rows += await play_cost(run, dtype)
+            run.keep(rows)
+    if "lease" in stages:
+        rows += await play_lease(run)
+    return rows

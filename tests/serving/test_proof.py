@@ -1,0 +1,275 @@
+"""What the proofs do to caches and count, with stand-ins for engines (no vLLM)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("httpx", reason="httpx is not installed")
+
+from experiments import proof_shown, proof_tables  # noqa: E402
+from experiments.engines import fault_loads, good_loads  # noqa: E402
+from experiments.engines.load_faults import FAULTS, Layer, Load  # noqa: E402
+from experiments.engines.proof_probe import (  # noqa: E402
+    LANDED,
+    LOADED,
+    NAME,
+    Spoiler,
+    is_other,
+    marked,
+)
+from experiments.engines.references import Prompt  # noqa: E402
+from kvpatch.core.errors import RequestFailed  # noqa: E402
+from kvpatch.geometry.memory import Memory  # noqa: E402
+from kvpatch.verify.caches import LayerCache  # noqa: E402
+from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
+
+pytestmark = pytest.mark.serving
+
+_TOKENS, _BLOCK, _LAYERS = 41, 8, 4
+_LAST = _TOKENS - 1
+
+
+def _layers(seed: int) -> list[Layer]:
+    chance = torch.Generator().manual_seed(seed)
+
+    def rows() -> Any:
+        return torch.randn((_TOKENS, 2, 4), generator=chance)
+
+    return [{"key": rows(), "value": rows()} for _ in range(_LAYERS)]
+
+
+def _spoilt(fault: str, seed: int = 3) -> tuple[Load, list[Layer]]:
+    """A load after the fault, and what it was."""
+    load = Load(_layers(1), _layers(2), _BLOCK, random.Random(seed))
+    before = [{name: rows.clone() for name, rows in layer.items()} for layer in load.layers]
+    FAULTS[fault](load)
+    return load, before
+
+
+def _changed(load: Load, before: list[Layer]) -> set[tuple[int, str, int]]:
+    """(layer, content, token) of all that is not what it was."""
+    return {
+        (number, name, token)
+        for number, layer in enumerate(load.layers)
+        for name, rows in layer.items()
+        for token in range(_TOKENS)
+        if not torch.equal(rows[token], before[number][name][token])
+    }
+
+
+def _places(layers: range | list[int], tokens: range, *names: str) -> set[tuple[int, str, int]]:
+    return {(n, name, t) for n in layers for name in names or ("key", "value") for t in tokens}
+
+
+_ALL, _MIDDLE = range(_LAYERS), [_LAYERS // 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "places"),
+    [
+        ("whole context stale", _places(_ALL, range(_LAST))),
+        ("another prompt's load, last token too", _places(_ALL, range(_TOKENS))),
+        ("stale block, early", _places(_ALL, range(8))),
+        ("stale block, middle", _places(_ALL, range(16, 24))),
+        ("stale block, late", _places(_ALL, range(32, 40))),
+        ("middle block zeroed in a middle layer", _places(_MIDDLE, range(16, 24))),
+        ("heads swapped in a middle layer", _places(_MIDDLE, range(_LAST))),
+        ("values doubled in a middle layer", _places(_MIDDLE, range(_LAST), "value")),
+        ("all numbers times 1.125", _places(_ALL, range(_LAST))),
+        ("last layer stale", _places([_LAYERS - 1], range(_LAST))),
+        ("a layer from the one before it", _places(_MIDDLE, range(_LAST))),
+        ("one token lost and one doubled", _places(_ALL, range(20, 21))),
+        ("one key flipped, first layer", _places([0], range(20, 21), "key")),
+        ("one key flipped, middle layer", _places(_MIDDLE, range(20, 21), "key")),
+    ],
+)
+def test_a_fault_changes_what_it_says(fault: str, places: set[tuple[int, str, int]]) -> None:
+    assert _changed(*_spoilt(fault)) == places
+
+
+def test_one_wrong_byte_is_one_byte_in_front_of_the_last_token() -> None:
+    for seed in range(50):
+        load, before = _spoilt("one wrong byte", seed)
+        ((layer, name, token),) = _changed(load, before)
+        assert token < _LAST
+        new, old = (rows[layer][name][token].view(torch.uint8) for rows in (load.layers, before))
+        assert int((new != old).sum()) == 1
+
+
+def test_two_blocks_swapped_hold_each_others_tokens() -> None:
+    load, before = _spoilt("two blocks swapped")
+    blocks = {token // _BLOCK for _, _, token in _changed(load, before)}
+    assert len(blocks) == 2
+    first, second = (slice(n * _BLOCK, (n + 1) * _BLOCK) for n in blocks)
+    assert torch.equal(load.layers[0]["key"][first], before[0]["key"][second])
+
+
+@pytest.mark.parametrize("layout", ["CPU_packed", "LBNHC", "LBHNC"])
+def test_a_fault_comes_over_one_request_once(layout: str) -> None:
+    """In its own blocks, whatever the layout, and nowhere else."""
+    sizes = CacheSizes(1, 16, 2, _BLOCK, 8, 4)
+    tensor = torch.randint(0, 255, (sizes.total_bytes(),), dtype=torch.uint8)
+    planes = LAYOUTS[layout].planes(sizes, tensor.data_ptr(), Memory("DRAM"), ["layer"])
+    layers = (LayerCache("layer", 0, _BLOCK, None, tensor, planes),)
+    spoiler = Spoiler(False, layers, torch.float32)
+    spoiler.keep_other(f"cmpl-{is_other(0)}7", [1, 3, 5], 20)
+    name, blocks, before = f"{marked('whole context stale', 'D', 4)}7", [9, 4, 2], tensor.clone()
+
+    spoiler.come_over(LANDED, "cmpl-7", blocks, 20)
+    spoiler.come_over(LOADED, name, blocks, 20)
+    assert torch.equal(tensor, before)
+
+    spoiler.come_over(LANDED, name, blocks, 20)
+    assert spoiler.spoilt == {name}
+    now = [spoiler._rows(layers[0], ids, 20) for ids in (blocks, [1, 3, 5])]
+    for content in ("key", "value"):
+        mine, others = (rows[content].view(torch.uint8) for rows in now)
+        assert torch.equal(mine[:19], others[:19])
+        assert not torch.equal(mine[19], others[19])
+    per_block = tensor.numel() // 16
+    wrong = int((tensor != before).sum())
+    assert 0 < wrong <= 3 * per_block
+
+    after = tensor.clone()
+    spoiler.others[0] = [{name: rows + 1 for name, rows in layer.items()} for layer in now[:1]]
+    spoiler.come_over(LANDED, name, blocks, 20)
+    assert torch.equal(tensor, after)
+
+
+def test_a_name_is_found_in_an_engines_own() -> None:
+    name = f"{marked('one wrong byte', 'P', 12)}{'a' * 32}"
+    found = NAME.search(f"cmpl-{name}-0-77")
+    assert found is not None and found[0] == name and found[1] == "P"
+    assert NAME.search(f"cmpl-proof{'a' * 32}-0") is None
+
+
+def test_prompts_are_as_long_as_said_and_some_begin_alike() -> None:
+    words = range(2, 900)
+    found = list(good_loads.prompts(words, 400, seed=5))
+    assert found == list(good_loads.prompts(words, 400, seed=5))
+    assert min(map(len, found)) >= 20 and max(map(len, found)) <= 400
+    assert 0.05 < 1 - len({p[:30] for p in found}) / 400 < 0.2  # the rest of a fifth is first
+
+
+def test_counts_are_those_of_loads() -> None:
+    pytest.importorskip("prometheus_client", reason="comes with vLLM")
+    text = "\n".join(
+        [
+            "# TYPE kvpatch_load_digests counter",
+            'kvpatch_load_digests_total{digest="alarm",engine="0",model_name="m"} 3.0',
+            "# TYPE vllm:request_success counter",
+            'vllm:request_success_total{engine="0",finished_reason="error"} 4.0',
+            "",
+        ]
+    )
+    assert good_loads.counts_in(text) == {"load_digests alarm": 3}
+
+
+_ROW = fault_loads.Row(
+    "64 to 64", "digests", "float32", "tiny Llama", "one wrong byte", "D", 130, 255
+)
+
+
+def test_what_nobody_noticed_is_told_by_whether_its_answer_was_another_one() -> None:
+    served = [
+        fault_loads.Served("a", 0, "failed", "HTTP 500"),
+        fault_loads.Served("b", 0, "wrong"),
+        fault_loads.Served("c", 0, "right"),
+        fault_loads.Served("d", 0, "wrong"),
+        fault_loads.Served("e", 0, "right"),
+    ]
+    noticed = fault_loads.Noticed({"a", "b", "c", "d"}, {"a"}, {"d"}, {"d"})
+    row = fault_loads.row_of(replace(_ROW), served, noticed)
+    assert (row.loads, row.not_spoilt) == (4, 1)
+    assert (row.digest, row.witness, row.taken_back) == (1, 1, 1)
+    assert (row.failed, row.right, row.wrong) == (1, 1, 2)
+    assert (row.missed, row.missed_wrong, row.undone_wrong) == (2, 1, 1)
+    assert row.said == {"HTTP 500": 1, "not spoilt, right: ": 1}
+
+
+def _missed(*rows: Any) -> list[str]:
+    return [goal.name.rpartition(": ")[2] for goal in proof_shown.goals(rows) if not goal.is_met]
+
+
+def test_digests_may_miss_nothing_and_the_witness_what_it_has_missed_before() -> None:
+    good = replace(_ROW, loads=10, digest=10, right=10)
+    assert _missed(good) == []
+    assert _missed(replace(good, missed=1)) == ["missed"]
+    assert _missed(replace(_ROW, not_spoilt=10)) == ["loads spoilt"]
+    alone = replace(good, by="witness", digest=0, missed=10)
+    assert _missed(alone) == []
+    stale = replace(alone, fault="stale block, middle")
+    assert _missed(replace(stale, witness=6)) == ["noticed"]
+    assert _missed(replace(stale, witness=7)) == []
+
+
+def test_what_was_computed_instead_must_be_right() -> None:
+    good = replace(_ROW, loads=10, digest=10, right=10)
+    assert _missed(replace(good, undone_wrong=1)) == ["undone and wrong"]
+    assert _missed(replace(good, failed=1)) == ["failed"]
+
+
+_COUNTS = {"loads received": 9, "load_holds held": 9, "load_digests checked": 9}
+
+
+def test_good_loads_that_nobody_looked_at_prove_nothing() -> None:
+    good = good_loads.Row(
+        "64 to 64", "float32", "m", 9, counts={**_COUNTS, "witnessed_loads good": 9}
+    )
+    assert _missed(good) == []
+    assert _missed(replace(good, counts=_COUNTS)) == ["witnessed"]
+    assert _missed(replace(good, counts={**good.counts, "load_digests alarm": 1})) == [
+        "digest alarms"
+    ]
+    assert _missed(replace(good, wrong=1)) == ["wrong answers"]
+
+
+def test_tables_tell_digests_from_the_witness() -> None:
+    digests = replace(_ROW, loads=10, digest=10, right=9, wrong=1, undone_wrong=1)
+    witness = replace(
+        _ROW, by="witness", loads=8, witness=3, taken_back=2, missed=5, missed_wrong=2, wrong=5
+    )
+    longer = replace(witness, shortest=256, longest=511, witness=4, missed=4)
+    raw = [asdict(row) for row in (digests, replace(digests, pair="128 to 32"), witness, longer)]
+
+    columns, rows = proof_tables.fault_rows(raw)
+    of = ["one wrong byte", "float32", "tiny Llama"]
+    assert rows == [[*of, "20 of 20", "3 of 8", "4 of 8", "4 of 9"]]
+    assert len(columns) == len(rows[0])
+
+    columns, rows = proof_tables.recovery_rows(raw)
+    of = ["float32", "tiny Llama"]
+    assert rows == [
+        ["digests", "64 to 64", *of, "10", "10", "10", "9", "1", "0"],
+        ["digests", "128 to 32", *of, "10", "10", "10", "9", "1", "0"],
+        ["witness", "64 to 64", *of, "16", "7", "4", "4", "0", "0"],
+    ]
+    assert len(columns) == len(rows[0])
+
+
+def test_requests_that_fail_are_counted_and_kept() -> None:
+    async def served() -> Any:
+        async def fails(*_: Any) -> Any:
+            raise RequestFailed("http://d: HTTP 500: no")
+
+        faults: Any = fault_loads.Faults(
+            SimpleNamespace(),  # type: ignore[arg-type]
+            SimpleNamespace(model="m"),  # type: ignore[arg-type]
+            SimpleNamespace(url="p"),  # type: ignore[arg-type]
+            SimpleNamespace(url="d"),  # type: ignore[arg-type]
+            (1, 2),
+            [iter([Prompt((1, 2), (3,))]) for _ in fault_loads.LENGTHS],
+        )
+        faults._answer = fails
+        return await faults.one("one wrong byte", "D", 4)
+
+    found = asyncio.run(served())
+    assert (found.outcome, found.length) == ("failed", 1)
+    assert "500: no" in found.said and NAME.fullmatch(found.name)
