@@ -54,7 +54,9 @@ class Session:
         if self._enabled:
             return
         logs.set_up(_LOG)
-        allowed_peers()  # a list that cannot be read is an error now, and not with a request
+        # A list that cannot be read is an error now, and not with a request.
+        allowed_peers()
+        settings.accepted_factors()
         for complaint in settings.complaints(SLUGS):
             _LOG.warning("kvpatch: %s", complaint)
         self._enabled = True

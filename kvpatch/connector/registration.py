@@ -11,6 +11,7 @@ kvcached_regions  they are shown to the release as their blocks lie
 shared_tensors  those that layers share are left in once
                 the release registers what is left
 unlike_engines  the worker is given its reader
+named_factors   the worker says how peers with another hash differ
 
 Each is a patch's, and is left out where that is off or not needed.
 """
@@ -22,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector.block_counts import count_blocks
+from kvpatch.connector.compared_hash import compare_by_factor
 from kvpatch.connector.host_buffer import worker as host_buffer_worker
 from kvpatch.connector.inspected_caches import inspect
 from kvpatch.connector.local.release_worker import ReleaseWorker
@@ -102,6 +104,8 @@ def _register(
     result = register(kv_caches)
     if own is not None:
         attach_reader(release, kv_caches, own, steps["unlike_engines"])
+    if "named_factors" in steps and release.pulls:
+        compare_by_factor(release, checks=reads)
     return result
 
 

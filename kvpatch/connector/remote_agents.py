@@ -29,6 +29,8 @@ from kvpatch.connector.handshake.kv_head_replication import (
     heads_without_replication,
     model_of_heads,
 )
+from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
+from kvpatch.connector.handshake.peer_hash.sentences import clause
 from kvpatch.connector.handshake.possible_geometries import declared_geometry
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
@@ -137,8 +139,17 @@ class Handshake:
         """What the peer states, as far as our side of it asks.
 
         Raises:
-            PeerRefused: it states what cannot be true.
+            PeerRefused: it states what cannot be true, or has another hash than ours, and
+                nobody here looks at more of it.
         """
+        named = worker_state(self.worker).of(NamedPeers).accepted()
+        if named is not None and isinstance(local, UnreadCache):
+            raise PeerRefused(
+                f"{clause(named)}, which is accepted where kvpatch reads into the cache, and it "
+                "does not into ours (a host buffer of vLLM's, keys in tiles, context parallelism, "
+                "layers that share caches)",
+                "use one of each on both sides",
+            )
         if isinstance(local, UnreadCache) and local.knows_keys:
             stated = self.metadata
             return UncheckedMetadata(
@@ -153,7 +164,8 @@ class Handshake:
             # Both grow in other threads; what is on its way is a future.
             booked = tuple(self.worker._remote_agents), tuple(self.worker._handshake_futures)
             reader.keep((*booked[0], *booked[1], peer.engine_id))
-        return replace(peer, shares_tokens=any(size != 1 for size in self.contexts))
+        shares_tokens = any(size != 1 for size in self.contexts)
+        return replace(peer, shares_tokens=shares_tokens, named=named)
 
     def act(self, decision: Decision) -> Any:
         """Has the release book the peer as what it was found to be.
@@ -164,6 +176,9 @@ class Handshake:
         if isinstance(decision, Refuse):
             raise decision.error
         state = worker_state(self.worker)
+        named = state.of(NamedPeers).accepted()
+        if named is not None:
+            _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), clause(named))
         if isinstance(decision, Prove):
             return self._add_to_prove(decision, _reader(state))
         peer = decision.mapping.metadata if isinstance(decision, Read) else decision.peer

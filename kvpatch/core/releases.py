@@ -51,6 +51,10 @@ class ReleaseFacts:
         completions_module: where the API server takes requests to ``/v1/completions``.
         server_request: the parameters of the engine client's ``add_request``.
         agent_metadata: the fields of what a worker states at the handshake.
+        hash_factors: what a worker hashes into the compatibility hash that it states (from 0.13).
+        connector_version: of the connector's protocol, one of these; 0 where there is no hash.
+        backend_forms: of backends whose blocks hold rows of tokens, how their tensors begin; of
+            those alone that have the layout which they state.
         request_metadata: the fields of a request to receive, in the connector's metadata.
         core_output: the scheduler's name of what its workers report to it.
         prefill_count: the scheduler's name of how many tokens of a prompt P computes.
@@ -126,6 +130,9 @@ class ReleaseFacts:
     completions_module: str
     server_request: tuple[str, ...]
     agent_metadata: frozenset[str]
+    hash_factors: frozenset[str]
+    connector_version: int
+    backend_forms: frozenset[str]
     request_metadata: frozenset[str]
     core_output: str
     prefill_count: str
@@ -224,6 +231,16 @@ class ReleaseFacts:
         return "dcp_size" in self.agent_metadata
 
     @property
+    def states_hash(self) -> bool:
+        """Whether a handshake has a hash of what both sides must have alike."""
+        return bool(self.hash_factors)
+
+    def form_of(self, backend: str) -> str | None:
+        """How a backend's tensors begin; None where that is not known."""
+        names = (form.partition(": ") for form in self.backend_forms)
+        return next((form for name, _, form in names if name == backend), None)
+
+    @property
     def names_remote_request(self) -> bool:
         """Whether P has a name of its own for a request, in what it hands on of it."""
         return "remote" in self.request_metadata
@@ -247,6 +264,19 @@ _REQUEST = (
     *("self", "request_id", "prompt", "params", "arrival_time", "lora_request"),
     *("tokenization_kwargs", "trace_headers", "priority", "data_parallel_rank"),
 )
+_HASHED = frozenset(
+    ("vllm_version", "nixl_connector_version", "model", "dtype", "num_kv_heads", "head_size")
+) | {"num_hidden_layers", "attn_backend_name", "cache_dtype"}
+
+
+def _forms(form: str, *backends: str) -> frozenset[str]:
+    return frozenset(f"{backend}: {form}" for backend in backends)
+
+
+_LATENTS = _forms("latents", "TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA") | _forms(
+    "latents", "FLASH_ATTN_MLA"
+)
+
 _ADDRESS = frozenset(("remote_block_ids", "remote_host", "remote_port", "remote_engine_id"))
 
 _0_10_0 = ReleaseFacts(
@@ -262,6 +292,9 @@ _0_10_0 = ReleaseFacts(
         ("engine_id", "agent_metadata", "kv_caches_base_addr", "num_blocks", "block_len")
     )
     | {"attn_backend_name"},
+    hash_factors=frozenset(),
+    connector_version=0,
+    backend_forms=frozenset(),
     request_metadata=_ADDRESS | {"local_block_ids", "tp_size"},
     core_output="model_runner_output",
     prefill_count="",
@@ -365,6 +398,12 @@ _0_13_0 = replace(
     _0_12_0,
     release="0.13.0",
     generation="g0130",
+    hash_factors=_HASHED,
+    connector_version=2,
+    backend_forms=_forms("keys first", "FLASH_ATTN")
+    | _forms("blocks first", "FLASHINFER")
+    | _forms("keys first, keys by column", "CPU_ATTN")
+    | _LATENTS,
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
     evicts_failed_blocks=True,
@@ -390,6 +429,7 @@ _0_16_0 = replace(
     _0_15_1,
     release="0.16.0",
     generation="g0160",
+    hash_factors=_0_15_1.hash_factors | {"cross_layers_blocks"},
     shape_source="backend",
     keeps_aborted_blocks=True,
 )
@@ -405,6 +445,7 @@ _0_18_0 = replace(
     _0_17_1,
     release="0.18.0",
     generation="g0180",
+    hash_factors=_0_17_1.hash_factors | {"is_hma_enabled"},
     agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
     shape_source="backends",
     lists_block_sizes=False,
@@ -423,6 +464,7 @@ _0_20_0 = replace(
     _0_19_1,
     release="0.20.0",
     generation="g0200",
+    backend_forms=_0_19_1.backend_forms | _forms("blocks first", "TRITON_ATTN"),
     connector=Place(f"{_PACKAGE}.connector", "NixlConnector"),
     worker=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
     reader=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
@@ -446,6 +488,7 @@ _0_21_0 = replace(
     _0_20_2,
     release="0.21.0",
     generation="g0210",
+    connector_version=3,
     agent_metadata=_0_20_2.agent_metadata | {"physical_blocks_per_logical_kv_block"},
     books_cuts_of_peers=False,
     notices_bad_requests=True,
@@ -455,6 +498,7 @@ _0_22_0 = replace(
     _0_21_0,
     release="0.22.0",
     generation="g0220",
+    connector_version=4,
     failed_loads="by the first",
     listens_by_host=True,
     grants_leases=True,
@@ -466,6 +510,9 @@ _0_23_0 = replace(
     _0_22_1,
     release="0.23.0",
     generation="g0230",
+    backend_forms=_forms("blocks first", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+    | _forms("packed, keys by column", "CPU_ATTN")
+    | _LATENTS,
     cache_shape="blocks first",
     reserves_drafted_blocks=True,
 )
@@ -495,6 +542,10 @@ _0_26_0 = replace(
     _0_25_1,
     release="0.26.0",
     generation="g0260",
+    backend_forms=_forms("packed", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+    | _forms("packed, keys by column", "CPU_ATTN")
+    | _LATENTS,
+    connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
 )
@@ -503,12 +554,19 @@ _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
     _0_27_1,
     release="0.28.0",
+    hash_factors=_0_27_1.hash_factors | {"speculative_config", "transfer_mode"},
+    connector_version=7,
     server_request=(*_REQUEST, "session_id", *_0_27_1.server_request[len(_REQUEST) :]),
 )
 _0_29_0 = replace(
     _0_28_0,
     release="0.29.0",
     generation="g0290",
+    backend_forms=_forms("packed", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+    | _forms("packed, keys by column", "CPU_ATTN")
+    | _LATENTS,
+    hash_factors=_0_28_0.hash_factors - {"cross_layers_blocks"},
+    connector_version=9,
     agent_metadata=_0_28_0.agent_metadata | {"block_strides", "dcp_size", "pcp_size"},
     request_metadata=_0_28_0.request_metadata | {"dcp_size", "local_num_computed_blocks"},
     shape_source="layout name",
@@ -519,6 +577,7 @@ _0_30_0 = replace(
     _0_29_0,
     release="0.30.0",
     generation="g0300",
+    connector_version=11,
     agent_metadata=_0_29_0.agent_metadata
     | {"region_num_blocks", "region_group_ids", "region_names", "region_mem_types"},
     request_metadata=_0_29_0.request_metadata | {"awaiting_kvs", "region_blocks_to_zero"},
@@ -528,6 +587,7 @@ _0_30_0 = replace(
 _0_31_0 = replace(
     _0_30_0,
     release="0.31.0",
+    connector_version=13,
     server_request=(*_0_30_0.server_request, "kv_hints"),
     agent_metadata=_0_30_0.agent_metadata | {"region_members", "packed_member_layouts"},
     books_of_regions=(*_0_30_0.books_of_regions, "region_members"),
@@ -535,12 +595,14 @@ _0_31_0 = replace(
 _0_32_0 = replace(
     _0_31_0,
     release="0.32.0",
+    connector_version=14,
     agent_metadata=_0_31_0.agent_metadata | {"ple_block_len"},
     pairs_heads_by_layout=True,
 )
 _0_33_0 = replace(
     _0_32_0,
     release="0.33.0",
+    connector_version=15,
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
     can_sleep=True,
 )

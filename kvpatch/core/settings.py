@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from kvpatch.core.errors import SettingsError
 
+ACCEPT = "KVPATCH_ACCEPT"
 ALLOWED_PEERS = "KVPATCH_ALLOWED_PEERS"
 ENABLE = "ENABLE_KVPATCH"
 DIGEST = "KVPATCH_DIGEST"
@@ -41,6 +42,12 @@ TOOLING = (
     "KVPATCH_TEST_SHARE",
 )
 
+#: What may differ at a peer, and what never may: there the same bytes mean something else.
+_ACCEPTABLE = ("vllm_version", "attn_backend")
+_CHANGES_BYTES = (
+    *("model", "dtype", "quantization", "quantisation", "cache_dtype", "kv_cache_dtype"),
+    *("num_kv_heads", "head_size", "num_hidden_layers", "speculative_config"),
+)
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _DIGESTS = ("off", "sample", "all")
 _HOST_BUFFERS = ("auto", "always", "never")
@@ -107,6 +114,19 @@ def disabled_slugs() -> tuple[str, ...]:
     """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
     names = os.environ.get(DISABLE, "").replace(",", " ").split()
     return tuple(dict.fromkeys(names))
+
+
+def accepted_factors() -> tuple[str, ...]:
+    """The factors that ``KVPATCH_ACCEPT`` lists, in which a peer may differ from this engine."""
+    names = tuple(dict.fromkeys(os.environ.get(ACCEPT, "").replace(",", " ").split()))
+    for name in names:
+        if name in _CHANGES_BYTES:
+            raise _settings_error(
+                f"{ACCEPT}={name!r} can never be accepted, for with another one bytes mean "
+                "something else: use one on both sides"
+            )
+        _check_choice(ACCEPT, name, _ACCEPTABLE)
+    return names
 
 
 def allowed_peers() -> tuple[str, ...]:
@@ -201,6 +221,7 @@ def to_copy() -> tuple[str, ...]:
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
     real = (
+        ACCEPT,
         ALLOWED_PEERS,
         DIGEST,
         DISABLE,

@@ -18,6 +18,7 @@ SLUGS = (
     "kvcached_regions",
     "block_count",
     "unlike_engines",
+    "named_factors",
     "failed_loads",
     "aborted_loads",
     "host_buffer",

@@ -223,6 +223,86 @@ def _context_sizes(source: Source) -> tuple[str, ...]:
     return tuple(name for name in names if name in found)
 
 
+def _metadata_module(source: Source) -> str:
+    """Where the connector's own constants and the hash are, in one module or in a package."""
+    name = f"{_CONNECTORS}.nixl.metadata"
+    return name if text(source.release, name) else source.worker.module
+
+
+def _hash_factors(source: Source) -> frozenset[str]:
+    body = source.body(_metadata_module(source), "compute_nixl_compatibility_hash")
+    found = (node for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Assign))
+    dicts = [a.value for a in found if ast.unparse(a.targets[0]) == "factors"]
+    if not dicts:
+        return frozenset()
+    (factors,) = dicts
+    assert isinstance(factors, ast.Dict)
+    return frozenset(k.value for k in factors.keys if isinstance(k, ast.Constant))
+
+
+def _connector_version(source: Source) -> int:
+    """Releases that state no hash number no version either."""
+    found = text(source.release, _metadata_module(source))
+    number = re.search(r"(?m)^NIXL_CONNECTOR_VERSION(?:: int)? = (\d+)$", found)
+    return int(number[1]) if number else 0
+
+
+_BACKENDS = "vllm.v1.attention.backends"
+_ROWS = (
+    f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
+    f"{_BACKENDS}.flashinfer:FlashInferBackend",
+    f"{_BACKENDS}.triton_attn:TritonAttentionBackend",
+    f"{_BACKENDS}.flex_attention:FlexAttentionBackend",
+    f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
+)
+_LATENTS = (
+    f"{_BACKENDS}.mla.triton_mla:TritonMLABackend",
+    f"{_BACKENDS}.mla.flashmla:FlashMLABackend",
+    f"{_BACKENDS}.mla.cutlass_mla:CutlassMLABackend",
+    f"{_BACKENDS}.mla.flashinfer_mla:FlashInferMLABackend",
+    f"{_BACKENDS}.mla.flashattn_mla:FlashAttnMLABackend",
+)
+_SHAPES = {
+    "(2, num_blocks,": "keys first",
+    "(num_blocks, 2, block_size": "blocks first",
+    "(num_blocks, num_kv_heads, block_size, 2 * head_size)": "packed",
+}
+
+
+def _backend_forms(source: Source) -> frozenset[str]:
+    if not _hash_factors(source):
+        return frozenset()
+    found = {_form_of_rows(source, *place.split(":")) for place in _ROWS}
+    found |= {_form_of_latents(source, *place.split(":")) for place in _LATENTS}
+    return frozenset(form for form in found if form)
+
+
+def _name_of(source: Source, module: str, owner: str) -> str:
+    return source.body(module, f"{owner}.get_name").removeprefix("return ").strip("'")
+
+
+def _form_of_rows(source: Source, module: str, owner: str) -> str:
+    """Empty where the order of heads and tokens is not the one that is stated."""
+    name = _name_of(source, module, owner)
+    if source.method(_FLASH, "FlashAttentionBackend.get_kv_cache_shape") is None:
+        form = "packed"  # from 0.29 no backend has a shape of its own
+    else:
+        shape = source.body(module, f"{owner}.get_kv_cache_shape")
+        form = next(form for words, form in _SHAPES.items() if words in shape)
+        order = source.body(module, f"{owner}.get_kv_cache_stride_order")
+        if name != "CPU_ATTN" and "get_kv_cache_layout()" not in order:
+            return ""
+    return f"{name}: {form}{', keys by column' if name == 'CPU_ATTN' else ''}"
+
+
+def _form_of_latents(source: Source, module: str, owner: str) -> str:
+    found = [c for c in classes(source.release, module) if c.name == owner]
+    assert [ast.unparse(base) for base in found[0].bases] == ["MLACommonBackend"], owner
+    for own in ("get_kv_cache_shape", "customize_spec"):
+        assert source.method(module, f"{owner}.{own}") is None, owner
+    return f"{_name_of(source, module, owner)}: latents"
+
+
 def _books_of_regions(source: Source) -> tuple[str, ...]:
     body = source.body(source.worker, "__init__")
     names = ("region_names", "region_group_ids", "region_members", "_packed_member_layouts")
@@ -277,6 +357,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "completions_module": _completions_module,
     "server_request": lambda s: s.parameters("vllm.v1.engine.async_llm", "AsyncLLM.add_request"),
     "agent_metadata": lambda s: s.fields("NixlAgentMetadata"),
+    "hash_factors": _hash_factors,
+    "connector_version": _connector_version,
+    "backend_forms": _backend_forms,
     "request_metadata": lambda s: s.fields("ReqMeta"),
     "core_output": lambda s: s.parameters(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished")[1],
     "device_table": _device_table,

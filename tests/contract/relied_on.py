@@ -21,6 +21,10 @@ def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:
     # The one call that prepares a transfer, and what is paired before it.
     found.append((facts.reader.module, f"{facts.reader.owner}._read_blocks"))
     found += _topology(facts)
+    if facts.states_hash:  # made of what, and compared where
+        found.append((metadata_module(facts), "compute_nixl_compatibility_hash"))
+        found.append(("vllm.config.utils", "hash_factors"))
+        found.append((worker.module, f"{worker.owner}._nixl_handshake"))
     if not facts.keeps_aborted_blocks:
         blocks = "SingleTypeKVCacheManager.free"
         found.append(("vllm.v1.core.single_type_kv_cache_manager", blocks))
@@ -29,6 +33,12 @@ def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:
         core = ("_handle_invalid_blocks", "_update_waiting_for_remote_kv")
         found += [("vllm.v1.core.sched.scheduler", f"Scheduler.{name}") for name in core]
     return list(dict.fromkeys(found))
+
+
+def metadata_module(facts: ReleaseFacts) -> str:
+    """Of the connector's constants and its hash: a module of the package, or the one there is."""
+    package, _, module = facts.worker.module.rpartition(".")
+    return facts.worker.module if module == "nixl_connector" else f"{package}.metadata"
 
 
 # How blocks of a peer that is left to the release are paired, and what becomes of smaller ones.

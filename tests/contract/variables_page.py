@@ -48,6 +48,9 @@ The experiments and tests read others, which their scripts describe: `KVPATCH_PY
 #: What each is for. Values and defaults are not here: the code is asked for them.
 MEANINGS = {
     "ENABLE_KVPATCH": "turns kvpatch on; unset and empty do not",
+    "KVPATCH_ACCEPT": "in what a P may differ that the release compares by a hash (from 0.13), "
+    "by name, separated by commas; what is accepted is then checked ([rolling "
+    "upgrades](../how-to/rolling_upgrades.md)). Model, data types and quantisation never are",
     "KVPATCH_ALLOWED_PEERS": "where clients can make D connect: networks, addresses and host "
     "names, each with a port or ports or with any, separated by commas; unset: anywhere, as in "
     "stock vLLM ([what is trusted](../explanation/security.md))",

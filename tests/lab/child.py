@@ -21,6 +21,7 @@ from typing import Any
 
 from tests.releases import kvcached
 
+from . import disguise
 from .engine_api import Failure, Fork
 from .namespaces import enter_as_told
 
@@ -69,6 +70,7 @@ def _engine_process(connection: Connection, message: bytes) -> None:
         faulthandler.register(signal.SIGUSR1)  # the host asks a hung engine where it is
         os.environ.update(fork.settings)
         enter_as_told(os.environ)
+        disguise.take_version()
         theirs = os.environ.get(KVCACHEDS_OWN, "")
         if theirs == "before":
             _apply_kvcacheds_own()

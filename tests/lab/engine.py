@@ -21,7 +21,7 @@ from kvpatch.transfer.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
 from kvpatch.transfer.hold_table import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
-from . import release, standins
+from . import disguise, release, standins
 from .caches import UNMAPPED, Caches, build
 from .case import STORAGELESS, XLA
 from .compare import UNSIGNED, Array, expected, numbers_of, slots
@@ -105,13 +105,14 @@ class Engine:
         #: Requests that have ended, as the scheduler tells workers in the next step.
         self.over: set[str] = set()
 
-        backend = release.backend("sparse" if spec.has_indexer else spec.family)
+        backend = disguise.backend(release.backend("sparse" if spec.has_indexer else spec.family))
         layout = release.layout_name(spec)
         release.use_layout(layout)
         # A process plays many cases, and this torch has only the CPU: the device of the case
         # before, "npu" say, must not reach the configuration of this one.
         standins.set_device_type("cpu")
         self.config = release.vllm_config(spec, start.engine_id, "kv_both", start.extra_config)
+        disguise.take_name(self.config)
         self.plan = release.kv_cache_config(spec, self.config)
         self.groups = release.groups_of_layers(spec, self.plan)
         self.block_tokens = [
@@ -192,6 +193,7 @@ class Engine:
         return {name: shown[id(tensor)] for name, tensor in tensors.items()}
 
     def _stand_in(self, backend: type[Any]) -> None:
+        disguise.take_connector_version(release.worker_modules())
         for module in release.worker_modules():
             standins.backend_choice(module, backend)
         is_cuda = not self.spec.device and standins.must_pretend_cuda(self.spec.family)
@@ -262,7 +264,7 @@ class Engine:
         metadata = {rank: g() for rank, g in enumerate(get)}
         if metadata[0] is None:
             return
-        metadata = pickle.loads(pickle.dumps(metadata))
+        metadata = disguise.stated(pickle.loads(pickle.dumps(metadata)))
         aware = getattr(scheduler, "set_xfer_handshake_metadata_pp_aware", None)
         if aware is not None:
             aware({(0, rank): m for rank, m in metadata.items()})

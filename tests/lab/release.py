@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import standins
+from . import disguise, standins
 from .caches import layer_name, torch_dtype
 from .case import STATE_SHAPES, EngineSpec
 from .kinds import INDEXER_BYTES
@@ -301,7 +301,7 @@ def _backend_of(spec: EngineSpec, layer: int) -> Any:
         return KINDS[spec.kind_of(layer)].backend()
     if spec.has_indexer:
         return backend("indexer" if spec.is_indexer(layer) else "sparse")
-    return backend(spec.family)
+    return disguise.backend(backend(spec.family))
 
 
 def _state_backend() -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm, form_in, without_form
+from kvpatch.connector.handshake.peer_hash.explanation import Explanation
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
@@ -39,6 +40,7 @@ class AgentMetadata:
             kvpatch registered; else None.
         state_bytes: of each recurrent state of a layer (from 0.18); empty where it says nothing.
         shares_tokens: whether its ranks share out the tokens of a block (from 0.29).
+        named: how its engine differs from ours, by its hash; None where it has ours, or none.
     """
 
     engine_id: str
@@ -59,6 +61,7 @@ class AgentMetadata:
     form: CrossLayerForm | None = None
     state_bytes: tuple[int, ...] = ()
     shares_tokens: bool = False
+    named: Explanation | None = None
 
     @property
     def inner_layout(self) -> str | None:

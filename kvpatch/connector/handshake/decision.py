@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvpatch.connector.handshake.accepted_peers import check_accepted
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.compatibility import is_compatible
 from kvpatch.connector.handshake.possible_geometries import (
@@ -135,6 +136,9 @@ def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFact
 def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
     ours = local.geometry
     try:
+        if peer.named is not None:
+            check_accepted(ours, peer, peer.named)
+            peer = replace(peer, backend=ours.backend)  # with blocks of one form
         has_plain_states = bool(ours.states) and peer.form is None and not local.is_shown
         if has_plain_states and peer.tp_size != ours.tp_size:  # which the release alone splits
             check_blocks(ours, peer)

@@ -65,6 +65,7 @@ class LocalGeometry:
         states: the pages of each layer with recurrent state, as they were registered.
         backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
             is not known.
+        backends: the names of all layers' attention backends; none in releases <= 0.11.0.
     """
 
     layers: Mapping[str, LayerCache]
@@ -92,6 +93,7 @@ class LocalGeometry:
     cross_layer_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
     backend_layout: str | None = None
+    backends: frozenset[str] = frozenset()
 
     @cached_property
     def has_heads(self) -> bool:
@@ -170,6 +172,7 @@ def local_geometry_of(
             worker.device_id if facts.states_device else worker.tp_rank,
         ),
         backend=str(worker.backend_name),
+        backends=frozenset(backend.get_name() for backend in release.backends),
         key_order=key_order,
         facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,

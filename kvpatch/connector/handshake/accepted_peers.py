@@ -1,0 +1,99 @@
+"""Whether a peer that differs in what ``KVPATCH_ACCEPT`` names holds what we take it to hold.
+
+Its hash has said in what it differs, and in nothing else. Engines of one form of cache and of
+releases that mean the same by what they say to each other are then read as any others are.
+"""
+
+from __future__ import annotations
+
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.peer_hash.explanation import Explanation
+from kvpatch.connector.handshake.peer_hash.factors import BACKEND
+from kvpatch.connector.local.cache_kinds import Holds
+from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
+from kvpatch.core.releases import FACTS, ReleaseFacts
+
+#: What both releases must do alike for either to understand the other, and in what words.
+ALIKE = {
+    "has_cache_groups": "names a request's blocks by cache group",
+    "states_kernel_blocks": "says how blocks are cut",
+    "grants_leases": "keeps blocks by leases that D renews",
+    "names_layouts": "names layouts by all their dimensions",
+}
+
+
+def check_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> None:
+    """Whether what is accepted of a peer leaves its bytes what they are.
+
+    Raises:
+        PeerRefused: it does not, or nobody here knows.
+    """
+    theirs = FACTS.get(named.release)
+    if theirs is None:
+        raise PeerRefused(
+            f"it runs vLLM {named.version}, which is no release that kvpatch knows",
+            "use a listed release on P, or one vLLM on both sides",
+        )
+    _check_statement(named, peer)
+    _check_contents(named, ours)
+    _check_protocol(ours, theirs, peer)
+    _check_forms(ours, theirs, named)
+
+
+def _check_statement(named: Explanation, peer: AgentMetadata) -> None:
+    if peer.backend not in (None, named.backend):
+        raise PeerRefused(
+            f"by its hash its attention backend is {named.backend}, and its handshake says "
+            f"{peer.backend}",
+            "use one vLLM on both sides",
+        )
+
+
+def _check_contents(named: Explanation, ours: LocalGeometry) -> None:
+    if named.cache_dtype not in PLAIN_CACHE_DTYPES:
+        raise PeerRefused(
+            f"where scales lie in a cache of {named.cache_dtype} is for each backend and release "
+            "to say",
+            "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
+        )
+    has_rows = all(layer.kind.holds is Holds.ROWS for layer in ours.layers.values())
+    if ours.states or not has_rows or not ours.backends <= {ours.backend}:
+        raise PeerRefused(
+            "this model has several kinds of layers, of which a hash has the first one's backend",
+            "use one vLLM and one attention backend on both sides",
+        )
+
+
+def _check_protocol(ours: LocalGeometry, theirs: ReleaseFacts, peer: AgentMetadata) -> None:
+    """Whether both releases mean the same by what they say."""
+    own = ours.facts
+    for name, does in ALIKE.items():
+        if getattr(own, name) != getattr(theirs, name):
+            which = own if getattr(own, name) else theirs
+            raise PeerRefused(
+                f"of vLLM {own.release} and {theirs.release} only {which.release} {does}",
+                "use one vLLM on both sides",
+            )
+    if own.generation != theirs.generation and peer.tp_size != ours.tp_size:
+        raise PeerRefused(
+            f"what vLLM {own.release} tells a P of {theirs.release} of its ranks is not known",
+            "use one --tensor-parallel-size or one vLLM on both sides",
+        )
+
+
+def _check_forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) -> None:
+    """Whether both backends put the same bytes in one place."""
+    form, other = ours.facts.form_of(ours.backend), theirs.form_of(named.backend)
+    if form is None or form != other:
+        raise PeerRefused(
+            f"blocks of {named.backend} in vLLM {theirs.release} are {other or 'not known here'}, "
+            f"and those of {ours.backend} in {ours.facts.release} {form or 'not known here'}",
+            "use one attention backend on both sides (--attention-backend)",
+        )
+    if BACKEND in named.factors and not ours.facts.states_kernel_blocks:
+        raise PeerRefused(
+            "this release's handshake does not say how a backend cuts its blocks",
+            "use one attention backend on both sides, or vLLM 0.21 or later",
+        )

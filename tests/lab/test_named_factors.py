@@ -1,0 +1,249 @@
+"""A P whose compatibility hash is another: D says how it differs, and accepts what it is told to.
+
+P is stock, and disguised in what it hashes: another version of vLLM, another attention backend
+(real ones, with their own tensors), another model. D is played with kvpatch, over real handshakes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.connector.handshake.accepted_peers import ALIKE
+from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Report
+from .disguise import settings
+from .host import Lab
+
+pytestmark = pytest.mark.lab
+
+SPEC = EngineSpec(dtype="float32", block_tokens=32)
+TOKENS = 107
+VERSION, BACKEND = "vllm_version", "attn_backend"
+_FORGED = "0" * 64
+#: How a refusal begins that names nothing: all was tried, or a loaded machine had no time to.
+_NAMELESS = "P's compatibility hash is not ours, and "
+
+
+@pytest.fixture(autouse=True)
+def _release_has_a_hash(lab: Lab) -> None:
+    if not FACTS[lab.release].states_hash:
+        pytest.skip("this release's handshake has no hash")
+
+
+def another(release: str) -> str:
+    """The nearest release that does alike what both sides must, or another build of this one."""
+    found = [name for name in _others(release) if _does_alike(release, name)]
+    place = list(FACTS).index
+    nearest = sorted(found, key=lambda name: abs(place(name) - place(release)))
+    return nearest[0] if nearest else f"{release}+cu129"
+
+
+def another_kind(release: str) -> str:
+    """The nearest that does not."""
+    found = [name for name in _others(release) if not _does_alike(release, name)]
+    if not found:
+        pytest.skip("every release that hashes the same does the same")
+    place = list(FACTS).index
+    return min(found, key=lambda name: abs(place(name) - place(release)))
+
+
+def _others(release: str) -> list[str]:
+    """Those that a disguised engine of this one can be: they hash the same facts."""
+    hashed = FACTS[release].hash_factors
+    return [n for n, facts in FACTS.items() if facts.hash_factors == hashed and n != release]
+
+
+def _does_alike(release: str, other: str) -> bool:
+    own, theirs = FACTS[release], FACTS[other]
+    forms = (facts.form_of("FLASH_ATTN") for facts in (own, theirs))
+    return len(set(forms)) == 1 and all(getattr(own, f) == getattr(theirs, f) for f in ALIKE)
+
+
+def are_alike(release: str, ours: str, theirs: str) -> bool:
+    """Whether two backends of a release have blocks of one form, and it says how they are cut."""
+    facts = FACTS[release]
+    form = facts.form_of(ours)
+    return facts.states_kernel_blocks and form is not None and form == facts.form_of(theirs)
+
+
+def pair(p: EngineSpec = SPEC, d: EngineSpec = SPEC, accept: str = "", **disguise: str) -> Case:
+    """A disguised P, and a D with kvpatch that accepts some factors."""
+    prefill = replace(p, settings=(*p.settings, *settings(**disguise)))
+    accepted = (("KVPATCH_ACCEPT", accept),) if accept else ()
+    decode = replace(d, planned_blocks=24, settings=(*d.settings, *accepted))
+    case = Case("disguised", prefill, decode, prompt_tokens=TOKENS)
+    return case.patched(*SLUGS, prefill=False)
+
+
+def assert_refused(report: Report, *sentences: str) -> None:
+    assert report.outcome == "refused", report
+    for sentence in sentences:
+        assert sentence in report.detail, report.detail
+    assert report.moved_tokens == 0
+
+
+def assert_identical(report: Report) -> None:
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == TOKENS
+
+
+# -- versions ----------------------------------------------------------------------------
+
+
+@pytest.mark.every_release
+def test_another_version_is_named(lab: Lab) -> None:
+    version = another(lab.release)
+    named = f"P runs vLLM {version}; this engine runs {lab.release}"
+    assert_refused(lab.run(pair(version=version)), named, "KVPATCH_ACCEPT=vllm_version")
+
+
+@pytest.mark.every_release
+def test_another_version_is_accepted(lab: Lab) -> None:
+    assert_identical(lab.run(pair(accept=VERSION, version=another(lab.release))))
+
+
+def test_another_build_of_our_release_is_accepted(lab: Lab) -> None:
+    version = f"{lab.release}+cu129"
+    assert_refused(lab.run(pair(version=version)), f"P runs vLLM {version}; this engine runs")
+    assert_identical(lab.run(pair(accept=f"{VERSION},{BACKEND}", version=version)))
+
+
+def test_unlike_blocks_of_an_accepted_version_are_read(lab: Lab) -> None:
+    larger = replace(SPEC, block_tokens=64)
+    report = lab.run(pair(larger, accept=VERSION, version=another(lab.release)))
+    assert_identical(report)
+
+
+def test_stock_refuses_another_version_without_a_word_of_it(lab: Lab) -> None:
+    """What is mended here, and that the disguise works."""
+    report = lab.run(pair(version=another(lab.release)).stock())
+    assert report.outcome in ("refused", "failed"), report  # <= 0.21 D's engine ends
+    assert "P runs vLLM" not in report.detail
+    assert "compatibility hash mismatch" in report.detail or report.outcome == "failed"
+
+
+def test_what_is_not_listed_is_not_waived(lab: Lab) -> None:
+    version = another(lab.release)
+    report = lab.run(pair(accept=BACKEND, version=version))
+    assert_refused(report, f"P runs vLLM {version}", "KVPATCH_ACCEPT=attn_backend,vllm_version")
+
+
+def test_a_version_that_does_things_otherwise_is_refused(lab: Lab) -> None:
+    version = another_kind(lab.release)
+    report = lab.run(pair(accept=VERSION, version=version))
+    assert_refused(report, "cannot be read", version)
+
+
+def test_a_version_that_nobody_knows_is_named_and_refused(lab: Lab) -> None:
+    version = f"{lab.release}rc2"
+    assert_refused(lab.run(pair(version=version)), f"P runs vLLM {version}; this engine runs")
+    report = lab.run(pair(accept=VERSION, version=version))
+    assert_refused(report, f"it runs vLLM {version}, which is no release that kvpatch knows")
+
+
+# -- attention backends ------------------------------------------------------------------
+
+
+@pytest.mark.every_release
+def test_another_backend_is_named(lab: Lab) -> None:
+    triton = replace(SPEC, family="triton")
+    named = "P runs TRITON_ATTN; this engine runs FLASH_ATTN"
+    assert_refused(lab.run(pair(triton)), named, "KVPATCH_ACCEPT=attn_backend")
+
+
+@pytest.mark.every_release
+def test_another_backend_is_accepted_where_its_blocks_are_alike(lab: Lab) -> None:
+    triton = replace(SPEC, family="triton")
+    report = lab.run(pair(triton, accept=BACKEND))
+    if are_alike(lab.release, "FLASH_ATTN", "TRITON_ATTN"):
+        assert_identical(report)
+    else:
+        assert_refused(report, "cannot be read", "use one attention backend on both sides")
+
+
+def test_unlike_blocks_of_an_accepted_backend_are_read_where_they_are_alike(lab: Lab) -> None:
+    triton = replace(SPEC, family="triton", block_tokens=64)
+    report = lab.run(pair(triton, accept=BACKEND))
+    if are_alike(lab.release, "FLASH_ATTN", "TRITON_ATTN"):
+        assert_identical(report)
+    else:
+        assert_refused(report, "cannot be read")
+
+
+def test_keys_by_column_are_not_taken_for_rows(lab: Lab) -> None:
+    """Blocks of as many bytes, with other bytes in them: what leaving out the hash would read."""
+    report = lab.run(pair(accept=BACKEND, backend="CPU_ATTN"))
+    assert_refused(report, "blocks of CPU_ATTN", "use one attention backend on both sides")
+
+
+def test_version_and_backend_are_named_together(lab: Lab) -> None:
+    version = another(lab.release)
+    triton = replace(SPEC, family="triton")
+    named = (
+        f"P runs vLLM {version} with TRITON_ATTN; this engine runs {lab.release} with FLASH_ATTN"
+    )
+    report = lab.run(pair(triton, version=version))
+    assert_refused(report, named, "KVPATCH_ACCEPT=vllm_version,attn_backend")
+    assert_refused(lab.run(pair(triton, accept=VERSION, version=version)), named)
+    report = lab.run(pair(triton, accept=f"{VERSION},{BACKEND}", version=version))
+    if are_alike(lab.release, "FLASH_ATTN", "TRITON_ATTN"):
+        assert_identical(report)
+    else:
+        assert_refused(report, "cannot be read")
+
+
+# -- what is never accepted ----------------------------------------------------------------
+
+
+@pytest.mark.every_release
+def test_another_model_is_not_named_and_never_accepted(lab: Lab) -> None:
+    assert_refused(lab.run(pair(model="another/model")), _NAMELESS)
+    report = lab.run(pair(accept=f"{VERSION},{BACKEND}", model="another/model"))
+    assert_refused(report, _NAMELESS)
+
+
+def test_another_data_type_is_named_and_never_accepted(lab: Lab) -> None:
+    """Both have two bytes: nothing but the hash tells them apart."""
+    p, d = (replace(SPEC, dtype=dtype) for dtype in ("float16", "bfloat16"))
+    # The lab's models have their type in their names.
+    model = settings(model="lab/model")
+    report = lab.run(pair(p, replace(d, settings=model), f"{VERSION},{BACKEND}", model="lab/model"))
+    named = "P computes in float16; this engine computes in bfloat16"
+    assert_refused(report, named, "use one --dtype on both sides")
+    assert "KVPATCH_ACCEPT" not in report.detail
+
+
+def test_another_type_of_cache_is_named_and_never_accepted(lab: Lab) -> None:
+    p = replace(SPEC, dtype="fp8")
+    d = replace(SPEC, dtype="bfloat16")
+    report = lab.run(pair(p, d, f"{VERSION},{BACKEND}"))
+    named = "P has --kv-cache-dtype fp8; this engine has --kv-cache-dtype auto"
+    assert_refused(report, named, "use one --kv-cache-dtype on both sides")
+
+
+def test_groups_of_layers_on_one_side_are_named(lab: Lab) -> None:
+    if "is_hma_enabled" not in FACTS[lab.release].hash_factors:
+        pytest.skip("this release does not hash it")
+    report = lab.run(pair(accept=f"{VERSION},{BACKEND}", hybrid="on"))
+    named = "P has the hybrid KV cache manager on; this engine has the hybrid KV cache manager off"
+    assert_refused(report, named)
+
+
+def test_a_forged_hash_is_refused(lab: Lab) -> None:
+    for forged in (_FORGED, " ", "x" * 64, "1" * 5000):
+        report = lab.run(pair(accept=f"{VERSION},{BACKEND}", hash=forged))
+        assert_refused(report, _NAMELESS)
+
+
+def test_who_lies_about_its_geometry_is_still_checked_by_it(lab: Lab) -> None:
+    """The hash is one that is accepted, and the blocks are another model's."""
+    wide = replace(SPEC, head_dim=64)
+    ours = replace(SPEC, settings=settings(model="lab/model"))
+    lie = {"model": "lab/model", "head_size": "32", "version": another(lab.release)}
+    report = lab.run(pair(wide, ours, VERSION, **lie))
+    assert report.outcome in ("refused", "failed"), report
+    assert "P's compatibility hash is not ours" not in report.detail

@@ -1,0 +1,319 @@
+"""A peer with another compatibility hash: what is said of it, and what is checked of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpatch.connector.compared_hash import ComparedHash
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
+from kvpatch.connector.handshake.peer_hash import named_peers
+from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation, Search
+from kvpatch.connector.handshake.peer_hash.factors import OwnFactors, digest_of
+from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
+from kvpatch.connector.metrics.book import Book
+from kvpatch.core import settings
+from kvpatch.core.errors import PeerRefused, SettingsError
+from kvpatch.core.releases import FACTS
+
+from .test_decision import _INDEXER as INDEXER
+from .test_decision import NEWEST, local, peer, whole, with_states
+
+pytestmark = pytest.mark.patching
+
+VALUES: dict[str, Any] = {
+    "vllm_version": "0.33.0",
+    "nixl_connector_version": 15,
+    "model": "a/model",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "num_hidden_layers": 32,
+    "attn_backend_name": "FLASH_ATTN",
+    "cache_dtype": "auto",
+    "cross_layers_blocks": False,
+    "is_hma_enabled": True,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
+OWN = OwnFactors(NEWEST, VALUES)
+RELEASE, BACKEND = "vllm_version", "attn_backend_name"
+
+
+def hash_of(**changes: Any) -> str:
+    """What a P of our release states that is as we are, but for these."""
+    return digest_of({name: {**VALUES, **changes}[name] for name in NEWEST.hash_factors})
+
+
+def named(
+    release: str = "", backend: str = "", version: str = "", cache_dtype: str = "auto"
+) -> Explanation:
+    """As a peer's hash has told it."""
+    differences = []
+    if release or version:
+        differences.append(Difference(RELEASE, version or release, "0.33.0"))
+    if backend:
+        differences.append(Difference(BACKEND, backend, "FLASH_ATTN"))
+    return Explanation(
+        tuple(differences),
+        version=version or release or "0.33.0",
+        release=release or ("" if version else "0.33.0"),
+        backend=backend or "FLASH_ATTN",
+        cache_dtype=cache_dtype,
+    )
+
+
+def differing(found: Explanation, **changes: Any) -> AgentMetadata:
+    changes.setdefault("attn_backend_name", found.backend)
+    ranks = changes.pop("rank", 0), changes.pop("size", 1)
+    return replace(peer(*ranks, **changes), named=found)
+
+
+#: What is accepted of a peer, what else it states, and what becomes of it (part of a refusal).
+PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
+    "another release": (local, differing(named("0.32.0")), Stock),
+    "another release, larger blocks": (local, differing(named("0.32.0"), block_tokens=64), Read),
+    "a build of our release": (local, differing(named("0.33.0", version="0.33.0+cpu")), Stock),
+    "another backend": (local, differing(named(backend="FLASHINFER")), Stock),
+    "another backend, larger blocks": (
+        local, differing(named(backend="FLASHINFER"), block_tokens=64), Read,
+    ),
+    "another release and backend": (local, differing(named("0.31.0", "TRITON_ATTN")), Stock),
+    "ranks of another release of one generation": (
+        local, differing(named("0.32.0"), rank=1, size=2), Stock,
+    ),
+    "ranks of another generation": (
+        local, differing(named("0.29.0"), rank=1, size=2),
+        "one --tensor-parallel-size or one vLLM",
+    ),
+    "a release that is not listed": (
+        local, differing(named(version="0.34.0")), "no release that kvpatch knows",
+    ),
+    "a release of other layouts": (
+        local, differing(named("0.28.0")), "only 0.33.0 names layouts by all their dimensions",
+    ),
+    "a release without leases": (
+        local, differing(named("0.21.0")), "only 0.33.0 keeps blocks by leases",
+    ),
+    "a backend with keys by column": (
+        local, differing(named(backend="CPU_ATTN")), "packed, keys by column",
+    ),
+    "a backend of latents": (local, differing(named(backend="FLASHMLA")), "are latents"),
+    "a backend that nobody knows": (
+        local, differing(named(backend="CUSTOM")), "are not known here",
+    ),
+    "a backend that its handshake denies": (
+        local, differing(named(backend="FLASHINFER"), attn_backend_name="FLASH_ATTN"),
+        "by its hash its attention backend is FLASHINFER, and its handshake says FLASH_ATTN",
+    ),
+    "a cache with scales": (
+        local, differing(named("0.32.0", cache_dtype="fp8")), "where scales lie",
+    ),
+    "recurrent state": (
+        lambda: local(states=with_states().states), differing(named("0.32.0")),
+        "several kinds of layers",
+    ),
+    "whole blocks": (
+        lambda: whole(INDEXER), differing(named("0.32.0")), "several kinds of layers",
+    ),
+    "layers of several backends": (
+        lambda: local(backends=frozenset({"FLASH_ATTN", "FLASHINFER"})),
+        differing(named("0.32.0")), "several kinds of layers",
+    ),
+    "a handshake that does not say how blocks are cut": (
+        lambda: local(facts=FACTS["0.20.2"], backend="FLASHINFER"),
+        differing(replace(named("0.20.2", "TRITON_ATTN"))), "does not say how a backend cuts",
+    ),
+    "bytes of another model": (
+        local, differing(named("0.32.0"), block_tokens=64, block_lens=[8192] * 2),
+        "pages without padding",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_what_becomes_of_a_peer_that_is_accepted(name: str) -> None:
+    ours, theirs, expected = PEERS[name]
+    cache = ours()
+    found = decide(cache, theirs, cache.geometry.facts)
+    if isinstance(expected, type):
+        assert isinstance(found, expected), found
+        return
+    assert isinstance(found, Refuse), found
+    assert "cannot be read" in found.reason
+    assert expected in str(found.error)
+
+
+def compared(*, checks: bool = True) -> tuple[ComparedHash, NamedPeers, Book]:
+    peers, book = NamedPeers(), Book()
+    return ComparedHash.of(OWN, peers, book, checks=checks), peers, book
+
+
+def test_ours_is_what_it_was_to_all_who_send_it() -> None:
+    ours, peers, _ = compared()
+    plain = hash_of()
+    assert str(ours) == f"{ours}" == plain
+    assert plain == ours
+    assert (plain != ours) is False
+    assert {plain: 1}[ours] == 1
+    assert ours != 7 and ours is not None
+    assert peers.accepted() is None
+
+
+def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(settings.ACCEPT, raising=False)
+    ours, peers, book = compared()
+    with pytest.raises(PeerRefused) as found:
+        assert hash_of(attn_backend_name="FLASHINFER") != ours
+    assert "P runs FLASHINFER; this engine runs FLASH_ATTN" in found.value.reason
+    assert "KVPATCH_ACCEPT=attn_backend here" in found.value.cure
+    assert peers.accepted() is None
+    assert "PeerRefused" in repr(book.take())  # and it is counted
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vllm_version": "0.33.0+cpu"}, "P runs vLLM 0.33.0+cpu; this engine runs 0.33.0"),
+        (
+            {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"},
+            "P runs vLLM 0.33.0+cpu with FLASHINFER; this engine runs 0.33.0 with FLASH_ATTN",
+        ),
+        ({"dtype": "torch.float16"}, "P computes in float16; this engine computes in bfloat16"),
+        (
+            {"cache_dtype": "fp8", "attn_backend_name": "FLASHINFER"},
+            "P runs FLASHINFER, and has --kv-cache-dtype fp8; this engine runs FLASH_ATTN, and has "
+            "--kv-cache-dtype auto",
+        ),
+        ({"transfer_mode": "push"}, "P has a push connector; this engine has a pull connector"),
+        ({"nixl_connector_version": 14}, "P speaks version 14 of the connector's protocol"),
+        ({"is_hma_enabled": False}, "P has the hybrid KV cache manager off"),
+        ({"model": "another"}, "not enumerable here (model"),
+    ],
+)
+def test_each_difference_has_words(changes: dict[str, Any], sentence: str) -> None:
+    ours, _, _ = compared()
+    with pytest.raises(PeerRefused) as found:
+        assert hash_of(**changes) != ours
+    assert sentence in found.value.reason
+
+
+@pytest.mark.parametrize(
+    ("accept", "changes", "is_taken"),
+    [
+        ("vllm_version", {"vllm_version": "0.33.0+cpu"}, True),
+        ("attn_backend", {"attn_backend_name": "FLASHINFER"}, True),
+        (
+            "attn_backend vllm_version",
+            {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"},
+            True,
+        ),
+        ("attn_backend", {"vllm_version": "0.33.0+cpu"}, False),
+        (
+            "vllm_version",
+            {"vllm_version": "0.33.0+cpu", "attn_backend_name": "FLASHINFER"},
+            False,
+        ),
+        ("vllm_version,attn_backend", {"dtype": "torch.float16"}, False),
+        ("vllm_version,attn_backend", {"cache_dtype": "fp8"}, False),
+        (
+            "vllm_version,attn_backend",
+            {"vllm_version": "0.33.0+cpu", "dtype": "torch.float16"},
+            False,
+        ),
+        ("vllm_version,attn_backend", {"model": "another"}, False),
+        ("vllm_version,attn_backend", {"nixl_connector_version": 14}, False),
+        ("vllm_version,attn_backend", {"is_hma_enabled": False}, False),
+    ],
+)
+def test_only_what_is_listed_is_waived(
+    monkeypatch: pytest.MonkeyPatch, accept: str, changes: dict[str, Any], is_taken: bool
+) -> None:
+    monkeypatch.setenv(settings.ACCEPT, accept)
+    ours, peers, _ = compared()
+    if not is_taken:
+        with pytest.raises(PeerRefused):
+            assert hash_of(**changes) != ours
+        assert peers.accepted() is None
+        return
+    assert (hash_of(**changes) != ours) is False
+    found = peers.accepted()
+    assert found is not None and found.factors == changes.keys()
+    # A handshake with the next peer begins anew, in each thread for itself.
+    others: list[Explanation | None] = []
+    thread = threading.Thread(target=lambda: others.append(peers.accepted()))
+    thread.start()
+    thread.join()
+    assert others == [None]
+    assert hash_of() == ours
+    assert peers.accepted() is None
+
+
+def test_nothing_is_waived_where_nobody_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ACCEPT, "attn_backend")
+    ours, peers, _ = compared(checks=False)
+    with pytest.raises(PeerRefused, match="KVPATCH_DISABLE"):
+        assert hash_of(attn_backend_name="FLASHINFER") != ours
+    assert peers.accepted() is None
+
+
+def test_each_hash_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    class Looking(Search):
+        def __init__(self, own: OwnFactors, peer_hash: str) -> None:
+            super().__init__(own, "not one")
+            looked.append(peer_hash)
+
+    monkeypatch.setattr(named_peers, "Search", Looking)
+    peers = NamedPeers()
+    hashes = [f"{number:064x}" for number in range(300)]
+    for stated in (*hashes, *hashes[-10:], "short", "x" * 100_000):
+        with pytest.raises(PeerRefused, match="not enumerable"):
+            peers.judge(OWN, stated, checks=True)
+    assert looked == hashes
+
+
+def test_what_takes_longer_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[float] = []
+
+    def going_on(search: Search, seconds: float = 1.0) -> None:
+        rounds.append(seconds)
+        if len(rounds) == 3:
+            search.found, search.is_over = named("0.32.0"), True
+
+    monkeypatch.setattr(Search, "go_on", going_on)
+    peers = NamedPeers()
+    for _ in range(2):
+        with pytest.raises(PeerRefused, match="not found in a second"):
+            peers.judge(OWN, "f" * 64, checks=True)
+    with pytest.raises(PeerRefused, match="P runs vLLM 0.32.0"):
+        peers.judge(OWN, "f" * 64, checks=True)
+
+
+def test_factors_are_listed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.ACCEPT, " vllm_version, attn_backend,vllm_version")
+    assert settings.accepted_factors() == ("vllm_version", "attn_backend")
+    monkeypatch.setenv(settings.ACCEPT, "")
+    assert settings.accepted_factors() == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "dtype", "quantization", "cache_dtype", "kv_cache_dtype", "head_size"]
+)
+def test_what_changes_bytes_cannot_be_listed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(settings.ACCEPT, f"vllm_version,{name}")
+    with pytest.raises(SettingsError, match="can never be accepted"):
+        settings.accepted_factors()
+
+
+@pytest.mark.parametrize("name", ["version", "*", "all", "vllm_version=0.32.0"])
+def test_what_is_no_factor_is_an_error(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(settings.ACCEPT, name)
+    with pytest.raises(SettingsError, match="not one of vllm_version, attn_backend"):
+        settings.accepted_factors()
