@@ -132,7 +132,7 @@ def _digested(values: Values) -> Iterator[str]:
     """What P's digests say of loads."""
     found = _of(values, "load_digests_total")
     alarms = found.get("alarm", 0)
-    compared = found.get("checked", 0) + alarms
+    compared = found.get("checked", 0) + found.get("partly", 0) + alarms
     if compared:
         yield (
             f"Of {compared:.0f} loads that were compared with P's digests {alarms:.0f} were not "
@@ -142,6 +142,11 @@ def _digested(values: Values) -> Iterator[str]:
         yield (
             "Each of these has failed: the engine's log says in which layers, heads and tokens "
             "(docs/explanation/digests.md)."
+        )
+    if found.get("partly"):
+        yield (
+            f"Of {found['partly']:.0f} of the compared loads some tokens were compared with "
+            "nothing (docs/explanation/digests.md)."
         )
     if found.get("unchecked"):
         yield f"{found['unchecked']:.0f} loads were not compared with digests, or not wholly."

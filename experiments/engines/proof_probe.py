@@ -240,9 +240,9 @@ def _before_digests(spoiler: Spoiler) -> None:
                 spoiler.come_over(LANDED, self._proof.request_id, ids, table.end_token)
         return answer(self, nixl)
 
-    def alarmed(self: Any) -> None:
+    def alarmed(self: Any, layer: str) -> None:
         spoiler.alarmed.add(self.request_id)
-        alarm(self)
+        alarm(self, layer)
 
     DigestCheck.answer = answered  # type: ignore[method-assign]
     LoadProof.alarm = alarmed  # type: ignore[method-assign]
@@ -260,8 +260,8 @@ def _behind_digests(spoiler: Spoiler) -> None:
 
     make = DigestMaker._make
 
-    def made(self: Any, order: Any) -> None:
-        make(self, order)
+    def made(self: Any, order: Any, came: float) -> None:
+        make(self, order, came)
         (table,) = order.tables
         ids = _scheduled(table.blocks.block_ids.tolist(), table.blocks.block_tokens, spoiler)
         # The word's owner is asked by the request's name: is_held(name, word).

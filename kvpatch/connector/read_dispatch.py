@@ -37,8 +37,7 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 if reader.hold_table is not None:
                     _hear_of_hold(request, context)
                 if reader.digest_checks is not None:
-                    # Of smaller blocks the release makes its own behind the reads.
-                    is_as_read = smaller is None
+                    is_as_read = smaller is None and not _changes_what_is_read(worker)
                     context.digest = reader.digest_checks.of_load(
                         request_id, request, is_as_read=is_as_read
                     )
@@ -55,6 +54,16 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         yield
 
 
+def _changes_what_is_read(worker: Any) -> bool:
+    """Whether the release makes its own of blocks behind the reads, as it does of smaller ones.
+
+    It permutes them where it was told to (from 0.11.1), and reorders those of another backend for a
+    CPU's (from 0.20); of all peers from then on.
+    """
+    flags = "enable_permute_local_kv", "enable_heterogeneous_attn_post_process"
+    return any(getattr(worker, flag, False) for flag in flags)
+
+
 def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:
     context.arrived = request.arrived
     if request.stated_hold is not None:
@@ -68,8 +77,11 @@ def _seal(worker: Any, context: RequestContext, request: ReadRequest) -> None:
     """Books that all of a load's reads have been prepared."""
     is_loaded = any(request.local_blocks) and context.engine_id in worker._remote_agents
     is_read = is_loaded and context.refusal is None and context.computed_here is None
-    if context.digest is not None:
-        context.digest.proof.seal(is_read=is_read)
+    if context.digest is None:
+        return
+    if context.is_refused:  # a part of it may be on its way, and the load fails
+        context.digest.proof.leave(None)
+    context.digest.proof.seal(is_read=is_read)
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from kvpatch.connector.local.recurrent_state import StatePages, states_digest
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.vllm_bugs import take_planned_blocks, takes_heads_for_tokens
 from kvpatch.connector.metrics.book import Book
-from kvpatch.connector.metrics.catalogue import DIGESTS, Way
+from kvpatch.connector.metrics.catalogue import DIGEST_ALARMS, DIGESTS, Way
 from kvpatch.connector.reading.digest_checks import DigestChecks
 from kvpatch.connector.reading.leases import leases_of
 from kvpatch.connector.reading.nixl_proxy import ReadingAgent
@@ -116,24 +116,35 @@ def attach_reader(
 def _digest_checks(
     release: ReleaseWorker, own: InspectedCaches, ours: LocalGeometry, reader: Reader
 ) -> DigestChecks | None:
-    """What checks loads by digests; None where they are off, or of other caches."""
+    """What checks loads by digests, or counts them where it cannot; None where they are off."""
     state, tensors = worker_state(release.worker), reader.destination.tensors
     table = state.held(DigestTable)
     if table is None:
         return None
-    device = next(iter(tensors.values())).device if reader.planes else None
+    device = next(_all_of(tensors)).device if reader.planes else None
     has_others = own.states or state.is_host_buffered or device is None
+    # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
+    has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
+    covered = None
     if has_others or not can_read_beside(device, reader.destination.caches):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
-        return None
-    covered = CoveredCaches(tensors, reader.planes, reader.groups)
+    else:
+        covered = CoveredCaches(tensors, reader.planes, reader.groups)
     is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
     counts.tell = partial(_tell, state.book)
     return DigestChecks(ours, reader.groups, covered, table, counts, is_sample=is_sample)
 
 
-def _tell(book: Book, proof: Proof) -> None:
+def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Each of a worker's tensors; recurrent states have several each in releases <= 0.26."""
+    for found in tensors.values():
+        yield from found if isinstance(found, (list, tuple)) else (found,)
+
+
+def _tell(book: Book, proof: Proof, layer: str) -> None:
     book.add(DIGESTS, 1, proof.value)
+    if layer:
+        book.add(DIGEST_ALARMS, 1, layer)
 
 
 def _can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:

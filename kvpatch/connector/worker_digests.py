@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from kvpatch.connector.digests.covered import CoveredCaches
 from kvpatch.connector.digests.promised import DigestOrder, orders_in
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.read_request import groups
@@ -42,7 +43,7 @@ def stated_address(worker: Any) -> int | None:
     """Where a worker's table is, where it can digest what it holds."""
     state = worker_state(worker)
     checks = None if state.reader is None else state.reader.digest_checks
-    return None if checks is None else checks.table.address
+    return None if checks is None or checks.covered is None else checks.table.address
 
 
 def hear(worker: Any, metadata: Any) -> None:
@@ -50,17 +51,18 @@ def hear(worker: Any, metadata: Any) -> None:
     orders, state = orders_in(metadata), worker_state(worker)
     holds = state.held(HoldTable)
     checks = None if state.reader is None else state.reader.digest_checks
-    if not orders or checks is None or holds is None:
+    covered = None if checks is None else checks.covered
+    if not orders or checks is None or covered is None or holds is None:
         return
     maker = state.held(DigestMaker)
     if maker is None:
         maker = DigestMaker(checks.table, is_sample=checks.is_sample)
         state.hold(maker)
-    stream = checks.covered.stream
+    stream = covered.stream
     after = stream.mark()
     for request_id, order in orders.items():
         is_held = partial(holds.is_held, request_id, order.generation)
-        tables = _tables(checks, request_id, order)
+        tables = _tables(checks, covered, request_id, order)
         maker.add(Order(order.generation, tables, order.tokens, is_held, stream, after))
 
 
@@ -73,12 +75,24 @@ def end_everything(worker: Any) -> None:
         maker.settle()
 
 
-def _tables(checks: DigestChecks, request_id: str, order: DigestOrder) -> list[TableTokens]:
+def leave_freed_blocks(worker: Any) -> None:
+    """Waits until nothing is read of blocks that the scheduler is about to give away.
+
+    Where kvcached takes the pages from under them: else what is read there is nothing but stale.
+    """
+    maker = worker_state(worker).held(DigestMaker)
+    if maker is not None and settings.is_kvcached_enabled():
+        maker.settle()
+
+
+def _tables(
+    checks: DigestChecks, covered: CoveredCaches, request_id: str, order: DigestOrder
+) -> list[TableTokens]:
     """What of a request is digested; nothing where that is not known."""
     try:
         tables = enumerate(finished_blocks(checks.ours, checks.groups, groups(order.blocks)))
         extent = 0, order.tokens
-        found = [checks.covered.table(number, blocks, extent) for number, blocks in tables]
+        found = [covered.table(number, blocks, extent) for number, blocks in tables]
     except KvpatchError as error:
         _LOG.debug("request %s gets no digest: %s", request_id, error)
         return []

@@ -66,11 +66,22 @@ def read(raw: bytes, seed: bytes) -> tuple[Stated, ...]:
             cells, at = _cells(part["cells"], len(ranges), sums, at)
             digests = Digests(seed, ranges, cells)
             found.append(Stated(int(part["range"]), digests, bool(part["sample"])))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DigestsRefused(f"expected a peer's digests, found other bytes: {error!r}") from error
     if at != sums.size or not all(part.range_tokens > 0 for part in found):
         raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
+    for part in found:
+        _check_order(part.digests.ranges)
     return tuple(found)
+
+
+def _check_order(ranges: Sequence[Extent]) -> None:
+    """Whether ranges follow one another: nobody is kept busy with tokens that are named twice."""
+    end = 0
+    for extent in ranges:
+        if not end <= extent[0] < extent[1]:
+            raise DigestsRefused(f"expected ranges of tokens in order, found {extent} behind {end}")
+        end = extent[1]
 
 
 def _cells(

@@ -61,6 +61,14 @@ def _start_load_kv(
     return start(*args, **kwargs)
 
 
+def _transfer_results(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    results = wrapped(*args, **kwargs)  # the words of what was sent are gone when it returns
+    worker_digests.leave_freed_blocks(instance)
+    return results
+
+
 def _unregister_kv_caches(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -117,6 +125,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         **registration_step(facts, worker_digests.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
         seams.start_load_kv(facts): _start_load_kv,
+        seams.transfer_results(facts): _transfer_results,
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.connector_meta(facts): _build_connector_meta,
     }

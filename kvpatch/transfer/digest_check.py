@@ -8,13 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError
+from kvpatch.core.text import one_line
 from kvpatch.geometry.digest_form import Stated, columns, read, within
 from kvpatch.geometry.digest_ranges import extents_of, joined
 from kvpatch.geometry.digest_weights import Weights
 from kvpatch.geometry.digests import Comparison, Extent, compare
+from kvpatch.geometry.layer_names import place_in_model
 from kvpatch.geometry.plane_heads import planes_of_heads
 from kvpatch.transfer.digest_read import DigestRead
-from kvpatch.transfer.load_proof import LoadProof
+from kvpatch.transfer.load_proof import LoadProof, Proof
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.table_digests import DigestStream, TableTokens
 
@@ -38,6 +40,7 @@ class DigestCheck:
         proof: of the load.
         stream: where ours are made.
         is_sample: whether no more than a sample of them is.
+        is_part: whether something of the read is left out.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class DigestCheck:
         stream: DigestStream,
         *,
         is_sample: bool,
+        is_part: bool = False,
     ) -> None:
         self._fetched = fetched
         self._tables = tables
@@ -59,6 +63,8 @@ class DigestCheck:
         #: Whether something of the read was not compared with anything; who is not through with
         #: all of it does not know.
         self._misses = False
+        #: Whether some of its tokens were not.
+        self._is_part = is_part
         self._is_through = False
         proof.begin()
 
@@ -97,7 +103,9 @@ class DigestCheck:
         if found is not None:
             self._misses |= bool(found.unchecked)
             return None
-        self._proof.end(is_checked=self._is_through and not self._misses)
+        is_whole = self._is_through and not self._misses
+        of_all = Proof.PARTLY if self._is_part else Proof.CHECKED
+        self._proof.end(of_all if is_whole else Proof.UNCHECKED)
         self._end(nixl)
         return True
 
@@ -108,7 +116,7 @@ class DigestCheck:
             Exception: NIXL's, where it cannot be cancelled.
         """
         if not self._is_over:
-            self._proof.end(is_checked=None)
+            self._proof.end(None)
             self._end(nixl)
 
     def _end(self, nixl: Any) -> None:
@@ -126,6 +134,9 @@ class DigestCheck:
                 if not ours.planes:
                     continue
                 extents = self._extents(table, part, weights.seed)
+                compared = sum(end - first for first, end in extents)
+                is_all = compared >= table.end_token - table.first_token
+                self._is_part |= not (is_all or self._is_sample or part.is_sample)
                 for found in ours.made(extents, part.range_tokens, weights):
                     is_compared = True
                     yield compare(columns(part.digests, found.ranges), found)
@@ -159,12 +170,12 @@ class DigestCheck:
             "request %s, read from %s, is not what P had computed, though P held its blocks to the "
             "last byte: %s%s. The bytes changed on their way, where they were placed here, or in "
             "P's blocks behind its answer: the load fails",
-            self._proof.request_id,
+            one_line(self._proof.request_id),
             self._fetched.agent,
             places,
             f"; and {more} more places" if more > 0 else "",
         )
-        self._proof.alarm()
+        self._proof.alarm(min((place.layer for place in found.wrong), key=place_in_model))
 
 
 def seed_of(generation: int) -> bytes:

@@ -8,6 +8,7 @@ still stood when all of it had been read, and blocks are given away after their 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -25,6 +26,9 @@ from kvpatch.transfer.table_digests import DigestStream, TableTokens
 
 _LOG = logging.getLogger("kvpatch.digests")
 
+#: Of an order, before it is begun: whoever reads the request waits for its digest by then, and
+#: what came behind it would be late too.
+_LONGEST_WAIT_SECONDS = 2.0
 #: Of an entry, for names and ranges.
 _HEAD_BYTES = MOST_BYTES // 4
 _CELL_BYTES = 8
@@ -65,25 +69,44 @@ class DigestMaker:
         self._thread = ThreadPoolExecutor(1, "kvpatch-digests", use_all_cores)
         #: Held while the cache is read.
         self._work = Lock()
+        #: Whose request is read.
+        self._read: Order | None = None
+        self._has_told = False
 
     def add(self, order: Order) -> None:
         """Has digests made; an order whose word has gone in the meantime is left undone."""
-        self._thread.submit(self._make, order)
+        try:
+            self._thread.submit(self._make, order, time.monotonic())
+        except RuntimeError as error:  # no thread is to be had, or the interpreter ends
+            self._tell("a request gets no digest: %s", error)
 
     def settle(self) -> None:
-        """Waits until nothing is read of the cache for words that are gone."""
-        with self._work:
-            pass
-
-    def _make(self, order: Order) -> None:
-        content = None
-        try:
+        """Waits until nothing is read of the cache for a word that is gone, some MiB at most."""
+        order = self._read
+        # The thread says what it reads before it asks whether the word still stands.
+        if order is not None and not order.is_held():
             with self._work:
+                pass
+
+    def _make(self, order: Order, came: float) -> None:
+        content, waited = None, time.monotonic() - came
+        try:
+            if waited > _LONGEST_WAIT_SECONDS:
+                self._tell("requests come faster than they are digested: set KVPATCH_DIGEST=sample")
+                return
+            with self._work:
+                self._read = order
                 content = self._made(order)
         except _ERRORS:
             _LOG.warning("a request gets no digest", exc_info=True)
         finally:
+            self._read = None
             self._table.write(order.generation, content)
+
+    def _tell(self, what: str, *more: object) -> None:
+        """Logs why digests are missing: the first time so that it is seen."""
+        _LOG.log(logging.DEBUG if self._has_told else logging.WARNING, what, *more)
+        self._has_told = True
 
     def _made(self, order: Order) -> bytes | None:
         """What peers are told; None where the blocks may not be the request's any more."""

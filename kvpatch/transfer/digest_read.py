@@ -55,10 +55,6 @@ class DigestRead:
         """
         now = time.monotonic()
         self._began = self._began or now
-        if now - self._began > _LONGEST_SECONDS:
-            raise NoDigest(
-                f"{self.agent} has not written its digest of a request for {_LONGEST_SECONDS:.0f} s"
-            )
         while self._handle is not None or (now >= self._next and self._post(nixl)):
             state = nixl.check_xfer_state(self._handle)
             if state == "PROC":
@@ -72,7 +68,16 @@ class DigestRead:
                 continue
             content = self._checked(entry)
             if content is not None:
+                self._leave()
                 return content
+        is_idle = self._handle is None
+        if is_idle:
+            self._leave()  # others have something to fetch while this one waits
+        # What is on its way comes to whoever was long about others, too.
+        if now - self._began > (_LONGEST_SECONDS if is_idle else 2 * _LONGEST_SECONDS):
+            raise NoDigest(
+                f"{self.agent} has not written its digest of a request for {_LONGEST_SECONDS:.0f} s"
+            )
         return None
 
     def release(self, nixl: Any) -> None:
@@ -81,11 +86,14 @@ class DigestRead:
         Raises:
             Exception: NIXL's, where it cannot be cancelled.
         """
+        self._leave()
+        if self._handle is not None:
+            self._let_go(nixl)
+
+    def _leave(self) -> None:
         landing, self._landing = self._landing, None
         if landing is not None:
             self.table.give_back(landing)
-        if self._handle is not None:
-            self._let_go(nixl)
 
     def _let_go(self, nixl: Any) -> None:
         handle, self._handle = self._handle, None

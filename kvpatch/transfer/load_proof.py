@@ -16,6 +16,7 @@ class Proof(str, Enum):
     """What a digest has said of a load."""
 
     CHECKED = "checked"
+    PARTLY = "partly"
     ALARM = "alarm"
     UNCHECKED = "unchecked"
 
@@ -25,21 +26,26 @@ class DigestCounts:
     """Of one worker, since it began; loads that failed for other reasons are not among them.
 
     Attributes:
-        loads: that are what P held, in all that their digests cover; that were not, and have
-            failed; and that no digest says anything of.
-        tell: told of each, by whatever thread.
+        loads: that are what P held, in all of their tokens, or in all of the sample that is asked
+            for; in those tokens that could be compared; that were not, and have failed; and that
+            no digest says anything of, or nothing of some layer.
+        tell: told of each, by whatever thread; of an alarm with the layer that it is told by.
         doubted: peers that owed a digest and did not give it; of each one is told once.
     """
 
     loads: Counter[Proof] = field(default_factory=Counter)
-    tell: Callable[[Proof], None] | None = None
+    tell: Callable[[Proof, str], None] | None = None
     doubted: set[str] = field(default_factory=set)
 
-    def count(self, proof: Proof) -> None:
-        """Books a load."""
+    def count(self, proof: Proof, layer: str = "") -> None:
+        """Books a load.
+
+        Args:
+            layer: of an alarm.
+        """
         self.loads[proof] += 1
         if self.tell is not None:
-            self.tell(proof)
+            self.tell(proof, layer)
 
     def doubt(self, agent: str, why: object) -> None:
         """Logs why a load is not checked: the first of a peer's so that it is seen."""
@@ -63,8 +69,8 @@ class LoadProof:
         self._is_sealed = self._is_counted = False
         #: The engine's thread has all reads booked, and the reads' thread ends them.
         self._lock = Lock()
-        #: Of each read that has ended: whether it was checked; None where it has failed.
-        self._ended: list[bool | None] = []
+        #: Of each read that has ended: how well it was checked; None where it has failed.
+        self._ended: list[Proof | None] = []
 
     def begin(self) -> None:
         """Books a read of it."""
@@ -83,23 +89,32 @@ class LoadProof:
                 self.counts.count(Proof.UNCHECKED)
             self._count()
 
-    def end(self, *, is_checked: bool | None) -> None:
+    def end(self, found: Proof | None) -> None:
         """Books how one ended.
 
         Args:
-            is_checked: None of a read that has failed, or was given up.
+            found: None of a read that has failed, or was given up.
         """
         with self._lock:
             self._open -= 1
-            self._ended.append(is_checked)
+            self._ended.append(found)
             self._count()
 
-    def alarm(self) -> None:
-        """Books wrong bytes, and nothing else of the load."""
+    def leave(self, found: Proof | None) -> None:
+        """Books a read that nothing checks: as :meth:`begin` and :meth:`end`."""
+        self.begin()
+        self.end(found)
+
+    def alarm(self, layer: str) -> None:
+        """Books wrong bytes, and nothing else of the load.
+
+        Args:
+            layer: that has some.
+        """
         with self._lock:
             self._open -= 1
             if not self._is_counted:
-                self.counts.count(Proof.ALARM)
+                self.counts.count(Proof.ALARM, layer)
             self._is_counted = True
 
     def _count(self) -> None:
@@ -107,4 +122,5 @@ class LoadProof:
         if self._is_counted or not is_over or None in self._ended:
             return
         self._is_counted = True
-        self.counts.count(Proof.CHECKED if all(self._ended) else Proof.UNCHECKED)
+        worst = (Proof.UNCHECKED, Proof.PARTLY, Proof.CHECKED)
+        self.counts.count(next(found for found in worst if found in self._ended))

@@ -125,6 +125,8 @@ class StagedRead(OwnRead):
         #: While it waits for the pool.
         self._turn: Turn | None = None
         self._is_begun = self._is_void = self._has_failed = self._is_told = False
+        #: Whether what has all been read, and was held, is not what the peer had.
+        self._is_wrong = False
         #: Whether all has been read, and the peer's word has come where it gives one.
         self._has_all = False
         self.fate = Fate()
@@ -395,7 +397,8 @@ class StagedRead(OwnRead):
         digest = self._digest
         if digest is not None and self._awaits(digest):
             return digest.is_comparing
-        if not self._has_failed and not self._is_told:
+        # Of wrong bytes too: the peer need not hold what nobody will read again.
+        if (not self._has_failed or self._is_wrong) and not self._is_told:
             try:
                 if self._notification:  # else the release tells the peer itself
                     self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
@@ -454,7 +457,7 @@ class StagedRead(OwnRead):
             self._fail()
             return False
         if is_well is False:
-            self._has_failed = True
+            self._has_failed = self._is_wrong = True
             self._stop()
         return is_well is None
 

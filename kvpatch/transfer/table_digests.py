@@ -46,6 +46,11 @@ class TableTokens:
         """Of one range of tokens."""
         return sum(plane.counts.heads for plane in self.planes)
 
+    @property
+    def rows(self) -> int:
+        """Tokens, once for each plane."""
+        return len(self.planes) * max(0, self.end_token - self.first_token)
+
     def without_open_blocks(self) -> list[TableTokens]:
         """The same without the last block of planes that move whole, where it is not full.
 

@@ -80,6 +80,25 @@ QUESTIONS = (
         "{{digest}}",
     ),
     Question(
+        "In which layers does the last token speak against loads?",
+        "sum by (layer) (increase(kvpatch_witness_alarms_total{$of}[$window]))",
+        "short",
+        "{{layer}}",
+    ),
+    Question(
+        "By how much, as a multiple of what would be an alarm?",
+        "max by (layer) (kvpatch_witness_alarm_distance{$of} "
+        "/ kvpatch_witness_alarm_threshold{$of})",
+        "short",
+        "{{layer}}",
+    ),
+    Question(
+        "Which is the first layer with wrong bytes?",
+        "sum by (layer) (increase(kvpatch_digest_alarms_total{$of}[$window]))",
+        "short",
+        "{{layer}}",
+    ),
+    Question(
         "What is refused?",
         "sum by (cause) (increase(kvpatch_refusals_total{$of}[$window]))",
         "short",

@@ -115,6 +115,8 @@ class _Engine:
     def _labels(metric: Metric) -> tuple[str, ...]:
         if metric.label == "rank":
             return ("0", "1")
+        if metric.label == "layer":
+            return ("layers.0", "layers.1")
         return metric.values or ("",)
 
     def end(self) -> None:

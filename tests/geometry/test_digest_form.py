@@ -74,6 +74,35 @@ def test_what_is_told_must_be_of_its_form(told: object):
         read(len(head).to_bytes(8, "little") + head, b"seed")
 
 
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [[16, 32], [0, 16]],
+        [[0, 16], [0, 16]],
+        [[0, 32], [16, 48]],
+        [[16, 16], [16, 32]],
+        [[-16, 0], [0, 16]],
+        [[0, 16], [16, float("inf")]],
+    ],
+)
+def test_ranges_follow_one_another(ranges: list[list[float]]):
+    """A peer that says otherwise would have us digest the same tokens over and over."""
+    cells = [("layer", Content.KEY.value, [0])]
+    part: dict[str, object] = {"range": 16, "sample": False, "ranges": ranges, "cells": cells}
+    head = json.dumps({"form": 1, "parts": [part]}).encode()
+    with pytest.raises(DigestsRefused):
+        read(len(head).to_bytes(8, "little") + head + bytes(16), b"seed")
+    part["ranges"] = [[0, 16], [16, 32]]
+    head = json.dumps({"form": 1, "parts": [part]}).encode()
+    assert read(len(head).to_bytes(8, "little") + head + bytes(16), b"seed")
+
+
+def test_a_head_that_goes_too_deep_is_refused():
+    head = b"[" * 200_000
+    with pytest.raises(DigestsRefused):
+        read(len(head).to_bytes(8, "little") + head, b"seed")
+
+
 def test_some_ranges_of_digests():
     digests = stated().digests
     found = columns(digests, [(32, 40), (5, 6), (0, 16)])

@@ -113,6 +113,10 @@ class Player(Engine):
         """From now on none is made, or again."""
         digest_faults.keep_from(are_kept=are_kept)
 
+    def leave_order(self) -> None:
+        """STAND-IN: behind a read nothing is reordered for a CPU."""
+        digest_faults.leave_order(self._inner_workers())
+
     def note_holds(self) -> None:
         """Keeps in mind which words stand, for :meth:`make_digests` once they do not."""
         digest_faults.note_holds(self._inner_workers())

@@ -284,9 +284,17 @@ class TestShown:
 
         for metric in METRICS:
             if metric.kind == "counter":
-                for value in metric.values or ("",):
+                for value in metric.values if metric.label else ("",):
                     labels = {metric.label: value} if metric.label else {}
                     assert _value(metric.shown_name, "0", **labels) == 0
+
+    def test_layers_are_shown_once_they_alarm_and_not_without_end(self) -> None:
+        shown = _shown()
+        for number in range(1000):
+            shown.observe([["kvpatch_witness_alarms", f"layers.{number}", 1]], 0)
+        assert _value("kvpatch_witness_alarms_total", "0", layer="layers.7") == 1
+        assert _value("kvpatch_witness_alarms_total", "0", layer="layers.999") is None
+        assert _value("kvpatch_witness_alarms_total", "0", layer="other") == 1000 - 512
 
     def test_a_newer_engine_and_an_engine_that_is_not_ours_are_passed_over(self) -> None:
         shown = _shown()

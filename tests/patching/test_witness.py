@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.connector.metrics.book import Book
-from kvpatch.connector.metrics.catalogue import WITNESSED
+from kvpatch.connector.metrics.catalogue import (
+    ALARM_DISTANCE,
+    ALARM_THRESHOLD,
+    WITNESS_ALARMS,
+    WITNESSED,
+)
 from kvpatch.connector.witness import loads
 from kvpatch.connector.witness.calibration import (
     CALIBRATION_LOADS,
@@ -137,6 +142,17 @@ class TestLoads:
         (load,) = told(expected(40, [7, 8, 9]), step_of(39, 1, [7, 8, 9, 0]))
         assert load == loads.Load("r", "P", 39, (9,), (7, 8, 9), "")
 
+    @pytest.mark.parametrize(("prompt", "blocks"), [(33, [9]), (17, [5])])
+    def test_one_of_the_last_token_alone_is_none(self, prompt, blocks):
+        """Behind a prefix hit: whether it has failed or not, D computes all of it."""
+        table = [*range(1, -(-prompt // 16)), *blocks]
+        (load,) = told(expected(prompt, blocks), step_of(prompt - 1, 1, table))
+        assert load.cause == loads.ALONE
+        (load,) = told(expected(prompt, table), step_of(prompt - 1, 1, table))
+        assert not load.cause, "all of the prompt is loaded"
+        (load,) = told(expected(prompt + 1, blocks), step_of(prompt, 1, table))
+        assert not load.cause, "D computes one of two"
+
     def test_each_is_told_once(self):
         found = expected(40, [7, 8, 9])
         step = step_of(39, 1, [7, 8, 9])
@@ -243,7 +259,14 @@ class TestWitness:
         assert (context.layer, context.content, context.suspect) == ("l.1", "value", "the context")
         # Where the first layer is off at all, it is the token, whatever is farthest.
         assert (token.layer, token.suspect) == ("l.1", "the last token itself")
-        shown = [sample.label for sample in witness.counts.book.take()]
+        samples = witness.counts.book.take()
+        told = [sample[1:] for sample in samples if sample.name == WITNESS_ALARMS.name]
+        assert told == [(context.layer, 1), (token.layer, 1)]
+        far = [sample[1:] for sample in samples if sample.name == ALARM_DISTANCE.name]
+        assert far == [("l.1", 0.5), ("l.1", 0.5)]
+        near = [sample[1:] for sample in samples if sample.name == ALARM_THRESHOLD.name]
+        assert near == [("l.1", one.threshold) for one in (context, token)]
+        shown = [sample.label for sample in samples]
         assert {sample: shown.count(sample) for sample in WITNESSED.values} == {
             "learnt": CALIBRATION_LOADS,
             "good": 1,
@@ -286,6 +309,25 @@ class TestWitness:
         }
         assert dict(blind.counts.not_witnessed) == {"recurrent state": 1}
         assert not witness.counts.learnt + blind.counts.learnt
+
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_a_device_without_memory_ends_no_step(self, monkeypatch, caplog, when):
+        witness, copies = witness_of(is_enforced=True)
+        calibrate(witness, copies)
+
+        def no_memory(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        taken = SimpleNamespace(compare=no_memory)
+        take = no_memory if when == "before" else lambda starts: taken
+        with monkeypatch.context() as patched:
+            patched.setattr(copies, "take", take)
+            play(witness, copies, 0.0, 0.0)
+            play(witness, copies, 0.0, 0.0)
+        assert dict(witness.counts.not_witnessed) == {"there was no memory for it": 2}
+        assert [one.levelname for one in caplog.records].count("WARNING") == 1
+        play(witness, copies, 0.0, 0.0)
+        assert witness.counts.witnessed == 1
 
     def test_forgets_the_peer_that_it_heard_of_least_lately(self, monkeypatch):
         from kvpatch.connector.witness import witness as module

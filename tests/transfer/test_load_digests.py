@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from threading import Event
+from threading import Event, Thread
 
 import pytest
+import torch
 
 from kvpatch.core.errors import NoDigest
+from kvpatch.transfer import digest_maker as maker_module
 from kvpatch.transfer import digest_read as read_module
 from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.digest_maker import DigestMaker, Order
@@ -26,6 +28,7 @@ pytestmark = pytest.mark.lab
 START = 7
 FIRST = generation_of(START, 1)
 TOKENS = 70
+STREAM = DigestStream(torch.device("cpu"))
 
 
 @dataclass
@@ -119,21 +122,51 @@ def test_places_are_given_back(tables):
     tables.prefill.write(FIRST, b"digests")
     for _ in range(2 * _LANDINGS):
         tables.answer(tables.read())
-    reads = [tables.read(generation_of(START, 2)) for _ in range(_LANDINGS + 1)]
-    for read in reads:
-        assert read.answer(tables.world.decode) is None
-    assert tables.decode.take_landing() is None
+    taken = [tables.decode.take_landing() for _ in range(_LANDINGS)]
+    read = tables.read()
+    assert read.answer(tables.world.decode) is None
+    assert read._handle is None, "there is no place"
+    for landing in taken:
+        tables.decode.give_back(landing)
+    assert tables.answer(read) == b"digests"
+
+
+def test_who_waits_for_a_digest_keeps_nobody_else_from_one(tables, monkeypatch):
+    """Of many loads at once the first ones are often those that P is late with."""
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", SECONDS)
+    tables.prefill.write(FIRST, b"digests")
+    reads = [tables.read(generation_of(START, 2)) for _ in range(2 * _LANDINGS)]
+    good, found = tables.read(), None
+    end = time.monotonic() + SECONDS
+    while found is None and time.monotonic() < end:
+        for read in reads:
+            assert read.answer(tables.world.decode) is None
+        found = good.answer(tables.world.decode)
+    assert found == b"digests"
     for read in reads:
         read.release(tables.world.decode)
-    assert tables.answer(tables.read()) == b"digests"
+    assert len(tables.decode._free) == _LANDINGS
+
+
+def test_a_digest_that_was_there_in_time_is_taken_late(tables, monkeypatch):
+    """Whoever looks for it may have been long about others."""
+    read = tables.read()
+    end = time.monotonic() + 0.05
+    while time.monotonic() < end or read._handle is not None:
+        assert read.answer(tables.world.decode) is None
+    tables.prefill.write(FIRST, b"digests")
+    time.sleep(2 * read_module._PAUSE_SECONDS)
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", time.monotonic() - read._began)
+    assert tables.answer(read) == b"digests"
 
 
 # --- both sides -------------------------------------------------------------------
 
 
 def counted(counts: DigestCounts) -> tuple[int, int, int]:
-    """Loads that were checked, alarmed and not checked."""
-    return tuple(counts.loads[proof] for proof in Proof)
+    """Loads that were checked, alarmed and not checked; none of them in part."""
+    assert not counts.loads[Proof.PARTLY]
+    return tuple(counts.loads[proof] for proof in (Proof.CHECKED, Proof.ALARM, Proof.UNCHECKED))
 
 
 def table_of(engine: Engine, first_token: int = 0, end_token: int = TOKENS) -> TableTokens:
@@ -156,10 +189,13 @@ class Load:
         self.tables, self.decode, self.prefill = tables, decode, prefill
         self.counts = DigestCounts()
 
-    def digest(self, *, is_held: bool = True, is_sample: bool = False) -> None:
+    def digest(
+        self, *, is_held: bool = True, is_sample: bool = False, end_token: int = TOKENS
+    ) -> None:
         maker = DigestMaker(self.tables.prefill, is_sample=is_sample)
         stream = DigestStream(self.prefill.memory.device)
-        order = Order(FIRST, [table_of(self.prefill)], TOKENS, lambda: is_held, stream, None)
+        table = table_of(self.prefill, end_token=end_token)
+        order = Order(FIRST, [table], end_token, lambda: is_held, stream, None)
         maker.add(order)
         maker._thread.shutdown()
 
@@ -203,7 +239,11 @@ def load(tables, request) -> Load:
 def test_a_good_load_is_checked(load, ours, theirs):
     load.digest(is_sample=theirs)
     assert load.check(is_sample=ours)
-    assert load.counted == (1, 0, 0)
+    is_whole = load.decode[0].blocks.first_token % 16 == 0
+    if is_whole or ours or theirs:
+        assert load.counted == (1, 0, 0)
+    else:  # what it has loaded of its first range was compared with nothing
+        assert load.counts.loads == {Proof.PARTLY: 1}
 
 
 def test_a_wrong_bit_fails_it_and_is_told_by_its_place(load, caplog):
@@ -213,8 +253,11 @@ def test_a_wrong_bit_fails_it_and_is_told_by_its_place(load, caplog):
     block, offset = engine.blocks.locate(TOKENS - 1)
     engine.view(plane)[block, 1, offset, 0, 0] ^= 4
     with caplog.at_level("ERROR"):
-        assert load.check() is False
+        told = []
+    load.counts.tell = lambda *what: told.append(what)
+    assert load.check() is False
     assert load.counted == (0, 1, 0)
+    assert told == [(Proof.ALARM, plane.layer)]
     (line,) = (one.getMessage() for one in caplog.records)
     assert line.startswith("request request, read from ")
     head = plane.first_head + 1
@@ -228,7 +271,8 @@ def test_what_is_behind_the_last_token_is_not_looked_at(load):
         block, offset = engine.blocks.locate(TOKENS)
         engine.view(plane)[block, :, offset] ^= 4
     assert load.check()
-    assert load.counted == (1, 0, 0)
+    whole, part = (load.counts.loads[proof] for proof in (Proof.CHECKED, Proof.PARTLY))
+    assert (whole, part) == ((1, 0) if engine.blocks.first_token % 16 == 0 else (0, 1))
 
 
 def test_blocks_that_are_not_held_get_no_digest(load):
@@ -270,6 +314,74 @@ def test_planes_of_other_blocks_get_no_digest(load):
     assert load.counted == (0, 0, 1)
 
 
+def test_a_token_that_p_has_not_is_not_taken_for_checked(load):
+    """As where a proxy gives D a longer prompt than P."""
+    load.digest(end_token=TOKENS - 1)
+    assert load.check()
+    assert load.counts.loads == {Proof.PARTLY: 1}
+
+
+def test_what_comes_faster_than_it_is_digested_is_left_undone(tables, caplog, monkeypatch):
+    """And nobody waits for it; P's log says so once."""
+    monkeypatch.setattr(maker_module, "_LONGEST_WAIT_SECONDS", 0.02)
+    maker, goes_on = DigestMaker(tables.prefill, is_sample=False), Event()
+    orders = [
+        Order(generation_of(START, count), [], TOKENS, lambda: goes_on.wait(SECONDS), STREAM, None)
+        for count in (1, 2, 3)
+    ]
+    with caplog.at_level("WARNING"):
+        for order in orders:
+            maker.add(order)
+        time.sleep(0.1)
+        goes_on.set()
+        maker._thread.shutdown()
+    for count in (2, 3):
+        with pytest.raises(NoDigest, match="has no digest"):
+            tables.answer(tables.read(generation_of(START, count)))
+    (line,) = (one.getMessage() for one in caplog.records)
+    assert "KVPATCH_DIGEST=sample" in line
+
+
+def test_where_no_thread_is_to_be_had_nothing_is_raised(tables, caplog, monkeypatch):
+    """Into the engine's step it would be."""
+    maker = DigestMaker(tables.prefill, is_sample=False)
+
+    def submit(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(maker._thread, "submit", submit)
+    with caplog.at_level("WARNING"):
+        maker.add(Order(FIRST, [], TOKENS, lambda: True, None, None))
+    assert "can't start new thread" in caplog.text
+
+
+def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):
+    """Where another request is read nobody waits for that."""
+    maker, read, goes_on = DigestMaker(tables.prefill, is_sample=False), Event(), Event()
+    held, in_made = [True], [0]
+
+    def is_held() -> bool:
+        read.set()
+        in_made[0] += 1
+        if in_made[0] == 1:
+            goes_on.wait(SECONDS)
+        return held[0]
+
+    maker.add(Order(FIRST, [], TOKENS, is_held, STREAM, None))
+    read.wait(SECONDS)
+    maker.settle()
+    assert maker._work.locked(), "it is held, and still read"
+    held[0] = False
+    waits = Thread(target=maker.settle)
+    waits.start()
+    waits.join(0.05)
+    assert waits.is_alive(), "it is read, and held no more"
+    goes_on.set()
+    waits.join(SECONDS)
+    assert not maker._work.locked()
+    maker._thread.shutdown()
+
+
 def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
     maker, read, goes_on = DigestMaker(tables.prefill, is_sample=False), Event(), Event()
 
@@ -287,28 +399,34 @@ def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
 
 
 def test_each_load_is_counted_once(tables):
-    told = []
-    counts = DigestCounts(tell=told.append)
+    told: list[tuple[Proof, str]] = []
+    counts = DigestCounts(tell=lambda *what: told.append(what))
     proof = LoadProof(counts, "several ranks")
     for _ in range(3):
         proof.begin()
-    proof.end(is_checked=True)
-    proof.end(is_checked=False)
+    proof.end(Proof.CHECKED)
+    proof.end(Proof.UNCHECKED)
     proof.seal(is_read=True)
     assert counted(counts) == (0, 0, 0), "one is still under way"
-    proof.end(is_checked=True)
+    proof.end(Proof.PARTLY)
     assert counted(counts) == (0, 0, 1)
     wrong = LoadProof(counts, "two wrong ranks")
     wrong.begin()
     wrong.begin()
-    wrong.alarm()
+    wrong.alarm("layers.3")
     wrong.seal(is_read=True)
-    wrong.alarm()
+    wrong.alarm("layers.4")
     failed = LoadProof(counts, "one that has failed")
     failed.begin()
     failed.seal(is_read=True)
-    failed.end(is_checked=None)
+    failed.end(None)
+    refused = LoadProof(counts, "one of which some is read and some refused")
+    refused.begin()
+    refused.end(Proof.CHECKED)
+    refused.leave(None)
+    refused.seal(is_read=True)
     LoadProof(counts, "one without a digest").seal(is_read=True)
     LoadProof(counts, "one that is not read").seal(is_read=False)
     assert counted(counts) == (0, 1, 2)
-    assert told == [Proof.UNCHECKED, Proof.ALARM, Proof.UNCHECKED]
+    nothing = (Proof.UNCHECKED, "")
+    assert told == [nothing, (Proof.ALARM, "layers.3"), nothing]

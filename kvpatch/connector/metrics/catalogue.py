@@ -1,7 +1,8 @@
 """Every metric of kvpatch's, once: what ``/metrics`` shows is made of it, and so is the page.
 
 No metric has more than one label, and no label more than a few values: classes of errors, ways,
-outcomes, ranks. Nothing that a client or a peer sends becomes one.
+outcomes, ranks, those layers of D's model that were the first of an alarm's. Nothing that a client
+or a peer sends becomes one.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Metric:
 
 _WAYS = tuple(way.value for way in Way)
 _RANK = "rank"
+_LAYER = "layer"
 
 READS = Metric(
     "kvpatch_reads",
@@ -121,10 +123,36 @@ WITNESSED = Metric(
 DIGESTS = Metric(
     "kvpatch_load_digests",
     "counter",
-    "Loads by what P's digest has said of them; none where digests are off, or do not cover D's "
-    "cache.",
+    "Loads by what P's digest has said of them; none where digests are off.",
     "digest",
     tuple(proof.value for proof in Proof),
+)
+WITNESS_ALARMS = Metric(
+    "kvpatch_witness_alarms",
+    "counter",
+    "Loads that the prompt's last token speaks against, by the layer that is farthest beyond its "
+    "threshold.",
+    _LAYER,
+)
+ALARM_DISTANCE = Metric(
+    "kvpatch_witness_alarm_distance",
+    "gauge",
+    "Of the last alarm of that layer, how far what P has sent is from what D computed: the norm of "
+    "the difference by the larger one.",
+    _LAYER,
+)
+ALARM_THRESHOLD = Metric(
+    "kvpatch_witness_alarm_threshold",
+    "gauge",
+    "How far it would have had to be for an alarm, by what good loads of that P are like.",
+    _LAYER,
+)
+DIGEST_ALARMS = Metric(
+    "kvpatch_digest_alarms",
+    "counter",
+    "Loads that are not what P had computed, by the model's first layer with a wrong byte in the "
+    "first of the tokens that are wrong, some MiB at a time.",
+    _LAYER,
 )
 POOL_BYTES = Metric(
     "kvpatch_staging_pool_bytes", "gauge", "Size of a worker's staging pool.", _RANK
@@ -169,6 +197,7 @@ HOST_WAITING = Metric(
 
 METRICS = (
     *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, HELD, WITNESSED, DIGESTS),
+    *(WITNESS_ALARMS, ALARM_DISTANCE, ALARM_THRESHOLD, DIGEST_ALARMS),
     *(POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
     *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING),
 )

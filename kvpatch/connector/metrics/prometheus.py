@@ -8,6 +8,9 @@ from typing import Any
 from kvpatch.connector.metrics.book import Sample
 from kvpatch.connector.metrics.catalogue import METRICS, Metric
 
+#: Of a label; whatever an engine sends, no more are told apart.
+_MOST_VALUES = 512
+_OTHERS = "other"
 _LAST_SAID = {"multiprocess_mode": "mostrecent"}  # of several API servers, as vLLM's gauges
 
 
@@ -30,6 +33,8 @@ class Shown:
 
         _forget_earlier()
         self._engines = engines
+        #: By metric, the labels that were shown.
+        self._seen: dict[str, set[str]] = {}
         self._metrics = {
             metric.name: kinds[Counter if metric.kind == "counter" else Gauge](
                 name=metric.name,
@@ -51,6 +56,10 @@ class Shown:
 
     def _child(self, name: str, engine: Sequence[object], label: str) -> Any:
         """With its labels, asked for each time: of Ray's <= 0.12 the last ones asked for count."""
+        seen = self._seen.setdefault(name, set())
+        if label not in seen and len(seen) >= _MOST_VALUES:
+            label = _OTHERS
+        seen.add(label)
         return self._metrics[name].labels(*engine, *((label,) if label else ()))
 
     def observe(self, samples: Iterable[Sequence[Any]], engine_index: int) -> None:

@@ -15,7 +15,7 @@ from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.digest_read import DigestRead
 from kvpatch.transfer.digest_table import DigestTable
-from kvpatch.transfer.load_proof import DigestCounts, LoadProof
+from kvpatch.transfer.load_proof import DigestCounts, LoadProof, Proof
 from kvpatch.transfer.table_digests import TableTokens
 
 
@@ -40,7 +40,7 @@ class DigestChecks:
 
     Attributes:
         ours: the worker's geometry, and its block tables' layers.
-        covered: its caches.
+        covered: its caches; None where digests do not cover them.
         table: where peers' digests land.
         counts: what has become of loads.
         is_sample: whether a sample of each is checked.
@@ -48,7 +48,7 @@ class DigestChecks:
 
     ours: LocalGeometry
     groups: tuple[Group, ...]
-    covered: CoveredCaches
+    covered: CoveredCaches | None
     table: DigestTable
     counts: DigestCounts
     is_sample: bool
@@ -61,12 +61,13 @@ class DigestChecks:
         """
         proof = LoadProof(self.counts, request_id)
         stated = request.stated_digest
-        if stated is None or not is_as_read:
+        covered = self.covered
+        if stated is None or covered is None or not is_as_read:
             return LoadDigest(None, (), proof)
         try:
             promise = read_promise(stated)
             found = [
-                self.covered.table(number, blocks, (first_token, request.tokens))
+                covered.table(number, blocks, (first_token, request.tokens))
                 for number, blocks, first_token in loaded_tokens(self.ours, self.groups, request)
             ]
         except KvpatchError as error:
@@ -78,13 +79,21 @@ class DigestChecks:
         self, load: LoadDigest, generation: int, number: int, agent: str
     ) -> DigestCheck | None:
         """Of what is read of one rank; None where nothing checks it."""
-        promise = load.promise
-        if promise is None or number >= len(promise.tables) or not load.tables:
+        promise, tables, covered = load.promise, load.tables, self.covered
+        if promise is None or covered is None or not tables:
             return None
-        tables = load.tables
+        if number >= len(promise.tables):  # others of its ranks may be compared
+            load.proof.leave(Proof.UNCHECKED)
+            return None
         if len(promise.tables) > self.ours.tp_size:  # several of P's may be read
             tables = [part for table in tables for part in table.without_open_blocks()]
         fetched = DigestRead(self.table, agent, promise.tables[number], generation)
+        is_part = sum(table.rows for table in tables) < sum(table.rows for table in load.tables)
         return DigestCheck(
-            fetched, tables, load.proof, self.covered.stream, is_sample=self.is_sample
+            fetched,
+            tables,
+            load.proof,
+            covered.stream,
+            is_sample=self.is_sample,
+            is_part=is_part,
         )

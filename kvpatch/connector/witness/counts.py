@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from kvpatch.connector.metrics.book import Book
-from kvpatch.connector.metrics.catalogue import WITNESSED, Verdict
+from kvpatch.connector.metrics.catalogue import (
+    ALARM_DISTANCE,
+    ALARM_THRESHOLD,
+    WITNESS_ALARMS,
+    WITNESSED,
+    Verdict,
+)
 
 _KEPT_ALARMS = 256
 
@@ -78,3 +84,6 @@ class WitnessCounts:
         self.alarms += 1
         self.latest.append(alarm)
         self.book.add(WITNESSED, 1, Verdict.ALARM.value)
+        self.book.add(WITNESS_ALARMS, 1, alarm.layer)
+        self.book.add(ALARM_DISTANCE, alarm.distance, alarm.layer)
+        self.book.add(ALARM_THRESHOLD, alarm.threshold, alarm.layer)

@@ -20,6 +20,7 @@ STOPPED_EARLIER = "P stops before the last token"
 SEVERAL_TOKENS = "D computes several tokens of it"
 RESUMED = "the request was resumed"
 ENDED = "the request ended before it ran"
+ALONE = "the last token is all that is loaded"
 NO_PLACE = "the last token has no place in the request's blocks"
 
 
@@ -102,9 +103,13 @@ def _placed(load: Load, new: Any, step: Any, scheduler: Any, facts: ReleaseFacts
     if not is_last_alone:
         return load._replace(cause=SEVERAL_TOKENS)
     tables = read_request.groups(new.block_ids)
+    sizes = _tables_of(scheduler, facts)
+    if len(sizes) == 1 == len(load.blocks) and load.position % sizes[0][1] == 0:
+        # Nothing of such a load is left, and one that has failed looks no other way.
+        return load._replace(cause=ALONE)
     places = [
         (tables[group] if group < len(tables) else (), load.position // tokens)
-        for group, tokens in _tables_of(scheduler, facts)
+        for group, tokens in sizes
     ]
     if not all(place < len(table) for table, place in places):
         return load._replace(cause=NO_PLACE)

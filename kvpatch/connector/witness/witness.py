@@ -33,6 +33,9 @@ _KEPT_PEERS = 64
 #: Steps whose distances a device has not worked out.
 _KEPT_STEPS = 256
 _NO_DEVICE = "the device did not come to it"
+_NO_MEMORY = "there was no memory for it"
+#: Of a device that has none left; the engine goes on.
+_ERRORS = (RuntimeError, MemoryError)
 
 
 class _Step(NamedTuple):
@@ -83,14 +86,20 @@ class Witness:
                 seen.append(load)
                 starts.append(found)
         if seen and isinstance(lens, Lens):
-            self._taken = lens, seen, lens.copies.take(starts)
+            try:
+                self._taken = lens, seen, lens.copies.take(starts)
+            except _ERRORS:
+                self._leave_out(seen)
 
     def after(self) -> None:
         """Compares it with what the model has computed."""
         if self._taken is None:
             return
         (lens, loads, slots), self._taken = self._taken, None
-        self._pending.append(_Step(lens, loads, slots.compare()))
+        try:
+            self._pending.append(_Step(lens, loads, slots.compare()))
+        except _ERRORS:
+            self._leave_out(loads)
         if len(self._pending) > _KEPT_STEPS:
             self.counts.leave_out(_NO_DEVICE, len(self._pending.popleft().loads))
         self._hear(wait=self._is_enforced)
@@ -99,6 +108,13 @@ class Witness:
         """The blocks of the step's bad loads, once."""
         found, self._invalid = self._invalid, set()
         return found
+
+    def _leave_out(self, loads: list[Load]) -> None:
+        """Counts loads for which the device has no memory, as the error that is handled says."""
+        is_first = _NO_MEMORY not in self.counts.not_witnessed
+        self.counts.leave_out(_NO_MEMORY, len(loads))
+        level = logging.WARNING if is_first else logging.DEBUG
+        _LOG.log(level, "loads are not witnessed: no memory to look at them", exc_info=True)
 
     def _hear(self, *, wait: bool = False) -> None:
         """Judges the loads of those steps that the device is done with."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.core.errors import WitnessRefused
+from kvpatch.geometry.layer_names import place_in_model
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.slot_gather import Table
 
@@ -58,7 +58,7 @@ def witnessed_planes(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Wi
     layers, groups, _ = cache
     numbers = {name: n for n, group in enumerate(groups) for name in group.layers}
     tokens = _block_tokens(release)
-    names = sorted(layers, key=_place)
+    names = sorted(layers, key=place_in_model)
     found: dict[tuple[int, object], Plane] = {}
     for name in names:
         if layers[name].kind in (ROWS, LATENT):
@@ -127,8 +127,3 @@ def _dtype_of(
     if found.itemsize != 1 or name not in _FP8:
         raise WitnessRefused(f"quantised caches ({name}) whose numbers kvpatch does not read")
     return getattr(torch, _FP8[name])
-
-
-def _place(layer: str) -> tuple[list[int], str]:
-    """Where a layer comes in the model, by the numbers in its name."""
-    return [int(number) for number in re.findall(r"\d+", layer)], layer
