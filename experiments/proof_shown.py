@@ -16,8 +16,8 @@ def good_table(rows: Sequence[good_loads.Row]) -> Table:
     shown = Table(title="good loads, by D's /metrics")
     for name in (
         "P to D", "type", "model", "requests", "loads", "stale", "held", "unproven",
-        "digest: checked", "alarms", "unchecked", "witness: good", "alarms", "learnt from",
-        "not witnessed", "sampled", "wrong", "failed", "loads/s",
+        "digest: checked", "partly", "alarms", "unchecked", "witness: good", "alarms",
+        "learnt from", "not witnessed", "sampled", "wrong", "failed", "loads/s",
     ):  # fmt: skip
         shown.add_column(name, justify="left" if name in ("P to D", "type", "model") else "right")
     for row in rows:
@@ -25,7 +25,10 @@ def good_table(rows: Sequence[good_loads.Row]) -> Table:
             *(row.pair, row.dtype, row.model, str(row.requests)),
             *(str(row.count("loads", of)) for of in ("received", "stale")),
             *(str(row.count("load_holds", of)) for of in ("held", "unproven")),
-            *(str(row.count("load_digests", of)) for of in ("checked", "alarm", "unchecked")),
+            *(
+                str(row.count("load_digests", of))
+                for of in ("checked", "partly", "alarm", "unchecked")
+            ),
             *(
                 str(row.count("witnessed_loads", of))
                 for of in ("good", "alarm", "learnt", "not_witnessed")

@@ -22,7 +22,8 @@ def good_rows(raw: Raw) -> tuple[tuple[str, ...], list[list[str]]]:
             [
                 row["pair"], row["dtype"], row["model"], count("loads", "received"),
                 count("load_holds", "gone", "expired"), count("load_holds", "unproven"),
-                count("load_digests", "checked"), count("load_digests", "unchecked"),
+                count("load_digests", "checked"), count("load_digests", "partly"),
+                count("load_digests", "unchecked"),
                 count("load_digests", "alarm"), count("witnessed_loads", "good"),
                 count("witnessed_loads", "learnt"), count("witnessed_loads", "not_witnessed"),
                 count("witnessed_loads", "alarm"), f"{row['sampled']:,}", str(row["wrong"]),
@@ -31,7 +32,7 @@ def good_rows(raw: Raw) -> tuple[tuple[str, ...], list[list[str]]]:
         )  # fmt: skip
     columns = (
         "P → D", "type", "model", "loads", "stale", "hold not stated", "digest: checked",
-        "unchecked", "alarms", "witness: good", "learnt from", "not witnessed", "alarms",
+        "partly", "unchecked", "alarms", "witness: good", "learnt from", "not witnessed", "alarms",
         "answers compared", "other ones", "failed",
     )  # fmt: skip
     return columns, rows

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import proof_shown, proof_tables  # noqa: E402
-from experiments.engines import fault_loads, good_loads  # noqa: E402
+from experiments.engines import fault_loads, good_loads, lease_loads, load_costs  # noqa: E402
 from experiments.engines.load_faults import FAULTS, Layer, Load  # noqa: E402
 from experiments.engines.proof_probe import (  # noqa: E402
     LANDED,
@@ -229,6 +229,34 @@ def test_good_loads_that_nobody_looked_at_prove_nothing() -> None:
         "digest alarms"
     ]
     assert _missed(replace(good, wrong=1)) == ["wrong answers"]
+    columns, ((*shown,),) = proof_tables.good_rows([asdict(good)])
+    assert dict(zip(columns[3:8], shown[3:8], strict=True)) == {
+        "loads": "9",
+        "stale": "0",
+        "hold not stated": "0",
+        "digest: checked": "9",
+        "partly": "0",
+    }
+    assert len(columns) == len(shown)
+
+
+def test_each_number_that_is_shown_has_a_name() -> None:
+    good = good_loads.Row("64 to 64", "float32", "m", 9, counts=_COUNTS, seconds=1.0)
+    late = lease_loads.Row("both", "float32", "m", 8, failed=8, counts={"load_holds gone": 8})
+    cost = load_costs.row_of("holds", "float32", "m", [(0.1, 0.11), (0.1, 0.12), (0.1, 0.1)])
+    assert (cost.turns, round(cost.ratio, 2), round(cost.with_ms)) == (3, 1.1, 110)
+    for table in (
+        proof_shown.good_table([good]),
+        proof_shown.fault_table([_ROW]),
+        proof_shown.lease_table([late]),
+        proof_shown.cost_table([cost]),
+    ):
+        assert all(column.header and list(column.cells) for column in table.columns)
+    for rows in (proof_tables.lease_rows, proof_tables.cost_rows):
+        columns, (shown,) = rows([asdict(late), asdict(cost)])
+        assert len(columns) == len(shown)
+    assert _missed(late, cost) == ["time to first token, of stock's"]
+    assert _missed(replace(late, wrong=1)) == ["wrong answers"]
 
 
 def test_tables_tell_digests_from_the_witness() -> None:
