@@ -35,6 +35,8 @@ DOES = {
     "kvcached_regions": "show as they lie",
     "shared_tensors": "leave in once",
 }
+#: Done when all else is, whatever that is.
+_LAST = "named_factors"
 #: Those that say themselves what is done.
 PARTS = {"failed_loads", "stale_blocks", "digests"}
 ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines", "witness"}
@@ -104,7 +106,14 @@ def _steps(facts) -> dict[str, Step]:
 
 
 def _subsets(slugs):
-    return chain.from_iterable(combinations(slugs, count) for count in range(len(slugs) + 1))
+    """All of them; of what comes last by itself, with each set or without it by turns."""
+    others = [slug for slug in slugs if slug != _LAST]
+    found = chain.from_iterable(combinations(others, count) for count in range(len(others) + 1))
+    for number, on in enumerate(found):
+        is_on = number % 2 or len(on) in (0, len(others))
+        yield (*on, *((_LAST,) if is_on and _LAST in slugs else ()))
+        if len(on) < 2 or len(on) == len(others):
+            yield on
 
 
 def _expected(on: frozenset[str], *, is_buffered: bool) -> list[str]:
