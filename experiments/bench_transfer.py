@@ -5,14 +5,15 @@
 Two processes, one NIXL agent each. "stock, like" is what a release does between two engines
 with P's geometry: one prepared descriptor per block and layer. Every other row reads the
 same tokens into another geometry, with all that a request costs: pairing, planning, posting,
-copying, waiting, in the progress thread as in an engine; "in steps" is the same without the
-thread, driven by a loop that does nothing else. Each row's bytes are compared before it is
-timed. Blocks are scattered.
+copying, waiting, in the progress thread as in an engine, with copies in a thread of their own;
+"copied by turns" is staged with the copies in the progress thread too, and "in steps" the same
+without a thread, driven by a loop that does nothing else. Each row's bytes are compared before
+it is timed. Blocks are scattered.
 "extra MiB" is what a read took at its peak beyond the caches and the pool (resident memory).
 
 "bound" is what no staged read can beat here: stock's read of the same bytes, and beside it, in a
 thread of its own, a plain copy of as many bytes that are in the processor's cache. "waits ms" is
-for how long the progress thread had work and no processor (Linux's schedstat): on a machine of
+for how long these threads had work and no processor (Linux's schedstat): on a machine of
 two cores NIXL's own threads, which never sleep, take turns with it.
 """
 
@@ -255,6 +256,7 @@ class Setup:
         self.engine_agent = EngineAgent(decode.agent, gate := AgentGate())
         self.gate, self.thread = gate, ProgressThread(self.pool, torch.device("cpu"), gate)
         self.caches = Caches(dict.fromkeys(by_layer, decode.memory))
+        self.caches.thread = self.thread.copying
         # Made and registered before anything is timed, as it is for all but the first request.
         self.pool.give(self._any_space())
 
@@ -380,6 +382,14 @@ class Setup:
             raise RuntimeError(f"a read ended as {state}")
         return read.telemetry().descCount, 0.0
 
+    def by_turns(self) -> tuple[int, float]:
+        """A staged read whose copies are made by the thread that reads."""
+        self.caches.thread, beside = None, self.caches.thread
+        try:
+            return self.in_thread(is_direct=False)
+        finally:
+            self.caches.thread = beside
+
     def check(self) -> None:
         """Every item of every token in its place."""
         source = random_bytes(self.decode.memory.numel(), 1).numpy()
@@ -406,10 +416,10 @@ def resident_bytes(field: str) -> int:
 
 
 def progress_seconds() -> tuple[float, float]:
-    """For how long progress threads have been on a processor, and waited for one."""
+    """For how long our threads have been on a processor, and waited for one."""
     spent = waited = 0
     for thread in threading.enumerate():
-        if thread.name == "kvpatch-reads":
+        if thread.name in ("kvpatch-reads", "kvpatch-copies"):
             found = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             spent, waited = spent + int(found[0]), waited + int(found[1])
     return spent / 1e9, waited / 1e9
@@ -434,6 +444,7 @@ def measure(pair: Pair, mib: int, repeat: int, decode: Decode) -> list[Measured]
         "bound": partial(setup.bound, ways["stock, both like P"]),
         "direct": partial(setup.in_thread, is_direct=True),
         "staged": partial(setup.in_thread, is_direct=False),
+        "staged, copied by turns": setup.by_turns,
         "direct, in steps": setup.direct,
         "staged, in steps": setup.staged,
     }

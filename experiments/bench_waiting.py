@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -86,6 +86,9 @@ class _Caches:
         return lambda: True
 
     def settle(self) -> None:
+        """Nothing is under way."""
+
+    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
         """Nothing is under way."""
 
 

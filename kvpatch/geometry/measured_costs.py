@@ -18,7 +18,8 @@ class Timed:
     """Runs that took a time.
 
     Attributes:
-        copy_seconds: of those that is the copies'; 0 where nobody waits for copies.
+        copy_seconds: of those that is the copies' alone, with nothing on the wire; 0 where nobody
+            waits for copies.
         copied_bytes: what was copied in them, without what came along with it.
     """
 

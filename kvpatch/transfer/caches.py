@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.segment_bounds import Reach, local_end, reach_of
 from kvpatch.geometry.staged_plan import Placement
+from kvpatch.transfer.copying_thread import Copy, CopyingThread
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
@@ -20,9 +21,14 @@ if TYPE_CHECKING:
 
 
 class Caches:
-    """Every layer's allocation; layers that share one share the view of it."""
+    """Every layer's allocation; layers that share one share the view of it.
+
+    Attributes:
+        thread: that copies in host memory; None where who asks for copies makes them.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.thread: CopyingThread | None = None
         self._tensors = tensors
         self._stream: Any = None
 
@@ -59,17 +65,20 @@ class Caches:
     ) -> Callable[[], bool]:
         """Copies what has landed to its places; what is returned says whether it is done.
 
-        On a device the copies run in a stream of their own. A read is reported only when they
-        are done, so that whatever the model runs then comes after.
+        On a device the copies run in a stream of their own, in host memory on the thread that
+        copies. A read is reported only when they are done, so that whatever the model runs then
+        comes after.
 
         Args:
             staging: a chunk's buffer, ``uint8``, one-dimensional, on the device or the host.
             after: what :meth:`mark` returned when the read began; copies come after it.
         """
+        if self.thread is not None:
+            return self.thread.copy(partial(self._copy, staging, placements))
         return self._beside(after, lambda: self._copy(staging, placements))
 
     def zero(self, tails: Tails, after: Any) -> Callable[[], bool]:
-        """Zeroes whole tokens; as :meth:`place` copies."""
+        """Zeroes whole tokens; as :meth:`place` copies, but these few bytes by who asks for it."""
         return self._beside(after, lambda: self._zero(tails))
 
     def _beside(self, after: Any, write: Callable[[], None]) -> Callable[[], bool]:
@@ -138,6 +147,16 @@ class Caches:
         """Waits for every copy that has been asked for; for reads that end before they are done."""
         if self._stream is not None:
             self._stream.synchronize()
+        if self.thread is not None:
+            self.thread.settle()
+
+    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
+        """Waits for those that have begun; others are left undone where that can be."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        for copy in copies:
+            if isinstance(copy, Copy):
+                copy.give_up()
 
 
 def done() -> bool:

@@ -19,9 +19,9 @@ from kvpatch.geometry.digest_form import Stated, written
 from kvpatch.geometry.digest_ranges import extents_of, range_tokens_of
 from kvpatch.geometry.digest_weights import Weights
 from kvpatch.geometry.digests import of_all_ranges
+from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.digest_check import seed_of
 from kvpatch.transfer.digest_table import MOST_BYTES, DigestTable
-from kvpatch.transfer.host_copies import use_all_cores
 from kvpatch.transfer.table_digests import DigestStream, TableTokens
 
 _LOG = logging.getLogger("kvpatch.digests")

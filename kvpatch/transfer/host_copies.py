@@ -5,22 +5,18 @@ numpy lets go of the interpreter while it copies, so that threads share the rows
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpatch.geometry.segments import Int64Array
+from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
 from kvpatch.transfer.runs import Run, runs_of
-
-_LOG = logging.getLogger("kvpatch.host_buffer")
 
 #: What is worth threads; two or three fill what memory can take.
 _LONG_BYTES = 4 * 1024**2
@@ -31,7 +27,6 @@ _LONG_RUN = 4
 _LONG_ROW_BYTES = 16 * 1024
 #: What is copied twice while it is in a core's cache.
 _CACHED_BYTES = 256 * 1024
-_TASKS = Path("/proc/self/task")
 
 
 class HostCopies:
@@ -138,23 +133,3 @@ def _most_threads() -> int:
     import torch
 
     return max(1, min(_MOST_THREADS, int(torch.get_num_threads())))
-
-
-def use_all_cores() -> None:
-    """Lets this thread run where any thread of the process may.
-
-    A thread starts on the cores of the one that made it, and on a CPU the connector keeps a
-    worker's first thread on one core, which it sets aside for transfers.
-    """
-    if not _TASKS.is_dir() or not hasattr(os, "sched_setaffinity"):
-        return
-    cores: set[int] = set()
-    for task in _TASKS.iterdir():
-        try:
-            cores |= os.sched_getaffinity(int(task.name))
-        except ProcessLookupError:  # it has ended meanwhile
-            continue
-    try:
-        os.sched_setaffinity(0, cores)
-    except OSError as error:
-        _LOG.debug("copies stay on the cores of the thread that asks for them: %s", error)

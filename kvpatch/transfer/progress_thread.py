@@ -12,14 +12,16 @@ import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import RLock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.transfer.agent_gate import AgentGate
+from kvpatch.transfer.copying_thread import CopyingThread
+from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.device_copies import streams_of
-from kvpatch.transfer.host_copies import use_all_cores
 from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -74,6 +76,7 @@ class ProgressThread:
 
     Attributes:
         looks: the engine's, at the reads.
+        copying: the thread that copies what was read; None where this one does.
     """
 
     def __init__(self, pool: StagingPool, device: torch.device, gate: AgentGate) -> None:
@@ -83,6 +86,9 @@ class ProgressThread:
         self.looks = Looks()
         #: Reads to begin with, and such as nobody wants any more.
         self._inbox: SimpleQueue[tuple[StagedRead, bool] | None] = SimpleQueue()
+        self.copying: CopyingThread | None = None
+        if device.type == "cpu" and len(cores_of_all_threads()) > 1:
+            self.copying = CopyingThread(wake=partial(self._inbox.put, None))
         #: All that are not over, and those among them that do not wait for others.
         self._reads: dict[int, StagedRead] = {}
         self._going: dict[int, StagedRead] = {}
@@ -138,7 +144,10 @@ class ProgressThread:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While inside, nothing is done for any read; for an engine's thread."""
+        """While inside, nothing is done for any read but copies that were handed over before.
+
+        For an engine's thread.
+        """
         if self._process != os.getpid():  # there is no thread here, and its lock is for ever held
             yield
             return
@@ -172,6 +181,8 @@ class ProgressThread:
         with self.paused():
             for read in tuple(self._reads.values()):
                 read.settle()
+        if self.copying is not None:
+            self.copying.rest()
         with self._start:
             if self._thread is None or not self._thread.is_alive():
                 self._thread, self._is_ending = None, False
@@ -180,11 +191,14 @@ class ProgressThread:
         """Ends it; reads that are not done go on when they are asked for their state."""
         self._is_stopped = True
         self._end()
+        if self.copying is not None:
+            self.copying.stop()
 
     def _end(self) -> None:
         self._is_ending = True
         thread = self._thread
-        if thread is None or not self.is_running or thread is current_thread():
+        is_own = thread is current_thread() or (self.copying and self.copying.is_current)
+        if thread is None or not self.is_running or is_own:
             return  # what is collected on the thread may be the worker's agent
         self._inbox.put(None)
         thread.join(_STOP_SECONDS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -59,6 +59,9 @@ class Placer(Protocol):
 
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
+
+    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
+        """Has nothing more written by these, which place or zero have returned."""
 
 
 class Fate:
@@ -154,8 +157,9 @@ class StagedRead(OwnRead):
         #: Counts what is read.
         self.metered = Metered(ReadTimes(), None)
         self._after: Any = None
-        #: When the first transfer was posted.
+        #: When the first transfer was posted; and since when copies alone are waited for.
         self._began: float | None = None
+        self._waits_since: float | None = None
 
     def start(self) -> str:
         """Posts what there is room for."""
@@ -262,6 +266,7 @@ class StagedRead(OwnRead):
             self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
+        self._count_waiting()
         has_compared = self._conclude()
         return has_landed or has_compared or (self._is_paced and (has_placed or has_posted))
 
@@ -279,7 +284,7 @@ class StagedRead(OwnRead):
         self._is_void = True
         self._stop()
         if self._placing:
-            self._caches.settle()
+            self._caches.give_up(is_placed for is_placed, _ in self._placing)
         return True
 
     def telemetry(self) -> Telemetry | None:
@@ -303,7 +308,7 @@ class StagedRead(OwnRead):
         self.metered.end(is_well=False)
         self._stop()
         if self._placing:
-            self._caches.settle()
+            self._caches.give_up(is_placed for is_placed, _ in self._placing)
         self._give_back()
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
@@ -528,6 +533,17 @@ class StagedRead(OwnRead):
             self._pool.give(flight.space)
         else:
             self._placing.append((is_placed, flight.space))
+
+    def _count_waiting(self) -> None:
+        """Counts for how long copies alone are waited for: what is read beside them costs less."""
+        is_waiting = bool(self._placing) and not self._flights
+        since = self._waits_since
+        if is_waiting == (since is not None):
+            return
+        now = time.monotonic()
+        if since is not None:
+            self.metered.copy_seconds += now - since
+        self._waits_since = now if is_waiting else None
 
     def _give_back(self) -> bool:
         """Frees the space of what has been placed; whether there was any."""

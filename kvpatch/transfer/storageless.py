@@ -15,7 +15,7 @@ It may also make one NaN of all: what is no number stays none, and has other bit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -247,6 +247,9 @@ class StoragelessCaches:
         return array.reshape(-1, *array.shape[2:])[:tokens]
 
     def settle(self) -> None:
+        """All is done already."""
+
+    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
         """All is done already."""
 
 

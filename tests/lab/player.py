@@ -566,6 +566,8 @@ class Player(Engine):
                 reader = _reader_of(release.nixl_of(worker).connector_worker)
                 if reader is not None and reader.thread is not None:
                     held.enter_context(reader.thread.paused())
+                    if reader.thread.copying is not None:  # what was handed over before
+                        reader.thread.copying.settle()
             yield
 
     def written(self, name: str) -> int:

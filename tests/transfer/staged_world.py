@@ -70,7 +70,9 @@ class World:
         local = named_layout("LBHNC").planes(LOCAL_SIZES, target.data_ptr(), DRAM)
         layers = dict.fromkeys(plane.layer for plane in remote)
         overlaps = overlaps_of([[p for p in remote if p.layer == layer] for layer in layers], local)
-        segments = pair_blocks(BlockList(_ids(10, 12), 32), BlockList(_ids(7, 8), 48), 0, TOKENS)
+        segments = pair_blocks(
+            BlockList(block_ids(10, 12), 32), BlockList(block_ids(7, 8), 48), 0, TOKENS
+        )
         least = max(overlap.staged_bytes for overlap in overlaps)
         chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes()))
         caches = Caches(dict.fromkeys(layers, target))
@@ -85,7 +87,7 @@ class World:
     def tails(self) -> list[tuple[Sequence[Plane], Segments]]:
         """What the request leaves untouched in its last block."""
         planes = named_layout("LBHNC").planes(LOCAL_SIZES, self.target.data_ptr(), DRAM)
-        return [(planes, uncovered_tail(BlockList(_ids(7, 8), 48), TOKENS))]
+        return [(planes, uncovered_tail(BlockList(block_ids(7, 8), 48), TOKENS))]
 
     def is_zeroed(self) -> bool:
         """Whether nothing is left there, in D's cache."""
@@ -116,14 +118,14 @@ class World:
         at = np.arange(TOKENS)
         return all(
             np.array_equal(
-                theirs.as_array(self.source.numpy(), 0)[_ids(10, 12)[at // 32], :, at % 32],
-                ours.as_array(target.numpy(), 0)[_ids(7, 8)[at // 48], :, at % 48],
+                theirs.as_array(self.source.numpy(), 0)[block_ids(10, 12)[at // 32], :, at % 32],
+                ours.as_array(target.numpy(), 0)[block_ids(7, 8)[at // 48], :, at % 48],
             )
             for theirs, ours in zip(remote, local, strict=True)
         )
 
 
-def _ids(count: int, of: int) -> np.ndarray:
+def block_ids(count: int, of: int) -> np.ndarray:
     return np.random.default_rng(count).permutation(of)[:count]
 
 

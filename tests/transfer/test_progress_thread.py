@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer import unposted as unposted_module
 from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
+from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.progress_thread import ProgressThread
 
@@ -29,32 +31,47 @@ pytestmark = pytest.mark.lab
 
 
 class Engine:
-    """One worker's thread, pool and gate."""
+    """One worker's threads, pool and gate.
 
-    def __init__(self, world: World, pool_bytes: int) -> None:
+    Args:
+        is_beside: what was read is copied by a thread of its own.
+    """
+
+    def __init__(self, world: World, pool_bytes: int, *, is_beside: bool) -> None:
         self.world = world
         self.gate = AgentGate()
         self.pool = world.pool(pool_bytes)
         self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
+        self.copying = self.thread.copying = None
+        if is_beside:  # whatever cores this machine has
+            wake = partial(self.thread._inbox.put, None)
+            self.copying = self.thread.copying = CopyingThread(wake)
 
     def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
         gated = ProgressAgent(agent or self.world.decode, self.gate)
-        return BackgroundRead(self.world.read(self.pool, gated, is_paced=True, **how), self.thread)
+        read = self.world.read(self.pool, gated, is_paced=True, **how)
+        read._caches.thread = self.copying
+        return BackgroundRead(read, self.thread)
 
 
-@pytest.fixture
-def make(world: World) -> Iterator[Callable[[int], Engine]]:
+@pytest.fixture(params=["copies by turns", "copies beside"])
+def make(world: World, request: pytest.FixtureRequest) -> Iterator[Callable[[int], Engine]]:
     made: list[Engine] = []
 
     def engine(pool_bytes: int) -> Engine:
-        made.append(Engine(world, pool_bytes))
+        made.append(Engine(world, pool_bytes, is_beside=request.param == "copies beside"))
         return made[-1]
 
     yield engine
     for one in made:
         one.thread.stop()
         assert not one.thread.is_running
-        assert not any(thread.name == "kvpatch-reads" for thread in threading.enumerate())
+        assert not threads_of_ours()
+
+
+def threads_of_ours() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name in ("kvpatch-reads", "kvpatch-copies")]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -339,7 +356,7 @@ def test_a_stopped_thread_leaves_reads_to_the_steps(world, make):
     for read in reads[:4]:
         read.start()
     engine.thread.stop()
-    assert not any(thread.name == "kvpatch-reads" for thread in threading.enumerate())
+    assert not threads_of_ours()
     dropped = reads.pop(0)
     del dropped
     gc.collect()
@@ -356,6 +373,7 @@ def test_an_engine_that_sleeps_and_wakes_up_reads_in_the_thread_again(world, mak
     first.start()
     engine.thread.rest()
     assert not engine.thread.is_running
+    assert not threads_of_ours()
     before = world.target.clone()
     time.sleep(0.05)
     assert torch.equal(world.target, before), "nothing is placed while it rests"

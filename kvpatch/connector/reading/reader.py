@@ -121,6 +121,8 @@ class Reader:
         self._layers = ours.layers if destination.layers is None else destination.layers
         if caches is None:  # states move whole, and in releases <= 0.26 are lists of tensors
             caches = Caches({name: tensors[name] for name in self._layers})
+        if progress is not None and isinstance(caches, Caches):
+            caches.thread = progress.thread.copying
         self._caches = caches
         self._reads = ReadFactory(pool, caches, progress)
         self.ways = ChosenWays(mode, pool, caches.device, progress)

@@ -17,7 +17,7 @@ from kvpatch.transfer.plane_bytes import Tails, first_tokens
 from kvpatch.transfer.storageless import StoragelessCaches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -208,6 +208,9 @@ class LandedBlocks:
         return done
 
     def settle(self) -> None:
+        """Nothing is under way."""
+
+    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
         """Nothing is under way."""
 
     @property

@@ -1,0 +1,428 @@
+"""Copies on a thread of their own; what is held up, fails or is missing is made up and says so."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import wrapt
+
+from experiments.made_reader import preparing
+from kvpatch.connector.reading.read_factory import Progress
+from kvpatch.transfer import caches as caches_module
+from kvpatch.transfer import copying_thread
+from kvpatch.transfer.agent_gate import ProgressAgent
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.copying_thread import CopyingThread
+from kvpatch.transfer.cores import cores_of_all_threads
+from kvpatch.transfer.staged_read import StagedRead
+from tests.geometry.whole_caches import named_layout
+
+from .staged_world import (
+    DRAM,
+    LOCAL_SIZES,
+    SECONDS,
+    SIZES,
+    TOKENS,
+    World,
+    block_ids,
+    finish,
+    notifications,
+)
+from .test_progress_thread import Engine, wait_until
+
+pytestmark = pytest.mark.lab
+
+#: Several chunks of the world's request.
+POOL_BYTES = 8 * 4096
+
+
+@pytest.fixture
+def thread() -> Iterator[CopyingThread]:
+    made = CopyingThread(wake=lambda: None)
+    yield made
+    made.stop()
+    assert not is_there()
+
+
+@pytest.fixture
+def engine(world: World) -> Iterator[Engine]:
+    made = Engine(world, POOL_BYTES, is_beside=True)
+    yield made
+    made.thread.stop()
+    assert not is_there()
+
+
+def is_there() -> bool:
+    return any(thread.name == "kvpatch-copies" for thread in threading.enumerate())
+
+
+class Held:
+    """A copy that waits in its middle until it may go on."""
+
+    def __init__(self) -> None:
+        self.is_in, self.may_go = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.is_in.set()
+        assert self.may_go.wait(SECONDS)
+
+
+def begun(thread: CopyingThread) -> tuple[Held, Any]:
+    """A copy that is under way."""
+    held = Held()
+    copy = thread.copy(held)
+    assert held.is_in.wait(SECONDS)
+    return held, copy
+
+
+def waits_for(call: Callable[[], None], held: Held) -> None:
+    """Makes a call, which has to wait for what is held and for no more."""
+    caller = threading.Thread(target=call)
+    caller.start()
+    time.sleep(0.05)
+    assert caller.is_alive(), "a copy is under way"
+    held.may_go.set()
+    caller.join(SECONDS)
+    assert not caller.is_alive()
+
+
+def test_copies_are_made_one_by_one_in_the_order_of_asking(thread):
+    seen: list[int] = []
+    inside = threading.Lock()
+
+    def copy(number: int) -> None:
+        assert inside.acquire(blocking=False), "one by one"
+        time.sleep(1e-4)
+        seen.append(number)
+        inside.release()
+
+    assert not is_there(), "nothing has been copied yet"
+    copies = [thread.copy(partial(copy, number)) for number in range(50)]
+    assert is_there()
+    assert not copies[-1](), "negative control: somebody else makes them"
+    wait_until(copies[-1])
+    assert seen == list(range(50))
+    assert all(copy() for copy in copies)
+
+
+def test_who_waits_is_told_of_every_copy():
+    told: list[int] = []
+    thread = CopyingThread(wake=lambda: told.append(1))
+    copies = [thread.copy(lambda: None) for _ in range(3)]
+    wait_until(lambda: all(copy() for copy in copies) and len(told) == 3)
+    thread.stop()
+
+
+def test_an_error_is_the_copys_own_and_the_thread_goes_on(thread):
+    def fails() -> None:
+        raise MemoryError("no memory")
+
+    held, _ = begun(thread)
+    failed, other = thread.copy(fails), thread.copy(lambda: None)
+    assert not failed()
+    held.may_go.set()
+    wait_until(other)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no memory"):
+            failed()
+    assert thread.is_running
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_that_no_copy_raises_ends_the_thread_and_no_copy_is_lost(thread, caplog):
+    """A mistake of ours, made up. What is handed over later is copied by who asks for it."""
+    made: list[int] = []
+    held, _ = begun(thread)
+    broken = thread.copy(lambda: [][1 / 0])
+    left = [thread.copy(partial(made.append, number)) for number in range(3)]
+    held.may_go.set()
+    wait_until(lambda: not (thread.is_running or is_there()))
+    with pytest.raises(RuntimeError, match="what no copy raises"):
+        broken()
+    assert not made, "negative control"
+    assert left[1]()
+    assert made == [1], "made when it is asked for"
+    thread.settle()
+    assert made == [1, 0, 2]
+    assert all(copy() for copy in left)
+    assert thread.copy(partial(made.append, 3))()
+    assert made == [1, 0, 2, 3]
+    assert "the one that reads takes over" in caplog.text
+
+
+@pytest.mark.parametrize("end", ["settle", "rest", "stop"])
+def test_no_copy_is_under_way_when_it_returns(thread, end):
+    made: list[int] = []
+    held, _ = begun(thread)
+    queued = [thread.copy(partial(made.append, number)) for number in range(5)]
+    waits_for(getattr(thread, end), held)
+    assert made == list(range(5)), "those that were queued too"
+    assert all(copy() for copy in queued)
+    assert is_there() == (end == "settle")
+    after = thread.copy(partial(made.append, 5))
+    assert is_there() == (end != "stop")
+    wait_until(after)
+    assert made[5:] == [5]
+
+
+def test_one_that_is_given_up_before_it_begins_is_left_undone(thread):
+    made: list[int] = []
+    held, under_way = begun(thread)
+    given_up, other = (thread.copy(partial(made.append, number)) for number in range(2))
+    given_up.give_up()
+    assert given_up(), "its space is free"
+    waits_for(under_way.give_up, held)
+    assert under_way()
+    wait_until(other)
+    assert made == [1], "negative control: the other one was made"
+    other.give_up()
+    assert other()
+
+
+def test_one_that_is_given_up_by_its_own_thread_is_not_waited_for(thread):
+    """What is collected there may let go of a read whose copy it makes."""
+    copies: list[Any] = []
+    is_set = threading.Event()
+
+    def lets_go() -> None:
+        assert is_set.wait(SECONDS)
+        copies[0].give_up()
+        thread.settle()
+        thread.stop()
+
+    copies.append(thread.copy(lets_go))
+    is_set.set()
+    wait_until(copies[0])
+
+
+def test_it_ends_when_there_is_nothing_to_copy_and_starts_again(thread, monkeypatch):
+    monkeypatch.setattr(copying_thread, "_IDLE_SECONDS", 0.05)
+    for _ in range(3):
+        copy = thread.copy(lambda: None)
+        wait_until(copy)
+        wait_until(lambda: not thread.is_running and not is_there())
+
+
+def test_where_no_thread_can_start_copies_are_made_at_once(thread, monkeypatch, caplog):
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    made: list[int] = []
+    for number in range(2):
+        assert thread.copy(partial(made.append, number))()
+    assert made == [0, 1]
+    assert caplog.text.count("cannot start") == 1
+
+
+def test_a_process_that_was_forked_makes_its_copies_itself(thread):
+    """Those that were under way or queued in the other one too: here nobody else does."""
+    made: list[int] = []
+    held = Held()
+
+    def first() -> None:
+        if held.is_in.is_set():
+            made.append(0)
+        else:
+            held()
+
+    copies = [thread.copy(first)]
+    assert held.is_in.wait(SECONDS)
+    copies += [thread.copy(partial(made.append, number)) for number in (1, 2)]
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # rather than hang
+        copies[2].give_up()
+        is_well = [copy() for copy in copies] == [True] * 3 and made == [0, 1]
+        thread.settle()
+        thread.rest()
+        is_well &= thread.copy(partial(made.append, 3))() and made == [0, 1, 3]
+        os._exit(0 if is_well else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not any(copy() for copy in copies), "negative control: here it is still under way"
+    held.may_go.set()
+    thread.settle()
+    assert made == [1, 2]
+
+
+class _FirstHeld(Held):
+    """Holds up the first placement that is copied."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.real = caches_module.place_in_host_memory
+        monkeypatch.setattr(caches_module, "place_in_host_memory", self._copy)
+
+    def _copy(self, *arguments: Any) -> None:
+        if not self.is_in.is_set():
+            self()
+        self.real(*arguments)
+
+
+@pytest.mark.parametrize("end", ["void", "release"])
+@pytest.mark.parametrize("is_spoiled", [False, True])
+def test_nothing_of_a_queued_copy_is_written_after_a_read_was_given_up(
+    world, engine, end, is_spoiled, monkeypatch
+):
+    """The blocks may be another request's when it returns."""
+    if is_spoiled:  # the negative control: a mistake of ours, made up
+        monkeypatch.setattr(Caches, "give_up", lambda caches, copies: None)
+    held = _FirstHeld(monkeypatch)
+    read = engine.read()
+    read.start()
+    assert held.is_in.wait(SECONDS)
+    wait_until(lambda: engine.copying._queue.qsize() > 0)
+    if is_spoiled:
+        getattr(read, end)()
+        before = world.target.clone()
+        held.may_go.set()
+        wait_until(lambda: not torch.equal(world.target, before))
+        return
+    waits_for(getattr(read, end), held)
+    after = world.target.clone()
+    if end == "void":
+        assert finish(read) == ["ERR"], "what was not placed is not received"
+        assert notifications(world) == [b"done"], "P may free its blocks"
+    engine.copying.settle()
+    assert torch.equal(world.target, after)
+    assert not world.is_identical(), "negative control: the rest was not placed"
+    wait_until(lambda: engine.pool.taken_bytes == 0)
+    other = engine.read()
+    other.start()
+    assert finish(other) == ["DONE"], "the pool serves the next request"
+    assert world.is_identical()
+
+
+def test_a_read_is_done_when_its_last_copy_is(world, engine, monkeypatch):
+    held = _FirstHeld(monkeypatch)
+    read = engine.read()
+    read.start()
+    assert held.is_in.wait(SECONDS)
+    time.sleep(0.05)
+    assert read.state() == "PROC"
+    assert notifications(world) == [], "P is not told of it yet"
+    held.may_go.set()
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    assert engine.pool.taken_bytes == 0
+
+
+def test_the_error_of_a_copy_is_its_reads(world, engine, monkeypatch, caplog):
+    real, calls = caches_module.place_in_host_memory, []
+
+    def fails_once(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("made up")
+        real(*arguments)
+
+    monkeypatch.setattr(caches_module, "place_in_host_memory", fails_once)
+    read = engine.read()
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert "made up" in caplog.text
+    assert notifications(world) == [], "P is not told that it was read"
+    wait_until(lambda: engine.pool.taken_bytes == 0)
+    other = engine.read()
+    other.start()
+    assert finish(other) == ["DONE"]
+    assert world.is_identical()
+
+
+def test_a_read_goes_on_where_the_thread_has_ended(world, engine, monkeypatch):
+    """Of a copy that it had not begun."""
+    held = _FirstHeld(monkeypatch)
+    read, other = engine.read(), engine.read()
+    for one in (read, other):
+        one.start()
+    assert held.is_in.wait(SECONDS)
+    wait_until(lambda: engine.copying._queue.qsize() > 0)
+    waits_for(engine.copying.stop, held)
+    assert finish(read, other) == ["DONE"] * 2
+    assert world.is_identical()
+    assert engine.pool.taken_bytes == 0
+
+
+class _Endless(wrapt.ObjectProxy):
+    """A real agent all but the first of whose transfers are said to go on until they may end."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent)
+        self._self_may_end = threading.Event()
+        self._self_first: Any = None
+
+    @property
+    def may_end(self) -> threading.Event:
+        return self._self_may_end
+
+    def check_xfer_state(self, handle: Any) -> str:
+        self._self_first = self._self_first or handle
+        if handle is not self._self_first and not self.may_end.is_set():
+            return "PROC"
+        return str(self.__wrapped__.check_xfer_state(handle))
+
+
+def test_only_what_copies_take_longer_than_the_wire_counts_as_theirs(world, engine, monkeypatch):
+    held, agent = _FirstHeld(monkeypatch), _Endless(world.decode)
+    read = engine.read(agent)
+    staged: StagedRead = read._read
+    read.start()
+    assert held.is_in.wait(SECONDS)
+    time.sleep(0.1)
+    assert staged._flights, "negative control: others are on the wire meanwhile"
+    assert staged._waits_since is None
+    agent.may_end.set()
+    wait_until(lambda: staged._waits_since is not None)
+    assert staged.metered.copy_seconds == 0
+    time.sleep(0.1)
+    held.may_go.set()
+    assert finish(read) == ["DONE"]
+    assert staged.metered.copy_seconds > 0.1
+    assert staged._waits_since is None
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_a_workers_reads_are_copied_there(world, engine, is_beside, monkeypatch):
+    """By the worker's own reader, where there is such a thread."""
+    real, seen = caches_module.place_in_host_memory, set()
+
+    def copy(*arguments: Any) -> None:
+        seen.add(threading.current_thread().name)
+        real(*arguments)
+
+    monkeypatch.setattr(caches_module, "place_in_host_memory", copy)
+    if not is_beside:
+        engine.thread.copying = None
+    theirs = named_layout("LBNHC").planes(SIZES, world.source.data_ptr(), DRAM)
+    ours = named_layout("LBHNC").planes(LOCAL_SIZES, world.target.data_ptr(), DRAM)
+    progress = Progress(engine.thread, ProgressAgent(world.decode, engine.gate))
+    prepare = preparing(
+        theirs, ours, world.target, engine.pool, progress, "staged", world.ends.agent
+    )
+    read = prepare(block_ids(7, 8).tolist(), block_ids(10, 12).tolist(), TOKENS)
+    read.start()
+    assert finish(read) == ["DONE"]
+    assert world.is_identical()
+    assert seen == {"kvpatch-copies" if is_beside else "kvpatch-reads"}
+
+
+def test_the_worker_has_one_where_it_may_use_two_cores(world, monkeypatch):
+    assert len(cores_of_all_threads()) == len(os.sched_getaffinity(0)), "nobody is bound here"
+    engine = Engine(world, POOL_BYTES, is_beside=False)
+    cores = {"two": {0, 1}, "one": {0}}
+    found = {}
+    for name, these in cores.items():
+        monkeypatch.setattr("kvpatch.transfer.progress_thread.cores_of_all_threads", these.copy)
+        again = type(engine.thread)(engine.pool, torch.device("cpu"), engine.gate)
+        found[name] = again.copying is not None
+    assert found == {"two": True, "one": False}
+    meta = type(engine.thread)(engine.pool, torch.device("meta"), engine.gate)
+    assert meta.copying is None
