@@ -53,6 +53,7 @@ play_results() {
     [[ "$1" == all ]] || IFS=", " read -ra releases <<<"$1"
     "$python" -m tests.lab.table --write --processes "$processes" "${releases[@]/#/--release=}" >/dev/null
     "$python" -m tests.lab.kvcached_cells --write "${releases[@]}"
+    [[ "$1" != all ]] || "$python" -m tests.lab.releases_table --write
     experiments/heterogeneous.sh --write
     "$python" -m tests.contract --pages
 }

@@ -42,6 +42,7 @@ from kvpatch.connector.transfer_handles import (
     rank_like_us,
     ranks_of,
 )
+from kvpatch.connector.unlike_releases import messages
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
@@ -92,6 +93,8 @@ def attach_reader(
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
         reader.leases = leases_of(worker, release.facts)
+        reader.to_engine = partial(messages.to_engine, worker)
+        reader.to_agent = partial(messages.to_agent, worker)
         reader.hold_table = state.held(HoldTable)
         reader.book = state.book
         if state.host_buffer is not None:

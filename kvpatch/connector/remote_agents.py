@@ -40,8 +40,10 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.smaller_blocks_admission import why_misread
-from kvpatch.connector.speculative_decoding import hides_ends_of_lists
+from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.connector.state import WorkerState, worker_state
+from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
+from kvpatch.connector.unlike_releases.stated import read_statement
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
@@ -69,6 +71,8 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
             reader.groups,
             layers_differ_in_shape=reader.ours.layers_differ_in_shape,
         ),
+        is_plain=not any(group.window_tokens for group in reader.groups)
+        and not reserves_slots(release.worker.vllm_config),
         has_sure_layout=_has_sure_layout(state, reader.ours),
         declared=declared_geometry(release.facts),
         misreads_smaller=misread,
@@ -150,6 +154,13 @@ class Handshake:
                 "layers that share caches)",
                 "use one of each on both sides",
             )
+        statement = self._statement()
+        if isinstance(local, UnreadCache) and statement is not None:
+            raise PeerRefused(
+                "this engine's cache is not one that kvpatch reads into, and it is of another "
+                "release",
+                "use one vLLM on both sides",
+            )
         if isinstance(local, UnreadCache) and local.knows_keys:
             stated = self.metadata
             return UncheckedMetadata(
@@ -158,7 +169,11 @@ class Handshake:
                 stated.block_size if self.facts.states_block_size else None,
                 stated.kv_cache_layout if self.facts.states_layout else None,
             )
-        peer = read_agent_metadata(self.metadata, self.facts, self.tp_rank, self.tp_size)
+        ranks = self.tp_rank, self.tp_size
+        if statement is None:
+            peer = read_agent_metadata(self.metadata, self.facts, *ranks)
+        else:
+            peer = read_statement(statement, self.facts, *ranks)
         reader = worker_state(self.worker).reader
         if reader is not None:
             # Both grow in other threads; what is on its way is a future.
@@ -166,6 +181,11 @@ class Handshake:
             reader.keep((*booked[0], *booked[1], peer.engine_id))
         shares_tokens = any(size != 1 for size in self.contexts)
         return replace(peer, shares_tokens=shares_tokens, named=named)
+
+    def _statement(self) -> Statement | None:
+        """What a P of another release has stated in its own words; None of any other."""
+        found = worker_state(self.worker).held(PeerReleases)
+        return None if found is None else found.stated(self.metadata.engine_id, self.tp_rank)
 
     def act(self, decision: Decision) -> Any:
         """Has the release book the peer as what it was found to be.

@@ -222,7 +222,10 @@ def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
     if not isinstance(blocks, list | tuple):
         _refuse(_BLOCKS, blocks, "a list")
         return
-    if not facts.has_cache_groups or _is_flat(blocks):
+    if not facts.has_cache_groups:
+        _check_ids(_BLOCKS, _of_one_group(blocks, facts), most)
+        return
+    if _is_flat(blocks):
         _check_ids(_BLOCKS, blocks, most)
         return
     if len(blocks) > _MOST_GROUPS:
@@ -239,13 +242,28 @@ def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
 
 
 def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
-    """The parameters as the release counts on them: one list of ids ends its workers."""
+    """The parameters as the release counts on them: a P of another one may list ids otherwise.
+
+    From 0.18 on there is a list for each cache group, which is one here.
+    """
     if facts.saves_by_address and params.get("do_remote_decode"):
         return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **params}
-    blocks: Any = params.get(_BLOCKS)
-    if not facts.has_cache_groups or not is_load(params, facts) or not _is_flat(blocks):
+    if not is_load(params, facts):
         return params
-    return {**params, _BLOCKS: [list(blocks)]}
+    blocks: Any = params.get(_BLOCKS)
+    if facts.has_cache_groups:
+        return {**params, _BLOCKS: [list(blocks)]} if _is_flat(blocks) else params
+    flat = _of_one_group(blocks, facts)
+    return params if flat is blocks else {**params, _BLOCKS: flat}
+
+
+def _of_one_group(blocks: Any, facts: ReleaseFacts) -> Any:
+    """The only list of ids where there is one for each cache group, else what there is.
+
+    Nothing is loaded <= 0.12 from a P of 0.18 or later.
+    """
+    is_listed = facts.names_remote_request and isinstance(blocks, list | tuple) and len(blocks) == 1
+    return blocks[0] if is_listed and isinstance(blocks[0], list | tuple) else blocks
 
 
 def _is_flat(blocks: Any) -> bool:

@@ -34,6 +34,10 @@ CacheShape = Literal["keys first", "blocks first", "packed"]
 #: as one received, or so with the first of its reads that fails, or as what it is.
 FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
 Topology = Literal["", "kv_topo", "transfer_topo"]
+#: What D asks a P for: nothing, at the port of a rank; a rank; a rank of a stage of a pipeline.
+Question = Literal["at a port", "rank", "stage and rank"]
+#: The number in what D tells P of a read: how many of D's ranks read each of P's, or all of D's.
+ReaderCount = Literal["readers of a rank", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,9 @@ class ReleaseFacts:
         connector_version: of the connector's protocol, one of these; 0 where there is no hash.
         backend_forms: of backends whose blocks hold rows of tokens, how their tensors begin; of
             those alone that have the layout which they state.
+        question: what D asks P for at a handshake.
+        answer: the fields of what P answers a request with, which D is sent.
+        reader_count: what the number means that D tells P with the name of a request.
         request_metadata: the fields of a request to receive, in the connector's metadata.
         core_output: the scheduler's name of what its workers report to it.
         prefill_count: the scheduler's name of how many tokens of a prompt P computes.
@@ -133,6 +140,9 @@ class ReleaseFacts:
     hash_factors: frozenset[str]
     connector_version: int
     backend_forms: frozenset[str]
+    question: Question
+    answer: frozenset[str]
+    reader_count: ReaderCount
     request_metadata: frozenset[str]
     core_output: str
     prefill_count: str
@@ -295,6 +305,9 @@ _0_10_0 = ReleaseFacts(
     hash_factors=frozenset(),
     connector_version=0,
     backend_forms=frozenset(),
+    question="at a port",
+    answer=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
+    reader_count="readers of a rank",
     request_metadata=_ADDRESS | {"local_block_ids", "tp_size"},
     core_output="model_runner_output",
     prefill_count="",
@@ -384,6 +397,7 @@ _0_11_1 = replace(
     buffer_devices=_0_11_0.buffer_devices | {"cuda: cpu", "cpu: cpu"},
     side_channel_port=5600,
     blocks_kept_seconds=480,
+    question="rank",
 )
 _0_11_2 = replace(_0_11_1, release="0.11.2")
 _0_12_0 = replace(
@@ -408,6 +422,7 @@ _0_13_0 = replace(
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
     evicts_failed_blocks=True,
     encodes_metadata=True,
+    answer=_0_12_0.answer | {"remote_request_id"},
 )
 _0_14_0 = replace(
     _0_13_0,
@@ -419,6 +434,7 @@ _0_14_0 = replace(
     meets_one_rank=False,
     divides_own_blocks=True,
     compares_block_sizes_first=False,
+    reader_count="ranks",
 )
 _0_14_1 = replace(_0_14_0, release="0.14.1")
 _0_15_0 = replace(
@@ -493,6 +509,7 @@ _0_21_0 = replace(
     books_cuts_of_peers=False,
     notices_bad_requests=True,
     reads_back=True,
+    answer=_0_20_2.answer | {"remote_num_tokens"},
 )
 _0_22_0 = replace(
     _0_21_0,
@@ -548,6 +565,8 @@ _0_26_0 = replace(
     connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
+    question="stage and rank",
+    answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
 )
 _0_27_0 = replace(_0_26_0, release="0.27.0", joins_in_groups=True)
 _0_27_1 = replace(_0_27_0, release="0.27.1")
@@ -557,6 +576,7 @@ _0_28_0 = replace(
     hash_factors=_0_27_1.hash_factors | {"speculative_config", "transfer_mode"},
     connector_version=7,
     server_request=(*_REQUEST, "session_id", *_0_27_1.server_request[len(_REQUEST) :]),
+    answer=_0_27_1.answer | {"transfer_mode"},
 )
 _0_29_0 = replace(
     _0_28_0,
@@ -572,6 +592,8 @@ _0_29_0 = replace(
     shape_source="layout name",
     plans_transfers=True,
     names_layouts=True,
+    answer=_0_28_0.answer | {"dcp_size", "pp_size"},
+    reader_count="readers of a rank",
 )
 _0_30_0 = replace(
     _0_29_0,
@@ -605,6 +627,7 @@ _0_33_0 = replace(
     connector_version=15,
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
     can_sleep=True,
+    answer=_0_32_0.answer | {"remote_registration_generation"},
 )
 
 #: The facts of every supported release, oldest first.

@@ -31,9 +31,12 @@ def register_kv_caches(facts: ReleaseFacts) -> Site:
 
 
 def nixl_handshake(facts: ReleaseFacts) -> Site:
-    """Where a worker asks a peer for its metadata; these parameters in releases <= 0.13."""
+    """Where a worker asks a peer for its metadata."""
     asked = ("host", "port", "remote_tp_size", "expected_engine_id")
-    return _site(facts.worker, "_nixl_handshake", *asked)
+    contexts = ("remote_dcp_size",) if facts.states_context_parallelism else ()
+    has_stages = facts.question == "stage and rank"
+    stages = ("remote_pp_size", "notif_agents_only") if has_stages else ()
+    return _site(facts.worker, "_nixl_handshake", *asked, *contexts, *stages)
 
 
 def add_remote_agent(facts: ReleaseFacts) -> Site:

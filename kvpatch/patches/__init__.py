@@ -21,6 +21,7 @@ SLUGS = (
     "named_factors",
     "failed_loads",
     "aborted_loads",
+    "unlike_releases",
     "host_buffer",
     "stale_blocks",
     "digests",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -17,6 +18,8 @@ from kvpatch.core.releases import (
     CacheShape,
     FailedLoads,
     Place,
+    Question,
+    ReaderCount,
     ReleaseFacts,
     ShapeSource,
     Topology,
@@ -138,6 +141,29 @@ def _cache_shape(source: Source) -> CacheShape:
         return "keys first"
     # From 0.29 no backend has a shape of its own; that of all is packed.
     return "blocks first" if "(num_blocks, 2," in body else "packed"
+
+
+def _question(source: Source) -> Question:
+    body = source.body(source.worker, "_nixl_handshake")
+    if "sock.send(GET_META_MSG)" in body:
+        return "at a port"
+    return "stage and rank" if "(GET_META_MSG, remote_pp_rank, " in body else "rank"
+
+
+def _answer(source: Source) -> frozenset[str]:
+    """The names in the only dictionary that P makes of a request that is over."""
+    places = (Place(f"{_CONNECTORS}.nixl.pull_scheduler", "NixlPullConnectorScheduler"),)
+    bodies = (source.body(place, "request_finished") for place in (*places, source.scheduler))
+    for node in ast.walk(ast.parse(textwrap.dedent(next(filter(None, bodies))))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict":
+            return frozenset(keyword.arg for keyword in node.keywords if keyword.arg)
+    return frozenset()
+
+
+def _reader_count(source: Source) -> ReaderCount:
+    """From 0.14 to 0.28 P works out from the ranks of D how many of them read one of its own."""
+    body = source.body(source.reader, "_get_new_notifs")
+    return "ranks" if "n_consumers = int(tp_size)" in body else "readers of a rank"
 
 
 def _shape_source(source: Source) -> ShapeSource:
@@ -360,6 +386,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "hash_factors": _hash_factors,
     "connector_version": _connector_version,
     "backend_forms": _backend_forms,
+    "question": _question,
+    "answer": _answer,
+    "reader_count": _reader_count,
     "request_metadata": lambda s: s.fields("ReqMeta"),
     "core_output": lambda s: s.parameters(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished")[1],
     "device_table": _device_table,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.lab import kvcached_cells, table
+from tests.lab import kvcached_cells, releases_table, table
 
 from . import (
     dashboard,
@@ -30,6 +30,7 @@ GENERATED: dict[Path, Callable[[], str]] = {
     variables_page.PAGE: variables_page.page,
     table.PAGE: table.known_page,
     kvcached_cells.PAGE: kvcached_cells.known_page,
+    releases_table.PAGE: releases_table.known_page,
     outcomes.PICTURE: outcomes.picture,
 }
 

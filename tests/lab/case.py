@@ -349,4 +349,6 @@ class Report:
     registrations: int = 0
     #: NIXL descriptors that D prepared at handshakes, of P's memory and of its own.
     prepared: int = 0
+    #: Whether P answers handshakes when all is over, where it is of another release than D.
+    listens: bool = True
     seconds: float = field(default=0.0, compare=False)

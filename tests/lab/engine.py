@@ -629,6 +629,10 @@ class Engine:
             for plane in layer.planes if layer.pages is None else (layer.pages,):
                 plane[own] = 0
 
+    def logged(self) -> list[str]:
+        """What was logged as an error so far."""
+        return list(self.log.errors)
+
     def counts(self) -> tuple[int, int, int]:
         return self.descriptors, self.registrations, self.prepared
 

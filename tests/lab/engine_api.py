@@ -7,6 +7,9 @@ from typing import Any
 
 from .case import EngineSpec
 
+#: The variable with the folder of the engines' models.
+MODELS = "LAB_MODELS"
+
 
 @dataclass(frozen=True)
 class Start:

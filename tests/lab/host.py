@@ -13,17 +13,19 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from tests.releases import cache, kvcached
 
 from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
-from .engine_api import Failure, Fork, Start
+from .engine_api import MODELS, Failure, Fork, Start
 from .releases import must_prove, states_layout
+from .side_channel import is_listening
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT_SECONDS = 180.0
@@ -32,6 +34,8 @@ _TRANSFER_SECONDS = 30.0
 _NOTIFICATION_SECONDS = 10.0
 _SETTLE_SECONDS = 0.02
 _TAIL_CHARACTERS = 3000
+#: What kvpatch on D says of a request whose parameters it does not take.
+_COMPUTED = "is taken without its parameters, and computed here"
 _DUMP_SECONDS = 0.5
 # NIXL makes a UCX worker per thread: one is enough for a case, and faster made.
 EXTRA = {"num_threads": 1}
@@ -96,10 +100,15 @@ class Lab:
 
         with Lab("0.32.0") as lab:
             report = lab.run(case)
+
+    Args:
+        models: the folder of the engines' models, whose paths handshakes compare; None for one of
+            this lab's own.
     """
 
-    def __init__(self, release: str) -> None:
+    def __init__(self, release: str, models: Path | None = None) -> None:
         self.release = release
+        self._models = models
         self._hired: list[Engine] = []
         self._idle: list[Engine] = []
         self._folder = tempfile.TemporaryDirectory(prefix=f"kvpatch-lab-{release}-")
@@ -115,7 +124,7 @@ class Lab:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.lab.child", str(theirs.fileno())],
                 cwd=self._folder.name,
-                env=environment(tree, Path(self._folder.name)),
+                env=environment(tree, Path(self._folder.name), self._models),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -151,24 +160,38 @@ class Lab:
         self._folder.cleanup()
 
     def run(
-        self, case: Case, sabotage: Sabotage | None = None, *, introduces: bool = True
+        self,
+        case: Case,
+        sabotage: Sabotage | None = None,
+        *,
+        introduces: bool = True,
+        of_prefill: Lab | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Report:
         """Plays `case`; `sabotage` spoils what D holds, to see it noticed.
 
         Args:
             introduces: whether a D that has to find out what P's handshake does not say gets a
                 prompt that shows it before.
+            of_prefill: P's, where P is of another release.
+            extra: of the connector's own configuration, on both sides.
         """
         started = time.perf_counter()
         if introduces and must_prove(case.decode, self.release):
             case = case.introduced()
-        prefill, decode = engines = self.hire(case.prefill), self.hire(case.decode)
+        of_prefill = of_prefill or self
+        prefill, decode = of_prefill.hire(case.prefill), self.hire(case.decode)
+        ports = PORTS.take(case.prefill.tp_size), PORTS.take(case.decode.tp_size)
         try:
-            report = self._play(case, prefill, decode, sabotage)
-            self.dismiss(*engines)
+            report = self._play(case, prefill, decode, sabotage, ports, extra)
+            if of_prefill is not self:
+                listens = is_listening(of_prefill.release, ports[0])
+                report = replace(report, listens=listens)
+            of_prefill.dismiss(prefill)
+            self.dismiss(decode)
         except Crashed as error:
-            for engine in engines:
-                self.discard(engine)
+            of_prefill.discard(prefill)
+            self.discard(decode)
             report = Report("failed", str(error))
         return replace(report, seconds=time.perf_counter() - started)
 
@@ -206,16 +229,21 @@ class Lab:
         engine.kill()
 
     def _play(
-        self, case: Case, prefill: Engine, decode: Engine, sabotage: Sabotage | None
+        self,
+        case: Case,
+        prefill: Engine,
+        decode: Engine,
+        sabotage: Sabotage | None,
+        ports: tuple[int, int],
+        extra: Mapping[str, Any],
     ) -> Report:
         self._number += 1
         run = f"{self._number}-{uuid.uuid4().hex[:6]}"
         sides = (("prefill", prefill, case.prefill), ("decode", decode, case.decode))
         for index, (name, engine, spec) in enumerate(sides):
             seed = 2 * self._number + index
-            engine.send(
-                "start", Start(spec, f"{name}-{run}", PORTS.take(spec.tp_size), seed, EXTRA)
-            )
+            start = Start(spec, f"{name}-{run}", ports[index], seed, {**EXTRA, **extra})
+            engine.send("start", start)
         for answer in [engine.receive("start") for _, engine, _ in sides]:
             if isinstance(answer, Failure):
                 return _without_answer("registration", answer)
@@ -236,6 +264,9 @@ class Lab:
         moved = decode.call("decode", wanted, _TRANSFER_SECONDS, is_introduced)
         if isinstance(moved, Failure):
             return _without_answer("transfer", moved)
+        computed = [error for error in decode.call("logged") if _COMPUTED in error]
+        if computed:  # P keeps its blocks until their time is over
+            return Report("refused", computed[0])
         untold = self._untold(prefill, decode, [name for name, _ in prompts], answers)
         held = prefill.call("check", None)
         found = decode.call("check", sabotage)
@@ -295,7 +326,7 @@ def _without_answer(phase: str, failure: Failure) -> Report:
     return Report("failed", f"{detail}\n{failure.trace[-_TAIL_CHARACTERS:]}")
 
 
-def environment(tree: Path, home: Path) -> dict[str, str]:
+def environment(tree: Path, home: Path, models: Path | None = None) -> dict[str, str]:
     """What the release sees: its own tree first, no network, no stray settings."""
     keep = {
         k: v
@@ -305,6 +336,7 @@ def environment(tree: Path, home: Path) -> dict[str, str]:
     return keep | {
         "PYTHONPATH": os.pathsep.join([str(tree), str(_REPOSITORY)]),
         "HOME": str(home),
+        MODELS: str(models or home / "models"),
         kvcached.PLACE: str(kvcached.tree(kvcached.NEWEST)),
         "VLLM_CACHE_ROOT": str(home / "vllm"),
         "VLLM_TARGET_DEVICE": "cpu",

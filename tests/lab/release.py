@@ -17,6 +17,7 @@ import torch
 from . import disguise, standins
 from .caches import layer_name, torch_dtype
 from .case import STATE_SHAPES, EngineSpec
+from .engine_api import MODELS
 from .kinds import INDEXER_BYTES
 from .layer_kinds import KINDS
 
@@ -190,7 +191,7 @@ def _model_folder(layers: int, kv_heads: int, head_dim: int, dtype: str, mla: bo
         del config["head_dim"]
     # One path for P and D: the model's name is part of what they compare.
     name = f"{config['model_type']}-{layers}-{kv_heads}-{head_dim}-{dtype}"
-    folder = Path(os.environ["HOME"]) / "models" / name
+    folder = Path(os.environ[MODELS]) / name
     folder.mkdir(parents=True, exist_ok=True)
     # Renamed into place: the other engine may be reading it.
     draft = folder / f"config.json.{os.getpid()}"

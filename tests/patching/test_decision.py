@@ -39,7 +39,7 @@ def local(**changes: Any) -> LocalCache:
 
 _OF_CACHE = {
     "staging_bytes", "reads_all", "is_shown", "hides_ends", "has_sure_layout", "declared",
-    "misreads_smaller",
+    "is_plain", "misreads_smaller",
 }  # fmt: skip
 
 

@@ -141,6 +141,15 @@ def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
     assert completed(flat, FACTS["0.17.1"]) is flat
 
 
+def test_a_release_without_groups_takes_the_only_list_of_one_with_them() -> None:
+    old = FACTS["0.17.1"]
+    check(_OWN, old, _LIMITS)
+    assert completed(_OWN, old) == {**_OWN, "remote_block_ids": [38, 88, 51]}
+    for blocks in ([[1], [2]], [[1, [2]]], [["1"]]):
+        with pytest.raises(ParamsRefused, match="remote_block_ids"):
+            check({**_OWN, "remote_block_ids": blocks}, old, _LIMITS)
+
+
 def test_p_saves_a_prompt_whose_reader_nobody_knows() -> None:
     bare = {"do_remote_decode": True}
 

@@ -6,6 +6,8 @@ releases that mean the same by what they say to each other are then read as any 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.peer_hash.explanation import Explanation
 from kvpatch.connector.handshake.peer_hash.factors import BACKEND
@@ -40,6 +42,28 @@ def check_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation)
     _check_contents(named, ours)
     _check_protocol(ours, theirs, peer)
     _check_forms(ours, theirs, named)
+
+
+def by_its_hash(ours: LocalGeometry, peer: AgentMetadata) -> AgentMetadata:
+    """A peer of another release that speaks otherwise, with its release and backend by its hash.
+
+    As it is where no hash was compared.
+
+    Raises:
+        PeerRefused: its hash says another thing than its handshake, or nobody here knows.
+    """
+    named = peer.named
+    if named is None:
+        return peer
+    _check_statement(named, peer)
+    _check_contents(named, ours)
+    if named.release not in peer.releases:
+        raise PeerRefused(
+            f"by its hash it runs vLLM {named.version}, and by what it says one of "
+            f"{', '.join(peer.releases)}",
+            "use one vLLM on both sides",
+        )
+    return replace(peer, releases=(named.release,), backend=named.backend)
 
 
 def _check_statement(named: Explanation, peer: AgentMetadata) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm, form_in, without_form
 from kvpatch.connector.handshake.peer_hash.explanation import Explanation
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.releases import CacheShape, ReleaseFacts
 from kvpatch.core.text import shown
 from kvpatch.geometry.layout_strides import inner_layout
 
@@ -41,6 +41,9 @@ class AgentMetadata:
         state_bytes: of each recurrent state of a layer (from 0.18); empty where it says nothing.
         shares_tokens: whether its ranks share out the tokens of a block (from 0.29).
         named: how its engine differs from ours, by its hash; None where it has ours, or none.
+        releases: that it may be of, where none of them speaks as ours does; empty for any other.
+        cache_shape: how its tensors begin, where it is of another release; None where that is
+            not known.
     """
 
     engine_id: str
@@ -62,6 +65,8 @@ class AgentMetadata:
     state_bytes: tuple[int, ...] = ()
     shares_tokens: bool = False
     named: Explanation | None = None
+    releases: tuple[str, ...] = ()
+    cache_shape: CacheShape | None = None
 
     @property
     def inner_layout(self) -> str | None:

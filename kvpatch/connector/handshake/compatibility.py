@@ -28,6 +28,8 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
             "that states the backend's nobody knows whether its has too",
             "use one allocator on both sides, and set ENABLE_KVPATCH on P",
         )
+    if peer.cache_shape is not None:  # of another release: what it says was put into our words
+        return False
     same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
         return True

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvpatch.connector.handshake.accepted_peers import check_accepted
+from kvpatch.connector.handshake.accepted_peers import by_its_hash, check_accepted
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.handshake.other_releases import with_cache_shape
 from kvpatch.connector.handshake.possible_geometries import (
     DeclaredGeometry,
     GeometryName,
@@ -107,6 +108,7 @@ class LocalCache:
         reads_all: whether peers like us are ours too.
         is_shown: whether the release was shown other tensors than there are.
         hides_ends: whether drafted tokens hide where lists of blocks end.
+        is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
         declared: what the operator says of peers.
         misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
@@ -119,6 +121,7 @@ class LocalCache:
     reads_all: bool = False
     is_shown: bool = False
     hides_ends: bool = False
+    is_plain: bool = True
     has_sure_layout: bool = True
     declared: DeclaredGeometry = DeclaredGeometry()
     misreads_smaller: Callable[[], str] = str
@@ -136,7 +139,10 @@ def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFact
 def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
     ours = local.geometry
     try:
-        if peer.named is not None:
+        if peer.releases:
+            is_plain = local.is_plain and not (local.reads_all or local.is_shown)
+            peer = with_cache_shape(ours, by_its_hash(ours, peer), is_plain=is_plain)
+        elif peer.named is not None:
             check_accepted(ours, peer, peer.named)
             peer = replace(peer, backend=ours.backend)  # with blocks of one form
         has_plain_states = bool(ours.states) and peer.form is None and not local.is_shown

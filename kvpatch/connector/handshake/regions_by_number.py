@@ -78,11 +78,18 @@ def _planes(
     found = []
     for region, members in _regions(name, layer, ours, peer).items():
         by_turns = layer.has_heads_by_turns
-        packed = len(members) == 2 and (by_turns or "packed" in layer.order.dimensions)
+        packed = len(members) == 2 and (by_turns or _is_packed(layer, peer))
         # Heads by turns are a token's keys and values side by side, head by head.
         at_peer = replace(peer, layout="NHD") if by_turns and packed else peer
         found.append(_region_planes(members, region, packed, ours, at_peer))
     return found
+
+
+def _is_packed(layer: LayerCache, peer: AgentMetadata) -> bool:
+    """Whether keys and values of a token are one row in the peer's blocks."""
+    if peer.cache_shape is not None:
+        return peer.cache_shape == "packed"
+    return "packed" in layer.order.dimensions
 
 
 def _regions(
@@ -123,7 +130,7 @@ def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.
     layout = peer.inner_layout
-    if peer.layout in (None, ours.layout):
+    if peer.layout in (None, ours.layout) and peer.cache_shape is None:
         shows = ours.shows_layout or peer.layout is None
         layout = ours.inner_layout if shows else ours.backend_layout or peer.inner_layout
     if layout is None:

@@ -30,7 +30,7 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
     try:
         if peer.form is not None:
             found = in_cross_layer_blocks(ours, peer, peer.form)
-        elif ours.units is not None:
+        elif ours.units is not None and peer.cache_shape in (None, "packed"):
             found = by_layout(ours, ours.units, peer)
         else:
             found = by_number(ours, peer)

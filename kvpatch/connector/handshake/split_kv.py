@@ -37,6 +37,8 @@ def kv_split_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KVSplit | None
     And where its regions are neither ours, nor twice or half as many.
     """
     count, theirs = len(ours.addresses), len(peer.addresses)
+    if peer.cache_shape is not None:
+        return "apart" if peer.cache_shape == "keys first" else "together"
     if ours.kv_split is None or peer.form is not None:
         return None
     if theirs == count:
@@ -51,7 +53,8 @@ def by_peers_regions(
 ) -> dict[int, list[Plane]]:
     """A layer's planes, by the number of our region, as they lie in the peer's regions."""
     theirs = kv_split_of_peer(ours, peer)
-    if theirs is None or theirs == ours.kv_split:
+    own = ours.kv_split if peer.cache_shape is None else kv_split_of(ours)
+    if theirs is None or theirs == own:
         return dict(members)
     found: dict[int, list[Plane]] = {}
     for region, planes in members.items():

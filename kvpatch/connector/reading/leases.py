@@ -10,18 +10,21 @@ lease was not renewed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.transfer.lifetime import Lifetime
 
 #: Of the fixed time. The rest is for what lies between P's answer and its arrival at D.
 _SHARE = 0.95
 #: D renews every sixth of a lease, by two thirds of it: half of it may pass without a step.
 _GAP_OF_EXTENSION = 0.75
+#: Of a lease that D's release does not know of, from when the request came to D.
+_SHARE_UNRENEWED = 0.5
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,28 @@ class Leases:
     seconds: float = inf
     gap_seconds: float = inf
 
+    def at(self, releases: Sequence[str]) -> Leases:
+        """The same of a P of another release, which may be any of these; none where it is ours.
+
+        What it was configured with is not known, and is taken for the release's default.
+        """
+        leases = [_kept(name) for name in releases if FACTS[name].grants_leases]
+        fixed = [_kept(name) for name in releases if not FACTS[name].grants_leases]
+        found = self
+        if leases and self.gap_seconds == inf:  # nobody here renews them
+            found = replace(found, seconds=min(self.seconds, _SHARE_UNRENEWED * min(leases)))
+        if fixed and self.seconds == inf:
+            found = replace(found, seconds=_SHARE * min(fixed))
+        return found
+
     def lifetime(self, request: ReadRequest) -> Lifetime:
         """Of the blocks that a request reads."""
         ends = inf if request.arrived is None else request.arrived + self.seconds
         return Lifetime(ends, self.gap_seconds)
+
+
+def _kept(release: str) -> float:
+    return float(FACTS[release].blocks_kept_seconds)
 
 
 def leases_of(worker: Any, facts: ReleaseFacts) -> Leases:

@@ -75,6 +75,7 @@ class ReadingAgent(AgentProxy):
     ) -> Any:
         context = self._self_reader.context
         if context is not None:
+            notif_msg = self._self_reader.to_engine(context.engine_id, notif_msg) or b""
             if context.refusal is not None:
                 self._let_go(context.engine_id, remote_handle, notif_msg)
                 raise context.refusal
@@ -151,6 +152,10 @@ class ReadingAgent(AgentProxy):
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
         """Sends a message to a rank, and to those beside it of which the release does not know."""
+        told = self._self_reader.to_agent(remote_agent_name, notif_msg)
+        if told is None:
+            return None
+        notif_msg = told
         beside = self._self_beside(remote_agent_name)
         others = (name for name in beside if name != remote_agent_name)
         tell_over(self.__wrapped__, others, notif_msg)

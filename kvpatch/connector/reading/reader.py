@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,6 +82,10 @@ class Destination:
     states: Mapping[str, StatePages] = field(default_factory=dict)
 
 
+def _as_it_is(_: str, message: bytes) -> bytes | None:
+    return message
+
+
 class Reader:
     """What one worker reads from its peers.
 
@@ -94,6 +98,8 @@ class Reader:
         ambiguous_peers: of peers whose handshakes leave something open.
         ways: what goes straight to its place, and what through the pool.
         leases: how long peers without kvpatch keep what is to be read.
+        to_engine: (engine id, message) -> the message in that engine's words, None for none.
+        to_agent: (NIXL's name of a rank, message) -> the same.
         hold_table: where peers' words on their blocks land; None where none is asked for.
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
@@ -131,6 +137,8 @@ class Reader:
         self.context: RequestContext | None = None
         self._states = destination.states
         self.leases = Leases()
+        self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
+        self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
         self.hold_table: HoldTable | None = None
         self.pooled = Way.STAGED
         self.book = Book()
@@ -322,7 +330,10 @@ class Reader:
     def _lifetime(self, request: ReadRequest, number: int, agent: str) -> Lifetime:
         """Of what is read of a rank: its word where it gives one, else what can be told here."""
         found = self.lifetime_by_word(number, agent)
-        return self._watched(self.leases.lifetime(request)) if found is None else found
+        if found is not None:
+            return found
+        releases = self._being_read().peer.ranks[number].metadata.releases
+        return self._watched(self.leases.at(releases).lifetime(request))
 
     def lifetime_by_word(self, number: int, agent: str) -> Lifetime | None:
         """Of what is read of a rank that gives its word; None of one that gives none.

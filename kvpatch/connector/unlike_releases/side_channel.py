@@ -1,0 +1,82 @@
+"""P's side channel: questions in the words of a release, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import Question
+from kvpatch.core.text import shown
+
+_GET = b"get_meta_msg"
+#: Before the release's own 5 seconds are over.
+ANSWER_MS = 4500
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a P listens."""
+
+    host: str
+    port: int
+
+    @property
+    def path(self) -> str:
+        """As ZMQ has it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+def question_for(question: Question, rank: int) -> bytes:
+    """A question for a rank, of a P without a pipeline."""
+    import msgspec
+
+    if question == "at a port":
+        return _GET
+    ranks = (rank,) if question == "rank" else (0, rank)
+    return msgspec.msgpack.encode((_GET, *ranks))
+
+
+def rank_asked_for(question: Question, message: bytes) -> int:
+    """The rank that our own release asks for.
+
+    Raises:
+        PeerRefused: it asks for a later stage of a pipeline.
+    """
+    import msgspec
+
+    of_type = tuple[bytes, int] if question == "rank" else tuple[bytes, int, int]
+    _, *stage, rank = msgspec.msgpack.decode(message, type=of_type)
+    if any(stage):
+        raise PeerRefused(
+            "a P of another release is asked for a later stage of its pipeline",
+            "use --pipeline-parallel-size 1 on the prefill side",
+        )
+    return int(rank)
+
+
+def ask(address: Address, message: bytes) -> list[bytes]:
+    """The frames of what P answers.
+
+    Raises:
+        PeerRefused: it does not answer in time.
+    """
+    import zmq
+
+    context: Any = zmq.Context()
+    try:
+        with context.socket(zmq.REQ) as asking:
+            asking.setsockopt(zmq.IPV6, int(":" in address.host))
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.connect(address.path)
+            asking.send(message)
+            if not asking.poll(ANSWER_MS):
+                raise PeerRefused(
+                    f"nobody answers at {shown(address.path)}",
+                    "see whether P is there; one whose listener has ended has to be restarted",
+                )
+            found: list[bytes] = asking.recv_multipart()
+            return found
+    finally:
+        context.destroy(linger=0)

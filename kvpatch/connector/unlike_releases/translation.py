@@ -1,0 +1,57 @@
+"""What a P of another release states, in the words of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpatch.connector.unlike_releases.peer_releases import Statement
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import shown
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER, inner_layout, layer_by_layer
+
+
+def fields_of(metadata: bytes) -> dict[str, Any]:
+    """What a rank states, by name; nothing else than msgpack's own types comes of it.
+
+    Raises:
+        PeerRefused: it is no metadata.
+    """
+    import msgspec
+
+    try:
+        return msgspec.msgpack.decode(metadata, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise PeerRefused(f"what a P states is no metadata: {shown(str(error))}") from error
+
+
+def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[str, Any]:
+    """The fields that a worker of our release would state of the same memory.
+
+    What P does not say is what our release takes for nothing said, or our own side's: what is
+    decided of the peer is decided by its own words.
+
+    Args:
+        backend: ours.
+    """
+    stated = statement.fields
+    found = {name: stated[name] for name in own.agent_metadata & stated.keys()}
+    without = {
+        "block_strides": stated["block_lens"],
+        "attn_backend_name": backend,
+        "ssm_sizes": (0, 0),
+        "physical_blocks_per_logical_kv_block": 1,
+        "dcp_size": 1,
+        "pcp_size": 1,
+    }
+    found |= {n: v for n, v in without.items() if n in own.agent_metadata and n not in found}
+    found["kv_cache_layout"] = layout_as(stated.get("kv_cache_layout"), own)
+    return found
+
+
+def layout_as(layout: Any, own: ReleaseFacts) -> Any:
+    """A layout by the name that our release has for it; its own where there is none."""
+    inner = inner_layout(layout) if isinstance(layout, str) else None
+    if inner is None or layout not in LAYER_BY_LAYER:
+        return layout
+    return layer_by_layer(inner, like="LBHNC" if own.names_layouts else "HND")

@@ -1,0 +1,150 @@
+"""A decode engine reads from a prefill engine of another vLLM release.
+
+Why:
+    What D asks at a handshake and what P states have changed in most releases. D of 0.26 or later
+    asks P for a stage and a rank, one before for a rank: P's listener ends by the other's
+    question, and nobody can shake hands with that P before it is restarted. Where the question
+    is the same, the answer has other fields: D cannot decode it, or takes keys and values for
+    what they are not, because tensors begin otherwise. A rolling upgrade has such pairs.
+Where:
+    D's scheduler and worker. P needs nothing.
+How:
+    P's answer to a request (``kv_transfer_params``) has fields that tell which releases it may be
+    of. Where another release's P is accepted (``KVPATCH_ACCEPT=vllm_version``), D asks in the
+    words of that release, and tells its own vLLM the answer in its own: a thread stands between
+    the two while hands are shaken. Its metadata is msgpack, by the fields of the table of
+    releases; nothing else is ever decoded. From then on the peer is a heterogeneous one: where
+    keys and values lie follows from its release, its backend and its regions. P is told of reads
+    in its own count, and is sent no heartbeats where it knows none.
+Upstream:
+    Nothing known; the release is in the hash by which a handshake is refused.
+Limits:
+    FlashAttention, full attention of one shape, layers apart (HND, NHD), one number of ranks; the
+    rest is refused. P <= 0.12 has no hash and no name of its own for a request, and D <= 0.12
+    compares none: between those and later ones nothing is loaded. What P <= 0.12 is asked is as in
+    stock: 0.11.1 to 0.12 and earlier ones cannot be told apart. A proxy has to pass on all that
+    P answered, null too; one that leaves fields out has D ask as its own release does.
+Remove when:
+    Handshakes have a version, and releases answer one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvpatch.connector.state import connectors_of, scheduler_state, worker_state
+from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
+from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Releases, question_of
+from kvpatch.connector.unlike_releases.side_channel import Address
+from kvpatch.core import seams, settings
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import FACTS, ReleaseFacts
+
+_TOLD = "kvpatch_peer_releases"
+
+
+def _add_request(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def add(request: Any) -> Any:
+        for connector in connectors_of(instance):
+            scheduler = getattr(connector, "connector_scheduler", None)
+            if scheduler is not None and hasattr(scheduler, "_reqs_need_recv"):
+                scheduler_state(scheduler).of(PeerReleases).learn(request.kv_transfer_params)
+        return wrapped(request)
+
+    return add(*args, **kwargs)
+
+
+def _build_connector_meta(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    known = scheduler_state(instance).held(PeerReleases)
+    asked = [request.kv_transfer_params for request, *_ in instance._reqs_need_recv.values()]
+    metadata = wrapped(*args, **kwargs)
+    engines = {str((params or {}).get("remote_engine_id")) for params in asked}
+    engines |= getattr(metadata, "heartbeat_by_engine", {}).keys()
+    if known is not None and engines:
+        setattr(metadata, _TOLD, known.of(engines))
+    return metadata
+
+
+def _start_load_kv(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def start(metadata: Any) -> Any:
+        told = getattr(metadata, _TOLD, None)
+        if told:
+            worker_state(instance).of(PeerReleases).take(told)
+        return wrapped(metadata)
+
+    return start(*args, **kwargs)
+
+
+def _nixl_handshake(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def shake_hands(host: str, port: int, tp_size: int, engine_id: str, *more: Any) -> Any:
+        state = worker_state(instance)
+        known = state.of(PeerReleases)
+        releases = known.of([engine_id]).get(engine_id)
+        if releases is None or not _accepts_others(instance, state.facts):
+            _check_answers(releases or (), state.facts)
+            return wrapped(host, port, tp_size, engine_id, *more)
+        interpretation = Interpretation(
+            Address(host, int(port)),
+            releases,
+            state.facts,
+            str(instance.compat_hash),
+            str(instance.backend_name),
+            partial(known.state, engine_id),
+        )
+        with Interpreter(interpretation) as here:
+            return wrapped(HOST, here.port, tp_size, engine_id, *more)
+
+    return shake_hands(*args, *kwargs.values())
+
+
+def _accepts_others(worker: Any, facts: ReleaseFacts) -> bool:
+    """Whether other releases are accepted, and somebody judges what they are."""
+    if not facts.encodes_metadata or "unlike_engines" in settings.disabled_slugs():
+        return False
+    return "vllm_version" in settings.accepted_factors() or not worker.enforce_compat_hash
+
+
+def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
+    """Whether what our release asks, and is answered, is what P's listener takes, and states.
+
+    Raises:
+        PeerRefused: P's listener would end by the question, or nobody here understands the answer.
+    """
+    if not releases or own.release in releases:
+        return
+    has_hash = all(FACTS[name].encodes_metadata == own.encodes_metadata for name in releases)
+    if has_hash and question_of(releases) == own.question:
+        return
+    raise PeerRefused(
+        f"by the fields of its answer P runs vLLM {releases[0]} to {releases[-1]}, which shakes "
+        f"hands in another way than {own.release}",
+        "use one vLLM on both sides, and have the proxy pass on all that P answered",
+    )
+
+
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    return {
+        seams.add_request(facts): _add_request,
+        seams.build_connector_meta(facts): _build_connector_meta,
+        seams.start_load_kv(facts): _start_load_kv,
+        seams.nixl_handshake(facts): _nixl_handshake,
+    }
+
+
+PATCH = Patch(
+    slug="unlike_releases",
+    wire_affecting=False,
+    sites=_sites,
+    document=__doc__,
+)

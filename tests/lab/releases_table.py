@@ -1,0 +1,254 @@
+"""``python -m tests.lab.releases_table [--pair 0.31.0-0.32.0 ...] [--neighbours] [--write]``
+
+Plays P of one release and D of another, on stock and with kvpatch on D, and keeps what came of it
+in docs/data/unlike_releases.json, from which docs/evidence/unlike_releases.md is made. Pairs that
+are not played keep their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
+from kvpatch.patches import SLUGS
+from tests.played import Played, now
+from tests.releases.fetch import fetch
+
+from .case import Case, Outcome, Report
+from .unlike_releases import ANY_HASH, Labs, Pair, all_pairs, cases, neighbours
+
+_DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = _DOCS / "evidence" / "unlike_releases.md"
+DATA = _DOCS / "data" / "unlike_releases.json"
+_LETTERS: dict[Outcome, str] = {"identical": "I", "refused": "R", "failed": "F", "corrupt": "C"}
+_WORDS = {
+    "I": "ok",
+    "R": "no",
+    "F": "no",
+    "C": "**wrong**",
+    "r": "**ends P's**",
+    "f": "**ends P's**",
+}
+_SPOILT = "flip_byte"
+_ACCEPTS = ("KVPATCH_ACCEPT", "vllm_version")
+
+
+class Row(NamedTuple):
+    """What became of a pair: a letter for each case, small where P answers nobody any more."""
+
+    stock: str
+    kvpatch: str
+    run: Played
+
+
+def letter(report: Report) -> str:
+    """The outcome, and whether P's listener has survived."""
+    found = _LETTERS[report.outcome]
+    return found if report.listens else found.lower()
+
+
+def is_read(pair: Pair) -> bool:
+    """Whether the handshakes of both have a hash: kvpatch reads between no others."""
+    return all(FACTS[release].encodes_metadata for release in pair)
+
+
+def can_ask(pair: Pair) -> bool:
+    """Whether D has a question that P's listener survives.
+
+    Of 0.11.1 to 0.12 nothing that P answers tells that it is not an earlier one.
+    """
+    prefill, decode = (FACTS[release] for release in pair)
+    is_early = decode.question == "at a port" and not prefill.encodes_metadata
+    return not is_early or prefill.question == "at a port"
+
+
+def with_kvpatch(case: Case) -> Case:
+    """The case with kvpatch on D, which accepts other releases alone; P is stock."""
+    accepting = replace(case.decode, settings=(*case.decode.settings, _ACCEPTS))
+    return replace(case, decode=accepting).patched(*SLUGS, prefill=False)
+
+
+def play(labs: Labs, pair: Pair) -> Row:
+    """Plays every case of a pair, on stock and with kvpatch on D.
+
+    Raises:
+        RuntimeError: a cache that was spoilt on purpose went unnoticed.
+    """
+    stock, ours = "", ""
+    for case in cases().values():
+        # By the first handshake that ends P's listener: nothing comes after it.
+        is_ended = stock[-1:].islower()
+        stock += stock[-1] if is_ended else letter(labs.run(pair, case.stock(), extra=ANY_HASH))
+        ours += letter(labs.run(pair, with_kvpatch(case)))
+    if ours[0] == "I":
+        spoilt = labs.run(pair, with_kvpatch(next(iter(cases().values()))), sabotage=_SPOILT)
+        if spoilt.outcome != "corrupt":
+            raise RuntimeError(f"{pair}: {_SPOILT} went unnoticed: {spoilt}")
+    return Row(stock, ours, now())
+
+
+@cache
+def known() -> Mapping[Pair, Row]:
+    """Every row of docs/data/unlike_releases.json; nothing of one that has other cases."""
+    data = json.loads(DATA.read_text()) if DATA.exists() else {"cases": None}
+    if data["cases"] != list(cases()):
+        return {}
+    return {
+        Pair(*name.split("-")): Row(
+            row["stock"], row["kvpatch"], Played(row["date"], row["commit"])
+        )
+        for name, row in data["releases"].items()
+    }
+
+
+def keep(rows: Mapping[Pair, Row]) -> None:
+    """Writes the file, a line for each pair: a change shows as one."""
+    head = {
+        "made_by": "python -m tests.lab.releases_table --write",
+        "letters": {letter: outcome for outcome, letter in _LETTERS.items()}
+        | {"r, f": "as the large letter, and P answers no handshake any more"},
+        "cases": list(cases()),
+    }
+    lines = [
+        f"  {json.dumps(str(pair))}: "
+        + json.dumps(
+            {**vars(rows[pair].run), "stock": rows[pair].stock, "kvpatch": rows[pair].kvpatch}
+        )
+        for pair in sorted(rows, key=_order)
+    ]
+    text = json.dumps(head, indent=1).removesuffix("\n}")
+    DATA.write_text(text + ',\n "releases": {\n' + ",\n".join(lines) + "\n }\n}\n")
+
+
+def _order(pair: Pair) -> tuple[int, int]:
+    return RELEASES.index(pair.prefill), RELEASES.index(pair.decode)
+
+
+def known_page() -> str:
+    """The page of what is known."""
+    return page(known())
+
+
+def page(rows: Mapping[Pair, Row]) -> str:
+    """docs/evidence/unlike_releases.md."""
+    stock = Counter("".join(row.stock for row in rows.values()))
+    ours = Counter("".join(row.kvpatch for row in rows.values()))
+    lines = [
+        "# Unlike releases",
+        "",
+        "Made from docs/data/unlike_releases.json, which `python -m tests.lab.releases_table",
+        "--write` plays: the real connector of one release as P and that of another as D, a",
+        "process each, over real NIXL in host memory; D's cache is compared with P's element by",
+        "element. P is stock, and kvpatch is on D alone. From 0.13 on stock refuses all of these",
+        "pairs by its hash, which has the release in it: here that check is off in stock",
+        "(`enforce_handshake_compat: false`), and kvpatch accepts the release alone",
+        "(`KVPATCH_ACCEPT=vllm_version`). FlashAttention in HND; the cases are",
+        f"{_listed(cases())}.",
+        "",
+        "| | identical | refused | not completed | corrupt | P answers nobody any more |",
+        "|---|---|---|---|---|---|",
+        _sum_row("stock", stock),
+        _sum_row("kvpatch on D", ours),
+        "",
+        "P's listener ends by a question that it does not expect: those of 0.11.1 to 0.25 and from",
+        "0.26 on end each other's. Nobody can shake hands with such a P before it is restarted.",
+        "",
+        "## Neighbours",
+        "",
+        "What a rolling upgrade meets, by whose side is upgraded first. Each cell is stock →",
+        f"kvpatch on D, of {_listed(cases())}: ok (identical), no (refused or not",
+        "completed), **wrong** (corrupt), **ends P's** (listener).",
+        "",
+        "| releases | P first | D first |",
+        "|---|---|---|",
+        *_neighbour_rows(rows),
+        "",
+        "## Generations",
+        "",
+        "The newest release of each, kvpatch on D: P's are rows, D's columns. A letter for each",
+        "case: I identical, R refused, F not completed, C corrupt; small where P's listener has",
+        "ended.",
+        "",
+        *_matrix(rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} and {last} tokens a block" if first else last
+
+
+def _sum_row(name: str, counts: Counter[str]) -> str:
+    ended = counts["r"] + counts["f"]
+    cells = [counts["I"], counts["R"], counts["F"], counts["C"], ended]
+    return f"| {name} | " + " | ".join(map(str, cells)) + " |"
+
+
+def _neighbour_rows(rows: Mapping[Pair, Row]) -> Iterator[str]:
+    for old, new in zip(RELEASES, RELEASES[1:], strict=False):
+        found = [rows.get(pair) for pair in (Pair(new, old), Pair(old, new))]
+        if any(found):
+            yield f"| {old}, {new} | " + " | ".join(_cell(row) for row in found) + " |"
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{_words(row.stock)} → {_words(row.kvpatch)}"
+
+
+def _words(letters: str) -> str:
+    words = [_WORDS[letter] for letter in letters]
+    return words[0] if len(set(words)) == 1 else ", ".join(words)
+
+
+def _matrix(rows: Mapping[Pair, Row]) -> Iterator[str]:
+    ends = [releases[-1] for releases in GENERATIONS.values()]
+    far = [pair for pair in rows if set(pair) <= set(ends)]
+    shown = [release for release in ends if any(release in pair for pair in far)]
+    if not shown:
+        return
+    yield "| P \\ D | " + " | ".join(shown) + " |"
+    yield "|---|" + "---|" * len(shown)
+    for prefill in shown:
+        cells = (rows.get(Pair(prefill, decode)) for decode in shown)
+        yield f"| {prefill} | " + " | ".join(row.kvpatch if row else "" for row in cells) + " |"
+
+
+def main() -> None:
+    """Plays; exit status 1 where kvpatch corrupts."""
+    parser = argparse.ArgumentParser(prog="python -m tests.lab.releases_table", description=__doc__)
+    parser.add_argument("--pair", action="append", help="P-D; may be given again; default: all")
+    parser.add_argument("--neighbours", action="store_true", help="no other pairs")
+    parser.add_argument("--write", action="store_true", help=f"write {DATA.name} and {PAGE.name}")
+    arguments = parser.parse_args()
+    default = neighbours() if arguments.neighbours else all_pairs()
+    pairs = [Pair(*name.split("-")) for name in arguments.pair or ()] or default
+    found = dict(known())
+    _play_all(pairs, found, is_kept=arguments.write)
+    if arguments.write:
+        PAGE.write_text(page(found))
+    if any("C" in found[pair].kvpatch for pair in pairs):
+        raise SystemExit(1)
+
+
+def _play_all(pairs: Sequence[Pair], found: dict[Pair, Row], *, is_kept: bool) -> None:
+    fetch(sorted({release for pair in pairs for release in pair}, key=RELEASES.index))
+    with Labs() as labs:
+        for pair in pairs:
+            found[pair] = row = play(labs, pair)
+            print(pair, row.stock, row.kvpatch, flush=True)
+            if is_kept:  # an hour of them: none is lost
+                keep(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""P's side channel: what a D of a release asks there, and whether anybody answers."""
+
+from __future__ import annotations
+
+import msgspec
+import zmq
+from packaging.version import Version
+
+GET = b"get_meta_msg"
+_ANSWER_MS = 1500
+
+
+def question(release: str, rank: int) -> bytes:
+    """As a D of this release asks for a rank."""
+    if Version(release) < Version("0.11.1"):
+        return GET
+    ranks = (rank,) if Version(release) < Version("0.26") else (0, rank)
+    return msgspec.msgpack.encode((GET, *ranks))
+
+
+def ask(port: int, *frames: bytes) -> list[bytes] | None:
+    """The answer's frames; None where there is none in time."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as asking:
+            asking.linger = 0  # where nobody listens
+            asking.connect(f"tcp://127.0.0.1:{port}")
+            asking.send_multipart(frames)
+            return asking.recv_multipart() if asking.poll(_ANSWER_MS) else None
+    finally:
+        context.destroy(linger=0)
+
+
+def is_listening(release: str, port: int) -> bool:
+    """Whether a P of this release answers a D of its own release for its first rank."""
+    return ask(port, b"", question(release, 0)) is not None

@@ -1,0 +1,111 @@
+"""Pairs of engines of unlike releases: which there are, and the labs that play them."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple
+
+from kvpatch.core.releases import GENERATIONS, RELEASES
+
+from .case import Case, EngineSpec, Report, Sabotage
+from .host import Lab
+
+#: Labs that are open at a time: each is a process with a release's modules.
+_MOST_OPEN = 4
+
+#: Has a release from 0.13 on take a peer whose hash is another, whatever differs.
+ANY_HASH: Mapping[str, Any] = MappingProxyType({"enforce_handshake_compat": False})
+
+
+class Pair(NamedTuple):
+    """P's release and D's."""
+
+    prefill: str
+    decode: str
+
+    def __str__(self) -> str:
+        return f"{self.prefill}-{self.decode}"
+
+
+def neighbours() -> list[Pair]:
+    """Each release with the next one, both ways: P is upgraded first, or D is."""
+    found = itertools.pairwise(RELEASES)
+    return [pair for old, new in found for pair in (Pair(new, old), Pair(old, new))]
+
+
+def of_generations() -> list[Pair]:
+    """Every ordered pair of generations, by the newest release of each."""
+    ends = [releases[-1] for releases in GENERATIONS.values()]
+    return [Pair(*pair) for pair in itertools.permutations(ends, 2)]
+
+
+def all_pairs() -> list[Pair]:
+    """Both, each pair once."""
+    return list(dict.fromkeys([*neighbours(), *of_generations()]))
+
+
+def cases() -> dict[str, Case]:
+    """What is played of each pair, by name."""
+    found = {}
+    for p, d in ((16, 16), (32, 64), (64, 16)):
+        name = f"{p} to {d}"
+        prefill, decode = (
+            EngineSpec("flash", "HND", n, 24, dtype="float32", head_dim=16, own_scheduler=True)
+            for n in (p, d)
+        )
+        found[name] = Case(name, prefill, decode, prompt_tokens=150, prefix_hit_tokens=d)
+    return found
+
+
+class Labs:
+    """Labs by release, opened when they are needed; the oldest is closed for a new one.
+
+    ::
+
+        with Labs() as labs:
+            report = labs.run(Pair("0.31.0", "0.32.0"), case)
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, Lab] = {}
+        self._models = tempfile.TemporaryDirectory(prefix="kvpatch-lab-models-")
+
+    def __enter__(self) -> Labs:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+        self._models.cleanup()
+
+    def of(self, release: str, *kept: str) -> Lab:
+        """A release's; those in `kept` stay open."""
+        found = self._open.pop(release, None)
+        if found is None:
+            closable = [name for name in self._open if name not in kept]
+            if len(self._open) >= _MOST_OPEN:
+                self._open.pop(closable[0]).close()
+            found = Lab(release, Path(self._models.name)).__enter__()
+        self._open[release] = found
+        return found
+
+    def run(
+        self,
+        pair: Pair,
+        case: Case,
+        sabotage: Sabotage | None = None,
+        extra: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Report:
+        """Plays a case with P and D of these releases."""
+        prefill = self.of(pair.prefill)
+        decode = self.of(pair.decode, pair.prefill)
+        return decode.run(case, sabotage, of_prefill=prefill, extra=extra)

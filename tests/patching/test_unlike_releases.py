@@ -1,0 +1,392 @@
+"""A P of another release: which one it may be, how it is asked, and what is refused of it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvpatch.connector.handshake.decision import Read, Refuse, decide
+from kvpatch.connector.handshake.other_releases import FLASH_ATTENTION
+from kvpatch.connector.reading.leases import Leases
+from kvpatch.connector.state import worker_state
+from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
+from kvpatch.connector.unlike_releases.messages import to_agent, to_engine
+from kvpatch.connector.unlike_releases.peer_releases import (
+    PeerReleases,
+    Statement,
+    question_of,
+    releases_by_answer,
+    releases_by_fields,
+    speak_alike,
+)
+from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.connector.unlike_releases.stated import read_statement
+from kvpatch.connector.unlike_releases.translation import translated
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import FACTS, RELEASES
+
+from .test_decision import local
+
+pytestmark = pytest.mark.patching
+
+HASHED = [name for name in RELEASES if FACTS[name].encodes_metadata]
+NEWEST = FACTS["0.33.0"]
+_GET = b"get_meta_msg"
+
+
+def answer(release: str, **more: Any) -> dict[str, Any]:
+    """What a P of a release answers, as far as its names go."""
+    return {**dict.fromkeys(FACTS[release].answer), **more}
+
+
+def fields(release: str, **changes: Any) -> dict[str, Any]:
+    """What a P of a release with FlashAttention states of blocks of 16 tokens, two layers."""
+    facts = FACTS[release]
+    regions = 4 if facts.cache_shape == "keys first" else 2
+    length = 16 * 4 * 8 * 2 * 4 // (regions // 2)
+    every = {
+        "engine_id": "p",
+        "agent_metadata": b"agent",
+        "kv_caches_base_addr": [1 << 30 | n << 20 for n in range(regions)],
+        "device_id": 0,
+        "num_blocks": 6,
+        "block_lens": [length] * regions,
+        "block_strides": [length] * regions,
+        "kv_cache_layout": "LBHNC" if facts.names_layouts else "HND",
+        "block_size": 16,
+        "ssm_sizes": [0, 0],
+        "attn_backend_name": FLASH_ATTENTION,
+        "physical_blocks_per_logical_kv_block": 1,
+        "dcp_size": 1,
+        "pcp_size": 1,
+        "region_members": [],
+        "packed_member_layouts": {},
+    }
+    return {name: every.get(name) for name in facts.agent_metadata} | changes
+
+
+def stated(release: str, **changes: Any) -> Statement:
+    found = fields(release, **changes)
+    releases = releases_by_fields(releases_by_answer(answer(release)), found)
+    return Statement(releases, found)
+
+
+# -- which release ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_is_among_those_that_answer_so(release: str) -> None:
+    found = releases_by_answer(answer(release, kvpatch_hold="theirs", anything="else"))
+
+    assert release in found
+    assert question_of(found) in (FACTS[release].question, "rank")
+    questions = {FACTS[name].question for name in found}
+    assert len(questions - {"at a port"}) == 1  # whose listeners answer whatever they are asked
+
+
+@pytest.mark.parametrize("release", HASHED)
+def test_an_answer_that_a_proxy_has_cut_tells_no_other_question(release: str) -> None:
+    """But for 0.26 and 0.27, whose only field of their own is null, and which come as 0.25."""
+    for name in FACTS[release].answer:
+        cut = {field: None for field in answer(release) if field != name}
+        found = releases_by_answer(cut)
+        if name == "remote_blocks_expiry_time" and release in ("0.26.0", "0.27.0", "0.27.1"):
+            assert question_of(found) == "rank"
+            continue
+        assert not found or question_of(found) == FACTS[release].question
+
+
+def test_what_a_request_says_of_its_p_is_learnt_and_forgotten() -> None:
+    known = PeerReleases()
+    for params in (None, {}, {"do_remote_prefill": True}, [1], "text"):
+        known.learn(params)
+    known.learn(answer("0.25.0", do_remote_prefill=True, remote_engine_id=["p"]))
+    known.learn(answer("0.25.0", do_remote_prefill=True, remote_engine_id="x" * 2000))
+    known.learn(answer("0.25.0", do_remote_prefill=True, remote_engine_id="p"))
+
+    told = PeerReleases()
+    told.take(known.of(["p", "q"]))
+
+    assert told.of(["p", "q"]) == {"p": ("0.21.0", *RELEASES[24:30])}
+    known.learn({"do_remote_prefill": True, "remote_engine_id": "p"})  # a proxy has cut it
+    assert known.of(["p"]) == {}
+
+
+def test_neighbours_that_say_the_same_are_left_to_the_release() -> None:
+    assert speak_alike(("0.31.0", "0.32.0"), NEWEST)
+    assert speak_alike(("0.29.0",), NEWEST)  # what it does not state has a default
+    for release in ("0.28.0", "0.25.1", "0.17.1"):
+        assert not speak_alike((release,), NEWEST)
+    assert not speak_alike(("0.22.1", "0.23.0"), FACTS["0.22.1"])  # one of them begins otherwise
+
+
+# -- asking ---------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A stock P's: ends by a question of another form, as the releases' own do."""
+
+    def __init__(self, release: str, metadata: bytes, peer_hash: str = "theirs") -> None:
+        self.release, self.asked = release, []
+        self._payload = msgspec.msgpack.encode(
+            {"compatibility_hash": peer_hash, "agent_metadata_bytes": metadata}
+        )
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.port = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self._ends = threading.Event()
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while not self._ends.is_set():
+            if not self._socket.poll(20):
+                continue
+            who, empty, message = self._socket.recv_multipart()
+            asked = msgspec.msgpack.decode(message)
+            size = 3 if FACTS[self.release].question == "stage and rank" else 2
+            self.asked.append(asked)
+            if len(asked) != size:
+                return
+            clock = [msgspec.msgpack.encode(1.5)] if size == 3 else []
+            self._socket.send_multipart([who, empty, self._payload, *clock])
+
+    def stop(self) -> None:
+        self._ends.set()
+        self.thread.join()
+        self._context.destroy(linger=0)
+
+
+@contextmanager
+def listening(release: str, metadata: bytes, peer_hash: str = "theirs") -> Iterator[Listener]:
+    found = Listener(release, metadata, peer_hash)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+def asked_by(
+    own: str, listener: Listener, releases: Sequence[str] = (), told: dict[int, Any] | None = None
+) -> list[bytes]:
+    """What a D of a release is answered, as its own handshake asks it."""
+    interpretation = Interpretation(
+        Address(HOST, listener.port),
+        tuple(releases) or releases_by_answer(answer(listener.release)),
+        FACTS[own],
+        "ours",
+        FLASH_ATTENTION,
+        ({} if told is None else told).__setitem__,
+    )
+    with Interpreter(interpretation) as here:
+        return ask(Address(HOST, here.port), question_for(FACTS[own].question, 0))
+
+
+@pytest.mark.parametrize("own", ["0.13.0", "0.17.1", "0.20.2", "0.25.1", "0.26.0", "0.33.0"])
+@pytest.mark.parametrize("theirs", ["0.13.0", "0.18.1", "0.22.1", "0.25.0", "0.28.0", "0.33.0"])
+def test_p_is_asked_in_its_own_words_and_understood_in_ours(own: str, theirs: str) -> None:
+    told: dict[int, Any] = {}
+    with listening(theirs, msgspec.msgpack.encode(fields(theirs))) as listener:
+        frames = asked_by(own, listener, told=told)
+        assert listener.thread.is_alive()
+
+    wanted = 3 if FACTS[theirs].question == "stage and rank" else 2
+    assert [len(asked) for asked in listener.asked] == [wanted]
+    assert len(frames) == (2 if FACTS[own].question == "stage and rank" else 1)
+    payload = msgspec.msgpack.decode(frames[0])
+    assert payload["compatibility_hash"] == "theirs"
+    metadata = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
+    if told[0] is None:  # left to the release, which has a default for what is not there
+        assert metadata == fields(theirs)
+        return
+    optional = {"region_num_blocks", "region_group_ids", "region_names", "region_mem_types"}
+    optional |= {"region_members", "packed_member_layouts", "ple_block_len"}
+    assert FACTS[own].agent_metadata - metadata.keys() <= optional
+    assert metadata.keys() <= FACTS[own].agent_metadata
+    assert metadata["kv_cache_layout"] == ("LBHNC" if FACTS[own].names_layouts else "HND")
+    assert told[0].fields == fields(theirs)
+
+
+def test_the_listener_of_these_tests_ends_by_anothers_question() -> None:
+    """As stock's do: what must not happen, and that it would be seen."""
+    with listening("0.25.1", b"") as listener:
+        with pytest.raises(PeerRefused, match="nobody answers"):
+            _ask_briefly(listener.port, question_for("stage and rank", 0))
+        listener.thread.join(1)
+        assert not listener.thread.is_alive()
+
+
+def _ask_briefly(port: int, message: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpatch.connector.unlike_releases.side_channel.ANSWER_MS", 200)
+        ask(Address(HOST, port), message)
+
+
+def test_one_that_states_our_hash_is_left_as_it_is() -> None:
+    told: dict[int, Any] = {0: "something"}
+    metadata = msgspec.msgpack.encode(fields("0.33.0", attn_backend_name="ANY"))
+    with listening("0.33.0", metadata, "ours") as listener:
+        payload, _ = asked_by("0.33.0", listener, told=told)
+
+    assert msgspec.msgpack.decode(payload)["agent_metadata_bytes"] == metadata
+    assert told == {0: None}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (pickle.dumps(fields("0.25.1")), "is no metadata"),
+        (msgspec.msgpack.encode([1, 2]), "is no metadata"),
+        (msgspec.msgpack.encode(fields("0.20.0")), "as no vLLM that kvpatch knows"),
+        (msgspec.msgpack.encode(fields("0.25.1") | {"more": 1}), "as no vLLM that kvpatch knows"),
+        (b"", "is no metadata"),
+    ],
+)
+def test_what_no_release_states_is_refused(metadata: bytes, message: str) -> None:
+    with (
+        listening("0.25.1", metadata) as listener,
+        pytest.raises(PeerRefused, match=message),
+    ):
+        asked_by("0.33.0", listener)
+
+
+def test_what_somebody_else_asks_here_does_not_end_a_handshake() -> None:
+    with listening("0.25.1", msgspec.msgpack.encode(fields("0.25.1"))) as listener:
+        interpretation = Interpretation(
+            Address(HOST, listener.port),
+            ("0.25.1",),
+            NEWEST,
+            "ours",
+            FLASH_ATTENTION,
+            lambda rank, statement: None,
+        )
+        with Interpreter(interpretation) as here:
+            for message in (b"\xc1", b"", msgspec.msgpack.encode(7), question_for("rank", 0)):
+                assert ask(Address(HOST, here.port), message) == [b""]
+            assert ask(Address(HOST, here.port), question_for("stage and rank", 0))[0]
+
+
+# -- what is read, and what is not ------------------------------------------------------------
+
+
+def decided(statement: Statement, **changes: Any) -> Any:
+    ours = local(backend=FLASH_ATTENTION, **changes)
+    peer = read_statement(statement, NEWEST, 0, 1)
+    return decide(ours, peer, NEWEST)
+
+
+@pytest.mark.parametrize(
+    ("release", "shape"),
+    [
+        ("0.20.2", "keys first"),
+        ("0.22.1", "keys first"),
+        ("0.23.0", "blocks first"),
+        ("0.25.1", "blocks first"),
+        ("0.26.0", "packed"),
+        ("0.28.0", "packed"),
+    ],
+)
+def test_where_keys_and_values_lie_follows_from_the_release(release: str, shape: str) -> None:
+    found = decided(stated(release))
+
+    assert isinstance(found, Read), found
+    assert found.mapping.metadata.cache_shape == shape
+    keys, values = found.mapping.planes[:2]
+    heads, tokens, channels, item = 4, 16, 8, 4
+    half = heads * tokens * channels * item
+    apart = {"keys first": 1 << 20, "blocks first": half, "packed": channels * item}
+    assert values.address - keys.address == apart[shape]
+    row = channels * item * (2 if shape == "packed" else 1)
+    assert keys.strides_bytes.token == row
+    assert keys.strides_bytes.head == tokens * row
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_backend_name": "FLASHINFER"}, "its attention backend is FLASHINFER"),
+        ({"kv_cache_layout": "BLHNC"}, "its layout is BLHNC"),
+        ({"kv_caches_base_addr": [1 << 30] * 3, "block_lens": [4096] * 3}, "its 3 regions of 2"),
+        ({"block_lens": [2048, 2048]}, "come to"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(changes: Mapping[str, Any], message: str) -> None:
+    found = decided(stated("0.25.1", **changes))
+
+    assert isinstance(found, Refuse), found
+    assert message in found.reason
+
+
+def test_a_backend_that_nobody_states_is_refused() -> None:
+    found = decided(stated("0.19.1"))
+
+    assert isinstance(found, Refuse)
+    assert "not stated" in found.reason
+
+
+def test_windows_states_and_other_ranks_are_refused() -> None:
+    statement = stated("0.25.1")
+    assert "full attention" in decided(statement, is_plain=False).reason
+    assert "full attention" in decided(statement, groups=(frozenset("a"), frozenset("b"))).reason
+    two = read_statement(statement, NEWEST, 0, 2)
+    found = decide(local(backend=FLASH_ATTENTION), two, NEWEST)
+    assert isinstance(found, Refuse)
+    assert "tensor-parallel ranks" in found.reason
+
+
+def test_the_words_for_it_are_no_part_of_the_decision() -> None:
+    """D's release is told of whole blocks where 0.20 does not say so; we do not believe it."""
+    said = translated(stated("0.20.2", attn_backend_name="FLASHINFER"), NEWEST, FLASH_ATTENTION)
+    assert said["physical_blocks_per_logical_kv_block"] == 1
+
+    read = read_statement(stated("0.20.2", attn_backend_name="FLASHINFER"), NEWEST, 0, 1)
+    assert read.kernel_blocks_per_block is None
+
+
+# -- what p is told, and how long it waits ------------------------------------------------------
+
+
+def worker_with(statement: Statement | None) -> Any:
+    worker = SimpleNamespace(_remote_agents={"p": {0: "agent of p"}, "q": {0: "agent of q"}})
+    worker_state(worker).of(PeerReleases).state("p", 0, statement)
+    return worker
+
+
+def test_p_is_told_in_its_own_count_and_sent_no_heartbeats_where_it_knows_none() -> None:
+    worker = worker_with(stated("0.20.2"))
+
+    assert to_engine(worker, "p", b"a:b:c:8") == b"a:b:c:1"
+    assert to_agent(worker, "agent of p", b"HB:a,b") is None
+    assert to_agent(worker, "agent of q", b"HB:a,b") == b"HB:a,b"
+    assert to_engine(worker, "q", b"a:8") == b"a:8"
+    assert to_engine(worker, "p", b"") == b""
+    assert to_engine(worker_with(stated("0.25.1")), "p", b"HB:a") == b"HB:a"
+    assert to_agent(worker_with(None), "agent of p", b"HB:a,b") == b"HB:a,b"
+
+
+def test_a_p_that_comes_back_as_one_of_ours_is_one_of_ours() -> None:
+    worker = worker_with(stated("0.20.2"))
+    worker_state(worker).of(PeerReleases).state("p", 0, None)
+
+    assert to_engine(worker, "p", b"a:8") == b"a:8"
+
+
+def test_how_long_p_keeps_blocks_is_its_releases() -> None:
+    ours, old = Leases(gap_seconds=15.0), Leases(456.0)
+
+    assert ours.at(()) is ours
+    assert old.at(()) is old
+    assert ours.at(("0.20.2",)) == Leases(456.0, 15.0)
+    assert old.at(("0.33.0",)) == Leases(15.0)
+    assert old.at(("0.20.2",)) == old
+    assert ours.at(("0.25.1",)) == replace(ours, seconds=inf)
