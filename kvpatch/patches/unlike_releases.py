@@ -23,7 +23,9 @@ Limits:
     rest is refused. P <= 0.12 has no hash and no name of its own for a request, and D <= 0.12
     compares none: between those and later ones nothing is loaded. What P <= 0.12 is asked is as in
     stock: 0.11.1 to 0.12 and earlier ones cannot be told apart. A proxy has to pass on all that
-    P answered, null too; one that leaves fields out has D ask as its own release does.
+    P answered, null too, where other releases are accepted: one that leaves fields out makes P
+    look older than it is. Where none is accepted, D asks a P that looks older as its own release
+    does, which ends the listener of one that is.
 Remove when:
     Handshakes have a version, and releases answer one another.
 """
@@ -87,25 +89,33 @@ def _start_load_kv(
 def _nixl_handshake(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    def shake_hands(host: str, port: int, tp_size: int, engine_id: str, *more: Any) -> Any:
+    def shake_hands(
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected_engine_id: str,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
         state = worker_state(instance)
         known = state.of(PeerReleases)
-        releases = known.of([engine_id]).get(engine_id)
+        whose = remote_tp_size, expected_engine_id
+        releases = known.of([expected_engine_id]).get(expected_engine_id)
         if releases is None or not _accepts_others(instance, state.facts):
             _check_answers(releases or (), state.facts)
-            return wrapped(host, port, tp_size, engine_id, *more)
+            return wrapped(host, port, *whose, *more, **named)
         interpretation = Interpretation(
             Address(host, int(port)),
             releases,
             state.facts,
             str(instance.compat_hash),
             str(instance.backend_name),
-            partial(known.state, engine_id),
+            partial(known.state, expected_engine_id),
         )
         with Interpreter(interpretation) as here:
-            return wrapped(HOST, here.port, tp_size, engine_id, *more)
+            return wrapped(HOST, here.port, *whose, *more, **named)
 
-    return shake_hands(*args, *kwargs.values())
+    return shake_hands(*args, **kwargs)
 
 
 def _accepts_others(worker: Any, facts: ReleaseFacts) -> bool:
@@ -118,10 +128,13 @@ def _accepts_others(worker: Any, facts: ReleaseFacts) -> bool:
 def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
     """Whether what our release asks, and is answered, is what P's listener takes, and states.
 
+    Of an answer with less than ours has, nobody knows whether P is older or a proxy has left the
+    rest out, as stock allows: it is asked as stock asks.
+
     Raises:
         PeerRefused: P's listener would end by the question, or nobody here understands the answer.
     """
-    if not releases or own.release in releases:
+    if not releases or FACTS[releases[0]].answer <= own.answer:
         return
     has_hash = all(FACTS[name].encodes_metadata == own.encodes_metadata for name in releases)
     if has_hash and question_of(releases) == own.question:

@@ -34,6 +34,7 @@ from kvpatch.connector.unlike_releases.stated import read_statement
 from kvpatch.connector.unlike_releases.translation import translated
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.patches import unlike_releases
 
 from .test_decision import local
 
@@ -390,3 +391,41 @@ def test_how_long_p_keeps_blocks_is_its_releases() -> None:
     assert old.at(("0.33.0",)) == Leases(15.0)
     assert old.at(("0.20.2",)) == old
     assert ours.at(("0.25.1",)) == replace(ours, seconds=inf)
+
+
+class TestWhereNoOtherReleaseIsAccepted:
+    """The release's own handshake, by the fields of P's answer."""
+
+    @staticmethod
+    def shake_hands(of_d: str, params: Mapping[str, Any], monkeypatch: Any) -> list[Any]:
+        """What D's own handshake was called with."""
+        monkeypatch.delenv("KVPATCH_ACCEPT", raising=False)
+        worker = SimpleNamespace(enforce_compat_hash=True, compat_hash="", backend_name="")
+        state = worker_state(worker)
+        state.facts = FACTS[of_d]
+        told = PeerReleases()
+        told.learn({**params, "do_remote_prefill": True, "remote_engine_id": "p"})
+        state.of(PeerReleases).take(told.of(["p"]))
+        called: list[Any] = []
+
+        def own(*args: Any, **named: Any) -> None:
+            called.append((args, named))
+
+        named = {"expected_engine_id": "p", "remote_tp_size": 2, "more": 3}
+        unlike_releases._nixl_handshake(own, worker, ("host", 1), named)
+        return called
+
+    @pytest.mark.parametrize("of_p", ["0.33.0", "0.32.0", "0.25.1", "0.20.2", "0.13.0", "0.12.0"])
+    def test_an_answer_with_less_than_ours_is_stocks(self, of_p, monkeypatch):
+        """A proxy that leaves fields out makes a P like D look older."""
+        called = self.shake_hands("0.33.0", answer(of_p), monkeypatch)
+
+        assert called == [(("host", 1, 2, "p"), {"more": 3})]
+
+    @pytest.mark.parametrize(("of_d", "of_p"), [("0.25.1", "0.26.0"), ("0.12.0", "0.13.0")])
+    def test_a_newer_p_that_the_question_would_end_is_refused(self, of_d, of_p, monkeypatch):
+        with pytest.raises(PeerRefused, match=f"P runs vLLM {of_p}"):
+            self.shake_hands(of_d, answer(of_p), monkeypatch)
+
+    def test_a_newer_p_that_is_asked_alike_is_stocks(self, monkeypatch):
+        assert self.shake_hands("0.31.0", answer("0.33.0"), monkeypatch)
