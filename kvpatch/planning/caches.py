@@ -18,6 +18,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, layout_shown_b
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.core.errors import CannotPlan
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.memory import Memory
@@ -39,8 +40,8 @@ class RankCache:
     rank: int
     geometry: LocalGeometry
 
-    def stated(self) -> AgentMetadata:
-        """What it states at a handshake, read as a peer reads it."""
+    def stated(self, facts: ReleaseFacts) -> AgentMetadata:
+        """What it states at a handshake, read as a peer of a release reads it."""
         ours, engine = self.geometry, self.engine
         regions = len(ours.addresses)
         states = next(iter(ours.states.values()), None)
@@ -63,7 +64,7 @@ class RankCache:
             region_mem_types=[ours.memory.kind] * regions,
             packed_member_layouts={},
         )
-        return read_agent_metadata(stated, engine.facts, self.rank, engine.tp_size)
+        return read_agent_metadata(stated, facts, self.rank, engine.tp_size)
 
 
 def rank_cache(engine: PlannedEngine, rank: int) -> RankCache:
@@ -113,6 +114,7 @@ class _Making:
             tp_size=engine.tp_size,
             memory=self._memory(),
             backend=engine.backend.name,
+            backends=frozenset({engine.backend.name}),
             key_order=engine.key_order or KeyOrder.ROW_MAJOR,
             facts=facts,
             region_names=tuple(n for n, _ in regions.values()) if facts.names_regions else None,
@@ -137,9 +139,9 @@ class _Making:
 
     def _groups(self) -> tuple[tuple[str, ...], ...]:
         """The layers of each block table, as vLLM's allocator makes them of layers by kinds."""
-        model, facts = self.engine.model, self.engine.facts
+        model = self.engine.model
         names = [f"layer.{n}" for n in range(model.layers)]
-        if not facts.has_cache_groups or not model.has_groups:
+        if not self.engine.has_groups:
             return (tuple(names),)
         kinds: dict[object, list[str]] = {}
         windows = dict(zip(model.attention_layers, model.windows, strict=True))

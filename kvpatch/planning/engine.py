@@ -37,6 +37,7 @@ class PlannedEngine:
         block_tokens: of the blocks that ids count.
         kernel_tokens: of the blocks that its kernels take.
         layout: as a handshake states it.
+        model_dtype: as ``--dtype`` and the checkpoint come to.
         dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
         key_order: None where keys lie in tiles.
         transfer: of ``--kv-transfer-config``.
@@ -52,6 +53,7 @@ class PlannedEngine:
     block_tokens: int
     kernel_tokens: int
     layout: str
+    model_dtype: str
     dtype: str
     item_bytes: int
     key_order: KeyOrder | None
@@ -73,6 +75,12 @@ class PlannedEngine:
     def heads(self) -> int:
         """Of a rank."""
         return 1 if self.model.is_mla else max(1, self.model.kv_heads // self.tp_size)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether its layers have several block tables, or one with a window."""
+        is_off = self.arguments.option("disable_hybrid_kv_cache_manager") is True
+        return self.facts.has_cache_groups and self.model.has_groups and not is_off
 
     @property
     def has_kvpatch(self) -> bool:
@@ -133,7 +141,8 @@ class _Reading:
         self._refuse_unplanned()
         facts, model, device = self._facts(), self._model(), self._device()
         backend = self._backend(device, model)
-        dtype, item_bytes = self._dtype(model)
+        model_dtype = self._model_dtype(model)
+        dtype = self._cache_dtype(model, model_dtype)
         block_tokens = self._block_tokens(backend)
         kernel_tokens = self._kernel_tokens(backend, facts, block_tokens)
         return PlannedEngine(
@@ -146,8 +155,9 @@ class _Reading:
             block_tokens=block_tokens,
             kernel_tokens=kernel_tokens,
             layout=self._layout(facts, model),
+            model_dtype=model_dtype,
             dtype=dtype,
-            item_bytes=item_bytes,
+            item_bytes=_ITEM_BYTES.get(dtype, 1),
             key_order=self._key_order(backend, dtype, kernel_tokens),
             tp_size=arguments.number("tensor_parallel_size", 1),
             transfer=self._transfer(),
@@ -170,6 +180,8 @@ class _Reading:
                 raise CannotPlan(
                     f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for"
                 )
+        if arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
+            raise CannotPlan(f"{arguments.source}: kvpatch's host buffer is not planned for")
         if arguments.is_on("ENABLE_KVCACHED"):
             raise CannotPlan(
                 f"{arguments.source}: kvcached's memory is not planned for "
@@ -236,31 +248,29 @@ class _Reading:
             )
         return found
 
-    def _dtype(self, model: Model) -> tuple[str, int]:
-        """The cache's, and the bytes of an item."""
-        asked = str(self._arguments.option("kv_cache_dtype", "auto"))
-        if asked.startswith("fp8"):
-            return asked, 1
+    def _model_dtype(self, model: Model) -> str:
+        asked = str(self._arguments.option("dtype", "auto"))
         if asked not in ("auto", *_ITEM_BYTES):
-            raise CannotPlan(
-                f"{self._arguments.source}: --kv-cache-dtype {asked} is not planned for"
-            )
+            raise BadOptions(f"{self._arguments.source}: --dtype {asked} is none of vLLM's")
+        if asked == "auto" and model.dtype == "float32":
+            self._assume("vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)")
+            return "bfloat16"
+        found = model.dtype if asked == "auto" else asked
+        return {"half": "float16", "float": "float32"}.get(found, found)
+
+    def _cache_dtype(self, model: Model, model_dtype: str) -> str:
+        asked = str(self._arguments.option("kv_cache_dtype", "auto"))
         if asked == "auto" and model.cache_dtype:
             raise CannotPlan(
                 f"{self._arguments.source}: {model.name} states a KV cache of its own "
                 f"({model.cache_dtype:.60}): say --kv-cache-dtype"
             )
-        dtype = asked if asked != "auto" else str(self._arguments.option("dtype", "auto"))
-        if dtype == "auto":
-            dtype = model.dtype
-            if dtype == "float32":
-                dtype = "bfloat16"
-                self._assume(
-                    "vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)"
-                )
-        if dtype not in _ITEM_BYTES:
-            raise BadOptions(f"{self._arguments.source}: --dtype {dtype} is none of vLLM's")
-        return {"half": "float16", "float": "float32"}.get(dtype, dtype), _ITEM_BYTES[dtype]
+        found = model_dtype if asked == "auto" else asked
+        if found not in _ITEM_BYTES and not found.startswith("fp8"):
+            raise CannotPlan(
+                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for"
+            )
+        return found
 
     def _block_tokens(self, backend: Backend) -> int:
         asked = self._arguments.option("block_size")
@@ -280,7 +290,7 @@ class _Reading:
             found = block_tokens
             if facts.cuts_blocks:
                 found = backend.kernel_sizes(facts).kernel_of(block_tokens) or 0
-        if not found or block_tokens % found:
+        if not found or block_tokens % found or (found < block_tokens and not facts.cuts_blocks):
             raise BadOptions(
                 f"{self._arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
                 f"of {block_tokens} tokens"

@@ -1,16 +1,19 @@
 """What both sides must have alike before a handshake compares a block: the compatibility hash.
 
-From 0.13 on a worker states a hash of these and refuses another one's; before, it asserts that
-the attention backends have one name.
+From 0.13 on a worker states a hash of these, of options word by word, and refuses another one's;
+before, it asserts that the attention backends have one name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.pair import Pair
+
+Kind = Literal["content", "name", "word"]
 
 
 @dataclass(frozen=True)
@@ -18,33 +21,42 @@ class Factor:
     """Something that P and D have unlike.
 
     Attributes:
-        is_content: whether it changes what a block's bytes mean.
+        kind: "content" changes what a block's bytes mean; "name" is compared by every release;
+            "word" is how an option is written, which the hash alone looks at.
     """
 
     name: str
     theirs: str
     ours: str
     cure: str
-    is_content: bool = True
+    kind: Kind = "content"
 
     def __str__(self) -> str:
         return f"P and D differ in {self.name}: {self.theirs} and {self.ours}"
 
 
-#: (name, what an engine has of it, what would help, whether it changes what bytes mean).
-_FACTORS: tuple[tuple[str, Callable[[PlannedEngine], object], str, bool], ...] = (
-    ("vLLM's release", lambda e: e.facts.release, "use one release on both sides", False),
-    ("the model", lambda e: e.model.name, "give both sides one --model", True),
-    ("the layers", lambda e: e.model.layers, "give both sides one model", True),
-    ("the KV heads", lambda e: e.model.kv_heads, "give both sides one model", True),
-    ("the heads' width", lambda e: e.model.head_dim, "give both sides one model", True),
-    ("the data type", lambda e: e.arguments.option("dtype", "auto"), "use one --dtype", True),
-    ("the cache's data type", lambda e: e.dtype, "use one --kv-cache-dtype", True),
+_ONE_MODEL = "give both sides one model"
+
+#: (name, what an engine has of it, what would help, its kind).
+_FACTORS: tuple[tuple[str, Callable[[PlannedEngine], object], str, Kind], ...] = (
+    ("vLLM's release", lambda e: e.facts.release, "use one release on both sides", "name"),
+    ("--model", lambda e: e.model.name, "give both sides one --model, word by word", "word"),
+    ("the layers", lambda e: e.model.layers, _ONE_MODEL, "content"),
+    ("the KV heads", lambda e: e.model.kv_heads, _ONE_MODEL, "content"),
+    ("the heads' width", lambda e: e.model.head_dim, _ONE_MODEL, "content"),
+    ("the model's data type", lambda e: e.model_dtype, "use one --dtype", "content"),
+    ("the cache's data type", lambda e: e.dtype, "use one --kv-cache-dtype", "content"),
+    (
+        "--kv-cache-dtype",
+        lambda e: e.arguments.option("kv_cache_dtype", "auto"),
+        "give both sides one --kv-cache-dtype, word by word",
+        "word",
+    ),
     (
         "the attention backend",
         lambda e: e.backend.name,
         "use one attention backend (VLLM_ATTENTION_BACKEND or --attention-backend)",
-        False,
+        "name",
     ),
 )
 
@@ -54,21 +66,21 @@ def compared_factors(pair: Pair) -> Iterator[Factor]:
     if _is_hashed(pair):
         yield from differing_factors(pair)
     elif not pair.decode.facts.encodes_metadata:
-        yield from (one for one in differing_factors(pair) if not one.is_content)
+        yield from (one for one in differing_factors(pair) if one.kind == "name")
 
 
 def uncompared_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike, and nobody refuses, though the bytes mean something else."""
     if not _is_hashed(pair):
-        yield from (one for one in differing_factors(pair) if one.is_content)
+        yield from (one for one in differing_factors(pair) if one.kind == "content")
 
 
 def differing_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike."""
-    for name, of, cure, is_content in _FACTORS:
+    for name, of, cure, kind in _FACTORS:
         theirs, ours = of(pair.prefill), of(pair.decode)
         if theirs != ours:
-            yield Factor(name, str(theirs), str(ours), cure, is_content)
+            yield Factor(name, str(theirs), str(ours), cure, kind)
 
 
 def _is_hashed(pair: Pair) -> bool:

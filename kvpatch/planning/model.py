@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,12 +195,12 @@ class _Reading:
         if self.content.get("use_sliding_window") is False:
             size = 0
         types = self._types()
-        every = [
-            size if not types or types[n] == "sliding_attention" else 0
-            for n in range(layers)
-            if n not in state_layers
-        ]
-        return tuple(every)
+        pattern = self.content.get("sliding_window_pattern")
+        return tuple(
+            size if _has_window(number, types, pattern) else 0
+            for number in range(layers)
+            if number not in state_layers
+        )
 
     def _states(self) -> StateSizes:
         heads, width = self.number("mamba_n_heads"), self.number("mamba_d_head")
@@ -218,6 +218,13 @@ class _Reading:
         quantization = self.content.get("quantization_config") or {}
         scheme = quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo")
         return "" if not scheme else str(scheme)
+
+
+def _has_window(number: int, types: Sequence[str], pattern: object) -> bool:
+    """Whether a layer of a model with windows has one: all have, where nothing else is said."""
+    if types:
+        return types[number] == "sliding_attention"
+    return not isinstance(pattern, int) or pattern < 1 or (number + 1) % pattern != 0
 
 
 def _hub() -> Path:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 from kvpatch.connector.handshake.decision import (
     Decision,
@@ -18,13 +19,16 @@ from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UnreadCache
 from kvpatch.connector.local.cache_kinds import LATENT, ROWS, Kind
+from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_wrongly
+from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions
+from kvpatch.core.errors import BadOptions, PeerRefused
+from kvpatch.planning.accepted import named_difference
 from kvpatch.planning.arguments import whole_number
 from kvpatch.planning.caches import RankCache, rank_cache
 from kvpatch.planning.engine import PlannedEngine
-from kvpatch.planning.factors import compared_factors, uncompared_factors
+from kvpatch.planning.factors import uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
 from kvpatch.planning.stock import start_problem, stock_verdict
 
@@ -54,18 +58,26 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
         found = start_problem(engine)
         if found is not None:
             return Judged(found, "refused")
-    factor = next(compared_factors(pair), None) or next(uncompared_factors(pair), None)
-    if factor is not None:
-        return Judged(Verdict(Outcome.REFUSED, str(factor), factor.cure), "refused")
+    unseen = next(uncompared_factors(pair), None)
+    if unseen is not None:
+        return Judged(Verdict(Outcome.REFUSED, str(unseen), unseen.cure), "refused")
+    try:
+        named = named_difference(pair)
+    except PeerRefused as error:
+        return Judged(Verdict(Outcome.REFUSED, error.reason, error.cure), "refused")
+    facts = pair.decode.facts
     decisions = [
         decide(
             local_cache(pair.decode, rank),
-            rank_cache(pair.prefill, met).stated(),
-            pair.decode.facts,
+            replace(rank_cache(pair.prefill, met).stated(facts), named=named),
+            facts,
         )
         for rank in sorted({0, pair.decode.tp_size - 1})
         for met in pair.ranks_met(rank)
     ]
+    if named is not None:  # what is accepted has blocks of one form, and is read as D's own is
+        prefill = replace(pair.prefill, facts=facts, backend=pair.decode.backend)
+        pair = Pair(prefill, pair.decode)
     return _judged(pair, request, decisions)
 
 
@@ -135,9 +147,22 @@ def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
         planes,
         staging_bytes=staging_bytes(engine) if transfer_mode(engine) == "staged" else None,
         reads_all=own.geometry.misreads_blocks,
+        hides_ends=_hides_ends(engine),
         declared=_declared(engine),
         misreads_smaller=misread,
     )
+
+
+def _hides_ends(engine: PlannedEngine) -> bool:
+    """Whether drafted tokens hide where lists of blocks end, as the engine itself tells it."""
+    asked = engine.arguments.mapping("speculative_config")
+    method = asked.get("method") or "draft_model"
+    configuration = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method) if asked else None
+    )
+    windows = engine.model.windows if engine.has_groups else (0,)
+    groups = [Group(frozenset(), window) for window in sorted(set(windows))]
+    return hides_ends_of_lists(configuration, groups, layers_differ_in_shape=False)
 
 
 def transfer_mode(engine: PlannedEngine) -> str:

@@ -119,8 +119,7 @@ def _unlike_blocks(pair: Pair) -> Iterator[_Refusal]:
         yield _Refusal(f"{said}: larger ones are not read", _SAME_BLOCKS, is_booked=False)
     if ours % theirs:
         yield _Refusal(f"{said}, no multiple of P's", _SAME_BLOCKS)
-    has_groups = pair.decode.facts.has_cache_groups and pair.decode.model.has_groups
-    if has_groups and theirs != ours and not pair.decode.facts.joins_in_groups:
+    if pair.decode.has_groups and theirs != ours and not pair.decode.facts.joins_in_groups:
         yield _Refusal(f"{said}, and there are several block tables", _SAME_BLOCKS)
     if theirs != ours and pair.decode.has_mirror and pair.decode.facts.joins_in_groups:
         yield _Refusal(f"{said}, and D has a host buffer", _SAME_BLOCKS)
@@ -137,16 +136,22 @@ def _unlike_layouts(pair: Pair) -> Iterator[_Refusal]:
 
 def _unlike_ranks(pair: Pair) -> Iterator[_Refusal]:
     p, d = pair.prefill, pair.decode
-    if p.tp_size == d.tp_size:
+    if p.tp_size == d.tp_size or d.model.is_mla:
         return
-    is_replicated = d.model.kv_heads < max(p.tp_size, d.tp_size)
-    splits_heads = not d.model.is_mla and not is_replicated
-    if p.tp_size > d.tp_size and is_replicated and not d.model.is_mla:
+    is_shared = _shares_heads(pair)
+    if p.tp_size > d.tp_size and is_shared:
         yield _Refusal(f"P's {p.tp_size} ranks share {d.model.kv_heads} KV heads", _SAME_RANKS)
-    if splits_heads and d.facts.topology == "transfer_topo" and d.layout not in ("HND", "LBHNC"):
+    splits_heads = d.facts.topology == "transfer_topo" and not is_shared
+    if splits_heads and d.layout not in ("HND", "LBHNC"):
         yield _Refusal(f"heads are not in one piece in layout {d.layout}", "use HND on both sides")
-    if p.tp_size > d.tp_size and p.kernel_tokens != d.kernel_tokens and not d.model.is_mla:
+    if p.tp_size > d.tp_size and p.kernel_tokens != d.kernel_tokens:
         yield _Refusal("P has more ranks, and other blocks", f"{_SAME_RANKS}, or one --block-size")
+
+
+def _shares_heads(pair: Pair) -> bool:
+    """Whether the release takes P's ranks for ones that share heads."""
+    ranks, heads = pair.prefill.tp_size, pair.decode.model.kv_heads
+    return ranks >= heads if pair.decode.facts.counts_one_head else ranks > heads
 
 
 def _block_bytes(pair: Pair) -> int:
@@ -159,7 +164,7 @@ def _expected_bytes(pair: Pair) -> int:
     own = _bytes_of(d)
     if d.facts.states_block_size:
         own = own * p.kernel_tokens // d.kernel_tokens
-    if d.model.is_mla:
+    if d.model.is_mla or _shares_heads(pair):
         return own
     if d.facts.reads_its_share:
         return own * p.heads // d.heads
@@ -221,12 +226,7 @@ def _read(pair: Pair, request: Request) -> Verdict:
         if not is_right:
             return Verdict(Outcome.WRONG, _why_wrong(pair), _how_alike(pair))
     if p.parts != d.parts and not d.facts.states_kernel_blocks:
-        return Verdict(
-            Outcome.WRONG,
-            f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks and D's of "
-            f"{d.block_tokens} are {d.parts}, which the handshake does not say",
-            _SAME_BLOCKS,
-        )
+        return _cut_otherwise(pair, request)
     if not _pairs_by_token(pair, request):
         return Verdict(
             Outcome.WRONG,
@@ -235,6 +235,23 @@ def _read(pair: Pair, request: Request) -> Verdict:
             f"{_SAME_BLOCKS}, or --no-enable-prefix-caching on D",
         )
     return Verdict(Outcome.IDENTICAL)
+
+
+def _cut_otherwise(pair: Pair, request: Request) -> Verdict:
+    """0.11.1 to 0.20 D takes P's blocks for ones that are cut as its own are.
+
+    Where it comes to want more kernel blocks than P names, it ends.
+    """
+    p, d = pair.prefill, pair.decode
+    named = -(-request.tokens // p.block_tokens)
+    named *= d.parts if d.facts.expands_remote_blocks else 1
+    wanted = (-(-request.tokens // d.block_tokens) - request.cached // d.block_tokens) * d.parts
+    return Verdict(
+        Outcome.CRASH if wanted > named else Outcome.WRONG,
+        f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks and D's of "
+        f"{d.block_tokens} are {d.parts}, which the handshake does not say",
+        _SAME_BLOCKS,
+    )
 
 
 def _joined(d: PlannedEngine, p: PlannedEngine) -> Verdict | None:
@@ -267,7 +284,9 @@ def _has_no_share(d: PlannedEngine, p: PlannedEngine) -> bool:
 
 def _is_compatible(pair: Pair, rank: int) -> bool:
     ours = rank_cache(pair.decode, rank).geometry
-    theirs = (rank_cache(pair.prefill, met).stated() for met in pair.ranks_met(rank))
+    theirs = (
+        rank_cache(pair.prefill, met).stated(pair.decode.facts) for met in pair.ranks_met(rank)
+    )
     # What the handshake leaves open is as D has it, or _read has said otherwise.
     known = (
         replace(

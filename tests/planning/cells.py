@@ -41,12 +41,16 @@ def pair_of(case: Case, release: str, folder: Path) -> Pair:
     )
 
 
+def request_of(case: Case) -> Request:
+    """The run's own."""
+    return Request(case.prompt_tokens, min(case.prefix_hit_tokens, case.prompt_tokens))
+
+
 def requests_of(case: Case, release: str) -> tuple[Request, ...]:
     """Those of the run, stock: the one that goes before, where the lab has it, and its own."""
-    own = Request(case.prompt_tokens, min(case.prefix_hit_tokens, case.prompt_tokens))
     if tells_blocks(release):
-        return (own,)
-    return (Request(case.introduced().introduction_tokens), own)
+        return (request_of(case),)
+    return (Request(case.introduced().introduction_tokens), request_of(case))
 
 
 @cache
@@ -72,7 +76,7 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             # The lab's tensors have whole blocks, which 0.11.1 and 0.11.2 would cut.
             "kernel-block-size": spec.block_tokens // spec.parts,
         },
-        environment={"VLLM_KV_CACHE_LAYOUT": spec.layout},
+        environment={"VLLM_KV_CACHE_LAYOUT": spec.layout, **dict(spec.settings)},
     )
     return engine_of(role, arguments, _config(spec, folder))
 

@@ -1,0 +1,58 @@
+"""A peer with another compatibility hash, as kvpatch on D names it, accepts it or refuses it."""
+
+from __future__ import annotations
+
+from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation
+from kvpatch.connector.handshake.peer_hash.factors import BACKEND, VERSION
+from kvpatch.connector.handshake.peer_hash.sentences import ACCEPTABLE, refusal
+from kvpatch.core import settings
+from kvpatch.core.errors import BadOptions, PeerRefused
+from kvpatch.planning.factors import compared_factors
+from kvpatch.planning.pair import Pair
+
+
+def named_difference(pair: Pair) -> Explanation | None:
+    """How P differs in what the hash has, where D accepts it; None where nothing differs.
+
+    Raises:
+        PeerRefused: D does not, or what differs changes what bytes mean.
+        BadOptions: ``KVPATCH_ACCEPT`` names what cannot be accepted.
+    """
+    p, d = pair.prefill, pair.decode
+    found = list(compared_factors(pair))
+    if not found:
+        return None
+    content = next((one for one in found if one.kind != "name"), None)
+    if content is not None or not d.facts.states_hash:
+        first = content or found[0]
+        raise PeerRefused(str(first), first.cure)
+    values = (
+        (VERSION, p.facts.release, d.facts.release),
+        (BACKEND, p.backend.name, d.backend.name),
+    )
+    differences = tuple(Difference(*one) for one in values if one[1] != one[2])
+    named = Explanation(
+        differences, p.facts.release, p.facts.release, p.backend.name, _word_of_dtype(pair)
+    )
+    accepted = _accepted(pair)
+    if not all(ACCEPTABLE[one.factor] in accepted for one in differences):
+        raise refusal(named, accepted)
+    return named
+
+
+def _word_of_dtype(pair: Pair) -> str:
+    """As the hash has it: what ``--kv-cache-dtype`` says."""
+    return str(pair.prefill.arguments.option("kv_cache_dtype", "auto"))
+
+
+def _accepted(pair: Pair) -> tuple[str, ...]:
+    """What ``KVPATCH_ACCEPT`` lists on D."""
+    text = pair.decode.arguments.environment.get(settings.ACCEPT, "")
+    names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+    for name in names:
+        if name not in ACCEPTABLE.values():
+            raise BadOptions(
+                f"{settings.ACCEPT}={name!r} can not be accepted; {', '.join(ACCEPTABLE.values())} "
+                "can be"
+            )
+    return names

@@ -1,0 +1,109 @@
+"""Stock does with real connectors what ``kvpatch plan`` says of pairs that no table has.
+
+Unlike backends, data types and ranks, blocks that are cut otherwise, prefix hits: what the model of
+a release's checks was not made by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch.core.releases import FACTS
+from kvpatch.core.settings import TRANSFER
+from kvpatch.patches import SLUGS
+from kvpatch.planning.numbers import read_numbers
+from kvpatch.planning.ours import judged_by_kvpatch
+from kvpatch.planning.stock import stock_verdict
+from tests.planning.cells import PLAYED, pair_of, request_of
+
+from .case import Case, EngineSpec, Family
+from .host import Lab
+from .releases import tells_blocks
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+
+def _engine(family: Family = "flash", **changes: Any) -> EngineSpec:
+    changes = {"layout": "HND", "block_tokens": 32, "dtype": "float32", **changes}
+    return EngineSpec(family, planned_blocks=16, **changes)
+
+
+def _both(family: Family = "flash", **changes: Any) -> Any:
+    return lambda **more: _engine(family, **{**changes, **more})
+
+
+_NHD, _LATENTS = _both(layout="NHD"), _both("mla", layout="NHD", block_tokens=64)
+
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("like, with a hit", _engine(), _engine(), 150, 32),
+        Case("other layouts", _engine(), _NHD(), 150, 32),
+        Case("other backends", _engine(), _engine("flashinfer"), 150),
+        Case("other cache types", _engine(dtype="fp8"), _engine(dtype="bfloat16"), 150),
+        Case("1 and 2 ranks", _engine(), _engine(tp_size=2), 150),
+        Case("2 and 1 ranks", _engine(tp_size=2), _engine(), 150),
+        Case("1 and 2 ranks in NHD", _NHD(), _NHD(tp_size=2), 150),
+        Case("1 and 2 ranks of Triton", _engine("triton"), _engine("triton", tp_size=2), 150),
+        Case("1 and 2 ranks of latents", _LATENTS(), _LATENTS(tp_size=2), 150),
+        Case("4 and 8 ranks of 4 heads", _engine(tp_size=4), _engine(tp_size=8), 150),
+        Case("4 and 2 ranks of 4 heads", _engine(tp_size=4), _engine(tp_size=2), 150),
+        Case("32 and 64, behind a hit", _engine(), _engine(block_tokens=64), 150, 64),
+        Case("32 and 64, a hit and whole blocks", _engine(), _engine(block_tokens=64), 192, 64),
+        Case("latents of 32 and 64", _LATENTS(block_tokens=32), _LATENTS(), 150),
+        Case("32 and 64 of Triton", _engine("triton"), _engine("triton", block_tokens=64), 150),
+    )
+}
+_CUT = Case(
+    "128 in two and 64",
+    _engine("flashinfer", block_tokens=128, parts=2),
+    _engine("flashinfer", block_tokens=64),
+    150,
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_stock_does_what_a_plan_says(lab: Lab, name: str, tmp_path: Path) -> None:
+    _same(lab, CASES[name], tmp_path)
+
+
+def test_blocks_that_are_cut_otherwise(lab: Lab, tmp_path: Path) -> None:
+    if not FACTS[lab.release].cuts_blocks:
+        pytest.skip("this release cuts no blocks")
+    _same(lab, _CUT, tmp_path)
+
+
+def _same(lab: Lab, case: Case, folder: Path) -> None:
+    said = stock_verdict(pair_of(case, lab.release, folder), request_of(case))
+
+    seen = lab.run(case.stock())
+
+    assert seen.outcome in PLAYED[said.outcome], f"{said}; {seen}"
+
+
+@pytest.mark.parametrize("mode", ["staged", "direct"])
+@pytest.mark.parametrize("tokens", [(128, 32), (32, 128), (48, 32)])
+def test_a_read_takes_as_many_descriptors_as_a_plan_says(
+    lab: Lab, tokens: tuple[int, int], mode: str, tmp_path: Path
+) -> None:
+    """Or fewer, where runs of neighbouring blocks are one: a plan takes no two for neighbours."""
+    if not tells_blocks(lab.release):
+        pytest.skip("a prompt goes before there, which D computes")
+    settings = ((TRANSFER, mode),)
+    prefill, decode = (_engine(block_tokens=n) for n in tokens)
+    case = Case("numbers", prefill, replace(decode, settings=settings), 150)
+    pair = pair_of(case, lab.release, tmp_path)
+    judged = judged_by_kvpatch(pair, request_of(case))
+    said = read_numbers(pair, judged.mappings, request_of(case))
+
+    seen = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert seen.outcome == "identical", seen
+    assert said.way == mode
+    assert said.descriptors / 2 < seen.descriptors <= said.descriptors
+    if mode == "staged":
+        assert seen.descriptors == said.descriptors

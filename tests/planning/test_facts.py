@@ -1,0 +1,208 @@
+"""What follows from arguments and a model's configuration, and what is compared of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpatch.core.errors import BadOptions
+from kvpatch.planning.arguments import read_arguments
+from kvpatch.planning.engine import PlannedEngine, engine_of
+from kvpatch.planning.model import read_model
+from kvpatch.planning.ours import judged_by_kvpatch
+from kvpatch.planning.pair import Outcome, Pair, Request
+from kvpatch.planning.stock import stock_verdict
+
+from .walk import CONFIG, write_side
+
+pytestmark = pytest.mark.patching
+
+PROMPT = Request(1000)
+
+
+def _engine(folder: Path, role: str, **changes: Any) -> PlannedEngine:
+    path = write_side(folder, role, **changes)
+    return engine_of(role.upper(), read_arguments(path))  # type: ignore[arg-type]
+
+
+def _pair(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> Pair:
+    both = {"block_size": 64}
+    return Pair(_engine(folder, "p", **{**both, **p}), _engine(folder, "d", **{**both, **d}))
+
+
+def _model(folder: Path, **changes: Any):
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in {**CONFIG, **changes}.items() if v is not None}))
+    return read_model("m", path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, {0}),
+        ({"sliding_window": 4096}, {4096}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {0}),
+        ({"sliding_window": None}, {0}),
+    ],
+)
+def test_windows(tmp_path, changes, windows):
+    assert set(_model(tmp_path, **changes).windows) == windows
+
+
+def test_windows_by_layer(tmp_path):
+    named = _model(
+        tmp_path,
+        sliding_window=512,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        num_hidden_layers=6,
+    )
+    counted = _model(tmp_path, sliding_window=512, sliding_window_pattern=6, num_hidden_layers=6)
+
+    assert named.windows == counted.windows == (512,) * 5 + (0,)
+
+
+def test_a_latent_is_as_wide_as_both_of_its_parts(tmp_path):
+    found = _model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64)
+
+    assert (found.is_mla, found.head_dim) == (True, 576)
+
+
+def test_a_model_of_text_and_images_has_the_texts_cache(tmp_path):
+    found = _model(tmp_path, text_config={"num_hidden_layers": 7, "head_dim": 256})
+
+    assert (found.layers, found.head_dim) == (7, 256)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layer_types": ["linear_attention"] * 32},
+        {"layer_types": ["full_attention"]},
+        {"ssm_cfg": {}},
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048},
+        {"global_head_dim": 512},
+        {"num_hidden_layers": None},
+        {"num_attention_heads": None},
+    ],
+)
+def test_what_is_not_planned_for_is_no_guess(tmp_path, changes):
+    with pytest.raises(BadOptions):
+        _model(tmp_path, **changes)
+
+
+def test_the_newest_of_the_hub_cache_is_found(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+
+    assert _engine(tmp_path, "p", model="org/name").model.layers == 32
+
+
+def test_an_option_is_compared_word_by_word_where_there_is_a_hash(tmp_path):
+    """The same bytes, and another hash: `auto` is not `bfloat16`."""
+    words = {"kv_cache_dtype": "bfloat16"}
+
+    hashed = stock_verdict(_pair(tmp_path, {}, words), PROMPT)
+    older = {"about": {"release": "0.12.0"}}
+    before = stock_verdict(_pair(tmp_path, older, {**words, **older}), PROMPT)
+
+    assert hashed.outcome is Outcome.REFUSED and "--kv-cache-dtype" in hashed.reason
+    assert before.outcome is Outcome.IDENTICAL
+
+
+def test_what_nobody_compares_is_wrong(tmp_path):
+    """<= 0.12 bfloat16 and float16 have blocks of as many bytes."""
+    older = {"about": {"release": "0.12.0"}}
+
+    found = stock_verdict(_pair(tmp_path, older, {**older, "dtype": "float16"}), PROMPT)
+
+    assert found.outcome is Outcome.WRONG and "data type" in found.reason
+
+
+def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
+    off = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_extra_config": {"enforce_handshake_compat": False},
+    }
+    changes = {"dtype": "float16", "kv_transfer_config": json.dumps(off)}
+    pair = _pair(tmp_path, {}, changes)
+
+    assert stock_verdict(pair, PROMPT).outcome is Outcome.WRONG
+    assert judged_by_kvpatch(pair, PROMPT).verdict.outcome is Outcome.REFUSED
+
+
+def test_drafted_tokens_hide_where_lists_of_windows_end(tmp_path):
+    """As the engine's own decision has it, on releases that list drafted blocks."""
+    windows = tmp_path / "windows.json"
+    windows.write_text(json.dumps({**CONFIG, "sliding_window": 4096}))
+    draft = {"speculative_config": json.dumps({"method": "eagle"})}
+    outcomes = []
+    for release, drafts in (("0.24.0", draft), ("0.25.0", draft), ("0.24.0", {})):
+        about = {"release": release, "model-config": str(windows)}
+        pair = _pair(tmp_path, {"about": about, "block_size": 128}, {"about": about, **drafts})
+        outcomes.append(judged_by_kvpatch(pair, PROMPT).verdict.outcome)
+
+    assert outcomes == [Outcome.REFUSED, Outcome.IDENTICAL, Outcome.IDENTICAL]
+
+
+def test_tiles_of_a_cpu_are_told_by_its_processor(tmp_path):
+    """Keys of bfloat16 on a CPU with AMX are read from like blocks alone."""
+    of_cpu = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
+    outcomes = []
+    for amx in (None, True, False):
+        changes = {"about": {**of_cpu, "amx": amx}}
+        pair = _pair(tmp_path, {**changes, "block_size": 128}, changes)
+        outcomes.append(judged_by_kvpatch(pair, PROMPT).verdict.outcome)
+        assert any("AMX" in line for line in pair.decode.assumed) == (amx is None)
+
+    assert outcomes[0] is outcomes[1] is Outcome.REFUSED
+
+
+def test_flashinfers_large_blocks_are_cut(tmp_path):
+    engine = _engine(tmp_path, "p", about={"attention-backend": "FLASHINFER"}, block_size=128)
+
+    assert (engine.kernel_tokens, engine.parts) == (64, 2)
+
+
+def test_a_size_that_no_kernel_takes_is_refused(tmp_path):
+    with pytest.raises(BadOptions, match="takes no blocks of 24 tokens"):
+        _engine(tmp_path, "p", block_size=24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"about": {"release": "0.31.0"}}, "vllm_version"),
+        ({"about": {"attention-backend": "TRITON_ATTN"}}, "attn_backend"),
+    ],
+)
+def test_a_difference_that_can_be_accepted_is_named_and_accepted(tmp_path, changes, word):
+    """By the word that the refusal gives; stock refuses it all the same."""
+    pair = _pair(tmp_path, changes, {"env": {"ENABLE_KVPATCH": "true"}})
+    refused = judged_by_kvpatch(pair, PROMPT).verdict
+    assert refused.outcome is Outcome.REFUSED
+    assert f"KVPATCH_ACCEPT={word}" in refused.cure
+
+    variables = {"ENABLE_KVPATCH": "true", "KVPATCH_ACCEPT": word}
+    pair = _pair(tmp_path, changes, {"env": variables})
+
+    assert judged_by_kvpatch(pair, PROMPT).verdict.outcome is Outcome.IDENTICAL
+    assert stock_verdict(pair, PROMPT).outcome is Outcome.REFUSED
+
+
+def test_what_means_other_bytes_is_never_accepted(tmp_path):
+    accepts = {"env": {"KVPATCH_ACCEPT": "vllm_version attn_backend"}}
+    apart = {"about": {"release": "0.28.0"}}
+
+    dtype = judged_by_kvpatch(_pair(tmp_path, {"dtype": "float16"}, accepts), PROMPT).verdict
+    protocol = judged_by_kvpatch(_pair(tmp_path, apart, accepts), PROMPT).verdict
+
+    assert dtype.outcome is protocol.outcome is Outcome.REFUSED
+    assert "names layouts" in protocol.reason
+    with pytest.raises(BadOptions, match="can not be accepted"):
+        wrong = {"env": {"KVPATCH_ACCEPT": "dtype"}}
+        judged_by_kvpatch(_pair(tmp_path, {"about": {"release": "0.31.0"}}, wrong), PROMPT)
