@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
@@ -61,8 +62,8 @@ class BackgroundRead(OwnRead):
             self._read.release()
         self._thread.drop(self._read)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Wherever the interpreter is: it must not wait for the thread.
-        if sys.is_finalizing() or self._read.holds_nothing:
+        if is_finalizing() or self._read.holds_nothing:
             return
         self._thread.drop(self._read)

@@ -335,9 +335,9 @@ class StagedRead(OwnRead):
         except errors_of(self._nixl):
             _LOG.warning("a read that nobody asks for could not be released", exc_info=True)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # A release that forgets a read must not keep its space from the others.
-        if not sys.is_finalizing():
+        if not is_finalizing():
             self.release()
 
     def _stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import random
@@ -18,7 +19,7 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from tests.releases import cache, kvcached
 
@@ -355,18 +356,37 @@ class Ports:
     """Hands out ports for the engines' handshakes, none twice before all were.
 
     Below the ports that the system hands out to connections by itself, and in a
-    range of this process's own where pytest-xdist runs several: nobody else may
+    range that no other process of this machine's labs has: nobody else may
     take one between the look here and the engine's own bind. Two engines that
     start together look before either has bound, hence the turn: chosen at random,
     one port in some thousand cases went to both, and the second waited for ever.
     """
 
-    _COUNT = 5000
+    _LOWEST, _COUNT, _RANGES = 10000, 1000, 20
 
     def __init__(self) -> None:
-        process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
-        self._lowest = 10000 + self._COUNT * process
         self._next = random.randrange(self._COUNT)
+        self._range: TextIO | None = None
+        self._lowest = 0
+
+    def _claim(self) -> None:
+        """Takes a range for as long as this process runs.
+
+        Raises:
+            OSError: all are taken.
+        """
+        folder = Path(tempfile.gettempdir(), f"kvpatch-lab-ports-{os.getuid()}")
+        folder.mkdir(exist_ok=True)
+        for number in range(self._RANGES):
+            held = (folder / str(number)).open("w")
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.close()
+                continue
+            self._range, self._lowest = held, self._LOWEST + number * self._COUNT
+            return
+        raise OSError(f"{self._RANGES} labs have all ports from {self._LOWEST} on")
 
     def take(self, count: int) -> int:
         """The first of `count` free neighbouring ports.
@@ -374,6 +394,8 @@ class Ports:
         Raises:
             OSError: there are none.
         """
+        if self._range is None:
+            self._claim()
         for _ in range(self._COUNT // count):
             if self._next + count > self._COUNT:
                 self._next = 0
