@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpatch.core.releases import RELEASES
+from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
 from tests.releases.fetch import fetch
 
@@ -81,13 +81,17 @@ def test_a_spoilt_cache_is_noticed(labs: Labs, pair: Pair) -> None:
 def test_where_no_other_release_is_accepted_p_is_refused_and_goes_on(
     labs: Labs, pair: Pair
 ) -> None:
+    """But a P whose answer has less than D's: it may be like D, behind a proxy that shortens it."""
     if not releases_table.is_read(pair):
         pytest.skip("there is no hash")
 
     report = labs.run(pair, _first_case().patched(*SLUGS, prefill=False))
 
-    assert report.outcome == "refused", report
-    assert report.listens, report
+    assert report.outcome in ("refused", "failed"), report
+    looks_older = FACTS[pair.prefill].answer <= FACTS[pair.decode].answer
+    assert report.listens == (not looks_older or _is_asked_alike(pair)), report
+    if report.listens:
+        assert report.outcome == "refused", report
 
 
 def test_stock_refuses_by_the_hash_or_ends_ps_listener(labs: Labs, pair: Pair) -> None:
@@ -98,10 +102,13 @@ def test_stock_refuses_by_the_hash_or_ends_ps_listener(labs: Labs, pair: Pair) -
     report = labs.run(pair, _first_case().stock())
 
     assert report.outcome in ("refused", "failed"), report  # <= 0.21 D's engine ends
-    has_one_question = len({question(release, 0) for release in pair}) == 1
-    assert report.listens == has_one_question, report
-    if has_one_question:
+    assert report.listens == _is_asked_alike(pair), report
+    if _is_asked_alike(pair):
         assert "compatibility hash mismatch" in report.detail
+
+
+def _is_asked_alike(pair: Pair) -> bool:
+    return len({question(release, 0) for release in pair}) == 1
 
 
 def _first_case() -> Case:
