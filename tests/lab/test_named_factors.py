@@ -94,7 +94,6 @@ def assert_identical(report: Report) -> None:
 # -- versions ----------------------------------------------------------------------------
 
 
-@pytest.mark.every_release
 def test_another_version_is_named(lab: Lab) -> None:
     version = another(lab.release)
     named = f"P runs vLLM {version}; this engine runs {lab.release}"
@@ -148,14 +147,12 @@ def test_a_version_that_nobody_knows_is_named_and_refused(lab: Lab) -> None:
 # -- attention backends ------------------------------------------------------------------
 
 
-@pytest.mark.every_release
 def test_another_backend_is_named(lab: Lab) -> None:
     triton = replace(SPEC, family="triton")
     named = "P runs TRITON_ATTN; this engine runs FLASH_ATTN"
     assert_refused(lab.run(pair(triton)), named, "KVPATCH_ACCEPT=attn_backend")
 
 
-@pytest.mark.every_release
 def test_another_backend_is_accepted_where_its_blocks_are_alike(lab: Lab) -> None:
     triton = replace(SPEC, family="triton")
     report = lab.run(pair(triton, accept=BACKEND))
