@@ -38,6 +38,8 @@ _TAIL_CHARACTERS = 3000
 #: What kvpatch on D says of a request whose parameters it does not take.
 _COMPUTED = "is taken without its parameters, and computed here"
 _DUMP_SECONDS = 0.5
+#: Engine processes that wait for a case, the last ones used: each takes some 70 MB.
+_MOST_IDLE = 24
 # NIXL makes a UCX worker per thread: one is enough for a case, and faster made.
 EXTRA = {"num_threads": 1}
 
@@ -223,6 +225,8 @@ class Lab:
         for engine in engines:
             self._hired.remove(engine)
             self._idle.append(engine)
+        while len(self._idle) > _MOST_IDLE:
+            self._idle.pop(0).kill()
 
     def discard(self, engine: Engine) -> None:
         """Kills a process."""
