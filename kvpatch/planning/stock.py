@@ -215,7 +215,7 @@ def _read(pair: Pair, request: Request) -> Verdict:
     if request.cached >= request.tokens:
         return Verdict(Outcome.IDENTICAL)
     if p.kernel_tokens != d.kernel_tokens:
-        found = _joined(d, p)
+        found = _joined(d, p) or _half_filled(pair, request)
         if found is not None:
             return found
     else:
@@ -272,6 +272,21 @@ def _joined(d: PlannedEngine, p: PlannedEngine) -> Verdict | None:
     cache = JoiningCache(d.key_order, 1, d.model.is_mla, d.layout)
     reason = why_joined_wrongly(cache, facts)
     return Verdict(Outcome.WRONG, f"{said}: vLLM {reason}", _SAME_BLOCKS) if reason else None
+
+
+def _half_filled(pair: Pair, request: Request) -> Verdict | None:
+    """From 0.29 to 0.31 D's last block of latents is wrong where P's blocks do not fill it."""
+    p, d = pair.prefill, pair.decode
+    is_wrong = d.facts.names_layouts and not d.facts.pairs_heads_by_layout
+    named = -(-request.tokens // p.kernel_tokens)
+    if not (d.model.is_mla and is_wrong and named % (d.kernel_tokens // p.kernel_tokens)):
+        return None
+    return Verdict(
+        Outcome.WRONG,
+        f"P's {named} blocks of {p.kernel_tokens} tokens do not fill D's last one of "
+        f"{d.kernel_tokens}, whose tokens vLLM {d.facts.release} then gets wrong",
+        _SAME_BLOCKS,
+    )
 
 
 def _has_no_share(d: PlannedEngine, p: PlannedEngine) -> bool:

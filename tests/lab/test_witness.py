@@ -69,7 +69,7 @@ class Pair:
         if fault:
             self.prefill.call("spoil", prompt.name, fault, where)
         (status,) = self.decode.call("live", [ask], _SECONDS).values()
-        assert self.prefill.heard([prompt]) == {prompt.name}
+        assert self.prefill.heard([prompt]) == {prompt.name}, status
         return prompt, status
 
     def witness(self) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from kvpatch.planning.ours import judged_by_kvpatch
 from kvpatch.planning.pair import Outcome, Pair, Request
 from kvpatch.planning.stock import stock_verdict
 
+from ..lab.case import Case, EngineSpec
+from .cells import pair_of
 from .walk import CONFIG, write_side
 
 pytestmark = pytest.mark.patching
@@ -206,3 +208,22 @@ def test_what_means_other_bytes_is_never_accepted(tmp_path):
     with pytest.raises(BadOptions, match="can not be accepted"):
         wrong = {"env": {"KVPATCH_ACCEPT": "dtype"}}
         judged_by_kvpatch(_pair(tmp_path, {"about": {"release": "0.31.0"}}, wrong), PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("release", "tokens", "outcome"),
+    [
+        *[("0.28.0", tokens, Outcome.IDENTICAL) for tokens in (20, 150, 160, 192)],
+        *[(r, tokens, Outcome.WRONG) for r in ("0.29.0", "0.31.0") for tokens in (20, 150, 160)],
+        *[(r, 192, Outcome.IDENTICAL) for r in ("0.29.0", "0.31.0")],
+        *[("0.32.0", tokens, Outcome.IDENTICAL) for tokens in (150, 192)],
+    ],
+)
+def test_blocks_of_latents_that_ps_do_not_fill(tmp_path, release, tokens, outcome):
+    """As the lab's real connectors did it of 32 tokens in 64."""
+    sides = (EngineSpec("mla", "NHD", size, 16, dtype="float32") for size in (32, 64))
+    case = Case("latents", *sides, tokens)
+
+    found = stock_verdict(pair_of(case, release, tmp_path), Request(tokens))
+
+    assert found.outcome is outcome
