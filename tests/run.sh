@@ -12,14 +12,14 @@
 #
 #   KVPATCH_TEST_RELEASES  releases for the lab: all, newest, or a list; by default
 #                          one per generation, with --full all
-#   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of six, another one
+#   KVPATCH_TEST_SHARE     which share of the lab, PART/PARTS; with --gate one of ten, another one
 #                          on each day that has commits
 #   KVPATCH_TEST_FULL      true: whole products of what is varied; a selection by default
 #   KVPATCH_TEST_CACHE     where the source trees lie, .cache/vllm by default
 #   KVPATCH_PYTHON         a Python that has everything already: nothing is installed
 set -euo pipefail
 
-PARTS=6
+PARTS=10
 DAY_SECONDS=86400
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
