@@ -29,4 +29,5 @@ The parts, in the order in which a read uses them:
 ``digest_ranges``       which tokens a digest covers, and in which ranges
 ``digest_form``         digests as bytes that a peer reads
 ``plane_heads``         some heads of a plane, as a plane
+``layer_names``         where layers come in their model, by their names
 """

@@ -91,7 +91,11 @@ def own_factors(release: ReleaseWorker) -> OwnFactors | None:
     if SPECULATION in facts.hash_factors or config.speculative_config is None:
         found[SPECULATION] = _speculation(config)
     own = OwnFactors(facts, found)
-    return own if own.digest == worker.compat_hash else None
+    try:
+        is_known = own.digest == worker.compat_hash
+    except TypeError:  # a value of a kind that no release puts into its hash
+        return None
+    return own if is_known else None
 
 
 def _speculation(config: Any) -> dict[str, Any] | None:
