@@ -8,6 +8,8 @@ from packaging.version import Version
 
 GET = b"get_meta_msg"
 _ANSWER_MS = 1500
+#: Of a P that is asked whether it still listens; on a busy machine an answer takes its time.
+_PATIENCE_MS = 5000
 
 
 def question(release: str, rank: int) -> bytes:
@@ -18,7 +20,7 @@ def question(release: str, rank: int) -> bytes:
     return msgspec.msgpack.encode((GET, *ranks))
 
 
-def ask(port: int, *frames: bytes) -> list[bytes] | None:
+def ask(port: int, *frames: bytes, answer_ms: int = _ANSWER_MS) -> list[bytes] | None:
     """The answer's frames; None where there is none in time."""
     context = zmq.Context()
     try:
@@ -26,11 +28,11 @@ def ask(port: int, *frames: bytes) -> list[bytes] | None:
             asking.linger = 0  # where nobody listens
             asking.connect(f"tcp://127.0.0.1:{port}")
             asking.send_multipart(frames)
-            return asking.recv_multipart() if asking.poll(_ANSWER_MS) else None
+            return asking.recv_multipart() if asking.poll(answer_ms) else None
     finally:
         context.destroy(linger=0)
 
 
 def is_listening(release: str, port: int) -> bool:
     """Whether a P of this release answers a D of its own release for its first rank."""
-    return ask(port, b"", question(release, 0)) is not None
+    return ask(port, b"", question(release, 0), answer_ms=_PATIENCE_MS) is not None
