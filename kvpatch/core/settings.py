@@ -53,12 +53,12 @@ _DIGESTS = ("off", "sample", "all")
 _HOST_BUFFERS = ("auto", "always", "never")
 _KVCACHED_CARDS = ("refuse", "trust")
 _LAYOUTS = ("HND", "NHD")
-_TRANSFERS = ("auto", "direct", "staged")
+TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
 _UNSTATED_LAYOUTS = ("prove", "same")
 _WITNESSES = ("off", "log", "enforce")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
-_DEFAULT_STAGING_BYTES = 256 * 1024**2
+DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -110,15 +110,19 @@ def hub_folders() -> tuple[str | None, str | None]:
     return os.environ.get("HF_HUB_CACHE") or None, os.environ.get("HF_HOME") or None
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """The names that a variable lists, by commas or spaces, each once."""
+    return tuple(dict.fromkeys(text.replace(",", " ").split()))
+
+
 def disabled_slugs() -> tuple[str, ...]:
     """The patches that ``KVPATCH_DISABLE`` turns off, as written there."""
-    names = os.environ.get(DISABLE, "").replace(",", " ").split()
-    return tuple(dict.fromkeys(names))
+    return listed(os.environ.get(DISABLE, ""))
 
 
 def accepted_factors() -> tuple[str, ...]:
     """The factors that ``KVPATCH_ACCEPT`` lists, in which a peer may differ from this engine."""
-    names = tuple(dict.fromkeys(os.environ.get(ACCEPT, "").replace(",", " ").split()))
+    names = listed(os.environ.get(ACCEPT, ""))
     for name in names:
         if name in _CHANGES_BYTES:
             raise _settings_error(
@@ -190,12 +194,12 @@ def peer_layout() -> str | None:
 
 def staging_bytes() -> int:
     """The size of a worker's staging pool."""
-    return _byte_count(STAGING_BYTES, _DEFAULT_STAGING_BYTES)
+    return _byte_count(STAGING_BYTES, DEFAULT_STAGING_BYTES)
 
 
 def transfer_mode() -> str:
     """How unlike caches are read: ``auto``, ``direct`` or ``staged``."""
-    return _choice(TRANSFER, _TRANSFERS)
+    return _choice(TRANSFER, TRANSFERS)
 
 
 def progress() -> str:

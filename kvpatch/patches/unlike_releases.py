@@ -65,11 +65,13 @@ def _build_connector_meta(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     known = scheduler_state(instance).held(PeerReleases)
+    if known is None:  # no step of an engine that has loaded nothing is longer for it
+        return wrapped(*args, **kwargs)
     asked = [request.kv_transfer_params for request, *_ in instance._reqs_need_recv.values()]
     metadata = wrapped(*args, **kwargs)
     engines = {str((params or {}).get("remote_engine_id")) for params in asked}
     engines |= getattr(metadata, "heartbeat_by_engine", {}).keys()
-    if known is not None and engines:
+    if engines:
         setattr(metadata, _TOLD, known.of(engines))
     return metadata
 

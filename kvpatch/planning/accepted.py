@@ -47,8 +47,7 @@ def _word_of_dtype(pair: Pair) -> str:
 
 def _accepted(pair: Pair) -> tuple[str, ...]:
     """What ``KVPATCH_ACCEPT`` lists on D."""
-    text = pair.decode.arguments.environment.get(settings.ACCEPT, "")
-    names = tuple(dict.fromkeys(text.replace(",", " ").split()))
+    names = settings.listed(pair.decode.arguments.environment.get(settings.ACCEPT, ""))
     for name in names:
         if name not in ACCEPTABLE.values():
             raise BadOptions(

@@ -99,6 +99,17 @@ class PlannedEngine:
         return str(self.transfer.get("kv_buffer_device") or default)
 
     @property
+    def known_buffer_devices(self) -> list[str]:
+        """What its release registers memory of on its device; empty where it knows no connector."""
+        pairs = (one.partition(": ") for one in self.facts.buffer_devices)
+        return sorted(buffer for device, _, buffer in pairs if device == self.device_type)
+
+    @property
+    def extra_config(self) -> Mapping[str, Any]:
+        """The connector's own part of ``--kv-transfer-config``."""
+        return self.transfer.get("kv_connector_extra_config") or {}
+
+    @property
     def has_mirror(self) -> bool:
         """Whether vLLM's own host buffer is what it registers."""
         on_host = self.buffer_device == "cpu" and self.device != "cpu"

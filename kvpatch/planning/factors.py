@@ -84,5 +84,6 @@ def differing_factors(pair: Pair) -> Iterator[Factor]:
 
 
 def _is_hashed(pair: Pair) -> bool:
-    extra = pair.decode.transfer.get("kv_connector_extra_config") or {}
-    return pair.decode.facts.encodes_metadata and extra.get("enforce_handshake_compat") is not False
+    d = pair.decode
+    is_enforced = d.extra_config.get("enforce_handshake_compat") is not False
+    return d.facts.encodes_metadata and is_enforced

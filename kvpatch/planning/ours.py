@@ -32,10 +32,6 @@ from kvpatch.planning.factors import uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
 from kvpatch.planning.stock import start_problem, stock_verdict
 
-_TRANSFERS = ("auto", "direct", "staged")
-#: As settings.py has it.
-_STAGING_BYTES = 256 * 1024**2
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -167,16 +163,20 @@ def _hides_ends(engine: PlannedEngine) -> bool:
 
 def transfer_mode(engine: PlannedEngine) -> str:
     """``KVPATCH_TRANSFER`` of an engine."""
-    found = engine.arguments.environment.get(settings.TRANSFER, "").lower() or _TRANSFERS[0]
-    if found not in _TRANSFERS:
-        raise BadOptions(f"{settings.TRANSFER}={found!r} is not one of {', '.join(_TRANSFERS)}")
+    found = engine.arguments.environment.get(settings.TRANSFER, "").lower()
+    found = found or settings.TRANSFERS[0]
+    if found not in settings.TRANSFERS:
+        known = ", ".join(settings.TRANSFERS)
+        raise BadOptions(f"{settings.TRANSFER}={found!r} is not one of {known}")
     return found
 
 
 def staging_bytes(engine: PlannedEngine) -> int:
     """Of an engine's staging pool."""
     found = engine.arguments.environment.get(settings.STAGING_BYTES)
-    return whole_number(found, settings.STAGING_BYTES) if found else _STAGING_BYTES
+    if not found:
+        return settings.DEFAULT_STAGING_BYTES
+    return whole_number(found, settings.STAGING_BYTES)
 
 
 def _declared(engine: PlannedEngine) -> DeclaredGeometry:

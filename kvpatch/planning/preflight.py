@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Any, Literal
+from typing import Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
@@ -167,12 +167,7 @@ def _leases_that_are_renewed(pair: Pair) -> Iterator[Finding]:
 
 
 def _lease_seconds(engine: PlannedEngine) -> int:
-    extra = _extra(engine)
-    return int(extra.get("kv_lease_duration") or engine.facts.blocks_kept_seconds)
-
-
-def _extra(engine: PlannedEngine) -> dict[str, Any]:
-    return dict(engine.transfer.get("kv_connector_extra_config") or {})
+    return int(engine.extra_config.get("kv_lease_duration") or engine.facts.blocks_kept_seconds)
 
 
 def _roles(pair: Pair) -> Iterator[Finding]:
@@ -202,11 +197,7 @@ def _roles(pair: Pair) -> Iterator[Finding]:
 def _devices(pair: Pair) -> Iterator[Finding]:
     for engine in (pair.prefill, pair.decode):
         device = engine.device_type
-        known = {
-            one.partition(": ")[2]
-            for one in engine.facts.buffer_devices
-            if one.startswith(f"{device}: ")
-        }
+        known = engine.known_buffer_devices
         if engine.transfer and known and engine.buffer_device not in known:
             asked = engine.transfer.get("kv_buffer_device")
             said = f"kv_buffer_device is {asked}" if asked else "kv_buffer_device is not set"
@@ -214,7 +205,7 @@ def _devices(pair: Pair) -> Iterator[Finding]:
                 "error", engine.role,
                 f"{said}, and vLLM {engine.facts.release} takes {engine.buffer_device} for it, "
                 f"which a {device} engine refuses at start",
-                f'set "kv_buffer_device": "{sorted(known)[0]}" in its --kv-transfer-config',
+                f'set "kv_buffer_device": "{known[0]}" in its --kv-transfer-config',
             )  # fmt: skip
 
 

@@ -53,12 +53,8 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
 def start_problem(engine: PlannedEngine) -> Verdict | None:
     """Why an engine does not start with the connector, stock or not; None where it does."""
     facts, device = engine.facts, engine.device_type
-    if f"{device}: {engine.buffer_device}" not in facts.buffer_devices:
-        known = sorted(
-            pair.partition(": ")[2]
-            for pair in facts.buffer_devices
-            if pair.startswith(f"{device}:")
-        )
+    known = engine.known_buffer_devices
+    if engine.buffer_device not in known:
         reason = f"{engine.role}: vLLM {facts.release} has no connector for {device}"
         cure = "use another release"
         if known:

@@ -22,6 +22,20 @@ from .relied_on import metadata_module
 _HASH = "compute_nixl_compatibility_hash"
 #: A stand-in for an engine whose drafter reads the model's states.
 DRAFTER = "eagle"
+#: What of a stand-in engine is hashed, but for its versions.
+ENGINE: dict[str, Any] = {
+    "model": "a/model",
+    "dtype": "torch.bfloat16",
+    "num_kv_heads": 8,
+    "head_size": 128,
+    "num_hidden_layers": 32,
+    "attn_backend_name": "FLASH_ATTN",
+    "cache_dtype": "auto",
+    "cross_layers_blocks": False,
+    "is_hma_enabled": False,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
 
 
 class ReleasedHash:

@@ -21,26 +21,13 @@ from kvpatch.core.releases import FACTS, RELEASES
 from tests.releases import cache
 from tests.releases.fetch import fetch
 
-from .released_hash import ReleasedHash, _config
+from .released_hash import ENGINE, ReleasedHash, _config
 
 pytestmark = pytest.mark.contract
 
 HASHING = [release for release in RELEASES if FACTS[release].states_hash]
 #: No test is to fail where the machine has other things to do.
 _PATIENT_SECONDS = 60.0
-ENGINE: dict[str, Any] = {
-    "model": "a/model",
-    "dtype": "torch.bfloat16",
-    "num_kv_heads": 8,
-    "head_size": 128,
-    "num_hidden_layers": 32,
-    "attn_backend_name": "FLASH_ATTN",
-    "cache_dtype": "auto",
-    "cross_layers_blocks": False,
-    "is_hma_enabled": False,
-    "speculative_config": None,
-    "transfer_mode": "pull",
-}
 #: What may be found, and a few values of each.
 OTHERS: dict[str, tuple[Any, ...]] = {
     "attn_backend_name": ("FLASHINFER", "TRITON_ATTN", "CPU_ATTN", BACKENDS[-1]),

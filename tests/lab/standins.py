@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-PROGRESS_WAIT_US = 200
+from tests.serving.patient import patient_nixl
 
 
 def cpu_platform() -> Any:
@@ -74,16 +74,7 @@ def patient_agents() -> None:
     and P and D of two releases at once on two cores leave none for the work.
     Releases: all; what is sent and read stays NIXL's own.
     """
-    from nixl._api import nixl_agent
-
-    bindings = nixl_agent.__init__.__globals__["nixlBind"]
-    make = bindings.nixlAgent
-
-    def patient(name: str, config: Any) -> Any:
-        config.pthrDelay = PROGRESS_WAIT_US
-        return make(name, config)
-
-    bindings.nixlAgent = patient
+    patient_nixl.register()
 
 
 def model_inspection() -> None:

@@ -21,25 +21,17 @@ from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused, SettingsError
 from kvpatch.core.releases import FACTS
 
+from ..contract.released_hash import ENGINE
 from .test_decision import _INDEXER as INDEXER
 from .test_decision import NEWEST, local, peer, whole, with_states
 
 pytestmark = pytest.mark.patching
 
 VALUES: dict[str, Any] = {
+    **ENGINE,
     "vllm_version": "0.33.0",
     "nixl_connector_version": 15,
-    "model": "a/model",
-    "dtype": "torch.bfloat16",
-    "num_kv_heads": 8,
-    "head_size": 128,
-    "num_hidden_layers": 32,
-    "attn_backend_name": "FLASH_ATTN",
-    "cache_dtype": "auto",
-    "cross_layers_blocks": False,
     "is_hma_enabled": True,
-    "speculative_config": None,
-    "transfer_mode": "pull",
 }
 OWN = OwnFactors(NEWEST, VALUES)
 RELEASE, BACKEND = "vllm_version", "attn_backend_name"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-#: As the lab's agents (``tests/lab/standins.py``).
+#: The lab's agents too (``tests/lab/standins.py``).
 _WAIT_US = 200
 
 
