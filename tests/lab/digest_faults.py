@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,16 +54,20 @@ def after_reads(reads: int, fault: Callable[[], None]) -> None:
     from kvpatch.transfer.hold_check import HoldCheck
 
     answer, ready = HoldCheck.answer, set()
+    # Each rank has a thread that asks: none may find all of them ready before the fault is there.
+    one_at_a_time, happened = threading.Lock(), False
 
     def answered(self: Any, nixl: Any) -> bool | None:
+        nonlocal happened
         found = answer(self, nixl)
-        if not found or len(ready) == reads:
+        if not found:
             return found
-        ready.add(self)
-        if len(ready) < reads:
-            return None
-        fault()
-        return found
+        with one_at_a_time:
+            ready.add(self)
+            if len(ready) >= reads and not happened:
+                fault()
+                happened = True
+            return found if happened else None
 
     HoldCheck.answer = answered  # type: ignore[method-assign]
 

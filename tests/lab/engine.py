@@ -30,6 +30,7 @@ from .engine_api import Start
 from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
+from .standstill import standstill
 from .xla import DeviceTensors
 
 _POLL_SECONDS = 0.001
@@ -425,7 +426,8 @@ class Engine:
             if any(left) and failed and now > failed + _GRACE_SECONDS:
                 raise LoadFailed("an error was logged, and the request stays where it is")
             if any(left) and now > end:
-                raise Unfinished(f"not received: {sorted(set().union(*left))}")
+                found = standstill(release.nixl_of(w).connector_worker for w in self.workers)
+                raise Unfinished(f"not received: {sorted(set().union(*left))}\n{found}")
             time.sleep(_POLL_SECONDS)
             self._step()
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import kvpatch
@@ -19,6 +20,7 @@ from .digests import digests_of
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Timed, Told
 from .scheduler import Computation, Scheduler, Tracked
+from .standstill import standstill
 
 _POLL_SECONDS = 0.001
 _TIMED_POLL_SECONDS = 0.0001
@@ -384,8 +386,11 @@ class Player(Engine):
         end = time.monotonic() + seconds
         while True:
             seen = self._look(names)
-            if not seen.waiting or time.monotonic() > end:
+            if not seen.waiting:
                 return seen
+            if time.monotonic() > end:
+                found = (standstill(self._inner_workers()),) if seconds else ()
+                return replace(seen, logged=(*seen.logged, *found))
             time.sleep(_POLL_SECONDS)
             self._step()
 

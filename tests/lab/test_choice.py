@@ -9,7 +9,7 @@ import pytest
 from .engine_api import Left
 from .host import Lab
 from .stage import Stage
-from .test_several_peers import SPEC, TOKENS, introduce, is_told_apart, unlike
+from .test_several_peers import SPEC, TOKENS, introduce, is_told_apart, left_of, unlike
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -40,7 +40,7 @@ def test_reads_are_right_before_and_after_it_was_measured(lab: Lab, way: str) ->
             assert decode.wrong(*prompts)[0] == 0
             assert decode.measured() == expected
         assert decode.strays() == 0, "nothing of a cache was touched"
-        assert decode.left() == Left()
+        assert left_of(decode, thens) == Left()
 
 
 def test_a_like_pair_pays_for_nothing(lab: Lab) -> None:
