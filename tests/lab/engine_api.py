@@ -75,6 +75,8 @@ class Seen:
     waiting: frozenset[str]
     #: What the release has logged as errors.
     logged: tuple[str, ...]
+    #: What D was doing when the time was over.
+    standstill: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)

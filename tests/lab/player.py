@@ -389,8 +389,9 @@ class Player(Engine):
             if not seen.waiting:
                 return seen
             if time.monotonic() > end:
-                found = (standstill(self._inner_workers()),) if seconds else ()
-                return replace(seen, logged=(*seen.logged, *found))
+                # Who only looks at once changes nothing by it.
+                found = standstill(self._inner_workers()) if seconds else ""
+                return replace(seen, standstill=found)
             time.sleep(_POLL_SECONDS)
             self._step()
 

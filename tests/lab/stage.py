@@ -85,6 +85,8 @@ class Actor:
     def watch(self, *prompts: Prompt, seconds: float = _WATCH_SECONDS) -> Seen:
         """Steps until each is received or failed, or the time is over."""
         seen: Seen = self.call("watch", [prompt.name for prompt in prompts], seconds)
+        if seen.standstill and seconds >= _WATCH_SECONDS:
+            print(seen.standstill)  # pytest shows it where a test fails
         return seen
 
     def abort(self, prompt: Prompt) -> None:

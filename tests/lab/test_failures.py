@@ -343,6 +343,10 @@ def test_a_peer_that_hangs(stage: Stage, lab: Lab) -> None:
         prompt = stage.prompt(TOKENS)
         decode.ask(*other.compute(prompt))
         assert decode.watch(prompt, seconds=0.5).received == {prompt.name}
+        seen = decode.watch(*stuck, seconds=0.1)
+        assert all(prompt.name in seen.standstill for prompt in stuck)
+        assert ": PROC" in seen.standstill
+        assert "thread kvpatch-reads" in seen.standstill
 
     assert_identical(decode, [*stuck, prompt], 4 * loaded(prompt, lab.release))
 
