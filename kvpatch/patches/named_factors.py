@@ -22,8 +22,8 @@ Limits:
     A model's name cannot be found by trying, nor can a build that is no release: such a peer
     "differs in something that is not enumerable". In push mode, and where the release's own list
     is not the one that is known, stock's refusal stays. Nothing is compared where
-    ``enforce_handshake_compat`` is false. Accepted are releases that kvpatch knows, with one form
-    of cache, and layers that hold plain rows of tokens.
+    ``enforce_handshake_compat`` is false. Accepted are releases and backends that kvpatch knows,
+    and layers that hold plain rows of tokens.
 Remove when:
     The connector says which factor differs, and can accept one alone.
 """

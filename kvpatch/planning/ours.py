@@ -71,7 +71,7 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
         for rank in sorted({0, pair.decode.tp_size - 1})
         for met in pair.ranks_met(rank)
     ]
-    if named is not None:  # what is accepted has blocks of one form, and is read as D's own is
+    if named is not None:  # what the release is left with has blocks of one form
         prefill = replace(pair.prefill, facts=facts, backend=pair.decode.backend)
         pair = Pair(prefill, pair.decode)
     return _judged(pair, request, decisions)

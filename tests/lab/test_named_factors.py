@@ -173,6 +173,8 @@ def test_unlike_blocks_of_an_accepted_backend_are_read_where_they_are_alike(lab:
 
 def test_keys_by_column_are_not_taken_for_rows(lab: Lab) -> None:
     """Blocks of as many bytes, with other bytes in them: what leaving out the hash would read."""
+    if FACTS[lab.release].names_layouts:
+        pytest.skip("this release's are read, see test_unlike_backends.py")
     report = lab.run(pair(accept=BACKEND, backend="CPU_ATTN"))
     assert_refused(report, "blocks of CPU_ATTN", "use one attention backend on both sides")
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvpatch.connector.compared_hash import ComparedHash
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
+from kvpatch.connector.handshake.decision import LocalCache, Read, Refuse, Stock, decide
 from kvpatch.connector.handshake.peer_hash import named_peers
 from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation, Search
 from kvpatch.connector.handshake.peer_hash.factors import OwnFactors, digest_of
@@ -20,10 +20,11 @@ from kvpatch.connector.metrics.book import Book
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused, SettingsError
 from kvpatch.core.releases import FACTS
+from kvpatch.geometry.dimension_order import KeyOrder
 
 from ..contract.released_hash import ENGINE
 from .test_decision import _INDEXER as INDEXER
-from .test_decision import NEWEST, local, peer, whole, with_states
+from .test_decision import NEWEST, by_column, local, of_two_bytes, peer, whole, with_states
 
 pytestmark = pytest.mark.patching
 
@@ -66,6 +67,11 @@ def differing(found: Explanation, **changes: Any) -> AgentMetadata:
     return replace(peer(*ranks, **changes), named=found)
 
 
+def replace_keys(cache: LocalCache) -> LocalCache:
+    """The same with keys by row."""
+    return replace(cache, geometry=replace(cache.geometry, key_order=KeyOrder.ROW_MAJOR))
+
+
 #: What is accepted of a peer, what else it states, and what becomes of it (part of a refusal).
 PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     "another release": (local, differing(named("0.32.0")), Stock),
@@ -92,8 +98,16 @@ PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     "a release without leases": (
         local, differing(named("0.21.0")), "only 0.33.0 keeps blocks by leases",
     ),
-    "a backend with keys by column": (
-        local, differing(named(backend="CPU_ATTN")), "packed, keys by column",
+    "a backend with keys by column": (local, differing(named(backend="CPU_ATTN")), Read),
+    "a backend with keys by row": (
+        lambda: by_column(backend="CPU_ATTN"), differing(named(backend="FLASHINFER")), Read,
+    ),
+    "a backend with keys by column, of another release": (
+        local, differing(named("0.32.0", "CPU_ATTN")), Read,
+    ),
+    "a backend whose keys may be in tiles": (
+        lambda: replace_keys(of_two_bytes()), differing(named(backend="CPU_ATTN")),
+        "--dtype float32",
     ),
     "a backend of latents": (local, differing(named(backend="FLASHMLA")), "are latents"),
     "a backend that nobody knows": (

@@ -131,6 +131,12 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         local, lambda: peer(block_tokens=64, attn_backend_name="FLASHINFER"),
         "VLLM_ATTENTION_BACKEND",
     ),
+    "another backend whose rows lie elsewhere": (
+        local, lambda: peer(attn_backend_name="CPU_ATTN"), "KVPATCH_ACCEPT=attn_backend",
+    ),
+    "a device's backend beside a CPU's, which vLLM reorders": (
+        lambda: by_column(backend="CPU_ATTN"), peer, Stock,
+    ),
     "keys by column": (by_column, lambda: peer(block_tokens=64), Read),
     "keys by column, tokens before heads": (
         by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",

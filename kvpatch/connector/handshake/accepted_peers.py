@@ -1,12 +1,14 @@
 """Whether a peer that differs in what ``KVPATCH_ACCEPT`` names holds what we take it to hold.
 
-Its hash has said in what it differs, and in nothing else. Engines of one form of cache and of
-releases that mean the same by what they say to each other are then read as any others are.
+Its hash has said in what it differs, and in nothing else. Engines of releases that mean the same
+by what they say to each other are then read as any others are; one whose backend puts the same
+rows elsewhere is read by where that one puts them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.peer_hash.explanation import Explanation
@@ -15,7 +17,8 @@ from kvpatch.connector.local.cache_kinds import Holds
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
-from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.core.releases import FACTS, CacheShape, ReleaseFacts
+from kvpatch.geometry.dimension_order import KeyOrder
 
 #: What both releases must do alike for either to understand the other, and in what words.
 ALIKE = {
@@ -26,11 +29,20 @@ ALIKE = {
 }
 
 
-def check_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> None:
-    """Whether what is accepted of a peer leaves its bytes what they are.
+#: What the table of releases says behind a form whose keys lie by column.
+_BY_COLUMN = ", keys by column"
+
+#: Of an element, where a CPU's keys are in tiles on no processor.
+_UNTILED_BYTES = 4
+
+
+def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
+    """A peer of which something is accepted, with how its blocks differ from ours by that.
+
+    Its backend is ours then, as far as anybody asks: what differs by the backend is stated.
 
     Raises:
-        PeerRefused: it does not, or nobody here knows.
+        PeerRefused: its bytes mean another thing, or nobody here knows where they lie.
     """
     theirs = FACTS.get(named.release)
     if theirs is None:
@@ -41,7 +53,18 @@ def check_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation)
     _check_statement(named, peer)
     _check_contents(named, ours)
     _check_protocol(ours, theirs, peer)
-    _check_forms(ours, theirs, named)
+    own_form, form = _forms(ours, theirs, named)
+    peer = replace(peer, backend=ours.backend)
+    if form == own_form:
+        return peer
+    shape, keys = _shape_and_keys(form)
+    if keys is KeyOrder.COLUMN_MAJOR and ours.item_bytes != _UNTILED_BYTES:
+        raise PeerRefused(
+            f"{named.backend} tiles keys of {ours.item_bytes} bytes on a CPU with AMX, and the "
+            "handshake does not say so",
+            "use --dtype float32 on both sides, or one attention backend",
+        )
+    return replace(peer, cache_shape=shape, key_order=keys)
 
 
 def by_its_hash(ours: LocalGeometry, peer: AgentMetadata) -> AgentMetadata:
@@ -107,10 +130,14 @@ def _check_protocol(ours: LocalGeometry, theirs: ReleaseFacts, peer: AgentMetada
         )
 
 
-def _check_forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) -> None:
-    """Whether both backends put the same bytes in one place."""
+def _forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) -> tuple[str, str]:
+    """How our tensors begin and how its do, which hold the same rows of tokens.
+
+    Raises:
+        PeerRefused: they do not, or nobody knows how it puts them.
+    """
     form, other = ours.facts.form_of(ours.backend), theirs.form_of(named.backend)
-    if form is None or form != other:
+    if form is None or other is None or not _are_read(form, other, ours.facts):
         raise PeerRefused(
             f"blocks of {named.backend} in vLLM {theirs.release} are {other or 'not known here'}, "
             f"and those of {ours.backend} in {ours.facts.release} {form or 'not known here'}",
@@ -121,3 +148,18 @@ def _check_forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) 
             "this release's handshake does not say how a backend cuts its blocks",
             "use one attention backend on both sides, or vLLM 0.21 or later",
         )
+    return form, other
+
+
+def _are_read(form: str, other: str, facts: ReleaseFacts) -> bool:
+    """Whether two forms are one, or rows of tokens of which a layout's name says where they lie."""
+    shapes = {one.removesuffix(_BY_COLUMN) for one in (form, other)}
+    return form == other or (shapes == {"packed"} and facts.names_layouts)
+
+
+def _shape_and_keys(form: str) -> tuple[CacheShape, KeyOrder]:
+    """What the table of releases says of a form of rows."""
+    shape = form.removesuffix(_BY_COLUMN)
+    by_column = form.endswith(_BY_COLUMN)
+    keys = KeyOrder.COLUMN_MAJOR if by_column else KeyOrder.ROW_MAJOR
+    return next(one for one in get_args(CacheShape) if one == shape), keys

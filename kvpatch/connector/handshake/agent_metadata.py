@@ -12,6 +12,7 @@ from kvpatch.connector.handshake.peer_hash.explanation import Explanation
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import CacheShape, ReleaseFacts
 from kvpatch.core.text import shown
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import inner_layout
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
@@ -42,8 +43,9 @@ class AgentMetadata:
         shares_tokens: whether its ranks share out the tokens of a block (from 0.29).
         named: how its engine differs from ours, by its hash; None where it has ours, or none.
         releases: that it may be of, where none of them speaks as ours does; empty for any other.
-        cache_shape: how its tensors begin, where it is of another release; None where that is
-            not known.
+        cache_shape: how its tensors begin, where it is of another release or has a backend whose
+            blocks are another's; None for as ours, and where that is not known.
+        key_order: how its keys lie in a block, where it has such a backend; None for as ours.
     """
 
     engine_id: str
@@ -67,6 +69,7 @@ class AgentMetadata:
     named: Explanation | None = None
     releases: tuple[str, ...] = ()
     cache_shape: CacheShape | None = None
+    key_order: KeyOrder | None = None
 
     @property
     def inner_layout(self) -> str | None:

@@ -28,8 +28,9 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
             "that states the backend's nobody knows whether its has too",
             "use one allocator on both sides, and set ENABLE_KVPATCH on P",
         )
-    if peer.cache_shape is not None:  # of another release: what it says was put into our words
+    if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
+    _refuse_other_rows(ours, peer)
     same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
         return True
@@ -69,6 +70,22 @@ def _has_heads_in_pieces(ours: LocalGeometry) -> bool:
 
 
 # --- what nobody can tell of a peer of another geometry ------------------------------------
+
+
+def _refuse_other_rows(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Refuses a peer of which no hash was compared, and whose backend puts rows elsewhere.
+
+    The release takes them for ours, but into a CPU's cache, where it reorders them.
+    """
+    theirs, own = (ours.facts.form_of(name) for name in (peer.backend or "", ours.backend))
+    if None in (theirs, own) or theirs == own or ours.key_order is KeyOrder.COLUMN_MAJOR:
+        return
+    raise PeerRefused(
+        f"its attention backend is {peer.backend}, whose blocks are {theirs}, and ours "
+        f"{ours.backend}, whose blocks are {own}",
+        "set KVPATCH_ACCEPT=attn_backend here, and leave enforce_handshake_compat on, which has "
+        "its hash compared, or use one attention backend on both sides",
+    )
 
 
 def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvpatch.connector.handshake.accepted_peers import by_its_hash, check_accepted
+from kvpatch.connector.handshake.accepted_peers import as_accepted, by_its_hash
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.compatibility import is_compatible
 from kvpatch.connector.handshake.other_releases import with_cache_shape
@@ -143,8 +143,7 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
             is_plain = local.is_plain and not (local.reads_all or local.is_shown)
             peer = with_cache_shape(ours, by_its_hash(ours, peer), is_plain=is_plain)
         elif peer.named is not None:
-            check_accepted(ours, peer, peer.named)
-            peer = replace(peer, backend=ours.backend)  # with blocks of one form
+            peer = as_accepted(ours, peer, peer.named)
         has_plain_states = bool(ours.states) and peer.form is None and not local.is_shown
         if has_plain_states and peer.tp_size != ours.tp_size:  # which the release alone splits
             check_blocks(ours, peer)

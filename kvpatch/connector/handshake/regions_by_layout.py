@@ -6,7 +6,11 @@ from collections.abc import Mapping
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.block_shapes import BlockShape, shape_at_peer, tokens_of
-from kvpatch.connector.handshake.remote_planes import dense_planes, page_bytes_at
+from kvpatch.connector.handshake.remote_planes import (
+    dense_planes,
+    key_order_of_peer,
+    page_bytes_at,
+)
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_page_bytes
 from kvpatch.core.errors import PeerRefused
@@ -133,7 +137,7 @@ def _slice_planes(
     peer: AgentMetadata,
 ) -> tuple[Plane, ...]:
     axes = block_axes(str(peer.layout))
-    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+    if key_order_of_peer(ours, peer) is KeyOrder.COLUMN_MAJOR:
         if inner_layout_of_axes(axes) == "NHD" and region_slice.heads > 1:
             raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
         axes = BY_COLUMN

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvpatch.connector.handshake.agent_metadata import MOST_TOKENS, AgentMetadata
 from kvpatch.connector.handshake.block_shapes import heads_of, shape_at_peer
-from kvpatch.connector.handshake.remote_planes import dense_planes
+from kvpatch.connector.handshake.remote_planes import dense_planes, key_order_of_peer
 from kvpatch.connector.handshake.split_kv import by_peers_regions, kv_split_of_peer
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.registered_caches import LayerCache
@@ -125,7 +125,7 @@ def _region_planes(
 
 def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
     """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
-    if ours.key_order is KeyOrder.COLUMN_MAJOR:
+    if key_order_of_peer(ours, peer) is KeyOrder.COLUMN_MAJOR:
         return BY_COLUMN
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.

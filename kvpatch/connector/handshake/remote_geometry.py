@@ -1,9 +1,10 @@
 """Where a peer's layers lie: its planes, from what it states and from how our own layers lie.
 
-Both ends run one model and one attention backend (the release compares them), so the peer holds
-the same contents in the same form. In releases <= 0.28 a region of the peer holds what our region
-of the same number holds; only sizes and the order of heads and tokens differ, and the peer states
-those. From 0.29 on regions differ too, and follow from the layout's name.
+Both ends run one model, so the peer holds the same contents, and in the same form, but where its
+attention backend or its release is another, which is then said of it. In releases <= 0.28 a region
+of the peer holds what our region of the same number holds; only sizes and the order of heads and
+tokens differ, and the peer states those. From 0.29 on regions differ too, and follow from the
+layout's name.
 """
 
 from __future__ import annotations

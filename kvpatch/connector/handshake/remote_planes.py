@@ -8,6 +8,7 @@ from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.block_shapes import BlockShape, heads_of
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.registered_caches import LayerCache
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import Axes, DenseBlocks, row_bytes
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Plane
@@ -16,6 +17,11 @@ from kvpatch.geometry.plane import Content, Plane
 def peer_memory(ours: LocalGeometry, peer: AgentMetadata) -> Memory:
     """Where a peer's regions lie; in memory of our kind where it does not say."""
     return Memory(peer.memory_kind or ours.memory.kind, peer.device_id)
+
+
+def key_order_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> KeyOrder:
+    """How keys lie in a block of a peer's."""
+    return peer.key_order or ours.key_order
 
 
 def dense_planes(
@@ -37,7 +43,7 @@ def dense_planes(
         shape.tokens,
         shape.first_head,
         peer_memory(ours, peer),
-        ours.key_order,
+        key_order_of_peer(ours, peer),
     ).planes(members)
 
 

@@ -1,0 +1,106 @@
+"""P and D of one release with two attention backends, whose blocks hold the same rows elsewhere.
+
+Keys by row, and by column (a CPU's). P is stock, the hash says which backend it has, and D with
+kvpatch accepts that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpatch.core.releases import FACTS
+from kvpatch.planning.ours import judged_by_kvpatch
+from kvpatch.planning.pair import Outcome
+from tests.planning.cells import pair_of, request_of
+
+from .case import EngineSpec, Family, Sabotage
+from .host import Lab
+from .test_named_factors import BACKEND, SPEC, assert_identical, assert_refused, pair
+
+pytestmark = pytest.mark.lab
+
+NAMES: dict[Family, str] = {
+    "flash": "FLASH_ATTN",
+    "flashinfer": "FLASHINFER",
+    "triton": "TRITON_ATTN",
+    "cpu": "CPU_ATTN",
+}
+PAIRS = [(p, d) for p in NAMES for d in NAMES if p != d]
+
+
+@pytest.fixture(autouse=True)
+def _release_names_layouts(lab: Lab) -> None:
+    if not FACTS[lab.release].names_layouts:
+        pytest.skip("backends with other rows are refused on this release")
+
+
+def _spec(family: Family, **changes: object) -> EngineSpec:
+    return replace(SPEC, family=family, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (64, 32), (32, 64)])
+@pytest.mark.parametrize(("p", "d"), PAIRS)
+def test_unlike_backends_are_read(
+    lab: Lab, p: Family, d: Family, p_tokens: int, d_tokens: int, tmp_path: Path
+) -> None:
+    """And ``kvpatch plan`` says so."""
+    case = pair(_spec(p, block_tokens=p_tokens), _spec(d, block_tokens=d_tokens), BACKEND)
+
+    assert_identical(lab.run(case))
+    planned = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
+    assert planned.verdict.outcome is Outcome.IDENTICAL, planned
+
+
+@pytest.mark.parametrize(("p_layout", "d_layout"), [("NHD", "NHD"), ("HND", "NHD")])
+@pytest.mark.parametrize("p", ["cpu", "flashinfer"])
+def test_in_other_layouts(lab: Lab, p: Family, p_layout: str, d_layout: str) -> None:
+    if p == "cpu":  # which has one layout, whatever it is called
+        p_layout = "HND"
+
+    report = lab.run(pair(_spec(p, layout=p_layout), _spec("flash", layout=d_layout), BACKEND))
+
+    assert_identical(report)
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("p", "d"), [("cpu", "flash"), ("flash", "cpu"), ("flashinfer", "flash")])
+def test_with_unlike_ranks(lab: Lab, p: Family, d: Family, p_ranks: int, d_ranks: int) -> None:
+    report = lab.run(pair(_spec(p, tp_size=p_ranks), _spec(d, tp_size=d_ranks), BACKEND))
+
+    assert_identical(report)
+
+
+def test_a_cpus_own_keys_of_two_bytes_are_known_and_its_peers_are_not(lab: Lab) -> None:
+    """With AMX bfloat16 is in tiles, and a handshake says neither the one nor the other."""
+    rows, columns = (_spec(family, dtype="float16") for family in ("flash", "cpu"))
+
+    assert_identical(lab.run(pair(rows, columns, BACKEND)))
+    report = lab.run(pair(columns, rows, BACKEND))
+    assert_refused(report, "tiles keys of 2 bytes on a CPU with AMX", "--dtype float32")
+
+
+# -- what must be noticed ------------------------------------------------------------------
+
+
+def test_rows_under_a_backends_name_whose_keys_lie_by_column_are_noticed(lab: Lab) -> None:
+    """P has FlashAttention's tensors, and says that they are a CPU's: as many bytes, elsewhere."""
+    report = lab.run(pair(accept=BACKEND, backend="CPU_ATTN"))
+
+    assert report.outcome == "corrupt", report
+
+
+@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
+@pytest.mark.parametrize(("p", "d"), [("cpu", "flash"), ("flash", "cpu"), ("flashinfer", "flash")])
+def test_a_spoilt_cache_is_noticed(lab: Lab, p: Family, d: Family, sabotage: Sabotage) -> None:
+    report = lab.run(pair(_spec(p), _spec(d), BACKEND), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+
+
+def test_without_the_factor_nothing_is_read(lab: Lab) -> None:
+    report = lab.run(pair(_spec("cpu"), _spec("flash")))
+
+    assert_refused(report, "P runs CPU_ATTN; this engine runs FLASH_ATTN")
