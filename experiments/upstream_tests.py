@@ -30,6 +30,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tests.releases.archives import unpack
+
 _HERE = Path(__file__).resolve().parent
 _CACHE = _HERE.parent / ".cache"
 _UNIT_TESTS = Path("tests/v1/kv_connector/unit")
@@ -153,7 +155,7 @@ def fetch_tests(release: str, folder: Path, console: Console) -> Path:
         archive = _download(release, Path(scratch), console)
         unpacked = Path(scratch) / "source"
         with tarfile.open(archive) as tar:
-            tar.extractall(unpacked, _test_members(tar), filter="data")
+            unpack(tar, unpacked, _test_members(tar))
         if not (unpacked / _UNIT_TESTS).is_dir():
             raise CannotRun(f"{archive.name} has no {_UNIT_TESTS}")
         # Renamed only when it is whole: an interrupted fetch leaves nothing half-done.

@@ -24,6 +24,7 @@ import httpx
 from filelock import FileLock
 
 from . import cache
+from .archives import unpack
 from .fetch import FetchFailed
 
 #: The newest release, which the lab runs.
@@ -82,7 +83,7 @@ def _fetch(version: str, final: Path) -> None:
         )
     with tempfile.TemporaryDirectory(dir=final.parent, prefix=f".{version}-") as scratch:
         with tarfile.open(fileobj=io.BytesIO(answer.content)) as archive:
-            archive.extractall(scratch, filter="data")
+            unpack(archive, Path(scratch))
         (unpacked,) = Path(scratch).iterdir()
         unpacked.replace(final)
 
