@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pickle
 import random
@@ -16,6 +17,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -288,6 +290,7 @@ class Lab:
             total_elements=total,
             moved_tokens=moved,
             stray_bytes=stray,
+            touching=sum(map(_touching, answers)),
             descriptors=counts[0],
             registrations=counts[1],
             prepared=counts[2],
@@ -324,6 +327,13 @@ class Lab:
         theirs.close()
         pid = int(self._control.recv(64))
         return Engine(Connection(ours.detach()), pid, log, kind)
+
+
+def _touching(answer: str) -> int:
+    """How many of P's blocks of a request lie right behind the one before, of all its groups."""
+    ids = json.loads(answer)["remote_block_ids"] or []
+    groups = ids if isinstance(ids[0] if ids else None, list) else [ids]
+    return sum(later == block + 1 for group in groups for block, later in pairwise(group))
 
 
 def _without_answer(phase: str, failure: Failure) -> Report:
