@@ -103,6 +103,7 @@ class ReleaseFacts:
         books_cuts_of_peers: a worker books how a peer's blocks are cut, by the bytes of its states.
         keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
         expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
+        expands_by_own_cut: it expands them to as many kernel blocks as one of its own blocks has.
         has_cache_groups: the connector is handed the plan, which has groups of layers.
         counts_tokens_of_failed: the scheduler looks at a step's tokens where loads failed.
         counts_one_head: a P of as many ranks as heads is taken for one that shares them.
@@ -183,6 +184,7 @@ class ReleaseFacts:
     books_cuts_of_peers: bool = False
     keeps_aborted_blocks: bool = True
     expands_remote_blocks: bool = False
+    expands_by_own_cut: bool = False
     has_cache_groups: bool = False
     counts_tokens_of_failed: bool = False
     counts_one_head: bool = False
@@ -492,6 +494,7 @@ _0_20_0 = replace(
     books_cuts_of_peers=True,
     counts_prefix_hits=True,
     expands_remote_blocks=False,
+    expands_by_own_cut=True,
     counts_one_head=False,
 )
 _0_20_1 = replace(
@@ -516,6 +519,7 @@ _0_22_0 = replace(
     release="0.22.0",
     generation="g0220",
     connector_version=4,
+    expands_by_own_cut=False,
     failed_loads="by the first",
     listens_by_host=True,
     grants_leases=True,

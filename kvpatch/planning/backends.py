@@ -81,6 +81,12 @@ class Backend:
         ignores = self.name == "TRITON_ATTN" and facts.topology != "transfer_topo"
         return "NHD" if ignores else asked
 
+    def is_unregistered(self, facts: ReleaseFacts) -> bool:
+        """Whether the release takes its blocks for a layer's keys and values (0.11.0's Triton)."""
+        if facts.states_block_size or self.is_mla or self.name == "FLASHINFER":
+            return False  # from 0.11.1 on it looks at the shape
+        return self.order(facts) == BLOCKS_FIRST
+
     @property
     def key_order(self) -> KeyOrder:
         """How keys lie in a block, where they are not in tiles."""

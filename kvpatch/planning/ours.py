@@ -30,7 +30,7 @@ from kvpatch.planning.caches import RankCache, rank_cache
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.factors import uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
-from kvpatch.planning.stock import start_problem, stock_verdict
+from kvpatch.planning.stock import start_problem, stock_verdict, unregistered
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
         found = start_problem(engine)
         if found is not None:
             return Judged(found, "refused")
+        if engine.backend.is_unregistered(engine.facts):
+            return Judged(Verdict(Outcome.REFUSED_AT_START, *unregistered(engine)), "refused")
     unseen = next(uncompared_factors(pair), None)
     if unseen is not None:
         return Judged(Verdict(Outcome.REFUSED, str(unseen), unseen.cure), "refused")

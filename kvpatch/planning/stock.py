@@ -35,7 +35,7 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
     if pair.decode.model.state_layers and pair.prefill.tp_size != pair.decode.tp_size:
         raise CannotPlan("recurrent state between other numbers of ranks is not planned for")
     for engine in (pair.prefill, pair.decode):
-        found = start_problem(engine)
+        found = start_problem(engine) or _registers_otherwise(engine)
         if found is not None:
             return found
     refusal = next(_refusals(pair), None)
@@ -71,6 +71,22 @@ def start_problem(engine: PlannedEngine) -> Verdict | None:
     return None
 
 
+def _registers_otherwise(engine: PlannedEngine) -> Verdict | None:
+    if not engine.backend.is_unregistered(engine.facts):
+        return None
+    reason, cure = unregistered(engine)
+    return Verdict(Outcome.CRASH, f"{reason}, and D ends at the first request", cure)
+
+
+def unregistered(engine: PlannedEngine) -> tuple[str, str]:
+    """What is wrong with a cache that the release takes for another, and what helps."""
+    return (
+        f"{engine.role}: vLLM {engine.facts.release} takes blocks of {engine.backend.name} for a "
+        "layer's keys and values",
+        "use another attention backend, or vLLM 0.11.1 or later",
+    )
+
+
 # --- the handshake -----------------------------------------------------------------
 
 
@@ -91,10 +107,16 @@ def _refusals(pair: Pair) -> Iterator[_Refusal]:
     """The checks that a peer does not pass, in the order of the release."""
     p, d = pair.prefill, pair.decode
     facts = d.facts
-    yield from _unlike_factors(pair)
+    if facts.encodes_metadata:
+        yield from _unlike_factors(pair, is_booked=False)
     smaller, larger = sorted((p.tp_size, d.tp_size))
     if larger % smaller or (facts.meets_one_rank and p.tp_size > d.tp_size):
         yield _Refusal(f"P has {p.tp_size} ranks and D {d.tp_size}", _SAME_RANKS, is_booked=False)
+    if facts.compares_block_sizes_first and p.kernel_tokens > d.kernel_tokens:
+        said = f"P's blocks have {p.kernel_tokens} tokens and D's {d.kernel_tokens}"
+        yield _Refusal(f"{said}: larger ones are not read", _SAME_BLOCKS, is_booked=False)
+    if not facts.encodes_metadata:
+        yield from _unlike_factors(pair, is_booked=True)
     if facts.states_block_size:
         yield from _unlike_blocks(pair)
         yield from _unlike_layouts(pair)
@@ -103,16 +125,14 @@ def _refusals(pair: Pair) -> Iterator[_Refusal]:
         yield _Refusal("a block of P has other bytes than one of D", _SAME_BLOCKS)
 
 
-def _unlike_factors(pair: Pair) -> Iterator[_Refusal]:
+def _unlike_factors(pair: Pair, *, is_booked: bool) -> Iterator[_Refusal]:
     for factor in compared_factors(pair):
-        yield _Refusal(str(factor), factor.cure, is_booked=False)
+        yield _Refusal(str(factor), factor.cure, is_booked)
 
 
 def _unlike_blocks(pair: Pair) -> Iterator[_Refusal]:
     theirs, ours = pair.prefill.kernel_tokens, pair.decode.kernel_tokens
     said = f"P's blocks have {theirs} tokens and D's {ours}"
-    if pair.decode.facts.compares_block_sizes_first and theirs > ours:
-        yield _Refusal(f"{said}: larger ones are not read", _SAME_BLOCKS, is_booked=False)
     if ours % theirs:
         yield _Refusal(f"{said}, no multiple of P's", _SAME_BLOCKS)
     if pair.decode.has_groups and theirs != ours and not pair.decode.facts.joins_in_groups:
@@ -221,8 +241,11 @@ def _read(pair: Pair, request: Request) -> Verdict:
             is_right = False
         if not is_right:
             return Verdict(Outcome.WRONG, _why_wrong(pair), _how_alike(pair))
-    if p.parts != d.parts and not d.facts.states_kernel_blocks:
-        return _cut_otherwise(pair, request)
+    if p.parts != d.parts:
+        if not d.facts.states_kernel_blocks:
+            return _cut_otherwise(pair, request)
+        if d.facts.expands_by_own_cut and p.parts > 1:
+            return _expanded_otherwise(pair, request)
     if not _pairs_by_token(pair, request):
         return Verdict(
             Outcome.WRONG,
@@ -246,6 +269,20 @@ def _cut_otherwise(pair: Pair, request: Request) -> Verdict:
         Outcome.CRASH if wanted > named else Outcome.WRONG,
         f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks and D's of "
         f"{d.block_tokens} are {d.parts}, which the handshake does not say",
+        _SAME_BLOCKS,
+    )
+
+
+def _expanded_otherwise(pair: Pair, request: Request) -> Verdict:
+    """0.21 D names as many kernel blocks in each of P's blocks as its own blocks have."""
+    p, d = pair.prefill, pair.decode
+    named = -(-request.tokens // p.block_tokens) * d.parts
+    wanted = (-(-request.tokens // d.block_tokens) - request.cached // d.block_tokens) * d.parts
+    ends = wanted > named and p.kernel_tokens == d.kernel_tokens  # else the list is cut
+    return Verdict(
+        Outcome.CRASH if ends else Outcome.WRONG,
+        f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks, of which vLLM "
+        f"{d.facts.release} reads {d.parts}, as many as there are in D's own",
         _SAME_BLOCKS,
     )
 
@@ -304,7 +341,7 @@ def _is_compatible(pair: Pair, rank: int) -> bool:
             peer,
             block_tokens=pair.prefill.kernel_tokens,
             kernel_blocks_per_block=ours.kernel_blocks_per_block,
-            layout=peer.layout or pair.prefill.inner_layout,
+            layout=peer.layout or (pair.prefill.inner_layout if ours.has_heads else ours.layout),
         )
         for peer in theirs
     )

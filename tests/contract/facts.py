@@ -466,6 +466,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
     "expands_remote_blocks": _expands_remote_blocks,
+    "expands_by_own_cut": lambda s: (
+        "np.arange(local_ratio)" in s.body(s.worker, "_logical_to_remote_kernel_block_ids")
+    ),
     "has_cache_groups": _has_cache_groups,
     "counts_tokens_of_failed": lambda s: (
         "num_scheduled_tokens"

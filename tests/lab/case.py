@@ -343,8 +343,9 @@ class Report:
     moved_tokens: int = 0
     #: Bytes written outside the requests' own blocks.
     stray_bytes: int = 0
-    #: Pairs of P's blocks, one behind the other in a request, that lie so in P's cache too.
-    touching: int = 0
+    #: Pairs of P's blocks, one behind the other in a request, that lie so in P's cache too: as each
+    #: run's shuffled pool has it, thus no part of what two runs are compared by.
+    touching: int = field(default=0, compare=False)
     #: NIXL descriptors in the READs that D posted, but for those of its own memory.
     descriptors: int = 0
     #: Memory regions that D's worker registered, but for the one that reads are measured in.
