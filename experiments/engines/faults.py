@@ -42,13 +42,18 @@ async def kill_and_restart(engine: Engine, client: httpx.AsyncClient, timeout_s:
 
     The log of the one that was killed is kept beside the new one's.
     """
-    with suppress(EngineFailed):  # it has ended by itself
-        _signal(engine, signal.SIGKILL)
-    await asyncio.to_thread(engine.stop)  # reaps it
+    await kill(engine)
     killed = len(list(engine.log.parent.glob(f"{engine.log.stem}.killed-*.log")))
     engine.log.rename(engine.log.with_name(f"{engine.log.stem}.killed-{killed}.log"))
     engine.start()
     await engine.ready(client, timeout_s)
+
+
+async def kill(engine: Engine) -> None:
+    """kill -9 of all of an engine's processes."""
+    with suppress(EngineFailed):  # it has ended by itself
+        _signal(engine, signal.SIGKILL)
+    await asyncio.to_thread(engine.stop)  # reaps it
 
 
 def is_alive(engine: Engine) -> bool:

@@ -1,13 +1,17 @@
-"""The table of heterogeneous pairs: which engines each row is made of. Pure."""
+"""The table of heterogeneous pairs: which engines each row is made of.
+
+Pure, but for environments of other releases, which are made where a row of theirs is set up.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
+from experiments.engines.releases import python_of
 from kvpatch.core.errors import BadOptions
 from kvpatch.verify.engine import TRANSFER_CONFIG, EngineSpec
 from kvpatch.verify.setups import Setup, small_engine
@@ -35,6 +39,7 @@ _TORCH_ATTENTION = (
     "--worker-extension-cls",
     "experiments.engines.torch_attention.TorchCacheProbe",
 )
+_ROWS_IN_TORCH = ("--worker-extension-cls", "experiments.engines.rows_in_torch.RowsProbe")
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,16 @@ class Side:
     Attributes:
         layout: NHD or HND; None where the backend has one only.
         kvcached: where kvcached allocates the cache, as what.
+        release: vLLM's, which has an environment of its own; None for the run's.
+        rows: whether it keeps keys in rows under FlexAttention's name, beside CPUs' by column.
     """
 
     block_tokens: int
     ranks: int = 1
     layout: str | None = None
     kvcached: Kvcached | None = None
+    release: str | None = None
+    rows: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.block_tokens)]
@@ -59,6 +68,10 @@ class Side:
             parts.append(self.layout)
         if self.kvcached:
             parts.append(self.kvcached)
+        if self.release:
+            parts.append(f"on vLLM {self.release}")
+        if self.rows:
+            parts.append("in rows")
         return " ".join(parts)
 
 
@@ -109,7 +122,20 @@ class Row:
 
         With recurrent state they stop a token before the end.
         """
-        return not self.single.has_state and all(side.ranks == 1 for side in self.prefill)
+        computes_alike = all(
+            side.ranks == 1 and side.release is None and not side.rows for side in self.prefill
+        )
+        return computes_alike and not self.single.has_state
+
+    @property
+    def accepts(self) -> str:
+        """What D is told to accept (``KVPATCH_ACCEPT``)."""
+        sides = (*self.prefill, self.decode)
+        unlike = {
+            "vllm_version": len({side.release for side in sides}) > 1,
+            "attn_backend": len({side.rows for side in sides}) > 1,
+        }
+        return ",".join(name for name, differs in unlike.items() if differs)
 
 
 _WINDOW = Single(model="window")
@@ -136,6 +162,14 @@ ROWS: tuple[Row, ...] = (
     Row("hybrid-64-64", (Side(64),), Side(64), _HYBRID),
     Row("hybrid-128-64", (Side(128),), Side(64), _HYBRID),
     Row("hybrid-64-128", (Side(64),), Side(128), _HYBRID),
+    Row("0.31-0.32", (Side(64, release="0.31.0"),), Side(64)),
+    Row("0.32-0.31", (Side(64),), Side(64, release="0.31.0")),
+    Row("0.31-0.32-128-32", (Side(128, release="0.31.0"),), Side(32)),
+    Row("0.32-0.28-128-32", (Side(128),), Side(32, release="0.28.0")),
+    Row("rows-cpu", (Side(64, rows=True),), Side(64)),
+    Row("cpu-rows", (Side(64),), Side(64, rows=True)),
+    Row("rows-cpu-128-32", (Side(128, rows=True),), Side(32)),
+    Row("cpu-rows-32-128", (Side(32),), Side(128, rows=True)),
     Row("host-64-64", (Side(64),), Side(64), host_buffer_bytes=_EIGHTH_BYTES),
     Row("host-128-32", (Side(128),), Side(32), host_buffer_bytes=_EIGHTH_BYTES),
     Row(
@@ -212,7 +246,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
         row.decode,
         model,
         kvpatch=True,
-        settings=buffer,
+        settings={**buffer, "KVPATCH_ACCEPT": row.accepts} if row.accepts else buffer,
     )
     return Setup("stock", prefill, (stock,)), Setup("kvpatch", prefill, (patched,))
 
@@ -231,6 +265,8 @@ def _engine(
         arguments += ("--tensor-parallel-size", str(side.ranks))
     if single.torch_attention:
         arguments += _TORCH_ATTENTION
+    if side.rows:
+        arguments += _ROWS_IN_TORCH
     if single.has_state:
         arguments += ("--no-enable-prefix-caching",)
     environment = dict(settings)
@@ -250,6 +286,7 @@ def _engine(
     if side.layout is not None:
         environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
     dtype = CUDA_DTYPE if single.cuda else DTYPE
-    return small_engine(
+    spec = small_engine(
         name, model, dtype, arguments, connector, kvpatch, tuple(environment.items())
     )
+    return replace(spec, python=python_of(side.release))

@@ -70,6 +70,7 @@ class EngineSpec:
         connector: whether it gets a NixlConnector.
         kvpatch: whether ``ENABLE_KVPATCH`` is set in its environment.
         environment: variables on top of the inherited ones.
+        python: of the environment whose vLLM it is; empty for the one that this runs in.
     """
 
     name: str
@@ -78,6 +79,7 @@ class EngineSpec:
     connector: bool
     kvpatch: bool
     environment: tuple[tuple[str, str], ...] = ()
+    python: str = ""
 
 
 def free_ports(count: int) -> int:
@@ -105,7 +107,8 @@ def command(spec: EngineSpec, port: int) -> list[str]:
     if spec.connector:
         arguments += ["--kv-transfer-config", json.dumps(TRANSFER_CONFIG)]
     arguments += spec.arguments  # last, so that they override
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    python = spec.python or sys.executable
+    return [python, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
 
 def environment(

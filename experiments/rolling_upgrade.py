@@ -1,0 +1,448 @@
+"""Engines are replaced by ones of another release while requests run: is an answer wrong?
+
+    experiments/rolling_upgrade.sh [--old 0.31.0] [--new 0.32.0] [--requests 60]
+
+vLLM's servers on the CPU with a tiny random Llama, each release in its own environment. P is stock;
+D has kvpatch and KVPATCH_ACCEPT=vllm_version, or is stock too ("stock", a fleet without kvpatch).
+Every answer is held against one engine alone. An upgrade replaces both engines, one
+after the other, while eight clients go on asking:
+
+``P first``  P of the new release meets D of the old one, then D follows.
+``D first``  D of the new release meets P of the old one, then P follows.
+
+``beside``   The new engine starts beside the old one. Once it is ready, new requests go to it, and
+             the old one ends when those that it has are over.
+``killed``   kill -9 of the old one among requests; the new one starts in its place, with an engine
+             id of its own, and clients wait for it.
+
+"wrong" are answers with HTTP 200 whose tokens are another engine's than the single one's. "failed"
+are those that an engine said have failed, "broken" those whose connection ended without a word of
+it, as a killed engine's do. "reads" is what both D's have counted of transfers that succeeded.
+
+With --check the exit status is 1 where with kvpatch an answer was wrong, a request was left without
+one, one failed other than by a kill, D's read less than was answered, or stock took no harm: then
+nothing was tried.
+
+A prompt is taken only if the single engine prefers each of its tokens by a margin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from experiments.engines.checkout import importable_in_engines
+from experiments.engines.faults import count, kill
+from experiments.engines.references import Prompt, reference
+from experiments.engines.releases import python_of
+from experiments.engines.routed import ANSWER_TOKENS, TOGETHER, Play
+from experiments.goals import Goal, add_options, conclude, console_of
+from kvpatch.core.errors import BadOptions, EngineFailed, KvpatchError
+from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.run import until_signal
+from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, small_engine
+
+READS = "vllm:nixl_xfer_time_seconds_count"
+"""D's own count of transfers that succeeded."""
+
+_POOL = 400
+"""Prompts, which come again where a run takes longer: D has them in its cache by then or reads."""
+
+_SHORTEST, _LONGEST = 40, 200
+_PAUSE_S = 1.0
+"""Between two requests of a client while an engine starts, which needs the processor."""
+
+_WARM_UP = 2
+_LEASE_S = 30
+"""What failed is not read, and its blocks at P are to be had again while a run lasts."""
+
+ORDERS = ("P first", "D first")
+WAYS = ("beside", "killed")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What became of the requests that were sent between two events of one run.
+
+    Attributes:
+        engines: "stock", or "kvpatch on D".
+        between: releases of P and D, or what was replaced meanwhile.
+        reads: by the counts of all D's, at the run's last phase; None at others.
+    """
+
+    engines: str
+    old: str
+    new: str
+    order: str
+    way: str
+    between: str
+    requests: int
+    right: int
+    wrong: int
+    failed_at_p: int
+    failed_at_d: int
+    broken_at_p: int
+    broken_at_d: int
+    no_answer: int
+    said: dict[str, int]
+    reads: int | None = None
+
+
+@dataclass
+class Books:
+    """Requests by the phase in which they were sent."""
+
+    phase: str = ""
+    sent: dict[str, Counter[str]] = field(default_factory=dict)
+    said: dict[str, Counter[str]] = field(default_factory=dict)
+
+    def begin(self, phase: str) -> None:
+        """From now on requests are of this phase."""
+        self.phase = phase
+        self.sent[phase], self.said[phase] = Counter(), Counter()
+
+    @property
+    def answered(self) -> int:
+        """Requests of the present phase whose end is known."""
+        return self.sent[self.phase].total()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One upgrade."""
+
+    old: str
+    new: str
+    order: str
+    way: str
+    has_kvpatch: bool
+    model: str
+
+    @property
+    def engines(self) -> str:
+        """For tables."""
+        return "kvpatch on D" if self.has_kvpatch else "stock"
+
+    def spec(self, side: str, release: str) -> EngineSpec:
+        """P or D of a release."""
+        on = self.has_kvpatch and side == "D"
+        name = f"{self.order[0]}-{self.way}-{'kvpatch' if self.has_kvpatch else 'stock'}"
+        extra = {"kv_lease_duration": _LEASE_S}
+        config = {**TRANSFER_CONFIG, "kv_connector_extra_config": extra}
+        arguments = (
+            *("--block-size", "32", "--max-num-seqs", "16"),
+            *("--num-gpu-blocks-override", "1024"),
+            *("--kv-transfer-config", json.dumps(config)),
+        )
+        accepted = (("KVPATCH_ACCEPT", "vllm_version"),) if on else ()
+        spec = small_engine(
+            f"{name}-{side}-{release}", self.model, "float32", arguments, True, on, accepted
+        )
+        return replace(spec, python=python_of(release))
+
+
+@dataclass
+class Fleet:
+    """The engines of a run, of which one after the other is replaced under way."""
+
+    run: Run
+    play: Play
+    books: Books
+    prompts: Iterator[Prompt]
+    each: int
+    reads: int = 0
+    _stops: bool = False
+    _is_up: asyncio.Event = field(default_factory=asyncio.Event)
+    _starts: bool = False
+    _under_way: set[int] = field(default_factory=set)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def upgrade(self) -> None:
+        """All phases, beside the clients."""
+        self._is_up.set()
+        self.books.begin(self._between())
+        clients = [asyncio.create_task(self._client()) for _ in range(TOGETHER)]
+        try:
+            await self._until_answered(clients)
+            for side in self.run.order[0], "D" if self.run.order[0] == "P" else "P":
+                self.books.begin(f"{side} is replaced, {self._between()}")
+                await self._replace(side)
+                self.books.begin(self._between())
+                await self._until_answered(clients)
+            self._stops = True
+            await asyncio.gather(*clients)
+        finally:
+            for client in clients:
+                client.cancel()
+        self.reads += await self._reads_of(self.play.decode)
+
+    def _between(self) -> str:
+        return " → ".join(
+            one.spec.name.rpartition("-")[2] for one in (self.play.prefill, self.play.decode)
+        )
+
+    async def _until_answered(self, clients: Sequence[asyncio.Task[None]]) -> None:
+        while self.books.answered < self.each:
+            for client in clients:
+                if client.done():
+                    client.result()  # what it failed with
+            await asyncio.sleep(0.1)
+
+    async def _client(self) -> None:
+        while not self._stops:
+            await self._is_up.wait()
+            phase, number = self.books.phase, next(self._numbers)
+            self._under_way.add(number)
+            outcome = await self.play.served(next(self.prompts))
+            self._under_way.remove(number)
+            self.books.sent[phase][outcome.kind] += 1
+            if outcome.kind not in ("right", "wrong"):
+                self.books.said[phase][f"{outcome.kind}: {outcome.said}"] += 1
+            await asyncio.sleep(_PAUSE_S if self._starts else 0.0)
+
+    async def _replace(self, side: str) -> None:
+        """An engine of the new release where one of the old one was."""
+        old = self.play.prefill if side == "P" else self.play.decode
+        spec = self.run.spec(side, self.run.new)
+        made = Engine(spec, self.play.options.work_dir / f"{spec.name}.log")
+        if self.run.way == "killed":
+            self.reads += await self._reads_of(old) if side == "D" else 0
+            self._is_up.clear()
+            await kill(old)
+        self._starts = True
+        try:
+            made.start()
+            await made.ready(self.play.client, self.play.options.startup_timeout_s)
+        except BaseException:
+            made.stop()
+            raise
+        finally:
+            self._starts = False
+        if side == "P":
+            self.play.prefill = made
+        else:
+            self.play.decode = made
+        self._is_up.set()
+        if self.run.way == "beside":
+            await self._drained()
+            self.reads += await self._reads_of(old) if side == "D" else 0
+            await asyncio.to_thread(old.stop)
+
+    async def _drained(self) -> None:
+        """Until what may have gone to the old engine is over."""
+        begun = set(self._under_way)
+        while begun & self._under_way:
+            await asyncio.sleep(0.1)
+
+    async def _reads_of(self, engine: Engine) -> int:
+        await asyncio.sleep(1.0)  # a step's counts are in /metrics some time after its answer
+        return await count(self.play.client, engine, READS)
+
+
+def phases(fleet: Fleet) -> list[Phase]:
+    """The rows of a run."""
+    run, books = fleet.run, fleet.books
+    rows = [
+        Phase(
+            *(run.engines, run.old, run.new, run.order, run.way, name, sent.total()),
+            *(sent["right"], sent["wrong"], sent["failed_at_p"], sent["failed_at_d"]),
+            *(sent["broken_at_p"], sent["broken_at_d"], sent["no_answer"]),
+            said=dict(books.said[name]),
+        )
+        for name, sent in books.sent.items()
+    ]
+    return [*rows[:-1], replace(rows[-1], reads=fleet.reads)]
+
+
+async def play_run(
+    run: Run,
+    prompts: Sequence[Prompt],
+    each: int,
+    words: Sequence[int],
+    options: Options,
+    console: Console,
+) -> list[Phase]:
+    """One upgrade, from engines of the old release to ones of the new."""
+    # A connection for each request: an idle one that an engine closes is no failure of a request.
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+    specs = (run.spec("P", run.old), run.spec("D", run.old))
+    async with (
+        httpx.AsyncClient(trust_env=False, limits=limits) as client,
+        running(specs, client, options, console) as engines,
+    ):
+        await require_kvpatch_as_asked(client, engines)
+        play = Play(client, options, *engines, words)
+        for prompt in prompts[:_WARM_UP]:
+            outcome = await play.served(prompt)
+            if outcome.kind != "right":
+                raise EngineFailed(f"{outcome.kind} before any upgrade: {outcome.said}")
+        fleet = Fleet(run, play, Books(), itertools.cycle(prompts[_WARM_UP:]), each)
+        try:
+            with progress_bar(console) as progress:
+                title = f"{run.engines}, {run.order}, {run.way}: {run.old} → {run.new}"
+                task = progress.add_task(title, total=None)
+                await fleet.upgrade()
+                progress.update(task, total=1, completed=1)
+        finally:
+            for made in (play.prefill, play.decode):
+                made.stop()
+        return phases(fleet)
+
+
+async def upgrades(
+    runs: Sequence[Run], each: int, options: Options, console: Console
+) -> list[Phase]:
+    """The single engine's answers, then run after run."""
+    small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "512")
+    alone = small_engine("upgrade-single", str(options.model), "float32", small, False, False)
+    chance = random.Random(17)
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        running((alone,), client, options, console) as (single,),
+    ):
+        words = sorted(set(await vocabulary(client, single)))
+        found: list[Prompt] = []
+        with progress_bar(console) as progress:
+            task = progress.add_task("the single engine's answers", total=_POOL)
+            while len(found) < _POOL:
+                asked = [chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST))
+                         for _ in range(TOGETHER)]  # fmt: skip
+                answers = await asyncio.gather(
+                    *(reference(client, single, tuple(one), ANSWER_TOKENS) for one in asked)
+                )
+                found += [prompt for prompt in answers if prompt is not None]
+                progress.update(task, completed=min(_POOL, len(found)))
+    rows = []
+    for run in runs:
+        its = await play_run(run, found, each, words, options, console)
+        console.print(table(its))
+        rows += its
+    return rows
+
+
+def table(rows: Sequence[Phase]) -> Table:
+    """Phase after phase."""
+    shown = Table(title="requests by the engines that they were sent to; wrong: with HTTP 200")
+    for name in (
+        "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
+        "failed at D", "broken at P", "broken at D", "no answer", "reads",
+    ):  # fmt: skip
+        left = name in ("engines", "upgrade", "order", "way", "P → D")
+        shown.add_column(name, justify="left" if left else "right")
+    for row in rows:
+        counts = (row.requests, row.right, row.wrong, row.failed_at_p, row.failed_at_d)
+        rest = (row.broken_at_p, row.broken_at_d, row.no_answer)
+        shown.add_row(
+            *(row.engines, f"{row.old} → {row.new}", row.order, row.way, row.between),
+            *map(str, (*counts, *rest)),
+            "" if row.reads is None else str(row.reads),
+        )
+    return shown
+
+
+def goals(rows: Sequence[Phase]) -> list[Goal]:
+    """Of kvpatch on D, and that stock's engines show what an upgrade does."""
+    ours = [row for row in rows if row.engines != "stock"]
+    stock = [row for row in rows if row.engines == "stock"]
+    found = []
+    for row in ours:
+        where = f"{row.order}, {row.way}, {row.between}"
+        found.append(Goal(f"{where}: wrong answers", row.wrong, 0))
+        found.append(Goal(f"{where}: without an answer", row.no_answer, 0))
+        if row.way == "beside" or "replaced" not in row.between:
+            failed = row.failed_at_p + row.failed_at_d + row.broken_at_p + row.broken_at_d
+            found.append(Goal(f"{where}: failures", failed, 0))
+    for row in ours:
+        if row.reads is None:
+            continue
+        of_run = [one for one in ours if (one.order, one.way) == (row.order, row.way)]
+        # One that is killed takes with it what it had not counted yet.
+        spare = TOGETHER if row.way == "killed" else 0
+        right = sum(one.right for one in of_run) - spare
+        where = f"{row.order}, {row.way}: reads for {right} answers"
+        found.append(Goal(where, row.reads, right, is_least=True))
+    if stock:
+        harmed = sum(row.wrong + row.failed_at_d for row in stock)
+        found.append(Goal("stock: wrong or failed at D", harmed, 1, is_least=True))
+    return found
+
+
+def chosen(text: str, names: Sequence[str], option: str) -> list[str]:
+    """Those of a list by commas.
+
+    Raises:
+        BadOptions: there is none of a name.
+    """
+    asked = [name.strip() for name in text.split(",")]
+    if not set(asked) <= set(names):
+        raise BadOptions(f"{option}: expected some of {', '.join(names)}, found {text!r}")
+    return [name for name in names if name in asked]
+
+
+def main() -> None:
+    """Plays what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--old", default="0.31.0", help="release that is replaced")
+    parser.add_argument("--new", default="0.32.0", help="release in its place; may be older")
+    parser.add_argument("--orders", default=",".join(ORDERS), help="by commas")
+    parser.add_argument("--ways", default=",".join(WAYS), help="by commas")
+    parser.add_argument(
+        "--stock", action="store_true", help="also without kvpatch: the first order and way"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=60, help="before, between and after what is replaced"
+    )
+    parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
+    add_options(parser)
+    options = parser.parse_args()
+    console = console_of(160)
+    importable_in_engines()
+    try:
+        orders = chosen(options.orders, ORDERS, "--orders")
+        ways = chosen(options.ways, WAYS, "--ways")
+        for release in (options.old, options.new):
+            python_of(release)  # minutes where its environment is missing
+        folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-upgrade-"))
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        console.print(f"logs: {folder}", highlight=False)
+        model = str(make_tiny_llama(folder / "model"))
+        runs = [
+            Run(options.old, options.new, order, way, True, model)
+            for order in orders
+            for way in ways
+        ]
+        if options.stock:
+            runs.append(Run(options.old, options.new, orders[0], ways[0], False, model))
+        of_run = Options(work_dir=folder, model=model)
+        rows = until_signal(upgrades(runs, options.requests, of_run, console))
+    except KvpatchError as error:
+        parser.exit(2, f"error: {error}\n")
+    console.print(table(rows))
+    for row in rows:
+        for said, times in sorted(row.said.items()):
+            line = f"{row.engines}, {row.order}, {row.way}, {row.between}: {times} x {said}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    conclude(rows, goals(rows), options, console)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+    main()
