@@ -77,7 +77,7 @@ WAYS = ("beside", "killed")
 
 @dataclass(frozen=True)
 class Phase:
-    """What became of the requests that were sent between two events of one run.
+    """What became of the requests that ended between two events of one run.
 
     Attributes:
         engines: "stock", or "kvpatch on D".
@@ -105,21 +105,21 @@ class Phase:
 
 @dataclass
 class Books:
-    """Requests by the phase in which they were sent."""
+    """Requests by the phase in which they ended."""
 
     phase: str = ""
-    sent: dict[str, Counter[str]] = field(default_factory=dict)
+    ended: dict[str, Counter[str]] = field(default_factory=dict)
     said: dict[str, Counter[str]] = field(default_factory=dict)
 
     def begin(self, phase: str) -> None:
         """From now on requests are of this phase."""
         self.phase = phase
-        self.sent[phase], self.said[phase] = Counter(), Counter()
+        self.ended[phase], self.said[phase] = Counter(), Counter()
 
     @property
     def answered(self) -> int:
         """Requests of the present phase whose end is known."""
-        return self.sent[self.phase].total()
+        return self.ended[self.phase].total()
 
 
 @dataclass(frozen=True)
@@ -206,11 +206,12 @@ class Fleet:
     async def _client(self) -> None:
         while not self._stops:
             await self._is_up.wait()
-            phase, number = self.books.phase, next(self._numbers)
+            number = next(self._numbers)
             self._under_way.add(number)
             outcome = await self.play.served(next(self.prompts))
             self._under_way.remove(number)
-            self.books.sent[phase][outcome.kind] += 1
+            phase = self.books.phase  # a killed engine's requests end with it
+            self.books.ended[phase][outcome.kind] += 1
             if outcome.kind not in ("right", "wrong"):
                 self.books.said[phase][f"{outcome.kind}: {outcome.said}"] += 1
             await asyncio.sleep(_PAUSE_S if self._starts else 0.0)
@@ -264,7 +265,7 @@ def phases(fleet: Fleet) -> list[Phase]:
             *(sent["broken_at_p"], sent["broken_at_d"], sent["no_answer"]),
             said=dict(books.said[name]),
         )
-        for name, sent in books.sent.items()
+        for name, sent in books.ended.items()
     ]
     return [*rows[:-1], replace(rows[-1], reads=fleet.reads)]
 
@@ -337,7 +338,7 @@ async def upgrades(
 
 def table(rows: Sequence[Phase]) -> Table:
     """Phase after phase."""
-    shown = Table(title="requests by the engines that they were sent to; wrong: with HTTP 200")
+    shown = Table(title="requests by the engines there when they ended; wrong: with HTTP 200")
     for name in (
         "engines", "upgrade", "order", "way", "P → D", "requests", "right", "wrong", "failed at P",
         "failed at D", "broken at P", "broken at D", "no answer", "reads",

@@ -165,7 +165,6 @@ ROWS: tuple[Row, ...] = (
     Row("0.31-0.32", (Side(64, release="0.31.0"),), Side(64)),
     Row("0.32-0.31", (Side(64),), Side(64, release="0.31.0")),
     Row("0.31-0.32-128-32", (Side(128, release="0.31.0"),), Side(32)),
-    Row("0.32-0.28-128-32", (Side(128),), Side(32, release="0.28.0")),
     Row("rows-cpu", (Side(64, rows=True),), Side(64)),
     Row("cpu-rows", (Side(64),), Side(64, rows=True)),
     Row("rows-cpu-128-32", (Side(128, rows=True),), Side(32)),

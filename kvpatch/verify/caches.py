@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _COLUMN_MAJOR_ISAS = ("vec", "vec16")
 """CPU kernels whose keys lie [channel, slot]; others pack tiles in ways not known here."""
 
-_ROW_MAJOR_ON_CPU = ("CUSTOM", "CPU_MLA")
+_ROW_MAJOR_ON_CPU = ("CUSTOM", "CPU_MLA", "FLEX_ATTENTION")
 """Backends on the CPU with plain rows: ``torch_attention``, and latents, which have no keys."""
 
 

@@ -137,7 +137,7 @@ def test_phases_of_an_upgrade(order: str, way: str, monkeypatch: pytest.MonkeyPa
     ]
     assert all(row.requests >= 16 for row in rows if "replaced" not in row.between)
     assert all(row.requests == row.right + row.failed_at_d for row in rows)
-    # What is sent in a phase may be served in the next: only what lies apart is all of one kind.
+    # What a phase begins with was sent in the one before: only what lies apart is all of one kind.
     assert rows[0].failed_at_d == 0
     assert (rows[2].failed_at_d > 0) == (order == "P first")
     assert rows[-1].reads == 10  # of both D's
