@@ -34,8 +34,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -49,11 +47,12 @@ from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import ENDED, EXPIRED, FAILED_TRANSFERS, count, is_alive
-from experiments.engines.references import Prompt, reference
-from experiments.engines.routed import ANSWER_TOKENS, TOGETHER, Play, batches
+from experiments.engines.references import Prompt
+from experiments.engines.routed import Play, batches, connections, references
 from experiments.engines.scenes import LEASE_S, SCENES, Told
 from experiments.goals import Goal, add_options, conclude, console_of
-from kvpatch.core.errors import BadOptions, EngineFailed, KvpatchError
+from experiments.options import chosen, show_said, work_folder
+from kvpatch.core.errors import KvpatchError
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec, free_ports
 from kvpatch.verify.model import make_tiny_llama
 from kvpatch.verify.run import until_signal
@@ -63,7 +62,6 @@ from kvpatch.verify.setups import Options, small_engine
 #: P's is small enough for a few other prompts to take every block.
 PREFILL_CACHE_TOKENS = 2048
 DECODE_CACHE_TOKENS = 16384
-_SHORTEST, _LONGEST = 40, 200
 _WARM_UP = 2
 
 
@@ -247,26 +245,6 @@ class Asking:
     policy: str
 
 
-async def references(
-    client: httpx.AsyncClient, single: Engine, words: Sequence[int], wanted: int, progress: Progress
-) -> list[Prompt]:
-    """Prompts with the single engine's answers, none of which begins as another does."""
-    chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)
-    task = progress.add_task("the single engine's answers", total=wanted)
-
-    async def ask() -> Prompt | None:
-        tokens = tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
-        async with limit:
-            return await reference(client, single, tokens, ANSWER_TOKENS)
-
-    found: list[Prompt] = []
-    while len(found) < wanted:
-        batch = await asyncio.gather(*(ask() for _ in range(min(100, wanted - len(found) + 4))))
-        found += [prompt for prompt in batch if prompt is not None]
-        progress.update(task, completed=min(wanted, len(found)))
-    return found[:wanted]
-
-
 async def play_pair(
     pair: Pair,
     asking: Asking,
@@ -281,21 +259,15 @@ async def play_pair(
                asking.policy),
         engine(pair, "decode", str(options.model), 32, DECODE_CACHE_TOKENS, asking.policy),
     )  # fmt: skip
-    # A connection for each request: one kept open that an engine held up has found idle too long is
-    # closed under the next request, which the engine never sees.
-    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
     rows = []
     async with (
-        httpx.AsyncClient(trust_env=False, limits=limits) as client,
+        connections() as client,
         running(specs, client, options, console) as engines,
     ):
         await require_kvpatch_as_asked(client, engines)
         prefill, decode = engines
         play = Play(client, options, prefill, decode, words)
-        for prompt in prompts[:_WARM_UP]:  # makes them known to each other
-            outcome = await play.served(prompt)
-            if outcome.kind != "right":
-                raise EngineFailed(f"{pair.name}: {outcome.kind} before any fault: {outcome.said}")
+        await play.introduce(prompts[:_WARM_UP], f"any fault of {pair.name}")
         with progress_bar(console) as progress:
             for number, name in enumerate(asking.scenes):
                 start = _WARM_UP + number * asking.requests
@@ -384,18 +356,6 @@ def told_of(row: Row) -> int:
     return row.right + row.wrong + engines + row.no_answer
 
 
-def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
-    """Those of a list by commas, in the order of ``names``; all for None.
-
-    Raises:
-        BadOptions: there is none of a name.
-    """
-    asked = list(names) if text is None else [name.strip() for name in text.split(",")]
-    if not set(asked) <= set(names):
-        raise BadOptions(f"{option}: expected some of {', '.join(names)}, found {text!r}")
-    return [name for name in names if name in asked]
-
-
 def main() -> None:
     """Plays what is asked for."""
     parser = argparse.ArgumentParser(
@@ -417,10 +377,7 @@ def main() -> None:
     try:
         pairs = chosen(options.pairs, [pair.name for pair in PAIRS], "--pairs")
         scenes = chosen(options.scenes, list(SCENES), "--scenes")
-        folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-drill-"))
-        folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        console.print(f"logs: {folder}", highlight=False)
+        folder = work_folder(options.work_dir, "drill", console)
         model = str(make_tiny_llama(folder / "model"))
         asking = Asking(
             [pair for pair in PAIRS if pair.name in pairs],
@@ -434,9 +391,7 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     console.print(table(rows))
     for row in rows:
-        for said, times in sorted(row.said.items()):
-            line = f"{row.pair}, {row.scene}: {times} x {said}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        show_said(f"{row.pair}, {row.scene}", row.said, console)
     conclude(rows, goals(rows), options, console)
 
 

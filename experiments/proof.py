@@ -20,17 +20,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.drill import chosen
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.fault_loads import LENGTHS
 from experiments.engines.proof_pairs import PAIRS
 from experiments.goals import add_options, conclude, console_of
+from experiments.options import chosen, work_folder
 from experiments.proof_shown import goals
 from experiments.proof_stages import DTYPES, STAGES, Asking, Run, play
 from kvpatch.core.errors import KvpatchError
@@ -70,9 +69,7 @@ def main() -> None:
             options.loads, options.each = min(options.loads, 120), min(options.each, 6)
             options.pairs, options.dtypes = options.pairs or names[0], options.dtypes or DTYPES[0]
         wanted_pairs = chosen(options.pairs, names, "--pairs")
-        folder = (options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-proof-"))).resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        console.print(f"logs: {folder}", highlight=False)
+        folder = work_folder(options.work_dir, "proof", console)
         model = str(options.model.resolve() if options.model else make_tiny_llama(folder / "model"))
         asking = Asking(
             chosen(options.stages, STAGES, "--stages"),

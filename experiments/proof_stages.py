@@ -23,7 +23,7 @@ from experiments.engines.proof_pairs import (
     single,
 )
 from experiments.engines.references import Prompt
-from experiments.engines.routed import Play
+from experiments.engines.routed import Play, connections, references
 from experiments.proof_shown import cost_table, fault_table, good_table, lease_table
 from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, small_engine
@@ -62,11 +62,6 @@ class Run:
     options: Options
     console: Console
     keep: Callable[[Sequence[Any]], None]
-
-    def client(self) -> httpx.AsyncClient:
-        """With a connection for each request: one that an engine has closed is no failure of it."""
-        limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
-        return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
 def bar(progress: Progress, name: str, total: int) -> Any:
@@ -109,7 +104,7 @@ async def single_answers(run: Run, client: httpx.AsyncClient, dtype: str) -> Ans
 async def play_dtype(run: Run, dtype: str, rows: list[Any]) -> None:
     """Good loads and faults in one data type, pair after pair."""
     asking = run.asking
-    async with run.client() as client:
+    async with connections() as client:
         answers = await single_answers(run, client, dtype)
         for pair in asking.pairs:
             its = await play_pair(run, client, Played(pair, BOTH, asking.model, dtype), answers)
@@ -157,11 +152,11 @@ async def play_lease(run: Run) -> list[Any]:
     size, options = drill.DECODE_CACHE_TOKENS, run.options
     small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", str(size // 32))
     alone = small_engine("lease-single", asking.model, "float32", small, False, False)
-    async with run.client() as client:
+    async with connections() as client:
         async with running((alone,), client, options, run.console) as (one,):
             words = sorted(set(await vocabulary(client, one)))
             with progress_bar(run.console) as progress:
-                prompts = await drill.references(client, one, words, asking.each, progress)
+                prompts = await references(client, one, words, asking.each, progress)
         for pair in (drill_pair for drill_pair in drill.PAIRS if drill_pair.name in _LEASE):
             setting, on = _LEASE[pair.name]
             specs = (
@@ -198,7 +193,7 @@ async def play_cost(run: Run, dtype: str) -> list[Any]:
         played = Played(pair, setting, asking.model, dtype)
         specs = (plain.prefill(), plain.decode(), played.prefill(), played.decode())
         async with (
-            run.client() as client,
+            connections() as client,
             running(specs, client, run.options, run.console) as engines,
         ):
             await require_kvpatch_as_asked(client, engines)

@@ -33,8 +33,6 @@ import asyncio
 import itertools
 import json
 import os
-import random
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,11 +44,12 @@ from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.faults import count, kill
-from experiments.engines.references import Prompt, reference
+from experiments.engines.references import Prompt
 from experiments.engines.releases import python_of
-from experiments.engines.routed import ANSWER_TOKENS, TOGETHER, Play
+from experiments.engines.routed import TOGETHER, Play, connections, references
 from experiments.goals import Goal, add_options, conclude, console_of
-from kvpatch.core.errors import BadOptions, EngineFailed, KvpatchError
+from experiments.options import chosen, show_said, work_folder
+from kvpatch.core.errors import KvpatchError
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.verify.model import make_tiny_llama
 from kvpatch.verify.run import until_signal
@@ -63,7 +62,6 @@ READS = "vllm:nixl_xfer_time_seconds_count"
 _POOL = 400
 """Prompts, which come again where a run takes longer: D has them in its cache by then or reads."""
 
-_SHORTEST, _LONGEST = 40, 200
 _PAUSE_S = 1.0
 """Between two requests of a client while an engine starts, which needs the processor."""
 
@@ -279,19 +277,14 @@ async def play_run(
     console: Console,
 ) -> list[Phase]:
     """One upgrade, from engines of the old release to ones of the new."""
-    # A connection for each request: an idle one that an engine closes is no failure of a request.
-    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
     specs = (run.spec("P", run.old), run.spec("D", run.old))
     async with (
-        httpx.AsyncClient(trust_env=False, limits=limits) as client,
+        connections() as client,
         running(specs, client, options, console) as engines,
     ):
         await require_kvpatch_as_asked(client, engines)
         play = Play(client, options, *engines, words)
-        for prompt in prompts[:_WARM_UP]:
-            outcome = await play.served(prompt)
-            if outcome.kind != "right":
-                raise EngineFailed(f"{outcome.kind} before any upgrade: {outcome.said}")
+        await play.introduce(prompts[:_WARM_UP], "any upgrade")
         fleet = Fleet(run, play, Books(), itertools.cycle(prompts[_WARM_UP:]), each)
         try:
             with progress_bar(console) as progress:
@@ -311,23 +304,13 @@ async def upgrades(
     """The single engine's answers, then run after run."""
     small = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "512")
     alone = small_engine("upgrade-single", str(options.model), "float32", small, False, False)
-    chance = random.Random(17)
     async with (
         httpx.AsyncClient(trust_env=False) as client,
         running((alone,), client, options, console) as (single,),
     ):
         words = sorted(set(await vocabulary(client, single)))
-        found: list[Prompt] = []
         with progress_bar(console) as progress:
-            task = progress.add_task("the single engine's answers", total=_POOL)
-            while len(found) < _POOL:
-                asked = [chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST))
-                         for _ in range(TOGETHER)]  # fmt: skip
-                answers = await asyncio.gather(
-                    *(reference(client, single, tuple(one), ANSWER_TOKENS) for one in asked)
-                )
-                found += [prompt for prompt in answers if prompt is not None]
-                progress.update(task, completed=min(_POOL, len(found)))
+            found = await references(client, single, words, _POOL, progress)
     rows = []
     for run in runs:
         its = await play_run(run, found, each, words, options, console)
@@ -383,18 +366,6 @@ def goals(rows: Sequence[Phase]) -> list[Goal]:
     return found
 
 
-def chosen(text: str, names: Sequence[str], option: str) -> list[str]:
-    """Those of a list by commas.
-
-    Raises:
-        BadOptions: there is none of a name.
-    """
-    asked = [name.strip() for name in text.split(",")]
-    if not set(asked) <= set(names):
-        raise BadOptions(f"{option}: expected some of {', '.join(names)}, found {text!r}")
-    return [name for name in names if name in asked]
-
-
 def main() -> None:
     """Plays what is asked for."""
     parser = argparse.ArgumentParser(
@@ -420,10 +391,7 @@ def main() -> None:
         ways = chosen(options.ways, WAYS, "--ways")
         for release in (options.old, options.new):
             python_of(release)  # minutes where its environment is missing
-        folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-upgrade-"))
-        folder = folder.resolve()
-        folder.mkdir(parents=True, exist_ok=True)
-        console.print(f"logs: {folder}", highlight=False)
+        folder = work_folder(options.work_dir, "upgrade", console)
         model = str(make_tiny_llama(folder / "model"))
         runs = [
             Run(options.old, options.new, order, way, True, model)
@@ -438,9 +406,8 @@ def main() -> None:
         parser.exit(2, f"error: {error}\n")
     console.print(table(rows))
     for row in rows:
-        for said, times in sorted(row.said.items()):
-            line = f"{row.engines}, {row.order}, {row.way}, {row.between}: {times} x {said}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        where = f"{row.engines}, {row.order}, {row.way}, {row.between}"
+        show_said(where, row.said, console)
     conclude(rows, goals(rows), options, console)
 
 

@@ -26,7 +26,6 @@ import os
 import random
 import re
 import sys
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -41,6 +40,7 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.references import Prompt, reference
 from experiments.engines.run import forget_prefixes
+from experiments.options import work_folder
 from kvpatch.core.errors import RequestFailed
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.verify.handoff import Completion, prefill_then_decode
@@ -445,10 +445,7 @@ def show(run: Soak, served: int, console: Console) -> None:
 
 async def soak(options: argparse.Namespace, console: Console) -> bool:
     """Whether all went well."""
-    folder = options.work_dir or Path(tempfile.mkdtemp(prefix="kvpatch-soak-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    of_run = Options(work_dir=folder.resolve())
-    console.print(f"logs: {of_run.work_dir}", highlight=False)
+    of_run = Options(work_dir=work_folder(options.work_dir, "soak", console))
     model = str(make_tiny_llama(of_run.work_dir / "model"))
     kept = of_run.work_dir / "references.json"
     # Shorter than the servers keep idle connections: one that they close as it is used is an error.

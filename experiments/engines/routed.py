@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from rich.progress import Progress
 
 from experiments.engines.faults import kill_and_restart
-from experiments.engines.references import Prompt
-from kvpatch.core.errors import RequestFailed
+from experiments.engines.references import Prompt, reference
+from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.verify.engine import Engine
 from kvpatch.verify.handoff import complete, decode, prefill
 from kvpatch.verify.setups import Options
@@ -23,11 +24,24 @@ ANSWER_TOKENS = 8
 TOGETHER = 8
 """As many as P holds at once beside each other."""
 
+_SHORTEST, _LONGEST = 40, 200
+"""Tokens of a prompt whose answer a single engine has given."""
+
 PATIENCE_S = 60.0
 """What clients wait once no fault is in the way; reads that never end are no answer."""
 
 _OTHER_TOKENS, _OTHERS = 900, 3
 """More than a cache of 2,048 tokens has room for."""
+
+
+def connections() -> httpx.AsyncClient:
+    """A client with a connection for each request.
+
+    One kept open that an engine has found idle too long is closed under the next request, which the
+    engine never sees.
+    """
+    limits = httpx.Limits(max_connections=64, max_keepalive_connections=0)
+    return httpx.AsyncClient(trust_env=False, limits=limits)
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,17 @@ class Play:
             return await asyncio.wait_for(self.through(prompt), PATIENCE_S)
         except asyncio.TimeoutError:
             return Outcome(prompt, "no_answer")
+
+    async def introduce(self, prompts: Sequence[Prompt], before: str) -> None:
+        """Makes the engines known to each other.
+
+        Raises:
+            EngineFailed: not all is right, before anything is done to them.
+        """
+        for prompt in prompts:
+            outcome = await self.served(prompt)
+            if outcome.kind != "right":
+                raise EngineFailed(f"{outcome.kind} before {before}: {outcome.said}")
 
     async def asked(self, prompts: Sequence[Prompt]) -> list[Asked]:
         """Prompts that P has answered and D is sent, while D is held up."""
@@ -154,3 +179,23 @@ def short(error: Exception) -> str:
     """One line of an error, without what differs from engine to engine."""
     text = str(error) or type(error).__name__
     return text.partition(": ")[2][:120] if text.startswith("http") else text[:120]
+
+
+async def references(
+    client: httpx.AsyncClient, single: Engine, words: Sequence[int], wanted: int, progress: Progress
+) -> list[Prompt]:
+    """Prompts with the single engine's answers, none of which begins as another does."""
+    chance, limit = random.Random(11), asyncio.Semaphore(TOGETHER)
+    task = progress.add_task("the single engine's answers", total=wanted)
+
+    async def ask() -> Prompt | None:
+        tokens = tuple(chance.choices(words, k=chance.randint(_SHORTEST, _LONGEST)))
+        async with limit:
+            return await reference(client, single, tokens, ANSWER_TOKENS)
+
+    found: list[Prompt] = []
+    while len(found) < wanted:
+        batch = await asyncio.gather(*(ask() for _ in range(min(100, wanted - len(found) + 4))))
+        found += [prompt for prompt in batch if prompt is not None]
+        progress.update(task, completed=min(wanted, len(found)))
+    return found[:wanted]

@@ -264,9 +264,8 @@ def _cut_otherwise(pair: Pair, request: Request) -> Verdict:
     p, d = pair.prefill, pair.decode
     named = -(-request.tokens // p.block_tokens)
     named *= d.parts if d.facts.expands_remote_blocks else 1
-    wanted = (-(-request.tokens // d.block_tokens) - request.cached // d.block_tokens) * d.parts
     return Verdict(
-        Outcome.CRASH if wanted > named else Outcome.WRONG,
+        Outcome.CRASH if _wanted(d, request) > named else Outcome.WRONG,
         f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks and D's of "
         f"{d.block_tokens} are {d.parts}, which the handshake does not say",
         _SAME_BLOCKS,
@@ -277,14 +276,20 @@ def _expanded_otherwise(pair: Pair, request: Request) -> Verdict:
     """0.21 D names as many kernel blocks in each of P's blocks as its own blocks have."""
     p, d = pair.prefill, pair.decode
     named = -(-request.tokens // p.block_tokens) * d.parts
-    wanted = (-(-request.tokens // d.block_tokens) - request.cached // d.block_tokens) * d.parts
-    ends = wanted > named and p.kernel_tokens == d.kernel_tokens  # else the list is cut
+    ends = (
+        _wanted(d, request) > named and p.kernel_tokens == d.kernel_tokens
+    )  # else the list is cut
     return Verdict(
         Outcome.CRASH if ends else Outcome.WRONG,
         f"P's blocks of {p.block_tokens} tokens are {p.parts} kernel blocks, of which vLLM "
         f"{d.facts.release} reads {d.parts}, as many as there are in D's own",
         _SAME_BLOCKS,
     )
+
+
+def _wanted(d: PlannedEngine, request: Request) -> int:
+    """Kernel blocks of D's own that a request is to fill."""
+    return (-(-request.tokens // d.block_tokens) - request.cached // d.block_tokens) * d.parts
 
 
 def _joined(d: PlannedEngine, p: PlannedEngine) -> Verdict | None:
