@@ -15,6 +15,7 @@ from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.named_blocks import refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
+from kvpatch.connector.reordered_loads import ReorderedLoads
 from kvpatch.connector.smaller_blocks import smaller_blocks
 from kvpatch.connector.smaller_blocks_pairing import Pairing
 from kvpatch.connector.smaller_blocks_reading import paired
@@ -37,7 +38,7 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 if reader.hold_table is not None:
                     _hear_of_hold(request, context)
                 if reader.digest_checks is not None:
-                    is_as_read = smaller is None and not _changes_what_is_read(worker)
+                    is_as_read = smaller is None and not _changes_what_is_read(worker, engine_id)
                     context.digest = reader.digest_checks.of_load(
                         request_id, request, is_as_read=is_as_read
                     )
@@ -54,14 +55,14 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         yield
 
 
-def _changes_what_is_read(worker: Any) -> bool:
-    """Whether the release makes its own of blocks behind the reads, as it does of smaller ones.
+def _changes_what_is_read(worker: Any, engine_id: str) -> bool:
+    """Whether the release makes its own of a peer's blocks behind the reads, as of smaller ones.
 
-    It permutes them where it was told to (from 0.11.1), and reorders those of another backend for a
-    CPU's (from 0.20); of all peers from then on.
+    It permutes those of all peers once it was told to (from 0.11.1), and reorders those of another
+    backend for a CPU's (from 0.20).
     """
-    flags = "enable_permute_local_kv", "enable_heterogeneous_attn_post_process"
-    return any(getattr(worker, flag, False) for flag in flags)
+    permutes = bool(getattr(worker, "enable_permute_local_kv", False))
+    return permutes or engine_id in worker_state(worker).of(ReorderedLoads).peers
 
 
 def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:

@@ -39,6 +39,7 @@ from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of
 from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.reading.reader import Reader
+from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.connector.state import WorkerState, worker_state
@@ -85,7 +86,7 @@ def _unread_cache(release: ReleaseWorker, misread: Callable[[], str]) -> UnreadC
         worker.block_size,
         worker.world_size,
         _layout_of(worker, release.facts) if knows_keys else worker.kv_cache_layout,
-        backend="" if knows_keys else worker.backend_name,
+        worker.backend_name,
         needs_reader=worker_state(worker).is_host_buffered,
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
@@ -168,6 +169,7 @@ class Handshake:
                 self.tp_size,
                 stated.block_size if self.facts.states_block_size else None,
                 stated.kv_cache_layout if self.facts.states_layout else None,
+                stated.attn_backend_name if self.facts.states_backend else None,
             )
         ranks = self.tp_rank, self.tp_size
         if statement is None:
@@ -218,7 +220,10 @@ class Handshake:
 
     def _book(self, metadata: Any, tp_size: int) -> Any:
         check_descriptors(self.worker, self.facts, metadata)
-        return self.wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
+        agent = self.wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
+        if self.facts.reorders_for_cpu:
+            note_peer(self.worker, metadata)
+        return agent
 
     def _add_like(self, peer: AgentMetadata, reader: Reader) -> Any:
         if reader.has_state:

@@ -109,6 +109,8 @@ class ReleaseFacts:
         counts_one_head: a P of as many ranks as heads is taken for one that shares them.
         reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks.
         reads_back: P may load an earlier turn from D.
+        reorders_for_cpu: a worker on a CPU reorders loads of other backends' blocks for its own.
+        ends_by_reordering: it takes another dimension for that of blocks there, and ends.
         reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
         grants_leases: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
         has_other_runner: the configuration says whether a second model runner is used.
@@ -190,6 +192,8 @@ class ReleaseFacts:
     counts_one_head: bool = False
     reads_its_share: bool = False
     reads_back: bool = False
+    reorders_for_cpu: bool = False
+    ends_by_reordering: bool = False
     reserves_drafted_blocks: bool = False
     grants_leases: bool = False
     has_other_runner: bool = False
@@ -216,6 +220,11 @@ class ReleaseFacts:
     def states_block_size(self) -> bool:
         """Whether a handshake has the tokens of a block, and not its bytes alone."""
         return "block_size" in self.agent_metadata
+
+    @property
+    def states_backend(self) -> bool:
+        """Whether a handshake names the attention backend; 0.13 to 0.19 have it in the hash."""
+        return "attn_backend_name" in self.agent_metadata
 
     @property
     def states_device(self) -> bool:
@@ -492,6 +501,7 @@ _0_20_0 = replace(
     backends_tell_state=True,
     topology="transfer_topo",
     books_cuts_of_peers=True,
+    reorders_for_cpu=True,
     counts_prefix_hits=True,
     expands_remote_blocks=False,
     expands_by_own_cut=True,
@@ -536,6 +546,7 @@ _0_23_0 = replace(
     | _LATENTS,
     cache_shape="blocks first",
     reserves_drafted_blocks=True,
+    ends_by_reordering=True,
 )
 _0_24_0 = replace(
     _0_23_0,
@@ -572,7 +583,7 @@ _0_26_0 = replace(
     question="stage and rank",
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
 )
-_0_27_0 = replace(_0_26_0, release="0.27.0", joins_in_groups=True)
+_0_27_0 = replace(_0_26_0, release="0.27.0", joins_in_groups=True, ends_by_reordering=False)
 _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
     _0_27_1,

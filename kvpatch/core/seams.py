@@ -82,6 +82,12 @@ def transfer_results(facts: ReleaseFacts) -> Site:
     return _site(facts.worker, name)
 
 
+def reorder_received(facts: ReleaseFacts) -> Site:
+    """Where a worker on a CPU reorders a load of another backend's blocks; from 0.20."""
+    name = "post_process_device_kv_on_receive_heterogeneous_attn"
+    return _site(facts.worker, name, "block_ids")
+
+
 def worker_stats(facts: ReleaseFacts) -> Site:
     """Where a worker tells what it has counted since the last step."""
     return _site(facts.worker, "get_kv_connector_stats")

@@ -7,6 +7,8 @@ Why:
     handshake; smaller prefill blocks are read wrongly, without an error, where
     the last block is partial and there is a prefix hit, where K and V are packed
     in HND (0.26 to 0.31), and wherever the CPU backend stores keys by column.
+    A decode engine on a CPU reorders the loads of every peer once it has met one of another
+    backend (from 0.20), those of peers whose blocks are like its own too.
     0.11.1 and 0.11.2 fail every handshake of a decode engine that cuts its blocks
     into kernel blocks, and on a CPU they take the number of heads for the block size.
     <= 0.13 a prefill engine of more ranks fails every handshake, and on most releases pairs
@@ -58,6 +60,7 @@ from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
+from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.connector.state import release_worker, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
@@ -94,6 +97,24 @@ def _read_blocks_for_req(
     return read(*args, **kwargs)
 
 
+def _transfer_results(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if instance.enable_heterogeneous_attn_post_process:
+        note_loads(instance)
+    return wrapped(*args, **kwargs)
+
+
+def _reorder_received(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def reorder(block_ids: Any) -> Any:
+        if worker_state(instance).of(ReorderedLoads).is_reordered(block_ids):
+            wrapped(block_ids)
+
+    return reorder(*args, **kwargs)
+
+
 def _build_connector_meta(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -119,7 +140,12 @@ def _step(scheduler_output: Any) -> Any:
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    reorders: dict[Site, Wrapper | Step] = {
+        seams.transfer_results(facts): _transfer_results,
+        seams.reorder_received(facts): _reorder_received,
+    }
     return {
+        **(reorders if facts.reorders_for_cpu else {}),
         **registration_step(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,

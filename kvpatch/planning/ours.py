@@ -132,7 +132,7 @@ def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
             engine.kernel_tokens,
             engine.tp_size,
             engine.layout if facts.states_layout else None,
-            backend="" if engine.key_order is not None else engine.backend.name,
+            engine.backend.name,
             knows_keys=engine.key_order is not None,
             has_heads=not engine.model.is_mla,
             kinds=partial(_kinds, engine),

@@ -135,6 +135,9 @@ def _completions_module(source: Source) -> str:
     return found
 
 
+_REORDERS = "post_process_device_kv_on_receive_heterogeneous_attn"
+
+
 def _cache_shape(source: Source) -> CacheShape:
     body = source.body(_FLASH, "FlashAttentionBackend.get_kv_cache_shape")
     if "(2, num_blocks," in body:
@@ -480,6 +483,10 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "reads_back": lambda s: (
         "self.is_bidirectional_kv_xfer_enabled" in s.body(s.scheduler, "__init__")
+    ),
+    "reorders_for_cpu": lambda s: s.method(s.worker, _REORDERS) is not None,
+    "ends_by_reordering": lambda s: (
+        _cache_shape(s) != "keys first" and "index_select(1, " in s.body(s.worker, _REORDERS)
     ),
     "reserves_drafted_blocks": _reserves_drafted_blocks,
     "grants_leases": lambda s: "self._lease_extension = " in s.body(s.worker, "__init__"),

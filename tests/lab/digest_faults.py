@@ -144,13 +144,3 @@ def _wait(self: Any, order: Any, came: float) -> None:
     while _make:
         time.sleep(_POLL_SECONDS)
     self._make(order, came + time.monotonic() - kept)
-
-
-def leave_order(workers: Sequence[Any]) -> None:
-    """Has a D on a CPU leave an accelerator's blocks as they are: the operation is vLLM's own."""
-    for worker in workers:
-        worker.post_process_device_kv_on_receive_heterogeneous_attn = _leave
-
-
-def _leave(block_ids: object) -> None:
-    pass

@@ -14,7 +14,7 @@ import kvpatch
 from kvpatch.geometry.digests import Digests
 from kvpatch.transfer import lost_transfers
 
-from . import channel, digest_faults, release
+from . import channel, digest_faults, release, standins
 from .core import CoreScheduler
 from .digests import digests_of
 from .engine import Engine, LoadFailed
@@ -115,9 +115,9 @@ class Player(Engine):
         """From now on none is made, or again."""
         digest_faults.keep_from(are_kept=are_kept)
 
-    def leave_order(self) -> None:
-        """STAND-IN: behind a read nothing is reordered for a CPU."""
-        digest_faults.leave_order(self._inner_workers())
+    def reorder_in_python(self) -> None:
+        """STAND-IN: the operation by which the release reorders loads for a CPU."""
+        standins.column_operation()
 
     def note_holds(self) -> None:
         """Keeps in mind which words stand, for :meth:`make_digests` once they do not."""

@@ -77,6 +77,30 @@ def patient_agents() -> None:
     patient_nixl.register()
 
 
+def column_operation() -> None:
+    """The operation that writes keys by column and values by row into a CPU's cache, in Python.
+
+    Why: it is compiled, and a source tree has none of it.
+    Releases: those that reorder another backend's blocks for a CPU, from 0.20; where keys are not
+    in tiles.
+    """
+    from vllm import _custom_ops
+
+    def write(
+        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, isa: str
+    ) -> None:
+        if isa not in ("vec", "vec16"):
+            raise NotImplementedError(isa)
+        _, heads, tokens, channels = key_cache.shape
+        for row, slot in enumerate(slot_mapping.flatten().tolist()):
+            block, offset = divmod(slot, tokens)
+            for head in range(heads):
+                key_cache[block, head].view(channels, tokens)[:, offset] = key[row, head]
+                value_cache[block, head, offset] = value[row, head]
+
+    _custom_ops.cpu_attn_reshape_and_cache = write
+
+
 def model_inspection() -> None:
     """What a model class can do, without importing it.
 

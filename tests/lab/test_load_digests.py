@@ -16,7 +16,6 @@ from kvpatch.patches import SLUGS
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
-from .releases import registers_cpu_caches
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, assert_identical, introduce, loaded, names
 from .test_stale_blocks import states_holds
@@ -165,25 +164,6 @@ def test_blocks_that_p_has_written_to_since_fail_the_load(pair: tuple[Scene, int
     seen = scene.decode.watch(prompt)
     assert seen.failed == names([prompt]), seen
     scene.assert_counted(**times(ALARM, scene.decode.spec.tp_size))
-
-
-def test_blocks_that_the_release_reorders_behind_the_read_are_not_checked(lab: Lab) -> None:
-    """A CPU's keys lie in another order than an accelerator's, in as many bytes."""
-    if Version(lab.release) < Version("0.20"):
-        pytest.skip("this release does not reorder them")
-    if not registers_cpu_caches(lab.release):
-        pytest.skip("this release's worker does not register a CPU backend's cache")
-    anyone = {"enforce_handshake_compat": False}  # their backends differ
-    with Stage(lab) as stage:
-        p = stage.start(spec(dtype="bfloat16"), anyone)
-        d = stage.start(spec(family="cpu", dtype="bfloat16"), anyone)
-        d.call("leave_order")
-        introduce(d, [stage.prompt(TOKENS)], p)
-        found = Scene(stage, lab, p, d, d.call("checked"), TOKENS)
-        prompt, ask = found.fresh()
-        d.ask(ask)
-        assert d.watch(prompt).received == names([prompt])
-        found.assert_counted(**UNCHECKED)
 
 
 @pytest.mark.parametrize("ranks", [(4, 1), (1, 4)])

@@ -137,6 +137,10 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "a device's backend beside a CPU's, which vLLM reorders": (
         lambda: by_column(backend="CPU_ATTN"), peer, Stock,
     ),
+    "keys by column beside a backend that the table lacks": (
+        lambda: local(backend="ROCM_AITER_FA"), lambda: peer(attn_backend_name="CPU_ATTN"),
+        "KVPATCH_ACCEPT=attn_backend",
+    ),
     "keys by column": (by_column, lambda: peer(block_tokens=64), Read),
     "keys by column, tokens before heads": (
         by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",
@@ -270,6 +274,14 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, UncheckedMetadata | AgentMetadata, An
         replace(UNREAD, knows_keys=False), peer(kv_cache_layout="LBNHC"), "one block size",
     ),
     "packed keys, like us": (replace(UNREAD, knows_keys=False), peer(), Stock),
+    "keys by column": (UNREAD, replace(UNCHECKED, backend="CPU_ATTN"), "KVPATCH_ACCEPT"),
+    "another form of rows": (
+        replace(UNREAD, backend="FLASH_ATTN"), replace(UNCHECKED, backend="TRITON_MLA"),
+        "use one attention backend",
+    ),
+    "rows, which vLLM reorders for a CPU": (
+        replace(UNREAD, backend="CPU_ATTN"), replace(UNCHECKED, backend="FLASH_ATTN"), Stock,
+    ),
     "smaller blocks that are misread": (
         replace(UNREAD, misreads_smaller=lambda: "misreads them"),
         replace(UNCHECKED, block_tokens=8), "use one --block-size",

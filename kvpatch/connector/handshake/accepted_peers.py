@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import get_args
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.other_rows import BY_COLUMN
 from kvpatch.connector.handshake.peer_hash.explanation import Explanation
 from kvpatch.connector.handshake.peer_hash.factors import BACKEND
 from kvpatch.connector.local.cache_kinds import Holds
@@ -28,9 +29,6 @@ ALIKE = {
     "names_layouts": "names layouts by all their dimensions",
 }
 
-
-#: What the table of releases says behind a form whose keys lie by column.
-_BY_COLUMN = ", keys by column"
 
 #: Of an element, where a CPU's keys are in tiles on no processor.
 _UNTILED_BYTES = 4
@@ -153,13 +151,13 @@ def _forms(ours: LocalGeometry, theirs: ReleaseFacts, named: Explanation) -> tup
 
 def _are_read(form: str, other: str, facts: ReleaseFacts) -> bool:
     """Whether two forms are one, or rows of tokens of which a layout's name says where they lie."""
-    shapes = {one.removesuffix(_BY_COLUMN) for one in (form, other)}
+    shapes = {one.removesuffix(BY_COLUMN) for one in (form, other)}
     return form == other or (shapes == {"packed"} and facts.names_layouts)
 
 
 def _shape_and_keys(form: str) -> tuple[CacheShape, KeyOrder]:
     """What the table of releases says of a form of rows."""
-    shape = form.removesuffix(_BY_COLUMN)
-    by_column = form.endswith(_BY_COLUMN)
+    shape = form.removesuffix(BY_COLUMN)
+    by_column = form.endswith(BY_COLUMN)
     keys = KeyOrder.COLUMN_MAJOR if by_column else KeyOrder.ROW_MAJOR
     return next(one for one in get_args(CacheShape) if one == shape), keys

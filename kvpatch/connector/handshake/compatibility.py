@@ -8,6 +8,7 @@ from __future__ import annotations
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.homogeneous_view import has_ranks_unmet
 from kvpatch.connector.handshake.kv_head_replication import has_replicated_heads
+from kvpatch.connector.handshake.other_rows import refuse_other_rows
 from kvpatch.connector.handshake.split_kv import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.connector.handshake.whole_blocks import split_by_nobody
 from kvpatch.connector.local.local_geometry import LocalGeometry
@@ -30,7 +31,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
         )
     if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
-    _refuse_other_rows(ours, peer)
+    refuse_other_rows(ours.facts, ours.backend, peer.backend)
     same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
         return True
@@ -70,22 +71,6 @@ def _has_heads_in_pieces(ours: LocalGeometry) -> bool:
 
 
 # --- what nobody can tell of a peer of another geometry ------------------------------------
-
-
-def _refuse_other_rows(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Refuses a peer of which no hash was compared, and whose backend puts rows elsewhere.
-
-    The release takes them for ours, but into a CPU's cache, where it reorders them.
-    """
-    theirs, own = (ours.facts.form_of(name) for name in (peer.backend or "", ours.backend))
-    if None in (theirs, own) or theirs == own or ours.key_order is KeyOrder.COLUMN_MAJOR:
-        return
-    raise PeerRefused(
-        f"its attention backend is {peer.backend}, whose blocks are {theirs}, and ours "
-        f"{ours.backend}, whose blocks are {own}",
-        "set KVPATCH_ACCEPT=attn_backend here, and leave enforce_handshake_compat on, which has "
-        "its hash compared, or use one attention backend on both sides",
-    )
 
 
 def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:

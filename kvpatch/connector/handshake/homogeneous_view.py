@@ -69,7 +69,7 @@ def homogeneous_metadata(
         "physical_blocks_per_logical_kv_block": ours.kernel_blocks_per_block,
         "region_num_blocks": [blocks] * count,
         "kv_caches_base_addr": addresses,
-        "attn_backend_name": peer.backend or ours.backend,
+        "attn_backend_name": ours.backend,
         **own_regions,
     }
     if peer.memory_kind is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.other_rows import refuse_other_rows
 from kvpatch.connector.handshake.whole_blocks import unknown_kind
 from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
 from kvpatch.core.errors import PeerRefused
@@ -44,6 +45,7 @@ class UncheckedMetadata:
     tp_size: int
     block_tokens: Any
     layout: Any
+    backend: Any = None
 
 
 Metadata = AgentMetadata | UncheckedMetadata
@@ -53,8 +55,8 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
     """Whether the release reads the peer rightly.
 
     Raises:
-        PeerRefused: it would copy packed keys as if they were rows, cut what moves whole, or
-            pair smaller blocks wrongly.
+        PeerRefused: it would copy packed keys, or those of another backend, as if they were our
+            rows, cut what moves whole, or pair smaller blocks wrongly.
     """
     if local.needs_reader:
         raise PeerRefused(
@@ -62,6 +64,7 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             "parallelism), and its host buffer needs that",
             "use KVPATCH_HOST_BUFFER=never",
         )
+    refuse_other_rows(facts, local.backend, remote.backend)
     same_tokens = remote.block_tokens in (None, local.block_tokens)
     same_layout = remote.layout in (None, local.layout)
     if not local.knows_keys and not (same_tokens and same_layout):
