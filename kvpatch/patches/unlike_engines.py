@@ -140,12 +140,7 @@ def _step(scheduler_output: Any) -> Any:
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    reorders: dict[Site, Wrapper | Step] = {
-        seams.transfer_results(facts): _transfer_results,
-        seams.reorder_received(facts): _reorder_received,
-    }
-    return {
-        **(reorders if facts.reorders_for_cpu else {}),
+    found: dict[Site, Wrapper | Step] = {
         **registration_step(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
@@ -153,6 +148,10 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         **old_releases.multi_rank_handshakes(facts),
         **old_releases.content_proof(facts),  # which has a registration step of its own
     }
+    if facts.reorders_for_cpu:
+        found[seams.transfer_results(facts)] = _transfer_results
+        found[seams.reorder_received(facts)] = _reorder_received
+    return found
 
 
 PATCH = Patch(slug="unlike_engines", wire_affecting=False, sites=_sites, document=__doc__)
