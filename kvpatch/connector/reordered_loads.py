@@ -23,11 +23,11 @@ class ReorderedLoads:
     Attributes:
         peers: by engine id, those of another backend that the release was left with.
         arriving: of what was on its way when the release last looked: a load's own list of
-            blocks, and whether it is of one of these.
+            blocks, and whether it is of one of these; None before the flag was up.
     """
 
     peers: set[str] = field(default_factory=set)
-    arriving: Sequence[tuple[Any, bool]] = ()
+    arriving: Sequence[tuple[Any, bool]] | None = None
 
     def is_reordered(self, block_ids: Any) -> bool:
         """Whether a load's blocks are another backend's rows.
@@ -38,6 +38,8 @@ class ReorderedLoads:
         Raises:
             ReadRefused: nobody knows whose they are.
         """
+        if self.arriving is None:  # a handshake's thread has set the flag since: its peer is new
+            return False
         for blocks, is_other in self.arriving:
             if blocks is block_ids:
                 return is_other
