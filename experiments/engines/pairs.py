@@ -167,6 +167,8 @@ ROWS: tuple[Row, ...] = (
     Row("0.31-0.32-128-32", (Side(128, release="0.31.0"),), Side(32)),
     Row("rows-cpu", (Side(64, rows=True),), Side(64)),
     Row("rows-cpu-128-32", (Side(128, rows=True),), Side(32)),
+    Row("cpu-rows", (Side(64),), Side(64, rows=True)),
+    Row("cpu-rows-128-32", (Side(128),), Side(32, rows=True)),
     Row("host-64-64", (Side(64),), Side(64), host_buffer_bytes=_EIGHTH_BYTES),
     Row("host-128-32", (Side(128),), Side(32), host_buffer_bytes=_EIGHTH_BYTES),
     Row(

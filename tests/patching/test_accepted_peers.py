@@ -16,6 +16,7 @@ from kvpatch.connector.handshake.peer_hash import named_peers
 from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation, Search
 from kvpatch.connector.handshake.peer_hash.factors import OwnFactors, digest_of
 from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
+from kvpatch.connector.local.cache_kinds import unknown
 from kvpatch.connector.metrics.book import Book
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused, SettingsError
@@ -122,14 +123,20 @@ PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     ),
     "recurrent state": (
         lambda: local(states=with_states().states), differing(named("0.32.0")),
-        "several kinds of layers",
+        "this model has recurrent state too",
     ),
     "whole blocks": (
-        lambda: whole(INDEXER), differing(named("0.32.0")), "several kinds of layers",
+        lambda: whole(INDEXER), differing(named("0.32.0")),
+        "hold an indexer's values and scales, and of a peer like this one only rows",
+    ),
+    "a cache of a kind that nobody knows": (
+        lambda: whole(unknown("strange.Backend")), differing(named(backend="FLASHINFER")),
+        "hold what kvpatch does not know: strange.Backend",
     ),
     "layers of several backends": (
         lambda: local(backends=frozenset({"FLASH_ATTN", "FLASHINFER"})),
-        differing(named("0.32.0")), "several kinds of layers",
+        differing(named("0.32.0")),
+        "attention backends FLASHINFER, FLASH_ATTN, and a hash names the first one's alone",
     ),
     "a handshake that does not say how blocks are cut": (
         lambda: local(facts=FACTS["0.20.2"], backend="FLASHINFER"),

@@ -95,6 +95,13 @@ def test_its_blocks_are_known_to_hold_rows_of_tokens(backend: Any) -> None:
     assert kind_of_backend(backend.TorchAttentionBackend) == ROWS
 
 
+def test_so_are_those_that_it_has_under_another_backends_name(backend: Any) -> None:
+    from experiments.engines import rows_in_torch
+
+    found = rows_in_torch.TorchAttentionBackend
+    assert (kind_of_backend(found), found.get_name()) == (ROWS, "FLEX_ATTENTION")
+
+
 @pytest.mark.parametrize("window", [None, 7])
 def test_it_is_right(backend: Any, window: int | None) -> None:
     torch.testing.assert_close(_paged(backend, "HND", 16, window), _expected(window))

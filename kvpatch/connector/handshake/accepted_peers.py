@@ -30,6 +30,8 @@ ALIKE = {
 }
 
 
+_ALIKE_IN_BOTH = "use one vLLM and one attention backend on both sides"
+
 #: Of an element, where a CPU's keys are in tiles on no processor.
 _UNTILED_BYTES = 4
 
@@ -103,11 +105,23 @@ def _check_contents(named: Explanation, ours: LocalGeometry) -> None:
             "to say",
             "use --kv-cache-dtype auto, or one vLLM and one attention backend on both sides",
         )
-    has_rows = all(layer.kind.holds is Holds.ROWS for layer in ours.layers.values())
-    if ours.states or not has_rows or not ours.backends <= {ours.backend}:
+    if ours.states:
         raise PeerRefused(
-            "this model has several kinds of layers, of which a hash has the first one's backend",
-            "use one vLLM and one attention backend on both sides",
+            "this model has recurrent state too, and a hash names the backend of one layer alone",
+            _ALIKE_IN_BOTH,
+        )
+    for name, layer in ours.layers.items():
+        if layer.kind.holds is not Holds.ROWS:
+            raise PeerRefused(
+                f"blocks of layer {name} hold {layer.kind.contents}, and of a peer like this one "
+                "only rows of tokens are read",
+                _ALIKE_IN_BOTH,
+            )
+    if not ours.backends <= {ours.backend}:
+        raise PeerRefused(
+            f"layers of this model have the attention backends {', '.join(sorted(ours.backends))}, "
+            "and a hash names the first one's alone",
+            _ALIKE_IN_BOTH,
         )
 
 
