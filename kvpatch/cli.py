@@ -104,10 +104,26 @@ def _show(diagnosis: Diagnosis) -> None:
 class PlanOptions:
     """The arguments and options of ``kvpatch plan``, as they were typed."""
 
-    prefill: Annotated[Path, typer.Argument(help="P's arguments: a file of vllm serve --config.")]
-    decode: Annotated[Path, typer.Argument(help="D's.")]
+    prefill: Annotated[
+        str,
+        typer.Argument(
+            help="P's arguments: a file of vllm serve --config, or the URL of an engine that runs.",
+            show_default=False,
+        ),
+    ]
+    decode: Annotated[str, typer.Argument(help="D's.", show_default=False)]
+    from_url: Annotated[
+        bool,
+        typer.Option(
+            "--from-url",
+            help="Also ask the running engines that files name (`url`).",
+        ),
+    ] = False
     release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None
     platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None
+    attention_backend: Annotated[
+        str | None, typer.Option(help="Of both, as vLLM's log names it.")
+    ] = None
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or its folder.")
     ] = None
@@ -124,12 +140,21 @@ class PlanOptions:
         Raises:
             KvpatchError: it cannot be said.
         """
-        from kvpatch.planning.arguments import read_arguments
         from kvpatch.planning.pair import Request
         from kvpatch.planning.plan import plan_pair
+        from kvpatch.planning.running import arguments_of, require_url
 
-        overrides = {"release": self.release, "platform": self.platform}
-        sides = [read_arguments(path, overrides) for path in (self.prefill, self.decode)]
+        overrides = {
+            "release": self.release,
+            "platform": self.platform,
+            "attention-backend": self.attention_backend,
+        }
+        sides = [
+            arguments_of(source, overrides, asks_running=self.from_url)
+            for source in (self.prefill, self.decode)
+        ]
+        if self.from_url:
+            require_url(sides)
         return plan_pair(
             sides[0],
             sides[1],
@@ -247,7 +272,7 @@ def _require_extra(command: str, extra: str, *modules: str) -> None:
 @app.command("plan")
 @takes(PlanOptions)
 def plan(asked: PlanOptions) -> None:
-    """Say what becomes of a pair of engines before either is started, from their arguments.
+    """Say what becomes of a pair of engines, from their arguments or by asking those that run.
 
     Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
     nor torch.

@@ -6,15 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
-from urllib.error import URLError
-from urllib.request import urlopen
 
-from kvpatch.core.errors import BadOptions, RequestFailed
+from kvpatch.api_server import METRICS, labels_of, text_of
 
-_TIMEOUT_SECONDS = 10.0
 _SAMPLE = re.compile(r"^(kvpatch_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 #: vLLM's own labels; what is left is the only one of a metric of ours.
 _OF_VLLM = ("model_name", "engine")
 _WAYS = {
@@ -49,22 +44,14 @@ def report_of(url: str) -> EngineReport:
         BadOptions: there is none there.
         RequestFailed: it does not answer, or shows no metrics.
     """
-    address = f"{url.rstrip('/')}/metrics"
-    if not address.startswith(("http://", "https://")):
-        raise BadOptions(f"{url} is no URL of an API server: give one like http://127.0.0.1:8000")
-    try:
-        with urlopen(address, timeout=_TIMEOUT_SECONDS) as answer:
-            text = answer.read().decode(errors="replace")
-    except (URLError, HTTPException, OSError, ValueError) as error:
-        raise RequestFailed(f"{address}: {error}") from error
-    return report(values_of(text))
+    return report(values_of(text_of(url, METRICS)))
 
 
 def values_of(text: str) -> Values:
     """kvpatch's metrics in Prometheus' text; what several engines or ranks show is added up."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for name, labels, value in _SAMPLE.findall(text):
-        own = [v for label, v in _LABEL.findall(labels) if label not in _OF_VLLM]
+        own = [v for label, v in labels_of(labels).items() if label not in _OF_VLLM]
         found[name]["".join(own)] += float(value)
     return found
 

@@ -129,6 +129,7 @@ class ReleaseFacts:
         can_sleep: a worker takes back what it has registered while its engine sleeps.
         stats: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
         asks_scheduler_for_stats: the scheduler's half of the connector is asked too, in each step.
+        tells_chosen_block_size: the API server knows the size of blocks where nobody asked for one.
     """
 
     release: str
@@ -210,6 +211,7 @@ class ReleaseFacts:
     can_sleep: bool = False
     stats: Place | None = None
     asks_scheduler_for_stats: bool = False
+    tells_chosen_block_size: bool = True
 
     @property
     def states_layout(self) -> bool:
@@ -471,6 +473,7 @@ _0_17_1 = replace(_0_17_0, release="0.17.1")
 _0_18_0 = replace(
     _0_17_1,
     release="0.18.0",
+    tells_chosen_block_size=False,
     generation="g0180",
     hash_factors=_0_17_1.hash_factors | {"is_hma_enabled"},
     agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
@@ -540,6 +543,7 @@ _0_22_1 = replace(_0_22_0, release="0.22.1")
 _0_23_0 = replace(
     _0_22_1,
     release="0.23.0",
+    tells_chosen_block_size=True,
     generation="g0230",
     backend_forms=_forms("blocks first", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
     | _forms("packed, keys by column", "CPU_ATTN")

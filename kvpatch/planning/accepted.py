@@ -7,7 +7,7 @@ from kvpatch.connector.handshake.peer_hash.factors import BACKEND, VERSION
 from kvpatch.connector.handshake.peer_hash.sentences import ACCEPTABLE, refusal
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
-from kvpatch.planning.factors import compared_factors
+from kvpatch.planning.factors import compared_factors, versions
 from kvpatch.planning.pair import Pair
 
 
@@ -26,14 +26,13 @@ def named_difference(pair: Pair) -> Explanation | None:
     if content is not None or not d.facts.states_hash:
         first = content or found[0]
         raise PeerRefused(str(first), first.cure)
+    theirs, ours = versions(pair)
     values = (
-        (VERSION, p.facts.release, d.facts.release),
+        (VERSION, theirs, ours),
         (BACKEND, p.backend.name, d.backend.name),
     )
     differences = tuple(Difference(*one) for one in values if one[1] != one[2])
-    named = Explanation(
-        differences, p.facts.release, p.facts.release, p.backend.name, _word_of_dtype(pair)
-    )
+    named = Explanation(differences, theirs, p.facts.release, p.backend.name, _word_of_dtype(pair))
     accepted = _accepted(pair)
     if not all(ACCEPTABLE[one.factor] in accepted for one in differences):
         raise refusal(named, accepted)

@@ -17,6 +17,8 @@ from typing import Any
 from kvpatch.core.errors import BadOptions
 
 SECTION = "kvpatch"
+#: The entry of it that holds variables.
+ENV = "env"
 
 #: What the section may say.
 ABOUT = (
@@ -29,8 +31,45 @@ ABOUT = (
     "model-config",
     "queue-seconds",
     "ray",
-    "env",
+    "url",
+    ENV,
 )
+
+_COMMAND_LINE = "the command line"
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """What is written of an engine, and the running engine denies.
+
+    Attributes:
+        said_by: the file, or the command line.
+        where: the address at which the engine answers it.
+    """
+
+    name: str
+    written: str
+    answered: str
+    said_by: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Running:
+    """What came of asking a running engine.
+
+    Attributes:
+        url: of its API server.
+        version: as it states it, which is what it hashes.
+        misses_kvpatch: whether it should have kvpatch, and shows none.
+        misses_connector: whether it shows no NixlConnector.
+    """
+
+    url: str
+    version: str
+    misses_kvpatch: bool = False
+    misses_connector: bool = False
+    contradictions: tuple[Contradiction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,12 +81,18 @@ class EngineArguments:
         options: of ``vllm serve``, with underscores.
         about: the section of kvpatch's own, with hyphens.
         environment: the variables that the engine is started with.
+        origins: where each of these is from, by its name; of variables behind ``env``.
+        assumed: what was taken for granted as they were put together, a sentence each.
+        running: of an engine that was asked; None where it is not started yet.
     """
 
     source: str
     options: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+    running: Running | None = None
 
     def option(self, name: str, default: Any = None) -> Any:
         """An option of ``vllm serve``; the default where it is not there, or empty."""
@@ -75,6 +120,17 @@ class EngineArguments:
         """Whether a variable says yes."""
         return self.environment.get(variable, "").strip().lower() in ("1", "true")
 
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What is known of the engine, and where from, by name."""
+        values = {plain(name): value for name, value in self.options.items()}
+        values |= self.about
+        values |= {f"{ENV} {name}": value for name, value in self.environment.items()}
+        return {
+            name: {"value": value, "from": self.origins.get(name, self.source)}
+            for name, value in values.items()
+            if value is not None
+        }
+
 
 def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> EngineArguments:
     """An engine's arguments from its file, and from the section beside it.
@@ -86,24 +142,58 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
         BadOptions: there is no such file, or it holds something else.
     """
     content = _load(path)
-    about = dict(as_mapping(content.pop(SECTION, None) or {}, f"{path}: {SECTION}"))
+    options = {key.lstrip("-").replace("-", "_"): content[key] for key in content if key != SECTION}
+    about = _section(content.get(SECTION), f"{path}: {SECTION}")
+    origins = {**dict.fromkeys(map(plain, options), str(path)), **_origins(about, str(path))}
     beside = path.with_name(f"{path.stem}.{SECTION}{path.suffix}")
     if beside.exists():
-        about = {**_load(beside), **about}
-    about = {key.replace("_", "-"): value for key, value in about.items()}
-    about |= {key: value for key, value in (overrides or {}).items() if value is not None}
+        further = _section(_load(beside), str(beside))
+        origins = {**_origins(further, str(beside)), **origins}
+        about = {**further, **about}
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    about |= given
+    environment = as_mapping(about.pop(ENV, None) or {}, f"{path}: {SECTION}: {ENV}")
+    return EngineArguments(
+        source=str(path),
+        options=options,
+        about=about,
+        environment={name: _as_variable(value) for name, value in environment.items()},
+        origins={**origins, **dict.fromkeys(given, _COMMAND_LINE)},
+    )
+
+
+def arguments_given(source: str, overrides: Mapping[str, Any]) -> EngineArguments:
+    """Those of an engine of which nothing is written, but what the command line says."""
+    about = {key: value for key, value in overrides.items() if value is not None}
+    return EngineArguments(source, about=about, origins=dict.fromkeys(about, _COMMAND_LINE))
+
+
+def _section(content: Any, where: str) -> dict[str, Any]:
+    """What a section says, by its names.
+
+    Raises:
+        BadOptions: it says what means nothing here.
+    """
+    found = as_mapping(content or {}, where)
+    about = {key.replace("_", "-"): value for key, value in found.items()}
     for key in about:
         if key not in ABOUT:
             near = difflib.get_close_matches(key, ABOUT, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ABOUT)}"
-            raise BadOptions(f"{path}: {SECTION} has {key!r}, which says nothing here; {hint}")
-    environment = as_mapping(about.pop("env", None) or {}, f"{path}: {SECTION}: env")
-    return EngineArguments(
-        source=str(path),
-        options={key.lstrip("-").replace("-", "_"): value for key, value in content.items()},
-        about=about,
-        environment={name: _as_variable(value) for name, value in environment.items()},
-    )
+            raise BadOptions(f"{where} has {key!r}, which says nothing here; {hint}")
+    return about
+
+
+def _origins(about: Mapping[str, Any], where: str) -> dict[str, str]:
+    found = dict.fromkeys((key for key in about if key != ENV), where)
+    variables = about.get(ENV)
+    names = variables if isinstance(variables, Mapping) else ()
+    return found | {f"{ENV} {name}": where for name in names}
+
+
+def plain(name: str) -> str:
+    """An option's name as it is typed."""
+    return name.replace("_", "-")
 
 
 def whole_number(found: Any, what: str) -> int:

@@ -41,6 +41,7 @@ class PlannedEngine:
         dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
         key_order: None where keys lie in tiles.
         transfer: of ``--kv-transfer-config``.
+        version: vLLM's, with a build's own label where a running engine states it.
         assumed: what was taken for granted, a sentence each.
     """
 
@@ -59,6 +60,7 @@ class PlannedEngine:
     key_order: KeyOrder | None
     tp_size: int
     transfer: Mapping[str, Any]
+    version: str
     assumed: tuple[str, ...] = ()
 
     @property
@@ -145,7 +147,7 @@ class _Reading:
         self._role: Role = role
         self._arguments = arguments
         self._config = config
-        self._assumed: list[str] = []
+        self._assumed: list[str] = [f"{role}: {one}" for one in arguments.assumed]
 
     def engine(self) -> PlannedEngine:
         arguments = self._arguments
@@ -172,6 +174,7 @@ class _Reading:
             key_order=self._key_order(backend, dtype, kernel_tokens),
             tp_size=arguments.number("tensor_parallel_size", 1),
             transfer=self._transfer(),
+            version=arguments.running.version if arguments.running else facts.release,
             assumed=tuple(self._assumed),
         )
 

@@ -35,11 +35,12 @@ class Factor:
         return f"P and D differ in {self.name}: {self.theirs} and {self.ours}"
 
 
+_RELEASE = "vLLM's release"
 _ONE_MODEL = "give both sides one model"
 
 #: (name, what an engine has of it, what would help, its kind).
 _FACTORS: tuple[tuple[str, Callable[[PlannedEngine], object], str, Kind], ...] = (
-    ("vLLM's release", lambda e: e.facts.release, "use one release on both sides", "name"),
+    (_RELEASE, lambda e: e.facts.release, "use one release on both sides", "name"),
     ("--model", lambda e: e.model.name, "give both sides one --model, word by word", "word"),
     ("the layers", lambda e: e.model.layers, _ONE_MODEL, "content"),
     ("the KV heads", lambda e: e.model.kv_heads, _ONE_MODEL, "content"),
@@ -79,8 +80,17 @@ def differing_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike."""
     for name, of, cure, kind in _FACTORS:
         theirs, ours = of(pair.prefill), of(pair.decode)
+        if name == _RELEASE:
+            theirs, ours = versions(pair)
         if theirs != ours:
             yield Factor(name, str(theirs), str(ours), cure, kind)
+
+
+def versions(pair: Pair) -> tuple[str, str]:
+    """P's version and D's as they hash them; of sides that do not run, the release alone."""
+    if _is_hashed(pair) and all(side.arguments.running for side in pair.sides):
+        return pair.prefill.version, pair.decode.version
+    return pair.prefill.facts.release, pair.decode.facts.release
 
 
 def _is_hashed(pair: Pair) -> bool:

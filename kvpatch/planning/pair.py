@@ -56,6 +56,11 @@ class Pair:
     prefill: PlannedEngine
     decode: PlannedEngine
 
+    @property
+    def sides(self) -> tuple[PlannedEngine, PlannedEngine]:
+        """P, then D."""
+        return self.prefill, self.decode
+
     def ranks_met(self, rank: int) -> tuple[int, ...]:
         """Those of P from which a rank of D reads."""
         theirs, ours = self.prefill.tp_size, self.decode.tp_size

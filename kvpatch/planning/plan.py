@@ -71,6 +71,7 @@ class Plan:
             "preflight": [asdict(found) for found in self.findings],
             "changes": list(self.changes),
             "assumed": list(self.assumed),
+            "facts": {one.role: one.arguments.facts() for one in self.pair.sides},
         }
 
     def _numbers(self) -> dict[str, Any] | None:

@@ -109,6 +109,8 @@ def _ports(pair: Pair) -> Iterator[Finding]:
             level, "P and D", f"both have the side channel's port {both[0]}, {where}",
             f"set {PORT} on D to {max(taken[0]) + 1} or more",
         )  # fmt: skip
+    if pair.prefill.arguments.running and pair.decode.arguments.running:
+        return  # each has got its own
     served = [engine.arguments.number("port", _API_PORT) for engine in (pair.prefill, pair.decode)]
     if served[0] == served[1]:
         yield Finding(
@@ -122,6 +124,35 @@ def _ports_of(engine: PlannedEngine) -> range:
     groups = engine.arguments.number("data_parallel_size", 1)
     each = 1 if engine.facts.listens_in_scheduler else engine.tp_size
     return range(_port(engine), _port(engine) + groups * each)
+
+
+def _running(pair: Pair) -> Iterator[Finding]:
+    """What engines that run already deny of their files, or lack."""
+    for engine in (pair.prefill, pair.decode):
+        running = engine.arguments.running
+        if running is None:
+            continue
+        for one in running.contradictions:
+            yield Finding(
+                "warning", engine.role,
+                f"{one.said_by} says {one.name}: {one.written}, and the running engine answers "
+                f"{one.answered} ({one.where}), which is what this plan is of",
+                f"write {one.name}: {one.answered}, or start the engine with what is written",
+            )  # fmt: skip
+        if running.misses_kvpatch:
+            yield Finding(
+                "error", engine.role,
+                f"{settings.ENABLE} is said to be set, and {running.url} shows no metrics of "
+                "kvpatch's: the running engine has not loaded it",
+                f"install kvpatch beside its vLLM, set {settings.ENABLE}=true where it is started, "
+                "and restart it",
+            )  # fmt: skip
+        if running.misses_connector and engine.transfer:
+            yield Finding(
+                "error", engine.role,
+                f"{running.url} shows no metrics of NixlConnector's: the running engine has none",
+                "start it with the --kv-transfer-config that is written",
+            )  # fmt: skip
 
 
 def _leases(pair: Pair) -> Iterator[Finding]:
@@ -255,4 +286,5 @@ _CHECKS: tuple[Callable[[Pair], Iterator[Finding]], ...] = (
     _leases,
     _activation,
     _ray,
+    _running,
 )

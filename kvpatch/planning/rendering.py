@@ -26,9 +26,27 @@ def show(plan: Plan, console: Console) -> None:
     verdict = "serves as it is" if plan.serves else "does not serve as it is"
     style = "green" if plan.serves else "red"
     console.print(f"This pair {verdict}.", style=style, markup=False)
-    for title, lines in (("change", plan.changes), ("taken for granted", plan.assumed)):
+    answered = tuple(_answered(plan))
+    for title, lines in (
+        ("change", plan.changes),
+        ("answered", answered),
+        ("taken for granted", plan.assumed),
+    ):
         for line in lines:
             console.print(f"{title}: {line}", markup=False, soft_wrap=True, highlight=False)
+
+
+def _answered(plan: Plan) -> Iterator[str]:
+    """What running engines have said, by where."""
+    for engine in plan.pair.sides:
+        running = engine.arguments.running
+        if running is None:
+            continue
+        by_address: dict[str, list[str]] = {}
+        for name, fact in engine.arguments.facts().items():
+            by_address.setdefault(fact["from"], []).append(name)
+        for address, names in by_address.items():
+            yield f"{engine.role}: {address}: {', '.join(names)}"
 
 
 def _outcomes(plan: Plan) -> Table:

@@ -30,6 +30,7 @@ from .source import Method, classes, method, text
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_V1 = "vllm.v1"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _INTERFACE = "vllm.v1.kv_cache_interface"
 
@@ -509,6 +510,12 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "asks_scheduler_for_stats": lambda s: (
         "scheduler_kv_connector_stats = self.connector.get_kv_connector_stats()"
         in s.core("update_from_output")
+    ),
+    "tells_chosen_block_size": lambda s: (
+        "update_block_size_for_backend("
+        not in text(s.release, f"{_V1}.executor.multiproc_executor")
+        or "cache_config.block_size = response.block_size"
+        in text(s.release, f"{_V1}.engine.core_client")
     ),
     "joins_in_groups": lambda s: (
         _has_cache_groups(s)
