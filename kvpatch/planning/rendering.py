@@ -26,18 +26,18 @@ def show(plan: Plan, console: Console) -> None:
     verdict = "serves as it is" if plan.serves else "does not serve as it is"
     style = "green" if plan.serves else "red"
     console.print(f"This pair {verdict}.", style=style, markup=False)
-    answered = tuple(_answered(plan))
+    known = tuple(_known(plan))
     for title, lines in (
         ("change", plan.changes),
-        ("answered", answered),
+        ("known", known),
         ("taken for granted", plan.assumed),
     ):
         for line in lines:
             console.print(f"{title}: {line}", markup=False, soft_wrap=True, highlight=False)
 
 
-def _answered(plan: Plan) -> Iterator[str]:
-    """What running engines have said, by where."""
+def _known(plan: Plan) -> Iterator[str]:
+    """What is known of running engines, by where from."""
     for engine in plan.pair.sides:
         running = engine.arguments.running
         if running is None:
@@ -46,7 +46,7 @@ def _answered(plan: Plan) -> Iterator[str]:
         for name, fact in engine.arguments.facts().items():
             by_address.setdefault(fact["from"], []).append(name)
         for address, names in by_address.items():
-            yield f"{engine.role}: {address}: {', '.join(names)}"
+            yield f"{engine.role}, from {address}: {', '.join(names)}"
 
 
 def _outcomes(plan: Plan) -> Table:

@@ -58,8 +58,9 @@ def arguments_of(
         ReleaseNotKnown: it is none of kvpatch's releases.
     """
     if source.startswith(SCHEMES):
-        alone = _Merging(arguments_given(source, overrides), ask(source), None).merged()
-        _require_all(alone)
+        answers = ask(source)
+        alone = _Merging(arguments_given(source, overrides), answers, None).merged()
+        _require_all(alone, answers.silences)
         return alone
     if "://" in source:
         raise BadOptions(f"{source} is neither a file nor a URL like http://127.0.0.1:8000")
@@ -79,7 +80,7 @@ def require_url(sides: Sequence[EngineArguments]) -> None:
         )
 
 
-def _require_all(found: EngineArguments) -> None:
+def _require_all(found: EngineArguments, silences: Sequence[str]) -> None:
     """Raise :class:`BadOptions` for what neither the engine nor the command line has said."""
     missing = [plain(name) for name in _NEEDED if found.options.get(name) is None]
     is_cpu = found.about.get("platform") == "cpu"  # has one backend
@@ -91,10 +92,10 @@ def _require_all(found: EngineArguments) -> None:
     if not missing:
         return
     raise BadOptions(
-        f"{found.source} does not tell {', '.join(missing)} ({'; '.join(found.assumed)}). Write "
+        f"{found.source} does not tell {', '.join(missing)} ({'; '.join(silences)}). Write "
         f"what it was started with into a file as vllm serve --config takes it, with `{SECTION}: "
         f"{{url: {found.source}, platform: ..., attention-backend: ...}}`, and give the file with "
-        "--from-url in place of the URL (docs/how-to/plan_a_pair.md)"
+        "--from-url in place of the URL"
     )
 
 
@@ -228,7 +229,10 @@ class _Merging:
             known = "are those of its file" if self.path else "are taken for unset"
             yield f"it does not tell its variables, which {known}"
         elif self.answers.shows_kvpatch and self.path is None:
-            yield "it tells no variables of kvpatch's own (KVPATCH_*), which are taken for unset"
+            yield (
+                "it tells no variables of kvpatch's (KVPATCH_*) and of kvcached's, which are taken "
+                "for unset"
+            )
         if self.answers.shows_kvpatch is None and self.path is None:
             yield "nothing tells whether it has kvpatch, and it is taken for an engine without"
 
