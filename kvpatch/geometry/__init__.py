@@ -16,6 +16,7 @@ The parts, in the order in which a read uses them:
 ``segments``            which tokens of which blocks, on both sides
 ``segment_bounds``      whether segments stay inside the planes
 ``plane_copies``        strided copies between two planes
+``token_tiles``         segments by the tiles that a side's tokens lie in
 ``overlap``             the copies out of one remote region
 ``direct_or_staged``    which way of reading a region is faster
 ``measured_costs``      what that is chosen by, out of what reads took

@@ -21,12 +21,16 @@ _KINDS = {
 
 
 class KeyOrder(Enum):
-    """How the keys of one block and head lie; values are always [token, channel]."""
+    """How the keys of one block and head lie; values are [token, channel] but for tiles."""
 
     ROW_MAJOR = "[token, channel]"
     COLUMN_MAJOR = "[channel, token]"
     """The CPU backend's vector kernels. Where its tensor is packed, all keys of a block
     and head come first and all values after them, not token by token."""
+    TILED = "[16 tokens, pair of channels, token, channel]"
+    """The CPU backend's matrix kernels (AMX, items of 2 bytes), with all keys of a block and head
+    before all values as well. Values are in tiles of their own: [16 channels, pair of tokens,
+    channel, token]."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ length, and layers that are strided alike are planned once and shifted.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +21,7 @@ from kvpatch.geometry.plane_copies import (
 )
 from kvpatch.geometry.segment_bounds import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
+from kvpatch.geometry.token_tiles import copies_in_tiles
 
 MOST_RUNS = 65_536
 """Of one plan of several: a millisecond of planning, and 1.5 MiB."""
@@ -125,12 +125,13 @@ def _alike(
     for segments, copies in parts:
         if not len(segments) or not copies:
             continue
-        alike: defaultdict[CopyStrides, list[Copy]] = defaultdict(list)
+        alike: dict[tuple[int, CopyStrides], tuple[Segments, list[Copy]]] = {}
         reach = reach_of(segments)
         for copy in copies:
             check_reach(reach, copy)
-            alike[copy.strides].append(copy)
-        found += [(segments, strides, group) for strides, group in alike.items()]
+            for some, one in copies_in_tiles(segments, copy):
+                alike.setdefault((id(some), one.strides), (some, []))[1].append(one)
+        found += [(some, strides, group) for (_, strides), (some, group) in alike.items()]
     return found
 
 

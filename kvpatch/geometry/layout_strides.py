@@ -16,7 +16,7 @@ from typing import Literal
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
 
 Axis = Literal["layer", "kv", "block", "head", "token", "channel"]
 #: Some of the axes, from the outermost to the innermost.
@@ -27,7 +27,7 @@ NHD: Axes = ("kv", "token", "head", "channel")
 #: Keys and values are packed into one row of a token and head.
 PACKED_HND: Axes = ("head", "token", "kv", "channel")
 PACKED_NHD: Axes = ("token", "head", "kv", "channel")
-#: A head's keys of all tokens, by column, and then its values: the CPU backend's.
+#: A head's keys of all tokens, by column or in tiles, and then its values: the CPU backend's.
 BY_COLUMN: Axes = ("head", "kv", "token", "channel")
 #: MLA, its indexers, hidden states.
 WITHOUT_HEADS: Axes = ("token", "channel")
@@ -54,6 +54,15 @@ LAYERS_INSIDE_BLOCKS = tuple(
 LAYER_BY_LAYER = ("HND", "NHD", "LBHNC", "LBNHC")
 
 InnerLayout = Literal["HND", "NHD"]
+
+#: Of a tile of keys, or channels of one of values: a row of AMX's has so many words of 4 bytes.
+_TILE_WORDS = 16
+#: Items of a word: channels of a tile of keys, tokens of one of values.
+_WORD_ITEMS = 2
+#: Of an item that AMX takes two of at once.
+TILED_ITEM_BYTES = 2
+#: What a CPU backend's blocks have to be a multiple of for keys in tiles, and heads in channels.
+TILED_TOKENS = TILED_CHANNELS = 32
 
 
 def block_axes(layout: str) -> Axes:
@@ -114,6 +123,36 @@ def dense_strides(
     return strides
 
 
+def strides_of_order(
+    order: KeyOrder, content: Content, tokens: int, channels: int, item_bytes: int
+) -> tuple[int, int, Tile | None]:
+    """Strides of tokens and channels, and the tile, where a head's keys are one piece of a block.
+
+    As the CPU backend has them.
+
+    Raises:
+        UnreadableGeometry: tiles of other items or blocks than it makes them of.
+    """
+    if order is not KeyOrder.TILED:
+        by_column = order is KeyOrder.COLUMN_MAJOR and content is Content.KEY
+        if by_column:
+            return item_bytes, tokens * item_bytes, None
+        return channels * item_bytes, item_bytes, None
+    if item_bytes != TILED_ITEM_BYTES or tokens % TILED_TOKENS or channels % TILED_CHANNELS:
+        raise UnreadableGeometry(
+            f"expected tiles of items of {TILED_ITEM_BYTES} bytes, {TILED_TOKENS} tokens and "
+            f"{TILED_CHANNELS} channels or a multiple, found blocks of {tokens} tokens, {channels} "
+            f"channels of {item_bytes} bytes"
+        )
+    word = _WORD_ITEMS * item_bytes
+    row = _TILE_WORDS * word
+    if content is Content.KEY:  # [16 tokens, word of channels, token, channel]
+        tile = Tile(_TILE_WORDS, word, _WORD_ITEMS, item_bytes)
+        return _TILE_WORDS * channels * item_bytes, row, tile
+    # [16 channels, word of tokens, channel, token]
+    return row, _TILE_WORDS * tokens * item_bytes, Tile(_WORD_ITEMS, item_bytes, _TILE_WORDS, word)
+
+
 @dataclass(frozen=True)
 class DenseBlocks:
     """Blocks in each of which a layer, or some of its heads, is one dense piece.
@@ -124,7 +163,8 @@ class DenseBlocks:
         axes: of the piece.
         tokens: of a block.
         first_head: the global number of the piece's first head.
-        key_order: COLUMN_MAJOR swaps token and channel for the keys.
+        key_order: COLUMN_MAJOR swaps token and channel for the keys; TILED has a head's keys and
+            values in tiles.
     """
 
     address: int
@@ -149,9 +189,11 @@ class DenseBlocks:
         strides = dense_strides(self.axes, extents, channels, item_bytes)
         found = []
         for number, plane in enumerate(like):
-            token, channel = strides["token"], strides["channel"]
-            if self.key_order is KeyOrder.COLUMN_MAJOR and plane.content is Content.KEY:
-                token, channel = channel, self.tokens * item_bytes
+            token, channel, tile = strides["token"], strides["channel"], None
+            if self.key_order is not KeyOrder.ROW_MAJOR:
+                token, channel, tile = strides_of_order(
+                    self.key_order, plane.content, self.tokens, plane.counts.channels, item_bytes
+                )
             found.append(
                 replace(
                     plane,
@@ -162,6 +204,7 @@ class DenseBlocks:
                     counts=Counts(self.blocks, self.heads, self.tokens, plane.counts.channels),
                     first_head=self.first_head,
                     memory=self.memory,
+                    tile=tile,
                 )
             )
         return tuple(found)

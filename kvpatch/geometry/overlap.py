@@ -115,8 +115,5 @@ def _staged_spans(region: Region, local_planes: Sequence[Plane]) -> tuple[Staged
 
 def _block_extent_bytes(copy: Copy) -> int:
     """From a copy's first item in a remote block to the end of its last."""
-    tokens = copy.remote.counts.block_tokens
     axes = [(axis.size, axis.remote_stride) for axis in copy.strides.inner]
-    return extent_bytes(
-        ((tokens, copy.strides.token.remote_stride), *axes), copy.strides.item_bytes
-    )
+    return extent_bytes((*copy.remote.token_axes, *axes), copy.strides.item_bytes)

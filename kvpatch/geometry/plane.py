@@ -39,6 +39,21 @@ class Strides(NamedTuple):
     channel: int
 
 
+class Tile(NamedTuple):
+    """A tile of a plane whose tokens and channels lie in two steps each: from tile to tile, as the
+    plane's strides say, and inside a tile.
+
+    Attributes:
+        tokens, channels: of a tile.
+        token_step, channel_step: bytes from one to the next inside a tile.
+    """
+
+    tokens: int
+    token_step: int
+    channels: int
+    channel_step: int
+
+
 class Counts(NamedTuple):
     """Sizes of the axes. ``block_tokens`` is the tensor's own, so the kernel's block size."""
 
@@ -52,7 +67,8 @@ class Counts(NamedTuple):
 class Plane:
     """A strided array (block, head, token, channel) of items in some memory.
 
-    Two layers that share a tensor give two planes with one address.
+    Two layers that share a tensor give two planes with one address. Of a tiled plane the strides
+    of tokens and channels are those from tile to tile.
 
     Attributes:
         address: of item (0, 0, 0, 0).
@@ -61,6 +77,7 @@ class Plane:
             tensor-parallel ranks can be matched; 0 where the content has no heads.
         is_whole: whether a block is no rows of tokens, but one thing that moves whole: its bytes
             stand for its tokens all together.
+        tile: None where one stride leads from each token to the next, and from each channel.
     """
 
     layer: str
@@ -72,8 +89,11 @@ class Plane:
     first_head: int
     memory: Memory
     is_whole: bool = False
+    tile: Tile | None = None
 
     def __post_init__(self) -> None:
+        if self.tile is not None:
+            self._check_tile(self.tile)
         axes = self.axes
         if (
             min(self.counts) < 1
@@ -94,34 +114,66 @@ class Plane:
 
     def __str__(self) -> str:
         shape, strides = tuple(self.counts), tuple(self.strides_bytes)
+        tiles = "" if self.tile is None else f"tiles {tuple(self.tile)}, "
         return (
             f"{self.content.value} plane of layer {self.layer!r} (block, head, token, channel): "
-            f"shape {shape}, strides {strides} bytes, items of {self.item_bytes} bytes at "
+            f"shape {shape}, strides {strides} bytes, {tiles}items of {self.item_bytes} bytes at "
             f"{self.address:#x} in {self.memory.kind}:{self.memory.device_id}, "
             f"heads from {self.first_head}"
         )
 
+    def _check_tile(self, tile: Tile) -> None:
+        counts = self.counts
+        if min(tile) < 1 or counts.block_tokens % tile.tokens or counts.channels % tile.channels:
+            raise UnreadableGeometry(f"{self}: expected a whole number of tiles in a block")
+
     @property
     def axes(self) -> tuple[tuple[int, int], ...]:
-        """(size, stride in bytes) of block, head, token and channel."""
-        return tuple(zip(self.counts, self.strides_bytes, strict=True))
+        """(size, stride in bytes) of block, head, token and channel.
+
+        Of a tiled plane tokens and channels are two axes each, the one from tile to tile first.
+        """
+        block, head, _, _ = zip(self.counts, self.strides_bytes, strict=True)
+        return (block, head, *self.token_axes, *self.channel_axes)
+
+    @property
+    def token_axes(self) -> tuple[tuple[int, int], ...]:
+        """(size, stride in bytes) of tokens: one axis, or two where there are tiles."""
+        tokens, stride = self.counts.block_tokens, self.strides_bytes.token
+        if self.tile is None:
+            return ((tokens, stride),)
+        inside = self.tile.tokens, self.tile.token_step
+        return ((tokens // self.tile.tokens, stride), inside)
+
+    @property
+    def channel_axes(self) -> tuple[tuple[int, int], ...]:
+        """The same of channels."""
+        channels, stride = self.counts.channels, self.strides_bytes.channel
+        if self.tile is None:
+            return ((channels, stride),)
+        inside = self.tile.channels, self.tile.channel_step
+        return ((channels // self.tile.channels, stride), inside)
 
     @property
     def end_head(self) -> int:
         """The global number past the plane's last head."""
         return self.first_head + self.counts.heads
 
-    def byte_offset(self, block: int, head: int, token: int, channel: int) -> int:
+    def byte_offset(self, block: Any, head: Any, token: Any, channel: Any) -> Any:
         """Bytes from ``address`` to an item; ``head`` counts from the plane's own first.
 
-        Does not validate.
+        Of whole numbers, or of arrays of them. Does not validate.
         """
-        strides = self.strides_bytes
+        strides, tile = self.strides_bytes, self.tile
+        found = block * strides.block + head * strides.head
+        if tile is None:
+            return found + token * strides.token + channel * strides.channel
         return (
-            block * strides.block
-            + head * strides.head
-            + token * strides.token
-            + channel * strides.channel
+            found
+            + token // tile.tokens * strides.token
+            + token % tile.tokens * tile.token_step
+            + channel // tile.channels * strides.channel
+            + channel % tile.channels * tile.channel_step
         )
 
     def span(self) -> tuple[int, int]:
@@ -130,6 +182,8 @@ class Plane:
 
     def as_array(self, buffer: Any, buffer_address: int) -> npt.NDArray[np.uint8]:
         """The plane's bytes as a view [block, head, token, channel, byte of the item].
+
+        Of a tiled plane it is a copy.
 
         Args:
             buffer: anything with the buffer protocol; the view is writable when it is.
@@ -145,8 +199,10 @@ class Plane:
                 f"{self}: expected it inside {raw.size} bytes at {buffer_address:#x}, "
                 f"found it at {start:#x} to {end:#x}"
             )
-        return np.lib.stride_tricks.as_strided(
+        sizes, strides = zip(*self.axes, strict=True)
+        view = np.lib.stride_tricks.as_strided(
             raw[start - buffer_address :],
-            shape=(*self.counts, self.item_bytes),
-            strides=(*self.strides_bytes, 1),
+            shape=(*sizes, self.item_bytes),
+            strides=(*strides, 1),
         )
+        return view.reshape(*self.counts, self.item_bytes)

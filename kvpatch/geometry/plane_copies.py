@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Content, Plane
@@ -23,17 +23,36 @@ class CopyAxis(NamedTuple):
     local_stride: int
 
 
+class CopyTile(NamedTuple):
+    """Of a copy of which a side is tiled: how tokens lie inside a tile.
+
+    The side that is not tiled is stepped through in as many tokens.
+
+    Attributes:
+        remote_step, local_step: bytes from one token to the next.
+        is_remote, is_local: which side is tiled.
+    """
+
+    tokens: int
+    remote_step: int
+    local_step: int
+    is_remote: bool
+    is_local: bool
+
+
 class CopyStrides(NamedTuple):
     """How a copy is strided on both sides, without saying where: what layers share.
 
     ``block`` and ``token`` are stepped by segments; ``inner`` (heads, channels, and keys
-    and values where they are copied together) is walked whole.
+    and values where they are copied together) is walked whole. Where there is a ``tile``, ``token``
+    steps from tile to tile, and segments have to be cut (``token_tiles``) before they are used.
     """
 
     item_bytes: int
     block: CopyAxis
     token: CopyAxis
     inner: tuple[CopyAxis, ...]
+    tile: CopyTile | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +130,7 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
     if remote.is_whole or local.is_whole:
         check_whole(remote, local)
     theirs, ours = remote.strides_bytes, local.strides_bytes
+    token, tile = _token_axes(remote, local)
     return Copy(
         remote,
         local,
@@ -119,12 +139,60 @@ def _copy(remote: Plane, local: Plane, start_head: int, end_head: int) -> Copy:
         CopyStrides(
             item_bytes=local.item_bytes,
             block=CopyAxis(local.counts.blocks, theirs.block, ours.block),
-            token=CopyAxis(local.counts.block_tokens, theirs.token, ours.token),
+            token=token,
             inner=(
-                CopyAxis(local.counts.channels, theirs.channel, ours.channel),
+                *_channel_axes(remote, local),
                 CopyAxis(end_head - start_head, theirs.head, ours.head),
             ),
+            tile=tile,
         ),
+    )
+
+
+def _token_axes(remote: Plane, local: Plane) -> tuple[CopyAxis, CopyTile | None]:
+    """The step that segments count in, and what is inside it where a side is tiled."""
+    tokens = local.counts.block_tokens
+    size = _tile_size(remote, local, "tokens")
+    if size is None:
+        return CopyAxis(tokens, remote.strides_bytes.token, local.strides_bytes.token), None
+    (theirs, their_step), (ours, our_step) = (
+        (stride, plane.tile.token_step) if plane.tile is not None else (size * stride, stride)
+        for plane, stride in ((one, one.strides_bytes.token) for one in (remote, local))
+    )
+    is_tiled = remote.tile is not None, local.tile is not None
+    return CopyAxis(-(-tokens // size), theirs, ours), CopyTile(
+        size, their_step, our_step, *is_tiled
+    )
+
+
+def _channel_axes(remote: Plane, local: Plane) -> tuple[CopyAxis, ...]:
+    """One axis, or where a side is tiled two."""
+    channels = local.counts.channels
+    size = _tile_size(remote, local, "channels")
+    if size is None:
+        return (CopyAxis(channels, remote.strides_bytes.channel, local.strides_bytes.channel),)
+    (theirs, their_step), (ours, our_step) = (
+        (stride, plane.tile.channel_step) if plane.tile is not None else (size * stride, stride)
+        for plane, stride in ((one, one.strides_bytes.channel) for one in (remote, local))
+    )
+    return CopyAxis(channels // size, theirs, ours), CopyAxis(size, their_step, our_step)
+
+
+def _tile_size(remote: Plane, local: Plane, axis: Literal["tokens", "channels"]) -> int | None:
+    """Of the tiles of either side; None where neither is tiled."""
+    sizes = {getattr(plane.tile, axis) for plane in (remote, local) if plane.tile is not None}
+    if len(sizes) > 1:
+        raise UnplannableCopy(f"expected tiles of one size, found {remote} and {local}")
+    return sizes.pop() if sizes else None
+
+
+def moved(copy: Copy, remote_bytes: int, local_bytes: int, strides: CopyStrides) -> Copy:
+    """A copy from and to other places, otherwise strided."""
+    return replace(
+        copy,
+        remote_address=copy.remote_address + remote_bytes,
+        local_address=copy.local_address + local_bytes,
+        strides=strides,
     )
 
 
@@ -140,6 +208,7 @@ def check_whole(remote: Plane, local: Plane) -> None:
         remote.is_whole != local.is_whole
         or remote.counts[1:] != local.counts[1:]
         or remote.first_head != local.first_head
+        or remote.tile != local.tile
         or _inside_block(remote) != _inside_block(local)
     ):
         raise UnplannableCopy(
@@ -175,6 +244,8 @@ def _fused(keys: Copy, values: Copy) -> Copy | None:
     )
     if min(apart) <= 0 or ours._replace(inner=()) != theirs._replace(inner=()):
         return None
+    if ours.tile is not None:
+        return None  # of keys and of values tiles are unlike
     if keys.remote.counts[::2] != values.remote.counts[::2] or len(ours.inner) > 2:
         return None  # other blocks or block_tokens: each needs a check of its own
     (channel, head), (value_channel, value_head) = ours.inner, theirs.inner
@@ -210,5 +281,10 @@ def contiguous(
 
 
 def contiguous_bytes(strides: CopyStrides, tokens: int) -> int:
-    """Bytes of one run of a segment of so many tokens."""
-    return contiguous(strides, tokens)[0]
+    """Bytes of one run of a segment of so many tokens, or of its whole tiles."""
+    tile = strides.tile
+    if tile is None:
+        return contiguous(strides, tokens)[0]
+    inside = CopyAxis(min(tokens, tile.tokens), tile.remote_step, tile.local_step)
+    inner = (*strides.inner, inside)
+    return contiguous(strides, max(1, tokens // tile.tokens), inner)[0]

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.layout_strides import strides_of_order
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
 from kvpatch.geometry.tensor_facts import TensorFacts, axes_nest, extent_bytes
 
 
@@ -23,7 +24,7 @@ def read_planes(
     Args:
         layer: the name that a refusal carries.
         order: what each dimension of ``facts.shape`` means.
-        key_order: COLUMN_MAJOR for the CPU backend's vector kernels.
+        key_order: COLUMN_MAJOR for the CPU backend's vector kernels, TILED for its tiles.
         first_head: the global number of the tensor's first KV head; contents without
             heads ignore it.
 
@@ -33,9 +34,9 @@ def read_planes(
     """
     reading = _Reading(layer, facts, order, first_head)
     reading.check()
-    if key_order is KeyOrder.COLUMN_MAJOR:
-        return reading.column_major()
-    return reading.row_major()
+    if key_order is KeyOrder.ROW_MAJOR:
+        return reading.row_major()
+    return reading.one_piece(key_order)
 
 
 @dataclass(frozen=True)
@@ -115,17 +116,18 @@ class _Reading:
             self.plane(Content.VALUE, apart, strides, sizes[1], self.first_head),
         )
 
-    def column_major(self) -> tuple[Plane, ...]:
-        """Keys [channel, token], values [token, channel], each one piece per block and head."""
+    def one_piece(self, key_order: KeyOrder) -> tuple[Plane, ...]:
+        """Keys by column or in tiles, and values, each one piece per block and head."""
         names = self.order.dimensions
+        what = "column-major keys" if key_order is KeyOrder.COLUMN_MAJOR else "keys in tiles"
         item, tokens = self.facts.item_bytes, self.size("token")
         if "head" not in names or not {"kv", "packed"} & set(names):
-            self.refuse("keys and values with a head dimension, for column-major keys", "neither")
+            self.refuse(f"keys and values with a head dimension, for {what}", "neither")
         last = "packed" if "packed" in names else "channel"
         row = self.size(last) * item
         if self.stride(last) != item or (tokens > 1 and self.stride("token") != row):
             self.refuse(
-                "tokens of a block and head in one piece, for column-major keys",
+                f"tokens of a block and head in one piece, for {what}",
                 f"strides of {self.stride('token')} bytes by token, {self.stride(last)} by channel",
             )
         if last == "packed":
@@ -135,11 +137,12 @@ class _Reading:
             apart = tokens * channels * item
         else:
             channels, apart = self.size("channel"), self.stride("kv")
-        keys, values = self.strides(item, tokens * item), self.strides(channels * item, item)
-        return (
-            self.plane(Content.KEY, 0, keys, channels, self.first_head),
-            self.plane(Content.VALUE, apart, values, channels, self.first_head),
-        )
+        found = []
+        for content, offset in ((Content.KEY, 0), (Content.VALUE, apart)):
+            token, channel, tile = strides_of_order(key_order, content, tokens, channels, item)
+            strides = self.strides(token, channel)
+            found.append(self.plane(content, offset, strides, channels, self.first_head, tile))
+        return tuple(found)
 
     def state(self) -> Plane:
         """One run of opaque elements per block, as a block of one token."""
@@ -161,7 +164,13 @@ class _Reading:
         return Plane(self.layer, Content.STATE, address, strides, counts, item, 0, memory)
 
     def plane(
-        self, content: Content, offset: int, strides: Strides, channels: int, first_head: int
+        self,
+        content: Content,
+        offset: int,
+        strides: Strides,
+        channels: int,
+        first_head: int,
+        tile: Tile | None = None,
     ) -> Plane:
         """A plane ``offset`` bytes behind the tensor's first element."""
         facts = self.facts
@@ -175,6 +184,7 @@ class _Reading:
             facts.item_bytes,
             first_head,
             facts.memory,
+            tile=tile,
         )
 
     def strides(self, token: int, channel: int) -> Strides:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,11 @@ class Segments:
 
     def __len__(self) -> int:
         return int(self.tokens.size)
+
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What others have worked out of these, which many copies ask for."""
+        return {}
 
     @cached_property
     def kinds(self) -> tuple[SegmentKind, ...]:

@@ -106,7 +106,7 @@ def slot_gather(planes: Sequence[Plane], tables: Sequence[Table], address: int) 
 def _check(planes: Sequence[Plane], tables: Sequence[Table], address: int) -> None:
     size = planes[0].item_bytes
     for plane, (_, tokens) in zip(planes, tables, strict=True):
-        places = (plane.address - address, *plane.strides_bytes)
+        places = (plane.address - address, *(stride for _, stride in plane.axes))
         if plane.item_bytes != size or any(place % size for place in places):
             raise UnreadableGeometry(f"{plane}: expected all of it in whole items of {size} bytes")
         if tokens % plane.counts.block_tokens:
@@ -119,8 +119,7 @@ def _items_of(plane: Plane) -> int:
 
 def _inner(plane: Plane) -> Int64Array:
     heads, channels = np.indices((plane.counts.heads, plane.counts.channels))
-    strides = plane.strides_bytes
-    apart = heads * strides.head + channels * strides.channel
+    apart = plane.byte_offset(0, heads, 0, channels)
     found: Int64Array = (apart // plane.item_bytes).reshape(-1).astype(np.int64)
     return found
 

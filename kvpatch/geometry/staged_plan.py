@@ -9,16 +9,17 @@ to a strided copy in local memory. A chunk is as much of it as fits into the buf
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.overlap import Overlap, StagedSpan
-from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
+from kvpatch.geometry.plane_copies import Copy, CopyAxis, CopyStrides
 from kvpatch.geometry.segment_bounds import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
+from kvpatch.geometry.token_tiles import copies_in_tiles
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -
                     f"expected a buffer of at least {span.staged_bytes} bytes, which one remote "
                     f"block needs, found {fixed}"
                 )
-            strides = _in_buffer(span)
+            copies = _in_buffer(span)
             first = 0
             while first < blocks.count:
                 # In equal parts, so that all regions have the same ones: each is worked out once.
@@ -108,7 +109,7 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -
                     parts, used = [], 0
                     limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
                     continue
-                parts.append(_part(span, strides, blocks, first, first + count, used))
+                parts.append(_part(span, copies, blocks, first, first + count, used))
                 used += count * span.staged_bytes
                 first += count
     if parts:
@@ -203,17 +204,23 @@ class _StagedBlocks(NamedTuple):
     placements: tuple[Placement, ...]
 
 
-def _in_buffer(span: StagedSpan) -> tuple[CopyStrides, ...]:
-    """How each copy is strided once its blocks lie in the buffer."""
+def _in_buffer(span: StagedSpan) -> tuple[Copy, ...]:
+    """The copies of a span once its blocks lie in a buffer that begins at address 0."""
     return tuple(
-        copy.strides._replace(block=copy.strides.block._replace(remote_stride=span.staged_bytes))
+        replace(
+            copy,
+            remote_address=copy.remote_address - span.address,
+            strides=copy.strides._replace(
+                block=copy.strides.block._replace(remote_stride=span.staged_bytes)
+            ),
+        )
         for copy in span.copies
     )
 
 
 def _part(
     span: StagedSpan,
-    strides: tuple[CopyStrides, ...],
+    copies: tuple[Copy, ...],
     blocks: _Blocks,
     first: int,
     end: int,
@@ -224,13 +231,14 @@ def _part(
     segments = blocks.part(first, end)
     placements = tuple(
         Placement(
-            layer=copy.local.layer,
-            staging_offset=at + copy.remote_address - span.address,
-            local_address=copy.local_address,
-            strides=strides_in_buffer,
-            segments=segments,
+            layer=one.local.layer,
+            staging_offset=at + one.remote_address,
+            local_address=one.local_address,
+            strides=one.strides,
+            segments=some,
         )
-        for copy, strides_in_buffer in zip(span.copies, strides, strict=True)
+        for copy in copies
+        for some, one in copies_in_tiles(segments, copy)
     )
     return _StagedBlocks(
         _StagedRuns(span.address + runs.remote, at + runs.offset, runs.length),

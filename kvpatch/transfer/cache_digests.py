@@ -66,7 +66,8 @@ class CacheDigests:
         self._range_tokens = range_tokens
         kinds: dict[object, list[Plane]] = {}
         for plane in planes:
-            kind = plane.strides_bytes[1:], plane.counts[1:], plane.item_bytes, plane.is_whole
+            shape = plane.strides_bytes[1:], plane.counts[1:], plane.tile
+            kind = shape, plane.item_bytes, plane.is_whole
             kinds.setdefault((memories[plane.layer].address, kind), []).append(plane)
         self.alike = [Alike(memories[of[0].layer], tuple(of)) for of in kinds.values()]
 
@@ -157,7 +158,7 @@ class Alike:
         plane = self.planes[0]
         _, *outer, (channels, apart) = plane.axes
         if channels == 1 or apart == plane.item_bytes:
-            return (*outer, (self.row_bytes, 1))
+            return (*outer, (channels * plane.item_bytes, 1))
         return (*outer, (channels, apart), (plane.item_bytes, 1))
 
     @cached_property
@@ -174,7 +175,10 @@ class Alike:
         return np.array(apart)[:, None] + np.array(strides)[:, None] * block_ids
 
     def view(self, end: int) -> torch.Tensor:
-        """[number, head, token, units] of memory, up to the last number that is asked for."""
+        """[number, head, token, units] of memory, up to the last number that is asked for.
+
+        Of tiled planes tokens and units are several axes each.
+        """
         unit = self._unit
         *outer, (piece, _) = self._axes
         return in_units(self.memory.memory, unit).as_strided(
@@ -271,20 +275,29 @@ def _cells(alike: Alike, wanted: _Rows, weights: Weights) -> torch.Tensor:
     for at, one in enumerate(slices):
         shape = (*one.numbers.shape, counts.heads, counts.block_tokens * rows_per_token)
         if device.type == "cpu":
-            sums = torch.from_numpy(host_sums(view.numpy(), one.numbers, of_words).view(np.int64))
+            found = host_sums(view.numpy(), one.numbers, of_words, counts.block_tokens)
+            sums = torch.from_numpy(found.view(np.int64))
         else:
-            sums = device_sums(view, on_device[2 + len(slices) + at], on_device[0])
+            numbers = on_device[2 + len(slices) + at]
+            sums = device_sums(view, numbers, on_device[0], counts.block_tokens)
         of_ranges = _range_sums(sums.view(shape), on_device[1][:, one.rows], on_device[2 + at])
         cells[one.planes, :, one.ranges] += of_ranges
     return cells
 
 
-def device_sums(view: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """[number, head, row] of the words' sums."""
+def device_sums(
+    view: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """[number, head, row] of the words' sums.
+
+    Args:
+        tokens: of a number.
+    """
     import torch
     from torch.nn.functional import pad
 
-    rows = view.index_select(0, numbers.flatten()).flatten(3)
+    found = view.index_select(0, numbers.flatten())
+    rows = found.reshape(*found.shape[:2], tokens, -1)
     missing = -rows.shape[3] * rows.element_size() % (weights.numel() * WORD_BYTES)
     if missing:
         rows = pad(rows.view(torch.uint8), (0, missing))
@@ -292,14 +305,16 @@ def device_sums(view: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
     return (words * weights).sum(-1).flatten(2)
 
 
-def host_sums(view: npt.NDArray[Any], numbers: Int64Array, weights: UInt64Array) -> UInt64Array:
+def host_sums(
+    view: npt.NDArray[Any], numbers: Int64Array, weights: UInt64Array, tokens: int
+) -> UInt64Array:
     """As :func:`device_sums`, as much at a time as a core's own cache has room for."""
     at_once = max(1, _HOST_SLICE_BYTES // (prod(view.shape[1:]) * view.itemsize))
     wanted = numbers.reshape(-1)
     sums = [
         np.einsum(  # to uint64: widened by their sign, and what goes beyond 64 bits is dropped
             "nhtrw,w->nhtr",
-            _host_words(view, wanted[start : start + at_once], weights.size),
+            _host_words(view, wanted[start : start + at_once], weights.size, tokens),
             weights,
             dtype=np.uint64,
             casting="unsafe",
@@ -310,10 +325,12 @@ def host_sums(view: npt.NDArray[Any], numbers: Int64Array, weights: UInt64Array)
     return found
 
 
-def _host_words(view: npt.NDArray[Any], numbers: Int64Array, words: int) -> npt.NDArray[np.int32]:
+def _host_words(
+    view: npt.NDArray[Any], numbers: Int64Array, words: int, tokens: int
+) -> npt.NDArray[np.int32]:
     """[number, head, token, row, word]."""
     rows = view[numbers]
-    rows = rows.reshape(*rows.shape[:3], -1)
+    rows = rows.reshape(*rows.shape[:2], tokens, -1)
     if rows.strides[-1] != rows.itemsize:
         rows = np.ascontiguousarray(rows)
     raw = rows.view(np.uint8)

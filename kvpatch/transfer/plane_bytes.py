@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpatch.core.errors import UnplannableCopy
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_copies import CopyTile
 from kvpatch.geometry.segment_bounds import reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
+from kvpatch.geometry.token_tiles import parts_in_tiles
 from kvpatch.transfer.one_memory import Bytes
 
 if TYPE_CHECKING:
@@ -58,18 +59,21 @@ def uploaded(numbers: Sequence[Int64Array], device: torch.device) -> tuple[torch
 def plane_view(cache: torch.Tensor, plane: Plane) -> torch.Tensor:
     """[block, head, token, channel, byte of the item] of a plane, as a view.
 
+    Of a tiled plane tokens and channels are two axes each; what is indexed by block can be
+    reshaped.
+
     Args:
         cache: the tensor that the plane was read from.
     """
     import torch
 
     storage = cache.untyped_storage()
-    counts, strides = plane.counts, plane.strides_bytes
+    sizes, strides = zip(*plane.axes, strict=True)
     return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
         storage,
         plane.address - storage.data_ptr(),
-        (counts.blocks, counts.heads, counts.block_tokens, counts.channels, plane.item_bytes),
-        (strides.block, strides.head, strides.token, strides.channel, 1),
+        (*sizes, plane.item_bytes),
+        (*strides, 1),
     )
 
 
@@ -87,7 +91,7 @@ def zero_tokens(cache: Bytes, planes: Iterable[Plane], tail: Segments) -> None:
     """
     if not len(tail):
         return
-    alike: defaultdict[tuple[Content, Counts, Strides, int], set[int]] = defaultdict(set)
+    alike: dict[object, tuple[Plane, set[int]]] = {}
     reach = reach_of(tail)[1]
     for plane in planes:
         counts = plane.counts
@@ -100,18 +104,32 @@ def zero_tokens(cache: Bytes, planes: Iterable[Plane], tail: Segments) -> None:
                 f"expected to zero tokens inside {plane}, found blocks up to "
                 f"{reach.end_block - 1}, tokens up to {reach.end_token - 1} in a block"
             )
-        alike[plane.content, counts, plane.strides_bytes, plane.item_bytes].add(plane.address)
-    rows = tail.as_array().tolist()
-    for (_, counts, strides, item_bytes), addresses in alike.items():
+        key = plane.content, counts, plane.strides_bytes, plane.tile, plane.item_bytes
+        alike.setdefault(key, (plane, set()))[1].add(plane.address)
+    for plane, addresses in alike.values():
+        rows = list(_token_rows(plane, tail))
+        head, channels = plane.axes[1], plane.channel_axes
         for first, apart, count in _evenly_apart(sorted(addresses)):
-            for _, _, block, offset, tokens in rows:
-                cache.memory.as_strided(
-                    (count, counts.heads, tokens, counts.channels, item_bytes),
-                    (apart, strides.head, strides.token, strides.channel, 1),
-                    # Counted from the start of the storage, of which this memory may be a part.
-                    cache.memory.storage_offset()
-                    + (first - cache.address + block * strides.block + offset * strides.token),
-                ).zero_()
+            for offset, tokens in rows:
+                axes = ((count, apart), head, *tokens, *channels, (plane.item_bytes, 1))
+                sizes, strides = zip(*axes, strict=True)
+                # Counted from the start of the storage, of which this memory may be a part.
+                start = cache.memory.storage_offset() + first - cache.address + offset
+                cache.memory.as_strided(sizes, strides, start).zero_()
+
+
+def _token_rows(plane: Plane, tail: Segments) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+    """(bytes behind the plane's address, axes of (size, stride) of tokens) of each segment."""
+    block_stride, _, token, _ = plane.strides_bytes
+    if plane.tile is None:
+        for _, _, block, offset, tokens in tail.as_array().tolist():
+            yield block * block_stride + offset * token, ((tokens, token),)
+        return
+    size, step = plane.tile.tokens, plane.tile.token_step
+    for part in parts_in_tiles(tail, CopyTile(size, step, step, is_remote=True, is_local=True)):
+        for _, _, block, offset, tiles in part.segments.as_array().tolist():
+            start = block * block_stride + offset * token + part.local_first * step
+            yield start, ((tiles, token), (part.tokens, step))
 
 
 def _evenly_apart(addresses: Sequence[int]) -> Sequence[tuple[int, int, int]]:
@@ -133,7 +151,7 @@ def first_tokens(
     """
     import torch
 
-    by_token = plane_view(cache, plane).transpose(1, 2)
-    found = by_token[torch.as_tensor(blocks, device=cache.device)].cpu().numpy()
-    taken: npt.NDArray[np.uint8] = found.reshape(-1, *found.shape[2:])[:tokens]
+    found = plane_view(cache, plane)[torch.as_tensor(blocks, device=cache.device)]
+    by_token = found.reshape(-1, *plane.counts[1:], plane.item_bytes).transpose(1, 2).cpu().numpy()
+    taken: npt.NDArray[np.uint8] = by_token.reshape(-1, *by_token.shape[2:])[:tokens]
     return taken

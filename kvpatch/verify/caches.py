@@ -165,7 +165,7 @@ def read_rows(
     view = plane_view(layer.tensor, plane)
     index = torch.tensor(own_ids[first_block:last_block], device=layer.tensor.device)
     # [block, head, token, channel, byte] -> [token, head, channel bytes]
-    gathered = view[index].permute(0, 2, 1, 3, 4)
+    gathered = view[index].reshape(-1, *plane.counts[1:], plane.item_bytes).permute(0, 2, 1, 3, 4)
     rows = gathered.reshape(-1, plane.counts.heads, plane.counts.channels * plane.item_bytes)
     skipped = first_block * own_tokens
     result: npt.NDArray[np.uint8] = rows[first_token - skipped : end_token - skipped].cpu().numpy()

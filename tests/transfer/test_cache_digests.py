@@ -117,10 +117,11 @@ def test_a_device_sums_as_the_host_does(layout: str, channels: int, item_bytes: 
         view = alike.view(int(numbers.max()) + 1)
         weights = Weights(SEED).words(-(-channels * item_bytes // 4))
 
+        tokens = engine.planes[0].counts.block_tokens
         on_device = device_sums(
-            view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64))
+            view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), tokens
         )
-        on_host = host_sums(view.numpy(), numbers, weights)
+        on_host = host_sums(view.numpy(), numbers, weights, tokens)
 
         assert on_device.numpy().tobytes() == on_host.tobytes()
 

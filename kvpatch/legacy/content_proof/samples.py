@@ -246,9 +246,9 @@ class LandedBlocks:
             counts=plane.counts._replace(blocks=blocks),
         )
         array = shown.as_array(self._bytes, 0).swapaxes(1, 2)
-        counts, strides = shown.counts, shown.strides_bytes
+        counts = shown.counts
         block, token, head = np.ogrid[:blocks, : counts.block_tokens, : counts.heads]
-        places = block * length + token * strides.token + head * strides.head
+        places = shown.byte_offset(block, head, token, 0)
         return array.reshape(-1, *array.shape[2:]), places.reshape(-1, counts.heads), plane
 
     def of_block(self, ours: Plane, block: int) -> Bytes:

@@ -1,0 +1,94 @@
+"""Caches in tiles (AMX) are digested, zeroed and looked at as the rows that they hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvpatch.geometry.digest_weights import Weights
+from kvpatch.geometry.digests import compare, ranges_of
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.segments import BlockList, uncovered_tail
+from kvpatch.transfer.cache_digests import CacheDigests, device_sums, host_sums, memories_of
+from kvpatch.transfer.one_memory import storage_of
+from kvpatch.transfer.plane_bytes import first_tokens, zero_tokens
+from tests.geometry.test_tiles import cache_of, planes_at, rows_of
+
+from .digest_world import SEED, Engine, Rank, request_of
+from .test_cache_digests import as_numbers, expected_of
+
+pytestmark = pytest.mark.patching
+
+_IDS = np.array([4, 1, 5])
+
+
+def held(order: KeyOrder, rows: npt.NDArray[np.uint16]) -> tuple[torch.Tensor, tuple[Plane, ...]]:
+    memory = torch.from_numpy(np.frombuffer(cache_of(order, rows), np.uint8).copy())
+    return memory, planes_at(order, rows.shape[3], memory.data_ptr())
+
+
+@pytest.mark.parametrize("block_tokens", [32, 64])
+@pytest.mark.parametrize("range_tokens", [1, 16, 40])
+def test_a_request_has_one_digest(block_tokens: int, range_tokens: int) -> None:
+    """In tiles as in rows."""
+    tokens = 2 * block_tokens + 7
+    request = request_of(layers=1, heads=2, tokens=tokens, channels=32, item_bytes=2)
+    rows = rows_of(1, block_tokens).copy()
+    blocks = BlockList(_IDS, block_tokens)
+    for token in range(tokens):
+        (block,), (offset,) = blocks.locate(np.array([token]))
+        wanted = np.ascontiguousarray(request[0, :, :, token]).view(np.uint16)[..., 0]
+        rows[:, block, :, offset] = wanted
+    memory, planes = held(KeyOrder.TILED, rows)
+    reader = CacheDigests(memories_of({"layer.0": memory}), planes, range_tokens)
+
+    found = reader.begin(blocks, 0, tokens, Weights(SEED)).read()
+
+    expected = expected_of(request, ranges_of(0, tokens, range_tokens))
+    assert as_numbers(found) == as_numbers(expected)
+    assert compare(expected, Engine(request, Rank(heads=range(2))).digests(range_tokens)).proves
+    spoilt = planes_at(KeyOrder.COLUMN_MAJOR, block_tokens, memory.data_ptr())
+    other = CacheDigests(memories_of({"layer.0": memory}), spoilt, range_tokens)
+    assert not compare(expected, other.begin(blocks, 0, tokens, Weights(SEED)).read()).proves
+
+
+def test_a_device_sums_tiles_as_the_host_does() -> None:
+    memory, planes = held(KeyOrder.TILED, rows_of(1, 64))
+    for alike in CacheDigests(memories_of({"layer.0": memory}), planes, 16).alike:
+        numbers = alike.numbers(_IDS)
+        view = alike.view(int(numbers.max()) + 1)
+        weights = Weights(SEED).words(16)
+
+        on_device = device_sums(
+            view, torch.from_numpy(numbers), torch.from_numpy(weights.view(np.int64)), 64
+        )
+
+        on_host = host_sums(view.numpy(), numbers, weights, 64)
+        assert on_device.numpy().tobytes() == on_host.tobytes()
+
+
+@pytest.mark.parametrize("end", [64 + n for n in (0, 1, 2, 15, 16, 17, 33, 63)])
+def test_what_lies_behind_the_last_token_is_zeroed(end: int) -> None:
+    """And nothing else, to the token: a tile of values has pairs of these."""
+    rows = rows_of(1, 64)
+    memory, planes = held(KeyOrder.TILED, rows)
+    expected = rows.copy()
+    expected[:, _IDS[1], :, end - 64 :] = 0
+    expected[:, _IDS[2]] = 0
+
+    zero_tokens(storage_of(memory), planes, uncovered_tail(BlockList(_IDS, 64), end))
+
+    assert memory.numpy().tobytes() == cache_of(KeyOrder.TILED, expected)
+
+
+def test_the_first_tokens_are_those_of_the_rows() -> None:
+    rows = rows_of(1, 32)
+    memory, planes = held(KeyOrder.TILED, rows)
+    for plane, of_plane in zip(planes, rows, strict=True):
+        found = first_tokens(memory, plane, _IDS.tolist(), 70)
+
+        wanted = of_plane[_IDS].swapaxes(1, 2).reshape(-1, *of_plane.shape[1::2])[:70]
+        assert found.tobytes() == wanted.tobytes()
