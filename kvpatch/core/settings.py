@@ -25,6 +25,7 @@ HOST_BUFFER_BYTES = "KVPATCH_HOST_BUFFER_BYTES"
 KVCACHED_CARDS = "KVPATCH_KVCACHED_CARDS"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
 PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
+PEER_KEYS = "KVPATCH_PEER_KEYS"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
@@ -52,6 +53,7 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 _DIGESTS = ("off", "sample", "all")
 _HOST_BUFFERS = ("auto", "always", "never")
 _KVCACHED_CARDS = ("refuse", "trust")
+_KEYS = ("columns", "tiles")
 _LAYOUTS = ("HND", "NHD")
 TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
@@ -184,6 +186,14 @@ def peer_block_size() -> int | None:
     return int(value)
 
 
+def peer_keys() -> str | None:
+    """How every P on a CPU has its keys, as the operator declares it; None where unset."""
+    value = os.environ.get(PEER_KEYS, "").lower()
+    if value:
+        _check_choice(PEER_KEYS, value, _KEYS)
+    return value or None
+
+
 def peer_layout() -> str | None:
     """The layout of every P's cache, as the operator declares it; None where unset."""
     value = os.environ.get(PEER_LAYOUT, "").upper()
@@ -235,6 +245,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         KVCACHED_CARDS,
         LOG_LEVEL,
         PEER_BLOCK_SIZE,
+        PEER_KEYS,
         PEER_LAYOUT,
         PROGRESS,
         STAGING_BYTES,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 _COLUMN_MAJOR_ISAS = ("vec", "vec16")
+_TILED_ISA, _TILED_BYTES = "amx", 2
 """CPU kernels whose keys lie [channel, slot]; others pack tiles in ways not known here."""
 
 _ROW_MAJOR_ON_CPU = ("CUSTOM", "CPU_MLA", "FLEX_ATTENTION")
@@ -217,6 +218,8 @@ def _key_order(name: str, module: Any, tensor: torch.Tensor, backend: Any) -> Ke
     if tensor.device.type != "cpu" or (backend and backend.get_name() in _ROW_MAJOR_ON_CPU):
         return KeyOrder.ROW_MAJOR
     isa = getattr(module, "isa", None)
+    if isa == _TILED_ISA and tensor.element_size() == _TILED_BYTES:
+        return KeyOrder.TILED
     if isa not in _COLUMN_MAJOR_ISAS:
         raise UnreadableGeometry(
             f"layer {name!r}: expected a CPU kernel out of {_COLUMN_MAJOR_ISAS}, found {isa!r}, "

@@ -11,7 +11,7 @@ import pytest
 
 from kvpatch.connector.compared_hash import ComparedHash
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.decision import LocalCache, Read, Refuse, Stock, decide
+from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
 from kvpatch.connector.handshake.peer_hash import named_peers
 from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation, Search
 from kvpatch.connector.handshake.peer_hash.factors import OwnFactors, digest_of
@@ -25,7 +25,16 @@ from kvpatch.geometry.dimension_order import KeyOrder
 
 from ..contract.released_hash import ENGINE
 from .test_decision import _INDEXER as INDEXER
-from .test_decision import NEWEST, by_column, local, of_two_bytes, peer, whole, with_states
+from .test_decision import (
+    NEWEST,
+    by_column,
+    local,
+    of_two_bytes,
+    peer,
+    peer_of_two_bytes,
+    whole,
+    with_states,
+)
 
 pytestmark = pytest.mark.patching
 
@@ -68,11 +77,6 @@ def differing(found: Explanation, **changes: Any) -> AgentMetadata:
     return replace(peer(*ranks, **changes), named=found)
 
 
-def replace_keys(cache: LocalCache) -> LocalCache:
-    """The same with keys by row."""
-    return replace(cache, geometry=replace(cache.geometry, key_order=KeyOrder.ROW_MAJOR))
-
-
 #: What is accepted of a peer, what else it states, and what becomes of it (part of a refusal).
 PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
     "another release": (local, differing(named("0.32.0")), Stock),
@@ -107,8 +111,16 @@ PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
         local, differing(named("0.32.0", "CPU_ATTN")), Read,
     ),
     "a backend whose keys may be in tiles": (
-        lambda: replace_keys(of_two_bytes()), differing(named(backend="CPU_ATTN")),
+        lambda: of_two_bytes(KeyOrder.ROW_MAJOR),
+        replace(peer_of_two_bytes(attn_backend_name="CPU_ATTN"), named=named(backend="CPU_ATTN")),
         "--dtype float32",
+    ),
+    "a backend whose blocks are too small for tiles": (
+        lambda: of_two_bytes(KeyOrder.ROW_MAJOR),
+        replace(
+            peer_of_two_bytes(16, attn_backend_name="CPU_ATTN"), named=named(backend="CPU_ATTN")
+        ),
+        Read,
     ),
     "a backend of latents": (local, differing(named(backend="FLASHMLA")), "are latents"),
     "a backend that nobody knows": (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
+import torch
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.connector.handshake.decision import LocalCache, Prove, Read, Refuse, Stock, decide
@@ -14,12 +16,15 @@ from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
 from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
-from kvpatch.connector.local.local_geometry import LocalGeometry
+from kvpatch.connector.local.local_geometry import LocalGeometry, units_of
 from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.local.registered_caches import read_layers
+from kvpatch.connector.local.release_worker import PACKED
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 
+from .release_workers import reading
 from .test_remote_geometry import _metadata, ours_of, regions_of
 
 pytestmark = pytest.mark.patching
@@ -57,13 +62,24 @@ def by_column(**changes: Any) -> LocalCache:
     return local(key_order=KeyOrder.COLUMN_MAJOR, **changes)
 
 
-def of_two_bytes() -> LocalCache:
-    geometry = ours_of()[1]
-    layers = {
-        name: replace(cache, planes=tuple(replace(p, item_bytes=2) for p in cache.planes))
-        for name, cache in geometry.layers.items()
-    }
-    return by_column(layers=layers)
+def of_two_bytes(
+    order: KeyOrder = KeyOrder.COLUMN_MAJOR, block_tokens: int = 32, **changes: Any
+) -> LocalCache:
+    """bfloat16, heads of 32 channels: a CPU with AMX has them in tiles."""
+    shape = 10, 4, block_tokens, 64
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name in "ab"}
+    layers = read_layers(reading(PACKED, 2), tensors, order)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors.values())
+    found = {"layers": layers, "addresses": addresses, "units": units_of(layers)}
+    lengths = (2 * prod(shape[1:]),) * 2
+    found |= {"block_tokens": block_tokens, "block_bytes": lengths, "key_order": order}
+    return local(**{**found, **changes})
+
+
+def peer_of_two_bytes(block_tokens: int = 64, **changes: Any) -> AgentMetadata:
+    lengths = [2 * 4 * block_tokens * 64] * 2
+    stated = {"block_lens": lengths, "block_strides": lengths, **changes}
+    return peer(block_tokens=block_tokens, **stated)
 
 
 def whole(kind: Kind) -> LocalCache:
@@ -146,7 +162,10 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         by_column, lambda: peer(kv_cache_layout="LBNHC"), "use LBHNC on P",
     ),
     "keys by column that AMX may tile": (
-        of_two_bytes, lambda: peer(block_tokens=64), "--dtype float32",
+        of_two_bytes, peer_of_two_bytes, "--dtype float32",
+    ),
+    "keys by column of a type that AMX does not tile": (
+        lambda: of_two_bytes(tiles_on_amx=False), peer_of_two_bytes, Read,
     ),
     "whole blocks of another size": (
         lambda: whole(_INDEXER), lambda: peer(block_tokens=64), "use one --block-size",

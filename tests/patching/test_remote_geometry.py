@@ -593,7 +593,7 @@ def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
         _possible(cut, stated)
 
 
-def test_two_byte_keys_by_column_are_refused():
+def test_two_byte_keys_of_which_nobody_knows_how_they_lie_are_refused():
     _, ours = ours_of(block_tokens=16)
     by_column = replace(ours, key_order=KeyOrder.COLUMN_MAJOR)
     assert not is_compatible(by_column, _stated(block_tokens=64)), "4 bytes an item: no AMX"

@@ -32,9 +32,6 @@ ALIKE = {
 
 _ALIKE_IN_BOTH = "use one vLLM and one attention backend on both sides"
 
-#: Of an element, where a CPU's keys are in tiles on no processor.
-_UNTILED_BYTES = 4
-
 
 def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) -> AgentMetadata:
     """A peer of which something is accepted, with how its blocks differ from ours by that.
@@ -58,12 +55,6 @@ def as_accepted(ours: LocalGeometry, peer: AgentMetadata, named: Explanation) ->
     if form == own_form:
         return peer
     shape, keys = _shape_and_keys(form)
-    if keys is KeyOrder.COLUMN_MAJOR and ours.item_bytes != _UNTILED_BYTES:
-        raise PeerRefused(
-            f"{named.backend} tiles keys of {ours.item_bytes} bytes on a CPU with AMX, and the "
-            "handshake does not say so",
-            "use --dtype float32 on both sides, or one attention backend",
-        )
     return replace(peer, cache_shape=shape, key_order=keys)
 
 
@@ -170,7 +161,7 @@ def _are_read(form: str, other: str, facts: ReleaseFacts) -> bool:
 
 
 def _shape_and_keys(form: str) -> tuple[CacheShape, KeyOrder]:
-    """What the table of releases says of a form of rows."""
+    """What the table of releases says of a form of rows; a processor with AMX has its tiles."""
     shape = form.removesuffix(BY_COLUMN)
     by_column = form.endswith(BY_COLUMN)
     keys = KeyOrder.COLUMN_MAJOR if by_column else KeyOrder.ROW_MAJOR

@@ -45,7 +45,9 @@ class AgentMetadata:
         releases: that it may be of, where none of them speaks as ours does; empty for any other.
         cache_shape: how its tensors begin, where it is of another release or has a backend whose
             blocks are another's; None for as ours, and where that is not known.
-        key_order: how its keys lie in a block, where it has such a backend; None for as ours.
+        key_order: how its keys lie in a block, where it has such a backend, or where a CPU's are
+            known; None for as ours.
+        stated_keys: how they lie by its own kvpatch's word; None where it says nothing.
     """
 
     engine_id: str
@@ -70,6 +72,7 @@ class AgentMetadata:
     releases: tuple[str, ...] = ()
     cache_shape: CacheShape | None = None
     key_order: KeyOrder | None = None
+    stated_keys: KeyOrder | None = None
 
     @property
     def inner_layout(self) -> str | None:

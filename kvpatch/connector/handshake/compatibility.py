@@ -6,6 +6,7 @@ A peer that it does not, and of which nobody can tell what its blocks hold, is r
 from __future__ import annotations
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.cpu_keys import check_key_order
 from kvpatch.connector.handshake.homogeneous_view import has_ranks_unmet
 from kvpatch.connector.handshake.kv_head_replication import has_replicated_heads
 from kvpatch.connector.handshake.other_rows import refuse_other_rows
@@ -32,6 +33,9 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if peer.cache_shape is not None:  # of another release, or a backend with other blocks
         return False
     refuse_other_rows(ours.facts, ours.backend, peer.backend)
+    if peer.key_order not in (None, ours.key_order):  # a CPU whose processor packs keys otherwise
+        _refuse_undecidable(ours, peer)
+        return False
     same_split = kv_split_of_peer(ours, peer) in (None, ours.kv_split)
     if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
         return True
@@ -74,12 +78,7 @@ def _has_heads_in_pieces(ours: LocalGeometry) -> bool:
 
 
 def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    if ours.key_order is KeyOrder.COLUMN_MAJOR and ours.item_bytes != 4:
-        raise PeerRefused(
-            "a CPU with AMX tiles keys of 2 bytes where the block size allows, and the handshake "
-            "does not say so",
-            "use --dtype float32, or one block size on both sides",
-        )
+    check_key_order(ours, peer)
     if peer.kernel_blocks_per_block is None and ours.kernel_sizes is None:
         raise PeerRefused(
             f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.block_shapes import heads_of
+from kvpatch.connector.handshake.cpu_keys import BY_WORD, with_key_order
 from kvpatch.connector.handshake.regions_by_number import tokens_in_bytes
 from kvpatch.connector.handshake.split_kv import kv_split_of_peer
 from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
@@ -26,18 +27,21 @@ class DeclaredGeometry:
     Attributes:
         block_tokens: of ``KVPATCH_PEER_BLOCK_SIZE``.
         layout: of ``KVPATCH_PEER_LAYOUT``.
+        keys: of ``KVPATCH_PEER_KEYS``.
         proves_layout: whether one that neither states nor is declared is to be proven.
     """
 
     block_tokens: int | None = None
     layout: str | None = None
     proves_layout: bool = True
+    keys: KeyOrder | None = None
 
 
 def declared_geometry(facts: ReleaseFacts) -> DeclaredGeometry:
     """As this process's environment has it."""
     proves_layout = facts.states_layout or settings.unstated_layout() == "prove"
-    return DeclaredGeometry(settings.peer_block_size(), settings.peer_layout(), proves_layout)
+    keys = BY_WORD.get(settings.peer_keys() or "")
+    return DeclaredGeometry(settings.peer_block_size(), settings.peer_layout(), proves_layout, keys)
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def possible_geometries(
     else:
         found = PossibleGeometries((peer,))
     _check_declared(found.completed[0], declared)
-    return found
+    completed = (with_key_order(ours, one, declared.keys) for one in found.completed)
+    return replace(found, completed=tuple(completed))
 
 
 def _by_bytes(

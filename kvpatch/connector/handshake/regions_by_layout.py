@@ -137,7 +137,7 @@ def _slice_planes(
     peer: AgentMetadata,
 ) -> tuple[Plane, ...]:
     axes = block_axes(str(peer.layout))
-    if key_order_of_peer(ours, peer) is KeyOrder.COLUMN_MAJOR:
+    if key_order_of_peer(ours, peer) is not KeyOrder.ROW_MAJOR:
         if inner_layout_of_axes(axes) == "NHD" and region_slice.heads > 1:
             raise PeerRefused("keys by column need a head's tokens in one piece", "use LBHNC on P")
         axes = BY_COLUMN

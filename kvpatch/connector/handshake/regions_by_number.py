@@ -125,7 +125,7 @@ def _region_planes(
 
 def _region_axes(packed: bool, ours: LocalGeometry, peer: AgentMetadata) -> Axes:
     """How a layer lies in a block of a peer's region, whose layout is HND or NHD by its name."""
-    if key_order_of_peer(ours, peer) is KeyOrder.COLUMN_MAJOR:
+    if key_order_of_peer(ours, peer) is not KeyOrder.ROW_MAJOR:
         return BY_COLUMN
     # Only 0.10.0 states no layout. One of our backend means by a name what we mean by it, which
     # <= 0.28 need not be what the name says, and which blocks of one head do not show.

@@ -23,7 +23,7 @@ def in_cross_layer_blocks(
     ours: LocalGeometry, peer: AgentMetadata, form: CrossLayerForm
 ) -> tuple[tuple[Plane, ...], ...]:
     """Cross-layer blocks, of any release: each layer's part follows the one before."""
-    if KeyOrder.COLUMN_MAJOR in (ours.key_order, peer.key_order):
+    if {ours.key_order, peer.key_order} - {None, KeyOrder.ROW_MAJOR}:
         raise PeerRefused("rows of all layers have no keys by column", "use a GPU's backend")
     packed = ours.cross_layer_groups
     if packed is not None and packed_digest(packed) == form.places:

@@ -45,7 +45,8 @@ class LocalGeometry:
         kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
         layout: its name, as it is sent to peers.
         total_heads: KV heads of the whole model.
-        key_order: COLUMN_MAJOR on the CPU backend.
+        key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
+        tiles_on_amx: whether the CPU backend has such items in tiles there.
         facts: of the release that reads it.
         region_names: the layer that each region is named after; None in releases <= 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
@@ -94,6 +95,7 @@ class LocalGeometry:
     states: Mapping[str, StatePages] = field(default_factory=dict)
     backend_layout: str | None = None
     backends: frozenset[str] = frozenset()
+    tiles_on_amx: bool = True
 
     @cached_property
     def has_heads(self) -> bool:
@@ -174,6 +176,7 @@ def local_geometry_of(
         backend=str(worker.backend_name),
         backends=frozenset(backend.get_name() for backend in release.backends),
         key_order=key_order,
+        tiles_on_amx=release.tiles_on_amx,
         facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
         units=units,

@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpatch.connector.local.kv_cache_groups import Group, planned_groups, spec_of
+from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.layout_strides import TILED_CHANNELS
 
 #: The name under which a tensor of all layers together is registered (0.13 to 0.28).
 ALL_LAYERS = "ALL_LAYERS"
@@ -250,12 +252,40 @@ class ReleaseWorker:
             return None
         if "CPU_ATTN" not in names:
             return KeyOrder.ROW_MAJOR
+        orders = {self._cpus_key_order(*shape) for shape in self._cpus_shapes()}
+        return orders.pop() if len(orders) == 1 else None
+
+    @property
+    def tiles_on_amx(self) -> bool:
+        """Whether the CPU backend has this model's keys in tiles where a processor has AMX."""
+        config = self.worker.vllm_config
+        is_plain = config.cache_config.cache_dtype in PLAIN_CACHE_DTYPES
+        return is_plain and str(config.model_config.dtype) == "torch.bfloat16"
+
+    def _cpus_key_order(self, block_tokens: int, channels: int) -> KeyOrder | None:
+        """By the kernels that the release chooses on this processor."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-        dtype = worker.vllm_config.model_config.dtype
-        # Tiles of keys (AMX) are laid out by the hardware's rules, not by strides.
-        is_by_column = _get_attn_isa(dtype, worker.block_size) in ("vec", "vec16")
-        return KeyOrder.COLUMN_MAJOR if is_by_column else None
+        isa = _get_attn_isa(self.worker.vllm_config.model_config.dtype, block_tokens)
+        if isa in ("vec", "vec16"):
+            return KeyOrder.COLUMN_MAJOR
+        if isa != "amx" or not self.tiles_on_amx:  # others pack keys in ways of their own
+            return None
+        # Heads of no whole number of tiles are the vector kernels' (from 0.14, before which it
+        # serves none).
+        return KeyOrder.COLUMN_MAJOR if channels % TILED_CHANNELS else KeyOrder.TILED
+
+    def _cpus_shapes(self) -> set[tuple[int, int]]:
+        """(tokens of a block, channels of a head) of all layers."""
+        worker = self.worker
+        found = {(int(worker.block_size), int(worker.model_config.get_head_size()))}
+        if self.facts.has_cache_groups:
+            from vllm.v1.kv_cache_interface import AttentionSpec
+
+            specs = (self.spec_of(layer) for layer in self.worker._layer_specs)
+            planned = [spec for spec in specs if isinstance(spec, AttentionSpec)]
+            found = {(int(spec.block_size), int(spec.head_size)) for spec in planned} or found
+        return found
 
     # --- peers of larger blocks ---------------------------------------------------
 

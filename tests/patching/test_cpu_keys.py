@@ -1,0 +1,138 @@
+"""A CPU's keys by column or in tiles: who says which, and what becomes of a peer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.cpu_keys import BY_WORD, order_of, word_of
+from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
+from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry, declared_geometry
+from kvpatch.core.errors import SettingsError
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.plane import Content
+
+from .test_accepted_peers import named
+from .test_decision import NEWEST, of_two_bytes, peer_of_two_bytes
+
+pytestmark = pytest.mark.patching
+
+ROWS, COLUMNS, TILES = KeyOrder.ROW_MAJOR, KeyOrder.COLUMN_MAJOR, KeyOrder.TILED
+WORDS = {COLUMNS: "columns", TILES: "tiles"}
+
+
+def decided(
+    own: KeyOrder,
+    theirs: AgentMetadata,
+    stated: KeyOrder | None = None,
+    declared: KeyOrder | None = None,
+    **changes: Any,
+) -> Any:
+    cache = of_two_bytes(own, declared=DeclaredGeometry(keys=declared), **changes)
+    if own is ROWS:
+        theirs = replace(theirs, backend="CPU_ATTN", named=named(backend="CPU_ATTN"))
+    return decide(cache, replace(theirs, stated_keys=stated), NEWEST)
+
+
+def keys_of(found: Any) -> Any:
+    """The first layer's keys, as they are read."""
+    assert isinstance(found, Read), found
+    return next(p for p in found.mapping.planes if p.content is Content.KEY)
+
+
+@pytest.mark.parametrize("own", [ROWS, COLUMNS, TILES])
+@pytest.mark.parametrize("theirs", [COLUMNS, TILES])
+@pytest.mark.parametrize("by", ["stated", "declared", "both"])
+def test_a_peer_is_read_as_what_is_known_of_it(own: KeyOrder, theirs: KeyOrder, by: str) -> None:
+    found = decided(
+        own,
+        peer_of_two_bytes(),
+        stated=None if by == "declared" else theirs,
+        declared=None if by == "stated" else theirs,
+    )
+
+    assert (keys_of(found).tile is not None) == (theirs is TILES)
+
+
+@pytest.mark.parametrize("own", [ROWS, COLUMNS, TILES])
+def test_nobody_knows(own: KeyOrder) -> None:
+    found = decided(own, peer_of_two_bytes())
+
+    assert isinstance(found, Refuse)
+    for word in ("KVPATCH_PEER_KEYS", "tiles", "columns", "ENABLE_KVPATCH on P", "float32"):
+        assert word in str(found.error)
+
+
+@pytest.mark.parametrize("own", [COLUMNS, TILES])
+def test_like_blocks_are_left_to_the_release(own: KeyOrder) -> None:
+    """As long as nobody says that they are not alike."""
+    assert isinstance(decided(own, peer_of_two_bytes(32)), Stock)
+    assert isinstance(decided(own, peer_of_two_bytes(32), stated=own), Stock)
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(COLUMNS, TILES), (TILES, COLUMNS)])
+def test_like_blocks_of_unlike_processors_are_read(own: KeyOrder, theirs: KeyOrder) -> None:
+    """Stock takes the ones for the others, without an error."""
+    assert (keys_of(decided(own, peer_of_two_bytes(32), declared=theirs)).tile is None) == (
+        theirs is COLUMNS
+    )
+
+
+@pytest.mark.parametrize("own", [ROWS, COLUMNS])
+@pytest.mark.parametrize("declared", [None, TILES])
+def test_blocks_too_small_for_tiles_are_by_column(own: KeyOrder, declared: KeyOrder | None) -> None:
+    """Whatever the processor of P has."""
+    assert keys_of(decided(own, peer_of_two_bytes(16), declared=declared)).tile is None
+
+
+@pytest.mark.parametrize("own", [ROWS, COLUMNS])
+def test_other_types_of_two_bytes_are_by_column(own: KeyOrder) -> None:
+    """float16, which no kernel tiles."""
+    found = decided(own, peer_of_two_bytes(), declared=TILES, tiles_on_amx=False)
+
+    assert keys_of(found).tile is None
+
+
+@pytest.mark.parametrize("own", [ROWS, COLUMNS, TILES])
+def test_a_wrong_declaration_is_refused_where_p_says_otherwise(own: KeyOrder) -> None:
+    found = decided(own, peer_of_two_bytes(), stated=TILES, declared=COLUMNS)
+
+    assert isinstance(found, Refuse)
+    assert "KVPATCH_PEER_KEYS declares columns and P has keys in tiles" in str(found.error)
+
+
+def test_a_peer_with_rows_is_read_into_tiles() -> None:
+    theirs = peer_of_two_bytes(attn_backend_name="FLASH_ATTN")
+    accepted = replace(named(backend="CPU_ATTN"), backend="FLASH_ATTN")
+    cache = of_two_bytes(TILES, backend="CPU_ATTN", backends=frozenset({"CPU_ATTN"}))
+
+    found = decide(cache, replace(theirs, named=accepted), NEWEST)
+
+    assert keys_of(found).tile is None
+    assert all(plane.tile is not None for plane in cache.planes)
+
+
+def test_words() -> None:
+    assert {word_of(order): order for order in (COLUMNS, TILES)} == BY_WORD
+    assert word_of(ROWS) is None
+    assert order_of("tiles") is TILES
+    assert order_of("rhombs") is order_of(3) is order_of(None) is None
+
+
+@pytest.mark.parametrize("word", ["tiles", "Columns"])
+def test_the_setting(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    assert declared_geometry(FACTS["0.33.0"]).keys is None
+    monkeypatch.setenv("KVPATCH_PEER_KEYS", word)
+
+    assert declared_geometry(FACTS["0.33.0"]).keys is BY_WORD[word.lower()]
+
+
+def test_a_setting_of_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPATCH_PEER_KEYS", "rows")
+
+    with pytest.raises(SettingsError, match="is not one of columns, tiles"):
+        declared_geometry(FACTS["0.33.0"])
