@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector.divided_block_handles import blocks_undivided
+from kvpatch.connector.handshake.accepted_peers import BY_COLUMN
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
+from kvpatch.connector.handshake.cpu_keys import may_be_tiled
 from kvpatch.connector.handshake.decision import Decision, LocalCache, Prove, Read, Refuse
 from kvpatch.connector.handshake.homogeneous_view import (
     block_bytes_as_ours,
@@ -43,11 +45,13 @@ from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.connector.state import WorkerState, worker_state
+from kvpatch.connector.stated_keys import SideChannels
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
 from kvpatch.connector.unlike_releases.stated import read_statement
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
+from kvpatch.geometry.dimension_order import KeyOrder
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
@@ -104,6 +108,15 @@ def _layout_of(worker: Any, facts: ReleaseFacts) -> str | None:
     if facts.has_host_buffer and worker.use_host_buffer:
         return worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
     return worker.kv_cache_layout if facts.states_layout else None
+
+
+def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
+    """Whether P has the CPU backend, and its processor the say in how its keys lie."""
+    ours = local.geometry
+    backend = ours.backend if peer.named is None else peer.named.backend
+    form = ours.facts.form_of(backend) or ""
+    is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or form.endswith(BY_COLUMN)
+    return is_cpus and may_be_tiled(ours, peer)
 
 
 def _has_sure_layout(state: WorkerState, ours: LocalGeometry) -> bool:
@@ -182,7 +195,12 @@ class Handshake:
             booked = tuple(self.worker._remote_agents), tuple(self.worker._handshake_futures)
             reader.keep((*booked[0], *booked[1], peer.engine_id))
         shares_tokens = any(size != 1 for size in self.contexts)
-        return replace(peer, shares_tokens=shares_tokens, named=named)
+        peer = replace(peer, shares_tokens=shares_tokens, named=named)
+        if statement is None and isinstance(local, LocalCache) and asks_for_keys(local, peer):
+            channels = worker_state(self.worker).of(SideChannels)
+            keys = channels.keys_of(self.metadata.engine_id, self.tp_rank, self.facts)
+            peer = replace(peer, stated_keys=keys)
+        return peer
 
     def _statement(self) -> Statement | None:
         """What a P of another release has stated in its own words; None of any other."""

@@ -35,7 +35,8 @@ Limits:
     ``KVPATCH_PEER_BLOCK_SIZE`` (and ``KVPATCH_PEER_LAYOUT``) leave the proof out. On 0.10.0 what
     ends behind P's whole blocks D computes, and with a draft model every prompt.
     On releases <= 0.13 the ranks of a P with more than D are a multiple of D's.
-    Refused are keys that AMX tiles, and <= 0.24 models of windows alone, or of groups of unlike
+    Refused are a CPU's keys of which nobody says whether AMX tiles them (P's kvpatch says it, or
+    ``KVPATCH_PEER_KEYS``), and <= 0.24 models of windows alone, or of groups of unlike
     shapes, with a draft model; such groups need one tensor-parallel size.
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are cross-layer blocks, is refused, and so are padded ones. A
@@ -62,6 +63,8 @@ from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.connector.state import release_worker, scheduler_state, worker_state
+from kvpatch.connector.stated_keys import SideChannels, state_keys, with_stated_keys
+from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -139,9 +142,60 @@ def _step(scheduler_output: Any) -> Any:
     return scheduler_output
 
 
+# --- how a CPU's keys lie, which no release says ---------------------------------------
+
+
+def _get_handshake_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
+    if metadata is not None and worker is not None:
+        state_keys(release_worker(worker), metadata)
+    return metadata
+
+
+def _set_xfer_handshake_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def take(metadata: Any) -> Any:
+        return wrapped(with_stated_keys(metadata))
+
+    return take(*args, **kwargs)
+
+
+def _nixl_handshake(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def shake_hands(
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected_engine_id: str,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        channels = worker_state(instance).of(SideChannels)
+        channels.found[expected_engine_id] = Address(host, int(port))
+        return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
+
+    return shake_hands(*args, **kwargs)
+
+
+def _of_keys(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """Where answers at the side channel are maps of names, to which one can be added."""
+    if not facts.encodes_metadata:
+        return {}
+    return {
+        seams.get_handshake_metadata(facts): _get_handshake_metadata,
+        seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
+        seams.nixl_handshake(facts): _nixl_handshake,
+    }
+
+
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts),
+        **_of_keys(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
         seams.build_connector_meta(facts): _build_connector_meta,

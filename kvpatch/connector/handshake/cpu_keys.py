@@ -45,7 +45,7 @@ def with_key_order(
         return peer
     if ours.item_bytes not in (_UNTILED_BYTES, _TILED_BYTES):
         return peer
-    if not _may_be_tiled(ours, peer):
+    if not may_be_tiled(ours, peer):
         return replace(peer, key_order=KeyOrder.COLUMN_MAJOR)
     found = peer.stated_keys or declared
     if None not in (declared, peer.stated_keys) and declared is not peer.stated_keys:
@@ -97,7 +97,7 @@ def order_of(word: object) -> KeyOrder | None:
     return BY_WORD.get(word) if isinstance(word, str) else None
 
 
-def _may_be_tiled(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+def may_be_tiled(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     """Whether a processor with AMX would have a peer's blocks in tiles."""
     return (
         ours.tiles_on_amx
