@@ -115,7 +115,8 @@ class _Making:
             memory=self._memory(),
             backend=engine.backend.name,
             backends=frozenset({engine.backend.name}),
-            key_order=engine.key_order or KeyOrder.ROW_MAJOR,
+            key_order=engine.key_order,
+            tiles_on_amx=engine.dtype == engine.model_dtype == "bfloat16",
             facts=facts,
             region_names=tuple(n for n, _ in regions.values()) if facts.names_regions else None,
             units=units_of(layers) if layout in NAMED_LAYOUTS else None,
@@ -178,9 +179,8 @@ class _Making:
             prod(shape) * engine.item_bytes,
         )
         first_head, _ = heads_of(engine.model.kv_heads, self.rank, engine.tp_size)
-        key_order = engine.key_order or KeyOrder.ROW_MAJOR
         planes = read_planes(
-            name, tensor, order, key_order, 0 if engine.model.is_mla else first_head
+            name, tensor, order, engine.key_order, 0 if engine.model.is_mla else first_head
         )
         return LayerCache(order, planes, LATENT if engine.model.is_mla else ROWS)
 

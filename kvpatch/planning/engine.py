@@ -14,7 +14,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.core.releases import ReleaseFacts, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import InnerLayout, inner_layout
+from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
 from kvpatch.planning.arguments import EngineArguments, whole_number
 from kvpatch.planning.backends import Backend, backend_named, default_backend
 from kvpatch.planning.model import Model, find_config, read_model
@@ -39,7 +39,7 @@ class PlannedEngine:
         layout: as a handshake states it.
         model_dtype: as ``--dtype`` and the checkpoint come to.
         dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
-        key_order: None where keys lie in tiles.
+        key_order: how keys lie in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
         version: vLLM's, with a build's own label where a running engine states it.
         assumed: what was taken for granted, a sentence each.
@@ -57,7 +57,7 @@ class PlannedEngine:
     model_dtype: str
     dtype: str
     item_bytes: int
-    key_order: KeyOrder | None
+    key_order: KeyOrder
     tp_size: int
     transfer: Mapping[str, Any]
     version: str
@@ -83,6 +83,11 @@ class PlannedEngine:
         """Whether its layers have several block tables, or one with a window."""
         is_off = self.arguments.option("disable_hybrid_kv_cache_manager") is True
         return self.facts.has_cache_groups and self.model.has_groups and not is_off
+
+    @property
+    def knows_processor(self) -> bool:
+        """Whether it is said that a CPU has AMX, or has not."""
+        return self.arguments.about.get("amx") is not None
 
     @property
     def has_kvpatch(self) -> bool:
@@ -171,7 +176,7 @@ class _Reading:
             model_dtype=model_dtype,
             dtype=dtype,
             item_bytes=_ITEM_BYTES.get(dtype, 1),
-            key_order=self._key_order(backend, dtype, kernel_tokens),
+            key_order=self._key_order(backend, dtype, kernel_tokens, model),
             tp_size=arguments.number("tensor_parallel_size", 1),
             transfer=self._transfer(),
             version=arguments.running.version if arguments.running else facts.release,
@@ -324,16 +329,21 @@ class _Reading:
             return _NHD[is_named]
         raise CannotPlan(f"{self._arguments.source}: KV cache layout {name} is not planned for")
 
-    def _key_order(self, backend: Backend, dtype: str, kernel_tokens: int) -> KeyOrder | None:
-        """None for the tiles of a CPU with AMX."""
-        if backend.device != "cpu" or dtype != "bfloat16" or kernel_tokens % 32:
+    def _key_order(
+        self, backend: Backend, dtype: str, kernel_tokens: int, model: Model
+    ) -> KeyOrder:
+        """TILED where the processor's matrix kernels take over."""
+        are_whole = kernel_tokens % TILED_TOKENS == 0 and model.head_dim % TILED_CHANNELS == 0
+        is_cpus = backend.key_order is KeyOrder.COLUMN_MAJOR
+        if not is_cpus or dtype != "bfloat16" or not are_whole:
             return backend.key_order
         has_amx = self._arguments.about.get("amx")
         if has_amx is None:
             self._assume(
-                "its processor has AMX, which tiles keys of bfloat16 (`amx: false` denies it)"
+                "its processor has AMX, which tiles keys and values of bfloat16 (`amx: false` "
+                "denies it)"
             )
-        return None if has_amx in (None, True) else backend.key_order
+        return KeyOrder.TILED if has_amx in (None, True) else backend.key_order
 
     def _transfer(self) -> Mapping[str, Any]:
         found = self._arguments.mapping("kv_transfer_config")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
+from kvpatch.connector.handshake.cpu_keys import BY_WORD, word_of
 from kvpatch.connector.handshake.decision import (
     Decision,
     LocalCache,
@@ -24,6 +25,7 @@ from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.planning.accepted import named_difference
 from kvpatch.planning.arguments import whole_number
 from kvpatch.planning.caches import RankCache, rank_cache
@@ -67,7 +69,11 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
     decisions = [
         decide(
             local_cache(pair.decode, rank),
-            replace(rank_cache(pair.prefill, met).stated(facts), named=named),
+            replace(
+                rank_cache(pair.prefill, met).stated(facts),
+                named=named,
+                stated_keys=_stated_keys(pair.prefill),
+            ),
             facts,
         )
         for rank in sorted({0, pair.decode.tp_size - 1})
@@ -77,6 +83,23 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
         prefill = replace(pair.prefill, facts=facts, backend=pair.decode.backend)
         pair = Pair(prefill, pair.decode)
     return _judged(pair, request, decisions)
+
+
+def _stated_keys(engine: PlannedEngine) -> KeyOrder | None:
+    """What P's own kvpatch says, where its processor has the say."""
+    is_told = engine.has_kvpatch and engine.facts.encodes_metadata
+    return engine.key_order if is_told and word_of(engine.key_order) else None
+
+
+def _wrong_keys(pair: Pair, decisions: Iterable[Decision]) -> Verdict | None:
+    """What becomes of a P whose keys D takes for others, by what it was told."""
+    p = pair.prefill
+    for one in decisions:
+        read = one.mapping.metadata.key_order if isinstance(one, Read) else None
+        if p.knows_processor and read not in (None, p.key_order):
+            reason = f"{settings.PEER_KEYS} on D declares keys that P has not"
+            return Verdict(Outcome.WRONG, reason, "set it to what P has, or unset it")
+    return None
 
 
 def _judged(pair: Pair, request: Request, decisions: list[Decision]) -> Judged:
@@ -91,6 +114,9 @@ def _judged(pair: Pair, request: Request, decisions: list[Decision]) -> Judged:
             "itself, and loads later ones once a prompt has shown it"
         )
         return Judged(Verdict(Outcome.IDENTICAL, reason), "proven first", mappings)
+    wrong = _wrong_keys(pair, decisions)
+    if wrong is not None:
+        return Judged(wrong, "read by kvpatch")
     if any(isinstance(one, Read) for one in decisions):
         mappings = tuple(one.mapping for one in of_first if isinstance(one, Read))
         return Judged(Verdict(Outcome.IDENTICAL), "read by kvpatch", mappings)
@@ -127,13 +153,12 @@ def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
         engine.key_order, 1, engine.model.is_mla, engine.layout if facts.states_layout else None
     )
     misread = partial(why_joined_wrongly, joining, facts)
-    if engine.key_order is None or engine.has_mirror:
+    if engine.has_mirror:
         return UnreadCache(
             engine.kernel_tokens,
             engine.tp_size,
             engine.layout if facts.states_layout else None,
             engine.backend.name,
-            knows_keys=engine.key_order is not None,
             has_heads=not engine.model.is_mla,
             kinds=partial(_kinds, engine),
             misreads_smaller=misread,
@@ -189,7 +214,15 @@ def _declared(engine: PlannedEngine) -> DeclaredGeometry:
         whole_number(tokens, settings.PEER_BLOCK_SIZE) if tokens else None,
         variables.get(settings.PEER_LAYOUT, "").upper() or None,
         proves,
+        _declared_keys(engine),
     )
+
+
+def _declared_keys(engine: PlannedEngine) -> KeyOrder | None:
+    found = engine.arguments.environment.get(settings.PEER_KEYS, "").lower()
+    if found and found not in BY_WORD:
+        raise BadOptions(f"{settings.PEER_KEYS}={found!r} is not one of {', '.join(BY_WORD)}")
+    return BY_WORD.get(found)
 
 
 def _kinds(engine: PlannedEngine) -> Mapping[str, Kind]:

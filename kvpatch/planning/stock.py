@@ -50,6 +50,20 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
     return verdict
 
 
+def _unlike_processors(pair: Pair) -> Verdict:
+    """Of blocks that vLLM takes for alike: a processor with AMX has a CPU's in tiles."""
+    p, d = pair.prefill, pair.decode
+    if p.key_order is d.key_order or KeyOrder.ROW_MAJOR in (p.key_order, d.key_order):
+        return Verdict(Outcome.IDENTICAL)
+    with_amx, other = ("P", "D") if p.key_order is KeyOrder.TILED else ("D", "P")
+    return Verdict(
+        Outcome.WRONG,
+        f"{with_amx}'s processor has AMX and {other}'s has not, which puts keys and values of "
+        "bfloat16 elsewhere, and nobody compares them",
+        "use --dtype float32, or processors of one kind",
+    )
+
+
 def start_problem(engine: PlannedEngine) -> Verdict | None:
     """Why an engine does not start with the connector, stock or not; None where it does."""
     facts, device = engine.facts, engine.device_type
@@ -253,7 +267,7 @@ def _read(pair: Pair, request: Request) -> Verdict:
             "in two lists, which is wrong behind a prefix hit",
             f"{_SAME_BLOCKS}, or --no-enable-prefix-caching on D",
         )
-    return Verdict(Outcome.IDENTICAL)
+    return _unlike_processors(pair)
 
 
 def _cut_otherwise(pair: Pair, request: Request) -> Verdict:

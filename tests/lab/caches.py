@@ -23,6 +23,7 @@ from .case import STATE_SHAPES, EngineSpec
 from .compare import UNSIGNED, Array
 from .kinds import (
     INDEXER_BYTES,
+    amx_planes,
     halves_of_block,
     indexer_planes,
     shuffled_planes,
@@ -521,7 +522,7 @@ def _planes(
         keys, values = halves_of_block(raw, dims)
         return (shuffled_planes if spec.shuffles else slot_planes)(keys, values, heads, channels)
     if spec.family == "cpu":
-        return _column_major_planes(raw, dims, spec)
+        return _cpu_planes(raw, dims, spec)
     if "packed" in dims:
         halves = [raw[..., :channels], raw[..., channels:]]
         axes = tuple("channel" if d == "packed" else d for d in dims)
@@ -546,8 +547,8 @@ def _as_bthc(array: Array, axes: tuple[str, ...]) -> Array:
     return array.transpose([axes.index(d) for d in ("block", "token", "head", "channel")])
 
 
-def _column_major_planes(raw: Array, dims: tuple[str, ...], spec: EngineSpec) -> tuple[Array, ...]:
-    """The CPU backend: inside a block and head, keys as [channel, token]."""
+def _cpu_planes(raw: Array, dims: tuple[str, ...], spec: EngineSpec) -> tuple[Any, ...]:
+    """The CPU backend: inside a block and head, keys as [channel, token], or all in tiles."""
     tokens, channels = spec.block_tokens // spec.parts, spec.head_dim
     if dims[-3:] == ("head", "token", "packed"):
         flat = _merge_last_two(raw)
@@ -556,6 +557,8 @@ def _column_major_planes(raw: Array, dims: tuple[str, ...], spec: EngineSpec) ->
         keys, values = (_merge_last_two(raw[_pick(dims, k)]) for k in (0, 1))
     else:
         raise UnknownShape(f"the CPU backend's cache as {dims}")
+    if spec.is_tiled:
+        return amx_planes(keys, values, tokens, channels)
     blocks, heads = keys.shape[:2]
     keys = _split_last(keys, (channels, tokens)).transpose(0, 3, 1, 2)
     values = _split_last(values, (tokens, channels)).transpose(0, 2, 1, 3)

@@ -42,6 +42,7 @@ OWN_BLOCK_TOKENS = {"window of latents": 64, "compressor": 4, "ring": 8}
 #: kvpatch's variable; the lab's engines have "same" where they do not say otherwise.
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
+PEER_KEYS = "KVPATCH_PEER_KEYS"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
@@ -102,6 +103,9 @@ class EngineSpec:
     state_tokens: int = STATE_TOKENS
     #: Whether the first layer is such a one, and not the second.
     state_first: bool = False
+    #: Whether its processor has AMX, by the release's own question: the CPU backend's tensors are
+    #: then packed as its kernels for that pack them (a stand-in, kinds.py).
+    amx: bool = False
     #: Whether AITER's FlashAttention shuffles keys and values, by the release's own variable.
     shuffles: bool = False
     #: Whether every other layer is an indexer's cache (DeepSeek-V3.2), whose blocks hold all
@@ -152,6 +156,12 @@ class EngineSpec:
             raise ValueError(f"blocks of {self.block_tokens} tokens cut into {self.parts}")
         if not self.has_core and cuts:
             raise ValueError("only the release's own scheduler cuts prompts and drafts tokens")
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether the CPU backend has keys and values in tiles."""
+        whole = self.block_tokens % 32 == 0 and self.head_dim % 32 == 0
+        return self.family == "cpu" and self.amx and self.dtype == "bfloat16" and whole
 
     @property
     def is_told(self) -> bool:

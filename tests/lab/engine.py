@@ -93,6 +93,7 @@ class Engine:
         os.environ["ENABLE_KVCACHED"] = "true" if spec.is_kvcacheds else "false"
         os.environ["VLLM_SSM_CONV_STATE_LAYOUT"] = "DS"  # the only one that is transferred
         release.shuffle(spec.shuffles)
+        standins.processor(has_amx=spec.amx)
         self.descriptors = 0
         self.registrations = 0
         #: Descriptors prepared at handshakes, of peers' memory and of this engine's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -158,6 +158,52 @@ def tile_planes(keys: Array, values: Array, heads: int, channels: int) -> tuple[
         for part in range(channels // x)
     ]
     return (*found, _view(values, 0, (1, tile, tokens), heads, channels, tokens))
+
+
+class PlacedPlane:
+    """[block, token, head, channel] of a plane that no strides of four axes describe.
+
+    What is taken out of it is a copy.
+
+    Args:
+        flat: [block, head, item], as memory has them.
+        places: [token, channel] the item of a block and head.
+    """
+
+    def __init__(self, flat: Array, places: Array) -> None:
+        self._flat, self._places = flat, places
+        self._heads = np.arange(flat.shape[1])
+        self.shape = (flat.shape[0], places.shape[0], flat.shape[1], places.shape[1])
+        self.itemsize, self.dtype = flat.itemsize, flat.dtype
+
+    def _where(self, key: Any) -> tuple[Any, ...]:
+        block, token = key if isinstance(key, tuple) else (key, None)
+        if token is not None:  # as many tokens as blocks
+            block = np.asarray(block)[..., None, None]
+            return block, self._heads[:, None], self._places[token][..., None, :]
+        block = np.asarray(block)[..., None, None, None]
+        return block, self._heads[:, None], self._places[:, None, :]
+
+    def __getitem__(self, key: Any) -> Array:
+        return self._flat[self._where(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._flat[self._where(key)] = value
+
+
+def amx_planes(
+    keys: Array, values: Array, tokens: int, channels: int
+) -> tuple[PlacedPlane, PlacedPlane]:
+    """The CPU backend's with AMX, items of 2 bytes: [block, head, item] of each.
+
+    Keys [16 tokens, 2 channels, token, channel], values [16 channels, 2 tokens, channel, token].
+    A stand-in: this processor has no AMX. tests/upstream/test_amx_packing.py holds it against the
+    function that packs them in a wheel of vLLM's.
+    """
+    token, channel = np.ogrid[:tokens, :channels]
+    of_keys = token // 16 * 16 * channels + channel // 2 * 32 + token % 16 * 2 + channel % 2
+    of_values = channel // 16 * 16 * tokens + token // 2 * 32 + channel % 16 * 2 + token % 2
+    return PlacedPlane(keys, of_keys), PlacedPlane(values, of_values)
 
 
 def _view(

@@ -67,6 +67,22 @@ def torch_names() -> None:
         torch._C._cpu._is_amx_tile_supported = torch.cpu._is_amx_tile_supported
 
 
+def processor(*, has_amx: bool) -> None:
+    """What torch says of this processor's AMX, for an engine's process.
+
+    Why: the CPU backend chooses its kernels, and with them how keys lie, by the processor, and
+    tests are to be the same on any. No kernel runs here: what they would pack, the lab packs.
+    Releases: all that ask.
+    """
+    import torch
+
+    def answer() -> bool:
+        return has_amx
+
+    torch.cpu._is_amx_tile_supported = answer
+    torch._C._cpu._is_amx_tile_supported = answer
+
+
 def patient_agents() -> None:
     """NIXL agents whose progress threads wait 0.2 ms between two looks.
 

@@ -152,16 +152,54 @@ def test_drafted_tokens_hide_where_lists_of_windows_end(tmp_path):
 
 
 def test_tiles_of_a_cpu_are_told_by_its_processor(tmp_path):
-    """Keys of bfloat16 on a CPU with AMX are read from like blocks alone."""
-    of_cpu = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
+    """Keys of bfloat16 on a CPU with AMX are read from like blocks alone, where nobody says it."""
     outcomes = []
     for amx in (None, True, False):
-        changes = {"about": {**of_cpu, "amx": amx}}
-        pair = _pair(tmp_path, {**changes, "block_size": 128}, changes)
+        pair = _of_cpus(tmp_path, amx, amx)
         outcomes.append(judged_by_kvpatch(pair, PROMPT).verdict.outcome)
         assert any("AMX" in line for line in pair.decode.assumed) == (amx is None)
 
-    assert outcomes[0] is outcomes[1] is Outcome.REFUSED
+    assert outcomes == [Outcome.REFUSED] * 3
+
+
+def _of_cpus(folder, p_amx, d_amx, p_tokens=128, p_env=None, **d_env):
+    of_cpu = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
+    p = {"about": {**of_cpu, "amx": p_amx, "env": p_env or {}}, "block_size": p_tokens}
+    d = {"about": {**of_cpu, "amx": d_amx, "env": {"ENABLE_KVPATCH": "true", **d_env}}}
+    return _pair(folder, p, d)
+
+
+@pytest.mark.parametrize("d_amx", [True, False])
+@pytest.mark.parametrize("p_amx", [True, False])
+def test_tiles_are_read_where_somebody_says_so(tmp_path, p_amx, d_amx):
+    word, other = ("tiles", "columns") if p_amx else ("columns", "tiles")
+    declared = _of_cpus(tmp_path, p_amx, d_amx, KVPATCH_PEER_KEYS=word)
+    stated = _of_cpus(tmp_path, p_amx, d_amx, p_env={"ENABLE_KVPATCH": "true"})
+    wrong = _of_cpus(tmp_path, p_amx, d_amx, KVPATCH_PEER_KEYS=other)
+
+    outcomes = [judged_by_kvpatch(one, PROMPT).verdict for one in (declared, stated, wrong)]
+
+    assert [one.outcome for one in outcomes[:2]] == [Outcome.IDENTICAL] * 2
+    assert outcomes[2].outcome is Outcome.WRONG and "KVPATCH_PEER_KEYS" in outcomes[2].reason
+
+
+def test_a_declaration_of_no_word_is_no_plan(tmp_path):
+    with pytest.raises(BadOptions, match="columns, tiles"):
+        judged_by_kvpatch(_of_cpus(tmp_path, True, True, KVPATCH_PEER_KEYS="rows"), PROMPT)
+
+
+@pytest.mark.parametrize("p_amx", [True, False])
+def test_stock_takes_unlike_processors_for_each_other(tmp_path, p_amx):
+    """Blocks of one size; what is mended where somebody says so."""
+    word = "tiles" if p_amx else "columns"
+    unsaid = _of_cpus(tmp_path, p_amx, not p_amx, p_tokens=64)
+    said = _of_cpus(tmp_path, p_amx, not p_amx, p_tokens=64, KVPATCH_PEER_KEYS=word)
+
+    for verdict in (stock_verdict(unsaid, PROMPT), judged_by_kvpatch(unsaid, PROMPT).verdict):
+        assert verdict.outcome is Outcome.WRONG and "AMX" in verdict.reason
+    assert judged_by_kvpatch(said, PROMPT).verdict.outcome is Outcome.IDENTICAL
+    alike = _of_cpus(tmp_path, p_amx, p_amx, p_tokens=64)
+    assert stock_verdict(alike, PROMPT).outcome is Outcome.IDENTICAL
 
 
 def test_flashinfers_large_blocks_are_cut(tmp_path):

@@ -1,0 +1,233 @@
+"""A CPU's keys and values in tiles (AMX) beside tiles of other blocks, columns and rows.
+
+No machine of the lab has AMX: the release is told that its processor has, chooses its kernels by
+that, and the lab packs what they would (``tests/lab/kinds.py``). All else is the release's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
+from kvpatch.planning.ours import judged_by_kvpatch
+from kvpatch.planning.pair import Outcome
+from tests.planning.cells import pair_of, request_of
+
+from .case import PEER_KEYS, Case, EngineSpec, Report, Sabotage
+from .host import Lab
+from .releases import registers_cpu_caches
+from .test_named_factors import BACKEND, assert_refused
+from .test_named_factors import pair as disguised
+from .unlike import told
+
+pytestmark = pytest.mark.lab
+
+TOKENS = 150
+TILES, COLUMNS = "tiles", "columns"
+
+
+@pytest.fixture(autouse=True)
+def _release_has_the_cpu_backend(lab: Lab) -> None:
+    if not registers_cpu_caches(lab.release):
+        pytest.skip("this release's worker does not register a CPU backend's cache")
+
+
+def cpu(tokens: int, *, amx: bool, **changes: object) -> EngineSpec:
+    spec = EngineSpec("cpu", block_tokens=tokens, planned_blocks=16, dtype="bfloat16", amx=amx)
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def declaring(case: Case, keys: str | None) -> Case:
+    settings = () if keys is None else ((PEER_KEYS, keys),)
+    return replace(case, decode=replace(case.decode, settings=(*case.decode.settings, *settings)))
+
+
+def pair(
+    lab: Lab, p: EngineSpec, d: EngineSpec, keys: str | None, *, p_has_kvpatch: bool = False
+) -> Case:
+    case = declaring(Case("tiles", p, d, prompt_tokens=TOKENS), keys)
+    return told(case, lab.release).patched(*SLUGS, prefill=p_has_kvpatch)
+
+
+def assert_identical(report: Report) -> None:
+    assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("transfer", ["auto", "staged", "direct"])
+@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(128, 32), (32, 64), (96, 64)])
+def test_tiles_of_other_blocks(lab: Lab, p_tokens: int, d_tokens: int, transfer: str) -> None:
+    how = (("KVPATCH_TRANSFER", transfer),)
+    d = cpu(d_tokens, amx=True, settings=how)
+
+    assert_identical(lab.run(pair(lab, cpu(p_tokens, amx=True), d, TILES)))
+
+
+@pytest.mark.parametrize("p_has_kvpatch", [False, True])
+@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(64, 32), (32, 32), (32, 64)])
+@pytest.mark.parametrize("p_amx", [False, True])
+def test_tiles_beside_columns(
+    lab: Lab, p_tokens: int, d_tokens: int, p_amx: bool, p_has_kvpatch: bool
+) -> None:
+    """In blocks of one size too, which stock takes for each other. P says it, or the operator."""
+    if p_has_kvpatch and not FACTS[lab.release].encodes_metadata:
+        pytest.skip("this release's handshake has no room for a word of P's kvpatch")
+    keys = None if p_has_kvpatch else TILES if p_amx else COLUMNS
+    p, d = cpu(p_tokens, amx=p_amx), cpu(d_tokens, amx=not p_amx)
+
+    assert_identical(lab.run(pair(lab, p, d, keys, p_has_kvpatch=p_has_kvpatch)))
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_like_processors_say_so(lab: Lab, amx: bool) -> None:
+    if not FACTS[lab.release].encodes_metadata:
+        pytest.skip("this release's handshake has no room for a word of P's kvpatch")
+    case = pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None, p_has_kvpatch=True)
+
+    assert_identical(lab.run(case))
+
+
+@pytest.mark.every_release
+def test_a_like_pair_is_stocks(lab: Lab) -> None:
+    """With kvpatch on D, on both, and on none."""
+    case = Case("like", cpu(32, amx=True), cpu(32, amx=True), prompt_tokens=TOKENS)
+    for one in (case.stock(), case.patched(*SLUGS, prefill=False), case.patched(*SLUGS)):
+        assert_identical(lab.run(told(one, lab.release)))
+
+
+def test_a_prefix_hit(lab: Lab) -> None:
+    case = pair(lab, cpu(128, amx=True), cpu(32, amx=True), TILES)
+
+    assert_identical(lab.run(replace(case, prefix_hit_tokens=96)))
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1)])
+def test_unlike_ranks(lab: Lab, p_ranks: int, d_ranks: int) -> None:
+    p, d = cpu(64, amx=True, tp_size=p_ranks), cpu(32, amx=True, tp_size=d_ranks)
+
+    assert_identical(lab.run(pair(lab, p, d, TILES)))
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_nobody_says_how_they_lie(lab: Lab, amx: bool) -> None:
+    report = lab.run(pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None))
+
+    assert report.outcome == "refused", report
+    assert "KVPATCH_PEER_KEYS" in report.detail, report
+    assert report.moved_tokens == 0
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_float16_is_in_no_tiles(lab: Lab, amx: bool) -> None:
+    """Nothing is open there, whatever is declared."""
+    p, d = (cpu(tokens, amx=amx, dtype="float16") for tokens in (64, 32))
+
+    assert_identical(lab.run(pair(lab, p, d, None)))
+    assert_identical(lab.run(pair(lab, p, d, TILES)))
+
+
+# --- beside other backends, whose keys are rows -------------------------------------------
+
+
+def _rows(tokens: int, **changes: object) -> EngineSpec:
+    spec = EngineSpec("flash", block_tokens=tokens, planned_blocks=16, dtype="bfloat16")
+    return replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def _names_layouts(lab: Lab) -> None:
+    if not FACTS[lab.release].names_layouts:
+        pytest.skip("backends with other rows are refused on this release")
+
+
+@pytest.mark.parametrize("p_has_kvpatch", [False, True])
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (64, 16), (32, 64)])
+def test_into_rows(
+    lab: Lab, p_tokens: int, d_tokens: int, amx: bool, p_has_kvpatch: bool, tmp_path: Path
+) -> None:
+    """And ``kvpatch plan`` says so."""
+    _names_layouts(lab)
+    keys = None if p_has_kvpatch else TILES if amx else COLUMNS
+    case = declaring(disguised(cpu(p_tokens, amx=amx), _rows(d_tokens), BACKEND), keys)
+    if p_has_kvpatch:
+        case = case.patched(*SLUGS)
+
+    report = lab.run(case)
+
+    assert_identical(report)
+    planned = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
+    assert planned.verdict.outcome is Outcome.IDENTICAL, planned
+
+
+@pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (16, 32), (64, 32), (48, 64)])
+def test_out_of_rows(lab: Lab, p_tokens: int, d_tokens: int, tmp_path: Path) -> None:
+    """Of rows nothing is open."""
+    _names_layouts(lab)
+    case = disguised(_rows(p_tokens), cpu(d_tokens, amx=True), BACKEND)
+
+    assert_identical(lab.run(case))
+    planned = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
+    assert planned.verdict.outcome is Outcome.IDENTICAL, planned
+
+
+def test_into_rows_when_nobody_says_how_they_lie(lab: Lab) -> None:
+    _names_layouts(lab)
+
+    report = lab.run(disguised(cpu(32, amx=True), _rows(32), BACKEND))
+
+    assert_refused(report, "the handshake does not say which P is", "KVPATCH_PEER_KEYS")
+
+
+# --- what must be noticed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p_amx", [False, True])
+@pytest.mark.parametrize("d_amx", [False, True])
+def test_a_wrong_declaration_is_noticed(lab: Lab, p_amx: bool, d_amx: bool) -> None:
+    """That is what is asked for so as not to be guessed: bytes in other places."""
+    keys = COLUMNS if p_amx else TILES
+
+    report = lab.run(pair(lab, cpu(64, amx=p_amx), cpu(32, amx=d_amx), keys))
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+def test_a_wrong_declaration_beside_rows_is_noticed(lab: Lab) -> None:
+    _names_layouts(lab)
+
+    report = lab.run(declaring(disguised(cpu(64, amx=True), _rows(32), BACKEND), COLUMNS))
+
+    assert report.outcome == "corrupt", report
+
+
+def test_a_wrong_declaration_is_refused_where_p_says_otherwise(lab: Lab) -> None:
+    if not FACTS[lab.release].encodes_metadata:
+        pytest.skip("this release's handshake has no room for a word of P's kvpatch")
+
+    report = lab.run(pair(lab, cpu(64, amx=True), cpu(32, amx=True), COLUMNS, p_has_kvpatch=True))
+
+    assert report.outcome == "refused", report
+    assert "declares columns and P has keys in tiles" in report.detail
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_stock_takes_unlike_processors_for_each_other(lab: Lab, amx: bool) -> None:
+    """What is mended here; and that the lab's tiles are no columns."""
+    case = Case("unlike", cpu(32, amx=amx), cpu(32, amx=not amx), prompt_tokens=TOKENS)
+
+    report = lab.run(told(case.stock(), lab.release))
+
+    assert report.outcome == "corrupt", report
+
+
+@pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
+def test_spoilt_tiles_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
+    case = pair(lab, cpu(128, amx=True), cpu(32, amx=True), TILES)
+
+    report = lab.run(case, sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
