@@ -28,7 +28,8 @@ was read from the sources of all supported releases, on CUDA, ROCm, XPU, CPU and
 What a block holds decides what may be done with it:
 
 - **rows of tokens** are paired by token with blocks of any size and layout, split over any ranks,
-  and zeroed behind the last token;
+  and zeroed behind the last token; a CPU's keys lie by column, or with AMX and bfloat16 keys and
+  values lie in tiles, which are axes of strides like any others;
 - **whole blocks** move whole, between equal kernel blocks and equal heads, and are never cut nor
   zeroed; a peer with other ones is refused with the words below. Where smaller ones **join**, one
   behind the other, to a larger one, vLLM from 0.32 on reads a P of smaller blocks rightly, and such

@@ -25,6 +25,8 @@ def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:
         found.append((metadata_module(facts), "compute_nixl_compatibility_hash"))
         found.append(("vllm.config.utils", "hash_factors"))
         found.append((worker.module, f"{worker.owner}._nixl_handshake"))
+    if facts.listens_in_scheduler:  # from 0.11.1: by which a CPU's keys lie
+        found.append(("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"))
     if not facts.keeps_aborted_blocks:
         blocks = "SingleTypeKVCacheManager.free"
         found.append(("vllm.v1.core.single_type_kv_cache_manager", blocks))

@@ -22,11 +22,6 @@ _WORDS = {order: word for word, order in BY_WORD.items()}
 #: Of an element, where a CPU's keys are in tiles on no processor; and where AMX may have them so.
 _UNTILED_BYTES, _TILED_BYTES = 4, 2
 
-CURE = (
-    f"set {settings.PEER_KEYS} to what P has (tiles with AMX, else columns), set ENABLE_KVPATCH on "
-    "P, or use --dtype float32"
-)
-
 
 def with_key_order(
     ours: LocalGeometry, peer: AgentMetadata, declared: KeyOrder | None
@@ -58,7 +53,8 @@ def with_key_order(
         raise PeerRefused(
             "a CPU with AMX has keys and values of bfloat16 in tiles, one without has keys by "
             "column, and the handshake does not say which P is",
-            CURE,
+            "set KVPATCH_PEER_KEYS to what P has (tiles with AMX, columns on other x86 "
+            "processors), set ENABLE_KVPATCH on P, or use --dtype float32",
         )
     if found is KeyOrder.TILED:
         _check_widths(ours)
@@ -83,7 +79,8 @@ def check_key_order(ours: LocalGeometry, peer: AgentMetadata) -> None:
     raise PeerRefused(
         "a CPU with AMX tiles keys and values of bfloat16 where the block size allows, and the "
         "handshake does not say whether P has it",
-        f"{CURE}, or one block size on both sides",
+        "set KVPATCH_PEER_KEYS to what P has (tiles with AMX, columns on other x86 processors), "
+        "set ENABLE_KVPATCH on P, or use --dtype float32, or one block size on both sides",
     )
 
 
