@@ -54,6 +54,7 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvpatch.connector import read_request
@@ -192,10 +193,23 @@ def _of_keys(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     }
 
 
+def _before(
+    first: Wrapper,
+    then: Wrapper,
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    def call(*more: Any, **named: Any) -> Any:
+        return then(wrapped, instance, more, named)
+
+    return first(call, instance, args, kwargs)
+
+
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts),
-        **_of_keys(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
         seams.build_connector_meta(facts): _build_connector_meta,
@@ -205,6 +219,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = _transfer_results
         found[seams.reorder_received(facts)] = _reorder_received
+    for site, wrapper in _of_keys(facts).items():
+        other = found.get(site)  # what an old release needs there
+        if other is None or isinstance(other, Step):
+            found[site] = wrapper
+        else:
+            found[site] = partial(_before, wrapper, other)
     return found
 
 

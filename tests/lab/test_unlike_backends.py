@@ -75,11 +75,18 @@ def test_with_unlike_ranks(lab: Lab, p: Family, d: Family, p_ranks: int, d_ranks
 
 def test_a_cpus_own_keys_of_two_bytes_are_known_and_its_peers_are_not(lab: Lab) -> None:
     """With AMX bfloat16 is in tiles, and a handshake says neither the one nor the other."""
-    rows, columns = (_spec(family, dtype="float16") for family in ("flash", "cpu"))
+    rows, columns = (_spec(family, dtype="bfloat16") for family in ("flash", "cpu"))
 
     assert_identical(lab.run(pair(rows, columns, BACKEND)))
     report = lab.run(pair(columns, rows, BACKEND))
-    assert_refused(report, "tiles keys of 2 bytes on a CPU with AMX", "--dtype float32")
+    assert_refused(report, "the handshake does not say which P is", "--dtype float32")
+
+
+def test_other_keys_of_two_bytes_are_tiled_by_no_processor(lab: Lab) -> None:
+    rows, columns = (_spec(family, dtype="float16") for family in ("flash", "cpu"))
+
+    assert_identical(lab.run(pair(rows, columns, BACKEND)))
+    assert_identical(lab.run(pair(columns, rows, BACKEND)))
 
 
 # -- what must be noticed ------------------------------------------------------------------
