@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector.divided_block_handles import blocks_undivided
-from kvpatch.connector.handshake.accepted_peers import BY_COLUMN
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.connector.handshake.cpu_keys import may_be_tiled
 from kvpatch.connector.handshake.decision import Decision, LocalCache, Prove, Read, Refuse
@@ -31,6 +30,7 @@ from kvpatch.connector.handshake.kv_head_replication import (
     heads_without_replication,
     model_of_heads,
 )
+from kvpatch.connector.handshake.other_rows import BY_COLUMN
 from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
 from kvpatch.connector.handshake.peer_hash.sentences import clause
 from kvpatch.connector.handshake.possible_geometries import declared_geometry

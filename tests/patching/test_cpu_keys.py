@@ -136,3 +136,11 @@ def test_a_setting_of_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(SettingsError, match="is not one of columns, tiles"):
         declared_geometry(FACTS["0.33.0"])
+
+
+@pytest.mark.parametrize("own", [COLUMNS, TILES])
+def test_rows_of_another_backend_are_in_no_tiles(own: KeyOrder) -> None:
+    """Whose hash nobody compared: what is declared is of CPUs, and vLLM reorders the rows."""
+    rows = replace(peer_of_two_bytes(32), backend="FLASH_ATTN")
+
+    assert isinstance(decided(own, rows, declared=TILES, backend="CPU_ATTN"), Stock)

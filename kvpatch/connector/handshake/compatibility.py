@@ -14,7 +14,6 @@ from kvpatch.connector.handshake.split_kv import kv_split_of_peer, may_be_kvcach
 from kvpatch.connector.handshake.whole_blocks import split_by_nobody
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, inner_layout
 
 

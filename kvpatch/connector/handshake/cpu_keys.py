@@ -38,6 +38,8 @@ def with_key_order(
     by_form = peer.key_order  # of another backend than ours; else it has ours
     if (by_form or ours.key_order) is KeyOrder.ROW_MAJOR:
         return peer
+    if peer.backend not in (None, ours.backend):  # rows, which the release reorders for a CPU
+        return peer
     if ours.item_bytes not in (_UNTILED_BYTES, _TILED_BYTES):
         return peer
     if not may_be_tiled(ours, peer):
