@@ -101,6 +101,8 @@ class ReleaseFacts:
         keeps_load_metadata: a worker keeps the metadata of a load until it is done.
         divides_own_blocks: a worker prepares its own blocks in parts for a peer of more ranks.
         books_cuts_of_peers: a worker books how a peer's blocks are cut, by the bytes of its states.
+        has_channels_first: a worker with recurrent state does not start unless its convolutions'
+            channels are outermost, and reads those of other ranks by shares.
         keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
         expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
         expands_by_own_cut: it expands them to as many kernel blocks as one of its own blocks has.
@@ -185,6 +187,7 @@ class ReleaseFacts:
     keeps_load_metadata: bool = True
     divides_own_blocks: bool = False
     books_cuts_of_peers: bool = False
+    has_channels_first: bool = False
     keeps_aborted_blocks: bool = True
     expands_remote_blocks: bool = False
     expands_by_own_cut: bool = False
@@ -505,6 +508,7 @@ _0_20_0 = replace(
     topology="transfer_topo",
     books_cuts_of_peers=True,
     reorders_for_cpu=True,
+    has_channels_first=True,
     counts_prefix_hits=True,
     expands_remote_blocks=False,
     expands_by_own_cut=True,

@@ -468,6 +468,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "books_cuts_of_peers": lambda s: (
         "self._physical_blocks_per_logical: " in s.body(s.worker, "__init__")
     ),
+    "has_channels_first": lambda s: (
+        "assert is_conv_state_dim_first()" in s.body(s.worker, "__init__")
+    ),
     "keeps_aborted_blocks": lambda s: "delay_free_blocks" in s.core("finish_requests"),
     "expands_remote_blocks": _expands_remote_blocks,
     "expands_by_own_cut": lambda s: (

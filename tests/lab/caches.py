@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from . import kvcached_planned
-from .case import STATE_SHAPES, EngineSpec
+from .case import EngineSpec
 from .compare import UNSIGNED, Array
 from .kinds import (
     INDEXER_BYTES,
@@ -263,7 +263,7 @@ def _state_layer(spec: EngineSpec, layer: int, store: torch.Tensor, page_bytes: 
         size, strides = (spec.blocks, 1, 1, page_bytes), (page_bytes, page_bytes, page_bytes, 1)
         return _state_cache(spec, layer, torch.as_strided(store.view(torch.int8), size, strides))
     tensors, offset = [], 0
-    for shape in STATE_SHAPES:
+    for shape in spec.states.shapes(spec.tp_size):
         inner = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         outer = page_bytes // store.element_size()
         tensors.append(torch.as_strided(store, (spec.blocks, *shape), (outer, *inner), offset))
@@ -291,7 +291,7 @@ def _state_cache(
         np.frombuffer(reach, dtype=np.uint8), (raw.shape[0], page_bytes), (stride, 1)
     )
     planes, offset = [], 0
-    for shape in STATE_SHAPES:
+    for shape in spec.states.shapes(spec.tp_size):
         size = math.prod(shape) * spec.item_bytes
         flat = pages[:, offset : offset + size].view(UNSIGNED[spec.item_bytes])
         planes.append(flat[:, None, None, :])

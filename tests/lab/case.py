@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .odd_strides import ODD
+from .states import MODELS as STATES
+from .states import States
 
 Family = Literal["flash", "flashinfer", "cpu", "mla", "triton", "pallas", "b12x", "aiter"]
 Allocation = Literal[
@@ -33,8 +35,6 @@ Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
 HYBRID_TOKENS = 500
 #: Of the longest request of a model with recurrent state.
 STATE_TOKENS = 512
-#: Of Mamba2's convolution, and of its state space.
-STATE_SHAPES = ((32, 3), (2, 8, 16))
 
 #: Of kinds of layers whose blocks are not as large as the engine's (layer_kinds.py).
 OWN_BLOCK_TOKENS = {"window of latents": 64, "compressor": 4, "ring": 8}
@@ -96,6 +96,8 @@ class EngineSpec:
     #: Whether every other layer has recurrent state (Mamba2) in place of keys and values, in
     #: blocks of as many bytes.
     has_state: bool = False
+    #: The kind of it (states.py).
+    state_kind: str = "mamba2"
     #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
     #: blocks' ends, or at all.
     state_mode: StateMode = "none"
@@ -182,6 +184,11 @@ class EngineSpec:
     def is_hybrid(self) -> bool:
         """Whether there are several cache groups."""
         return self.has_state or self.has_own_tables or any(self.window_tokens)
+
+    @property
+    def states(self) -> States:
+        """What a layer with recurrent state has."""
+        return STATES[self.state_kind]
 
     def is_state(self, layer: int) -> bool:
         """Whether a layer has recurrent state."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
 from .standstill import standstill
+from .states import StateSabotage
 from .xla import DeviceTensors
 
 _POLL_SECONDS = 0.001
@@ -507,10 +508,9 @@ class Engine:
                 start = max(tokens.start, tracked.first_tokens[group] if seen else 0)
                 looked_at = range(start, tokens.stop)
                 if spec.is_state(number):  # one for all tokens
-                    heads, looked_at = range(1), range(1)
+                    yield from self._state_elements(tracked, tokens, rank, number)
+                    continue
                 table = spec.kernel_blocks(tracked.tables[group], number)
-                if spec.is_state(number):  # the one behind the last of them
-                    table = table[(tokens.stop - 1) // spec.block_tokens_of(number) :]
                 rows = block_tokens = self.block_tokens[group]
                 kind = KINDS.get(spec.kind_of(number))
                 if kind is not None:
@@ -533,6 +533,28 @@ class Engine:
                     if spec.holds_numbers:
                         value &= numbers_of(spec.item_bytes)
                     yield number, array, block, offset, value
+
+    def _state_elements(self, tracked: Tracked, tokens: range, rank: int, number: int) -> Any:
+        """As :meth:`_elements`, of a layer's state behind the last of the tokens."""
+        spec = self.spec
+        table = tracked.tables[self.groups[number]]
+        blocks = table[(tokens.stop - 1) // spec.block_tokens_of(number) :]
+        block, offset = slots(blocks, range(1), self.block_tokens[self.groups[number]])
+        sizes, mine = spec.states.sizes(), spec.states.elements(rank, spec.tp_size)
+        for plane, array in enumerate(self.caches[rank].layers[number].planes):
+            whole = expected(
+                spec.content_of(number),
+                plane,
+                tracked.number,
+                range(1),
+                range(1),
+                sizes[plane],
+                array.itemsize,
+            )
+            value = whole[..., mine[plane]]
+            if spec.holds_numbers:
+                value &= numbers_of(spec.item_bytes)
+            yield number, array, block, offset, value
 
     def _map(self, tracked: Tracked) -> None:
         """Has pages behind a request's blocks, where the allocator hands them out late."""
@@ -574,6 +596,8 @@ class Engine:
             device.pull()
         if sabotage in ("skip_layer", "skip_state"):
             self._undo_layer(int(sabotage == "skip_state"))
+        if sabotage in get_args(StateSabotage):
+            self._spoil_states(str(sabotage))
         wrong = total = 0
         for tracked in self.tracked:
             tokens = range(tracked.tokens)
@@ -590,6 +614,11 @@ class Engine:
                 wrong += int(np.count_nonzero(found != value))
                 total += value.size
         return wrong, total, self._stray_bytes() if self.before and not sabotage else 0
+
+    def _spoil_states(self, sabotage: str) -> None:
+        number = next(n for n in range(self.spec.layers) if self.spec.is_state(n))
+        arrays = [caches.layers[number].planes[0] for caches in self.caches]
+        self.spec.states.spoil(arrays, self._loaded(number), sabotage)
 
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""

@@ -29,6 +29,7 @@ from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
 from .releases import must_prove, states_layout
 from .side_channel import is_listening
+from .states import StateSabotage
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _IMPORT_SECONDS = 180.0
@@ -167,7 +168,7 @@ class Lab:
     def run(
         self,
         case: Case,
-        sabotage: Sabotage | None = None,
+        sabotage: Sabotage | StateSabotage | None = None,
         *,
         introduces: bool = True,
         of_prefill: Lab | None = None,
@@ -242,7 +243,7 @@ class Lab:
         case: Case,
         prefill: Engine,
         decode: Engine,
-        sabotage: Sabotage | None,
+        sabotage: Sabotage | StateSabotage | None,
         ports: tuple[int, int],
         extra: Mapping[str, Any],
     ) -> Report:

@@ -16,7 +16,7 @@ import torch
 
 from . import disguise, standins
 from .caches import layer_name, torch_dtype
-from .case import STATE_SHAPES, EngineSpec
+from .case import EngineSpec
 from .engine_api import MODELS
 from .kinds import INDEXER_BYTES
 from .layer_kinds import KINDS
@@ -255,6 +255,9 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     cache.num_gpu_blocks = spec.planned_blocks
     for dtype in {KINDS[name].cache_dtype for name in spec.kinds if name} - {""}:
         cache.cache_dtype = dtype
+    if spec.has_state:
+        config = model_config(spec).hf_text_config  # one for many cases
+        config.mamba_n_groups = spec.states.groups
     if spec.state_mode != "none":
         cache.mamba_cache_mode = spec.state_mode
     nixl = {
@@ -357,14 +360,28 @@ def state_spec(spec: EngineSpec) -> Any:
         return None
     from vllm.v1 import kv_cache_interface as interface
 
+    shapes = spec.states.shapes(spec.tp_size)
     wanted = {
-        "shapes": STATE_SHAPES,
-        "dtypes": (torch_dtype(spec.dtype),) * len(STATE_SHAPES),
+        "shapes": shapes,
+        "dtypes": (torch_dtype(spec.dtype),) * len(shapes),
+        "mamba_type": _mamba_type(spec.states.mamba_type),
         "block_size": spec.state_tokens if spec.state_mode == "none" else spec.block_tokens,
         "mamba_cache_mode": spec.state_mode,
         "page_size_padded": _layer_spec(spec, spec.attention_layer).page_size_bytes,
     }
     return interface.MambaSpec(**accepted(interface.MambaSpec, wanted))
+
+
+def _mamba_type(name: str) -> Any:
+    """Of a state's kind, as the release's layers state it."""
+    try:
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    except ImportError:  # <= 0.11
+        return name.lower()
+    from vllm.v1 import kv_cache_interface as interface
+
+    stated = interface.MambaSpec.__dataclass_fields__["mamba_type"].default
+    return name.lower() if isinstance(stated, str) else MambaAttentionBackendEnum[name]
 
 
 def kv_cache_config(spec: EngineSpec, config: Any) -> Any:

@@ -164,16 +164,16 @@ class TestAPeersPages:
     def test_in_regions_as_large_as_its_blocks(self):
         found = states_of_peer(_ours(), _peer())
 
-        assert found["layers.1"] == StatePages(50_000, 3 * 2048, 4, SIZES)
-        assert found["layers.3"] == StatePages(90_000, 3 * 2048, 4, SIZES)
+        assert found["layers.1"].pages == StatePages(50_000, 3 * 2048, 4, SIZES)
+        assert found["layers.3"].pages == StatePages(90_000, 3 * 2048, 4, SIZES)
 
     @pytest.mark.parametrize("names", [("layers.2", "layers.0"), ("layers.3", "layers.1")])
     def test_in_regions_of_another_order_by_their_names(self, names):
         """From 0.30 on; a region may be named after a layer with states."""
         found = states_of_peer(_ours(), _peer(region_names=names))
 
-        assert found["layers.1"].address == 90_000
-        assert found["layers.3"].address == 50_000
+        assert found["layers.1"].pages.address == 90_000
+        assert found["layers.3"].pages.address == 50_000
 
     def test_in_regions_of_other_names_is_refused(self):
         with pytest.raises(PeerRefused, match=r"named layers\.0, other: use one model"):
@@ -182,8 +182,8 @@ class TestAPeersPages:
     def test_in_rows_of_all_layers(self):
         found = states_of_peer(_ours(), _rows("0123456789abcdef"))
 
-        assert found["layers.1"] == StatePages(50_000, 3 * 4096, 4, SIZES)
-        assert found["layers.3"] == StatePages(50_000 + 3 * 2048, 3 * 4096, 4, SIZES)
+        assert found["layers.1"].pages == StatePages(50_000, 3 * 4096, 4, SIZES)
+        assert found["layers.3"].pages == StatePages(50_000 + 3 * 2048, 3 * 4096, 4, SIZES)
         assert places_of_states(_ours()) == {"layers.1": 0, "layers.3": 1}
 
     @pytest.mark.parametrize(

@@ -20,16 +20,14 @@ from kvpatch.connector.handshake.possible_geometries import (
 )
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
-from kvpatch.connector.handshake.remote_states import states_of_peer
+from kvpatch.connector.handshake.remote_states import has_copied_states, states_of_peer
 from kvpatch.connector.handshake.unread_caches import (
     Metadata,
     UncheckedMetadata,
     UnreadCache,
-    check_smaller,
     check_unread,
     has_smaller_blocks,
 )
-from kvpatch.connector.handshake.whole_blocks import check_blocks
 from kvpatch.connector.local.cache_kinds import Holds
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
@@ -144,11 +142,6 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
             peer = with_cache_shape(ours, by_its_hash(ours, peer), is_plain=is_plain)
         elif peer.named is not None:
             peer = as_accepted(ours, peer, peer.named)
-        has_plain_states = bool(ours.states) and peer.form is None and not local.is_shown
-        if has_plain_states and peer.tp_size != ours.tp_size:  # which the release alone splits
-            check_blocks(ours, peer)
-            check_smaller(peer, ours.block_tokens, local.misreads_smaller)
-            return Stock()
         if ours.misreads_blocks:
             peer = replace(peer, block_tokens=None)
         possible = possible_geometries(ours, peer, local.declared)
@@ -161,7 +154,7 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
             )
         if possible.is_open:
             return _to_prove(local, possible, facts)
-        if is_compatible(ours, peer) and not local.reads_all:
+        if _is_stocks(local, peer):
             return Stock(peer)
         if _is_joined(local, peer, facts):
             return Stock(peer)
@@ -185,7 +178,7 @@ def _to_prove(
     stock: GeometryName | None = None
     for name, peer in possible.named.items():
         try:
-            is_stock = is_compatible(local.geometry, peer) and not local.reads_all
+            is_stock = _is_stocks(local, peer)
             if not is_stock:
                 _check_block_lists(local, peer, facts)
             mappings[name] = mapping_of(local, peer)
@@ -197,6 +190,16 @@ def _to_prove(
     if not mappings:
         return next(iter(refusals.values()))
     return Prove(mappings, refusals, stock)
+
+
+def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:
+    """Whether the release reads a peer rightly, and may.
+
+    Raises:
+        PeerRefused: it cannot be read by anybody here.
+    """
+    ours = local.geometry
+    return is_compatible(ours, peer) and not (local.reads_all or has_copied_states(ours, peer))
 
 
 def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.handshake.remote_states import RemoteStates
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.plane_copies import missing_heads
@@ -22,7 +22,7 @@ class RemoteRank:
     planes: tuple[Plane, ...]
     overlaps: tuple[Overlap, ...]
     agent: str = ""
-    states: Mapping[str, StatePages] = field(default_factory=dict)
+    states: Mapping[str, RemoteStates] = field(default_factory=dict)
 
     @cached_property
     def block_tokens(self) -> Mapping[str, int]:

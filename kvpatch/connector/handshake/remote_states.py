@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.regions_by_layout import names_by_attention
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
-from kvpatch.core.errors import PeerRefused
+from kvpatch.core.errors import PeerRefused, UnplannableCopy
+from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
+
+_ONE_SIZE = "use one --tensor-parallel-size on both sides"
+_SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
 
 
-def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, StatePages]:
-    """The pages of each layer's states on one rank of a peer whose regions are known to be ours.
+@dataclass(frozen=True)
+class RemoteStates:
+    """The states of one layer on one rank of a peer.
+
+    Attributes:
+        runs: what of a page is ours, and where in ours it lies.
+    """
+
+    pages: StatePages
+    runs: tuple[StateRun, ...]
+
+
+def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, RemoteStates]:
+    """Each layer's states on one rank of a peer whose regions are known to be ours.
 
     Raises:
-        PeerRefused: its ranks are others, so that each has another share of a state, or its
-            states are not ours.
+        PeerRefused: its states are not ours, or those of its ranks cannot be ours.
     """
     if not ours.states:
         return {}
-    if (peer.tp_rank, peer.tp_size) != (ours.tp_rank, ours.tp_size):
-        raise PeerRefused(
-            "recurrent state is split over ranks, and moves between as many of them",
-            "use one --tensor-parallel-size on both sides",
-        )
     _check_sizes(ours, peer)
     if peer.form is None and peer.layout not in LAYER_BY_LAYER:
         raise PeerRefused(
@@ -42,14 +55,54 @@ def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, StateP
             page_bytes = peer.block_bytes[0] // len(places) * parts
             address = peer.addresses[0] + places[own.address] * page_bytes
             stride_bytes = peer.stride_bytes[0] * parts
-        if own.size_bytes > page_bytes:
+        sizes = _sizes_at(peer, ours, own)
+        if sum(sizes) > page_bytes:
             raise PeerRefused(
-                f"the states of layer {name} take {own.size_bytes} bytes, and a block of its has "
+                f"the states of layer {name} take {sum(sizes)} bytes, and a block of its has "
                 f"{page_bytes}",
                 "use one model on both sides",
             )
-        found[name] = StatePages(address, stride_bytes, peer.blocks // parts, own.sizes_bytes)
+        pages = StatePages(address, stride_bytes, peer.blocks // parts, sizes)
+        found[name] = RemoteStates(pages, _runs(peer, ours, own))
     return found
+
+
+def has_copied_states(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether ranks of one side have some part of a state that is copied, and not shared out.
+
+    The release takes all parts for shared out where both sides have other numbers of ranks, and
+    one that nobody here can divide for one that it may not divide either.
+    """
+    if peer.tp_size == ours.tp_size:
+        return False
+    divisions = [own.division for own in ours.states.values()]
+    return any(division.has_copies or division.reason for division in divisions)
+
+
+def _is_same_rank(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    return (peer.tp_rank, peer.tp_size) == (ours.tp_rank, ours.tp_size)
+
+
+def _sizes_at(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[int, ...]:
+    """What our states of a layer take on a rank of the peer.
+
+    Raises:
+        PeerRefused: nobody knows.
+    """
+    if _is_same_rank(ours, peer):
+        return own.sizes_bytes
+    try:
+        return own.division.sizes_bytes(Rank(peer.tp_rank, peer.tp_size))
+    except UnplannableCopy as error:
+        raise PeerRefused(f"its recurrent states: {error}", _ONE_SIZE) from error
+
+
+def _runs(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[StateRun, ...]:
+    """Of a layer's page there and here; sizes are checked."""
+    if _is_same_rank(ours, peer):
+        return (StateRun(0, 0, own.size_bytes),)
+    local = Rank(ours.tp_rank, ours.tp_size)
+    return shared_runs(own.division.states, Rank(peer.tp_rank, peer.tp_size), local)
 
 
 def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int:
@@ -67,20 +120,49 @@ def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int
 
 
 def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
-    """Whether its states are ours: by shapes and types in cross-layer blocks, else by bytes."""
-    same_dtypes = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
-    sizes = {own.sizes_bytes for own in ours.states.values()}
+    """Whether its states are ours: by shapes and types in cross-layer blocks, else by bytes.
+
+    Of other ranks by those that our states would take there.
+    """
+    if not _is_same_rank(ours, peer):
+        _check_ranks(ours, peer)
+    sizes = {_sizes_at(peer, ours, own) for own in ours.states.values()}
     if peer.form is not None and peer.form.places != ours.cross_layer_places:
         raise PeerRefused(
             "its recurrent states have other shapes or types than ours, or lie beside other layers",
-            f"{same_dtypes}, one vLLM and one --speculative-config",
+            f"{_SAME_DTYPES}, one vLLM and one --speculative-config",
         )
     if peer.form is None and sizes != {peer.state_bytes}:
         raise PeerRefused(
             f"its recurrent states take {peer.state_bytes} bytes and ours "
             f"{', '.join(map(str, sorted(sizes)))}",
-            same_dtypes,
+            _SAME_DTYPES,
         )
+
+
+def _check_ranks(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Whether anybody knows how the states of other ranks are shares of what ours are.
+
+    Raises:
+        PeerRefused: nobody does.
+    """
+    if peer.form is not None:
+        raise PeerRefused(
+            "recurrent state in kvcached's contiguous layout moves between as many ranks", _ONE_SIZE
+        )
+    if not all(FACTS[release].has_channels_first for release in peer.releases):
+        raise PeerRefused(
+            "recurrent state is split over ranks, and its release may have a convolution's "
+            "channels innermost",
+            f"{_ONE_SIZE}, or vLLM 0.20 or later on P",
+        )
+    for name, own in ours.states.items():
+        if own.division.reason:
+            raise PeerRefused(
+                f"recurrent state is split over ranks, and that of layer {name} moves between as "
+                f"many of them: {own.division.reason}",
+                _ONE_SIZE,
+            )
 
 
 def _places(ours: LocalGeometry) -> dict[int, int]:

@@ -15,6 +15,7 @@ from hashlib import sha256
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.cross_layer_blocks import CrossLayerBlocks
 from kvpatch.geometry.tensor_facts import extent_bytes
@@ -32,12 +33,14 @@ class StatePages:
         stride_bytes: from one block's page to the next.
         blocks: how many there are, as ids count them.
         sizes_bytes: of each state in a page, from its beginning on.
+        division: how ranks share them out.
     """
 
     address: int
     stride_bytes: int
     blocks: int
     sizes_bytes: tuple[int, ...]
+    division: StateDivision = StateDivision()
 
     @property
     def size_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The runs that bring a peer's recurrent states, each layer's whole."""
+"""The runs that bring a peer's recurrent states, or what of a layer's is ours."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
+from kvpatch.connector.handshake.remote_states import RemoteStates
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.read_request import ReadRequest
@@ -20,9 +21,9 @@ def states_plan(
     peer: AgentMetadata,
     request: ReadRequest,
     ours: Mapping[str, StatePages],
-    theirs: Mapping[str, StatePages],
+    theirs: Mapping[str, RemoteStates],
 ) -> Plan:
-    """The runs that bring each layer's states whole.
+    """The runs that bring each layer's states, as far as one rank of a peer has them.
 
     Raises:
         ReadRefused: a group has several blocks, or one that the peer has not.
@@ -30,19 +31,18 @@ def states_plan(
     runs = []
     for group, remote_block, local_block in state_pairs(groups, peer, request):
         for name in sorted(group.layers):
-            remote, local = theirs[name], ours[name]
+            remote, local = theirs[name].pages, ours[name]
             if remote_block >= remote.blocks or local_block >= local.blocks:
                 raise ReadRefused(
                     f"the request names blocks {remote_block} and {local_block} of the states of "
                     f"layer {name}, of {remote.blocks} and {local.blocks}"
                 )
-            runs.append(
-                (
-                    remote.address + remote_block * remote.stride_bytes,
-                    local.address + local_block * local.stride_bytes,
-                    local.size_bytes,
-                )
-            )
+            there = remote.address + remote_block * remote.stride_bytes
+            here = local.address + local_block * local.stride_bytes
+            runs += [
+                (there + run.remote_offset, here + run.local_offset, run.size_bytes)
+                for run in theirs[name].runs
+            ]
     if not runs:
         return plan_runs(())
     return Plan(*np.asarray(runs, dtype=np.int64).T)

@@ -1,0 +1,128 @@
+"""Recurrent state over unlike ranks, against arrays of the whole model that numpy splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.core.errors import UnplannableCopy
+from kvpatch.geometry.state_shares import Part, Rank, SharedState, StateRun, shared_runs
+
+_RANKS = (1, 2, 4)
+
+_PARTS = st.builds(Part, st.sampled_from([4, 8, 12, 20]), st.booleans())
+_STATES = st.lists(
+    st.builds(
+        SharedState,
+        st.sampled_from([1, 2, 6]),
+        st.lists(_PARTS, min_size=1, max_size=4).map(tuple),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def _on_rank(states: Sequence[SharedState], rank: Rank) -> np.ndarray:
+    """The bytes of a rank's states as numbers of bytes of the whole model, by numpy alone."""
+    found, first = [], 0
+    for state in states:
+        for part in state.parts:
+            size = part.units * state.unit_bytes
+            whole = np.arange(first, first + size)
+            first += size
+            found.append(whole if part.is_copied else np.split(whole, rank.ranks)[rank.number])
+    return np.concatenate(found)
+
+
+def _read(states: Sequence[SharedState], remote_ranks: int, local: Rank) -> np.ndarray:
+    """A local rank's states after reads from every remote rank; -1 where nothing was read."""
+    size = len(_on_rank(states, local))
+    found, times = np.full(size, -1), np.zeros(size, dtype=int)
+    for number in range(remote_ranks):
+        remote = Rank(number, remote_ranks)
+        theirs = _on_rank(states, remote)
+        for run in shared_runs(states, remote, local):
+            here = slice(run.local_offset, run.local_offset + run.size_bytes)
+            found[here] = theirs[run.remote_offset : run.remote_offset + run.size_bytes]
+            times[here] += 1
+    assert (times == 1).all()
+    return found
+
+
+@given(_STATES, st.sampled_from(_RANKS), st.sampled_from(_RANKS), st.data())
+def test_every_byte_comes_once_and_is_the_models(states, remote_ranks, local_ranks, data):
+    local = Rank(data.draw(st.integers(0, local_ranks - 1)), local_ranks)
+
+    assert (_read(states, remote_ranks, local) == _on_rank(states, local)).all()
+
+
+@given(_STATES, st.sampled_from(_RANKS), st.data())
+def test_a_share_has_the_bytes_that_its_arrays_have(states, ranks, data):
+    rank = Rank(data.draw(st.integers(0, ranks - 1)), ranks)
+
+    assert sum(state.size_bytes(rank) for state in states) == len(_on_rank(states, rank))
+
+
+@given(_STATES, st.sampled_from(_RANKS), st.sampled_from(_RANKS), st.data())
+def test_what_one_rank_has_comes_from_those_that_it_meets(states, remote_ranks, local_ranks, data):
+    """vLLM shakes hands with these alone."""
+    local = Rank(data.draw(st.integers(0, local_ranks - 1)), local_ranks)
+    read = {n for n in range(remote_ranks) if shared_runs(states, Rank(n, remote_ranks), local)}
+
+    first = local.number * remote_ranks // local_ranks
+    assert read <= set(range(first, first + max(1, remote_ranks // local_ranks)))
+
+
+@given(_STATES, st.sampled_from(_RANKS), st.data())
+def test_ranks_alike_are_one_run(states, ranks, data):
+    rank = Rank(data.draw(st.integers(0, ranks - 1)), ranks)
+
+    (run,) = shared_runs(states, rank, rank)
+
+    assert run == StateRun(0, 0, len(_on_rank(states, rank)))
+
+
+#: Mamba2's: 8 channels of x, 4 of B and 4 of C, 3 positions of 2 bytes; 4 heads of 10 bytes.
+_MAMBA2 = (
+    SharedState(6, (Part(8), Part(4), Part(4))),
+    SharedState(10, (Part(4),)),
+)
+_WHOLE = Part(4, is_copied=True)
+
+
+def test_one_rank_to_the_second_of_two():
+    found = shared_runs(_MAMBA2, Rank(0, 1), Rank(1, 2))
+
+    assert found == (
+        StateRun(4 * 6, 0, 4 * 6),
+        StateRun(10 * 6, 4 * 6, 2 * 6),
+        StateRun(14 * 6, 6 * 6, 2 * 6),
+        StateRun(16 * 6 + 20, 8 * 6, 20),
+    )
+
+
+def test_one_group_is_whole_on_every_rank():
+    states = (SharedState(6, (Part(8), _WHOLE, _WHOLE)), _MAMBA2[1])
+
+    assert shared_runs(states, Rank(0, 1), Rank(1, 2)) == (
+        StateRun(4 * 6, 0, 12 * 6),  # the second half of x, and all that is behind it
+        StateRun(16 * 6 + 20, 12 * 6, 20),
+    )
+    assert shared_runs(states, Rank(0, 1), Rank(0, 2)) == (
+        StateRun(0, 0, 4 * 6),
+        StateRun(8 * 6, 4 * 6, 8 * 6 + 20),
+    )
+    assert shared_runs(states, Rank(1, 2), Rank(0, 1)) == (
+        StateRun(0, 4 * 6, 4 * 6),
+        StateRun(12 * 6, 16 * 6 + 20, 20),
+    )
+
+
+@pytest.mark.parametrize(("remote", "local"), [(Rank(0, 3), Rank(0, 1)), (Rank(0, 1), Rank(0, 8))])
+def test_ranks_that_cannot_share_evenly_are_refused(remote, local):
+    with pytest.raises(UnplannableCopy, match="cannot be shared out over"):
+        shared_runs(_MAMBA2, remote, local)

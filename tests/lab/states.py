@@ -1,0 +1,99 @@
+"""Recurrent states of the models that the lab plays, and what of them each rank has.
+
+A rank's states are cut out of the whole model's by numpy, as the model's layers cut their weights:
+that is what a read between unlike ranks is held against, and no code of kvpatch's takes part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from .compare import Array
+
+#: What D's states can be spoilt by: part of a convolution was not read, or two ranks' are swapped.
+StateSabotage = Literal["skip_part", "swap_ranks"]
+
+#: Of a convolution: one less than its kernel.
+_POSITIONS = 3
+
+
+@dataclass(frozen=True)
+class States:
+    """One layer's convolution and the state behind it.
+
+    Attributes:
+        mamba_type: as vLLM's enumeration of backends calls it.
+        parts: channels of its convolution in the whole model, one part behind the other.
+        heads: (or channels) of the other state, in the whole model.
+        inner: the shape of one of these.
+        groups: that the model's configuration states; None for none.
+    """
+
+    mamba_type: str
+    parts: tuple[int, ...]
+    heads: int
+    inner: tuple[int, ...]
+    groups: int | None = None
+
+    def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Of a rank's states."""
+        channels = sum(part.size for part in self.channels(0, ranks))
+        return (channels, _POSITIONS), (self.heads // ranks, *self.inner)
+
+    def channels(self, rank: int, ranks: int) -> list[Array]:
+        """A rank's channels of each part of its convolution, by their numbers in the model's.
+
+        Of one group for all heads every rank has all.
+        """
+        ends = np.cumsum(self.parts)
+        parts = [np.arange(end - size, end) for size, end in zip(self.parts, ends, strict=True)]
+        shares = [np.split(part, ranks)[rank] for part in parts]
+        return [shares[0], *parts[1:]] if self.groups == 1 else shares
+
+    def elements(self, rank: int, ranks: int) -> tuple[Array, Array]:
+        """A rank's elements of either state, by their numbers in the model's."""
+        heads = np.split(np.arange(self.heads), ranks)[rank]
+        channels = np.concatenate(self.channels(rank, ranks))
+        return _unfolded(channels, _POSITIONS), _unfolded(heads, math.prod(self.inner))
+
+    def sizes(self) -> tuple[int, int]:
+        """Elements of the whole model's states."""
+        return sum(self.parts) * _POSITIONS, self.heads * math.prod(self.inner)
+
+    def spoil(self, arrays: list[Array], blocks: list[int], sabotage: str) -> None:
+        """Puts wrong things into D's convolutions.
+
+        Args:
+            arrays: of each rank, with the elements of a block in the last axis.
+        """
+        ranks, items = len(arrays), arrays[0].itemsize
+        first, second = (part.size * _POSITIONS for part in self.channels(0, ranks)[:2])
+        if sabotage == "skip_part":
+            for array in arrays:
+                array[blocks, ..., first : first + second] ^= array.dtype.type((1 << items) - 1)
+            return
+        shares = [array[blocks] for array in arrays]
+        if ranks == 1:  # P's two, where D has one
+            half = first // 2
+            arrays[0][blocks, ..., :first] = np.roll(shares[0][..., :first], half, axis=-1)
+        for array, share in zip(arrays, reversed(shares) if ranks > 1 else (), strict=False):
+            array[blocks] = share
+
+
+def _unfolded(units: Any, items: int) -> Array:
+    found: Array = (units[:, None].astype(np.int64) * items + np.arange(items)).reshape(-1)
+    return found
+
+
+MODELS = {
+    # x of 4 heads of 8 channels; B and C of 4 groups of 4, or of one.
+    "mamba2": States("MAMBA2", (32, 16, 16), 4, (8, 4), groups=4),
+    "mamba2, one group": States("MAMBA2", (32, 4, 4), 4, (8, 4), groups=1),
+    # q and k of 4 heads of 4 channels, v of 8 heads of 4.
+    "gated delta net": States("GDN_ATTN", (16, 16, 32), 8, (4, 4)),
+    "mamba1": States("MAMBA1", (32,), 32, (8,)),
+}

@@ -1,0 +1,118 @@
+"""Hybrid models between unlike numbers of ranks: each rank has its own share of a state.
+
+A convolution's channels are several parts (x, B and C of Mamba2; q, k and v of gated delta nets), of
+each of which a rank has its share; of one group for all heads every rank has all. What D holds is
+compared with what the whole model's states are on its ranks (states.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Report
+from .host import Lab
+from .states import MODELS, StateSabotage
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_PROMPT_TOKENS = 300
+_RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1)]
+#: The first release whose connector takes states of a kind.
+_SINCE = {"GDN_ATTN": "0.22", "MAMBA1": "0.25"}
+
+
+@pytest.fixture(autouse=True)
+def _release_splits_states(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.18"):
+        pytest.skip("this release's connector takes no recurrent state")
+
+
+def _spec(ranks: int, kind: str, block_tokens: int = 32, kv_heads: int = 4) -> EngineSpec:
+    return EngineSpec(
+        layout="HND",
+        block_tokens=block_tokens,
+        planned_blocks=48,
+        layers=4,
+        kv_heads=kv_heads,
+        head_dim=32,
+        tp_size=ranks,
+        has_state=True,
+        state_kind=kind,
+    )
+
+
+def _case(lab: Lab, ranks: tuple[int, int], kind: str, sizes: tuple[int, int] = (32, 32)) -> Case:
+    if Version(lab.release) < Version(_SINCE.get(MODELS[kind].mamba_type, "0.18")):
+        pytest.skip("this release's connector takes no states of this kind")
+    (p, d), (p_tokens, d_tokens) = ranks, sizes
+    name = f"{kind}, TP{p} {p_tokens} to TP{d} {d_tokens}"
+    case = Case(name, _spec(p, kind, p_tokens), _spec(d, kind, d_tokens), _PROMPT_TOKENS)
+    return case if FACTS[lab.release].states_kernel_blocks else case.introduced()
+
+
+def _ours(case: Case) -> Case:
+    return case.patched(*SLUGS, prefill=False)
+
+
+def _expect_identical(lab: Lab, case: Case) -> Report:
+    report = lab.run(case)
+    if not FACTS[lab.release].has_channels_first:
+        assert report.outcome == "refused", report
+        assert "recurrent state is split over ranks" in report.detail
+        return report
+    assert report.outcome == "identical", report
+    assert report.moved_tokens >= _PROMPT_TOKENS - 1
+    return report
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("ranks", _RANKS)
+def test_blocks_alike(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
+    _expect_identical(lab, _ours(_case(lab, ranks, kind)))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("sizes", [(128, 64), (64, 128), (96, 64)])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_unlike_blocks(
+    lab: Lab, ranks: tuple[int, int], sizes: tuple[int, int], kind: str
+) -> None:
+    _expect_identical(lab, _ours(_case(lab, ranks, kind, sizes)))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_stock(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
+    """It takes one group for shared out (vLLM #55208), and has no such ranks before 0.20."""
+    case = _case(lab, ranks, kind)
+
+    stock = lab.run(case.stock())
+
+    if not FACTS[lab.release].has_channels_first:
+        assert stock.outcome != "identical", stock
+        return
+    assert stock.outcome == ("corrupt" if MODELS[kind].groups == 1 else "identical"), stock
+    if stock.outcome == "identical":  # what is its own stays as it is
+        assert replace(lab.run(_ours(case)), seconds=0.0) == replace(stock, seconds=0.0)
+
+
+@pytest.mark.parametrize("sabotage", [*get_args(StateSabotage), "skip_state", "skip_layer"])
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group", "gated delta net"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_spoilt_states_are_noticed(
+    lab: Lab, ranks: tuple[int, int], kind: str, sabotage: StateSabotage
+) -> None:
+    if not FACTS[lab.release].has_channels_first:
+        pytest.skip("this release's are not read")
+
+    report = lab.run(_ours(_case(lab, ranks, kind, (64, 32))), sabotage=sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
