@@ -76,9 +76,7 @@ class StateRun(NamedTuple):
     size_bytes: int
 
 
-def shared_runs(
-    states: Sequence[SharedState], remote: Rank, local: Rank
-) -> tuple[StateRun, ...]:
+def shared_runs(states: Sequence[SharedState], remote: Rank, local: Rank) -> tuple[StateRun, ...]:
     """What of a remote rank's states a local rank takes, where states follow one another.
 
     Over all remote ranks it is every byte of the local one's, once: a part that each of them has is

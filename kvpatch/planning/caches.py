@@ -5,7 +5,7 @@ Addresses are made up; all else follows from the arguments as it does in an engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
@@ -17,14 +17,17 @@ from kvpatch.connector.local.cache_kinds import LATENT, ROWS
 from kvpatch.connector.local.local_geometry import LocalGeometry, layout_shown_by, units_of
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.core.errors import CannotPlan
+from kvpatch.connector.local.state_division import StateDivision
+from kvpatch.core.errors import CannotPlan, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.state_shares import Part, Rank, SharedState
 from kvpatch.geometry.tensor_facts import TensorFacts
 from kvpatch.planning.engine import PlannedEngine
+from kvpatch.planning.model import StateSizes
 
 #: More than prompts fill, and divisible by what blocks are cut into.
 _BLOCKS = 2520 * 256
@@ -235,7 +238,11 @@ class _Making:
         first = next(iter(layers.values()))
         page_bytes = sum(prod(plane.counts[1:]) * plane.item_bytes for plane in first.planes)
         page_bytes *= engine.parts
-        sizes = tuple(self._state_bytes())
+        division = _division(model.states, engine.item_bytes)
+        try:
+            sizes = division.sizes_bytes(Rank(self.rank, engine.tp_size))
+        except UnplannableCopy as error:  # which ends an engine when it starts
+            raise CannotPlan(f"{engine.role}: recurrent states of {model.name}: {error}") from error
         if sum(sizes) > page_bytes:
             raise CannotPlan(
                 f"{engine.role}: a state of {model.name} takes {sum(sizes)} bytes and a block "
@@ -243,18 +250,21 @@ class _Making:
                 'does ("Setting attention block size to ... tokens")'
             )
         return {
-            name: StatePages(self._address(place), page_bytes, _BLOCKS, sizes)
+            name: StatePages(self._address(place), page_bytes, _BLOCKS, sizes, division)
             for group in groups
             for place, name in enumerate(group)
             if layer_number(name) in model.state_layers
         }
 
-    def _state_bytes(self) -> Iterator[int]:
-        """Of the convolution, and of the state space, on one rank."""
-        states, engine = self.engine.model.states, self.engine
-        if states is None:
-            return
-        channels = (states.intermediate + states.groups_width) // engine.tp_size
-        yield channels * (states.kernel - 1) * engine.item_bytes
-        heads = states.heads // engine.tp_size
-        yield heads * states.head_dim * states.state_size * engine.item_bytes
+
+def _division(states: StateSizes, item_bytes: int) -> StateDivision:
+    """The convolution of Mamba2, and its state space, of all ranks together."""
+    of_groups = Part(states.groups * states.state_size, is_copied=states.groups == 1)
+    convolution = (Part(states.intermediate), of_groups, of_groups)
+    return StateDivision(
+        (
+            SharedState((states.kernel - 1) * item_bytes, convolution),
+            SharedState(states.head_dim * states.state_size * item_bytes, (Part(states.heads),)),
+        ),
+        reason="",
+    )

@@ -24,11 +24,11 @@ class StateSizes:
 
     Attributes:
         intermediate: channels of the convolution that are the state space's heads'.
-        groups_width: channels of the convolution beside those, of all groups.
+        groups: that share heads out; each has a row of `state_size` in B, and in C.
     """
 
     intermediate: int
-    groups_width: int
+    groups: int
     heads: int
     head_dim: int
     state_size: int
@@ -207,7 +207,7 @@ class _Reading:
         size = self.number("mamba_d_state")
         return StateSizes(
             intermediate=heads * width,
-            groups_width=2 * self.number("mamba_n_groups") * size,
+            groups=self.number("mamba_n_groups"),
             heads=heads,
             head_dim=width,
             state_size=size,

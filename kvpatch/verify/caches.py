@@ -15,11 +15,14 @@ import numpy.typing as npt
 
 from kvpatch.connector.local.kv_cache_groups import spec_of
 from kvpatch.connector.local.registered_caches import tensor_facts
+from kvpatch.connector.local.state_division import StateDivision, state_division
 from kvpatch.core.errors import UnreadableGeometry
+from kvpatch.core.installed import installed_facts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.segments import kernel_blocks
+from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.plane_bytes import plane_view
 
 if TYPE_CHECKING:
@@ -58,30 +61,78 @@ class StateCache:
     Attributes:
         group: which of a request's block lists are this layer's.
         tensors: each [block, ...], of one state.
+        pieces: of a block's bytes, one state after the other, which other ranks have too or do not.
     """
 
     name: str
     group: int
     tensors: tuple[torch.Tensor, ...]
+    pieces: tuple[StatePiece, ...]
+
+
+@dataclass(frozen=True)
+class StatePiece:
+    """Some bytes of a layer's states.
+
+    Attributes:
+        number: of all that the whole model has.
+        end: None for all bytes from the beginning on.
+    """
+
+    number: int
+    start: int = 0
+    end: int | None = None
+
+
+_PIECES = 8
+"""Of each part of a state, so that as many ranks have a piece each."""
 
 
 def state_caches(worker: Any) -> tuple[StateCache, ...]:
     """Every layer with recurrent state; none for most models."""
-    modules = worker.vllm_config.compilation_config.static_forward_context
+    config = worker.vllm_config
+    modules = config.compilation_config.static_forward_context
+    ranks = config.parallel_config.tensor_parallel_size
+    model = getattr(config.model_config, "hf_text_config", None)
     return tuple(
-        StateCache(name, group, tuple(modules[name].kv_cache))
+        StateCache(
+            name,
+            group,
+            tuple(modules[name].kv_cache),
+            pieces_of(
+                state_division(spec, ranks, model, installed_facts()),
+                Rank(worker.rank % ranks, ranks),
+            ),
+        )
         for group, name, spec in _specs(worker.model_runner)
         if _is_state(spec)
     )
 
 
+def pieces_of(division: StateDivision, rank: Rank) -> tuple[StatePiece, ...]:
+    """A rank's pieces; one of all bytes where nobody knows how ranks share them out."""
+    parts = [(state.unit_bytes, part) for state in division.states for part in state.parts]
+    if not parts or _PIECES % rank.ranks or any(part.units % _PIECES for _, part in parts):
+        return (StatePiece(0),)
+    found, start = [], 0
+    for place, (unit_bytes, part) in enumerate(parts):
+        units, size = part.units_of(rank), part.units // _PIECES
+        for piece in range(_PIECES):
+            if piece * size in units:
+                begins = start + (piece * size - units.start) * unit_bytes
+                ends = begins + size * unit_bytes
+                found.append(StatePiece(place * _PIECES + piece, begins, ends))
+        start += len(units) * unit_bytes
+    return tuple(found)
+
+
 def read_state(layer: StateCache, block: int) -> npt.NDArray[np.uint8]:
-    """All bytes of a block's states, one state after the other: [1, 1, bytes]."""
+    """All bytes of a block's states, one state after the other."""
     import torch
 
     parts = [tensor[block].contiguous().view(torch.uint8).flatten() for tensor in layer.tensors]
     result: npt.NDArray[np.uint8] = torch.cat(parts).cpu().numpy()
-    return result[None, None]
+    return result
 
 
 def layer_caches(worker: Any) -> tuple[LayerCache, ...]:

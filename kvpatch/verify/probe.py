@@ -123,7 +123,11 @@ class Watch:
 
 
 def _state_digest(state: StateCache, request: _Request) -> dict[str, str]:
-    return digest_heads("state", 0, read_state(state, _state_block(state, request)))
+    found, digests = read_state(state, _state_block(state, request)), {}
+    for piece in state.pieces:
+        rows = found[None, None, piece.start : piece.end]
+        digests.update(digest_heads("state", piece.number, rows))
+    return digests
 
 
 def _state_block(state: StateCache, request: _Request) -> int:

@@ -1,12 +1,13 @@
 """Hybrid models between unlike numbers of ranks: each rank has its own share of a state.
 
-A convolution's channels are several parts (x, B and C of Mamba2; q, k and v of gated delta nets), of
-each of which a rank has its share; of one group for all heads every rank has all. What D holds is
-compared with what the whole model's states are on its ranks (states.py).
+A convolution's channels are several parts (x, B and C of Mamba2; q, k and v of gated delta nets),
+of each of which a rank has its share; of one group for all heads every rank has all. What D holds
+is compared with what the whole model's states are on its ranks (states.py).
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import get_args
 
@@ -16,14 +17,13 @@ from packaging.version import Version
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 
-from .case import Case, EngineSpec, Report
+from .case import Case, EngineSpec, Report, Sabotage
 from .host import Lab
 from .states import MODELS, StateSabotage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _PROMPT_TOKENS = 300
-_RANKS = [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1)]
 #: The first release whose connector takes states of a kind.
 _SINCE = {"GDN_ATTN": "0.22", "MAMBA1": "0.25"}
 
@@ -72,19 +72,40 @@ def _expect_identical(lab: Lab, case: Case) -> Report:
     return report
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("ranks", _RANKS)
+_ALIKE = [
+    *itertools.product([(1, 2), (2, 1)], MODELS),
+    *itertools.product([(2, 4), (4, 2)], ["mamba2", "mamba2, one group"]),
+    *itertools.product([(1, 4), (4, 1)], ["mamba2, one group"]),
+]
+_UNLIKE = [
+    *itertools.product([(1, 2), (2, 1)], [(128, 64), (64, 128)], MODELS),
+    *itertools.product([(1, 2), (2, 1), (2, 4), (4, 2)], [(96, 64)], ["mamba2, one group"]),
+]
+_SPOILT = [
+    *itertools.product(
+        ["mamba2, one group"], [*get_args(StateSabotage), "skip_state", "skip_layer"]
+    ),
+    *itertools.product(["mamba2", "gated delta net"], get_args(StateSabotage)),
+]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), _ALIKE)
 def test_blocks_alike(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
     _expect_identical(lab, _ours(_case(lab, ranks, kind)))
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("sizes", [(128, 64), (64, 128), (96, 64)])
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_unlike_blocks(
-    lab: Lab, ranks: tuple[int, int], sizes: tuple[int, int], kind: str
-) -> None:
+@pytest.mark.parametrize(("ranks", "sizes", "kind"), _UNLIKE)
+def test_unlike_blocks(lab: Lab, ranks: tuple[int, int], sizes: tuple[int, int], kind: str) -> None:
     _expect_identical(lab, _ours(_case(lab, ranks, kind, sizes)))
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_shared_heads(lab: Lab, ranks: tuple[int, int]) -> None:
+    """Attention's head is on both ranks, and the state's are not."""
+    case = _case(lab, ranks, "mamba2", (64, 32))
+    p, d = (replace(side, kv_heads=1) for side in (case.prefill, case.decode))
+
+    _expect_identical(lab, _ours(replace(case, prefill=p, decode=d)))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -103,11 +124,10 @@ def test_stock(lab: Lab, ranks: tuple[int, int], kind: str) -> None:
         assert replace(lab.run(_ours(case)), seconds=0.0) == replace(stock, seconds=0.0)
 
 
-@pytest.mark.parametrize("sabotage", [*get_args(StateSabotage), "skip_state", "skip_layer"])
-@pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group", "gated delta net"])
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("kind", "sabotage"), _SPOILT)
 def test_spoilt_states_are_noticed(
-    lab: Lab, ranks: tuple[int, int], kind: str, sabotage: StateSabotage
+    lab: Lab, ranks: tuple[int, int], kind: str, sabotage: Sabotage | StateSabotage
 ) -> None:
     if not FACTS[lab.release].has_channels_first:
         pytest.skip("this release's are not read")

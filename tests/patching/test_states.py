@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +11,17 @@ import torch
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm
-from kvpatch.connector.handshake.remote_states import places_of_states, states_of_peer
+from kvpatch.connector.handshake.remote_states import (
+    has_copied_states,
+    places_of_states,
+    states_of_peer,
+)
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import BLOCKS_FIRST
+from kvpatch.connector.local.state_division import StateDivision, state_division
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import state_pairs
@@ -24,6 +30,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.state_shares import Part, Rank, SharedState
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))
@@ -202,6 +209,159 @@ class TestAPeersPages:
     def test_rows_of_other_states_are_refused(self):
         with pytest.raises(PeerRefused, match="other shapes or types than ours"):
             states_of_peer(_ours(), _rows("fedcba9876543210"))
+
+
+def _spec(kind: object, *shapes: tuple[int, ...]) -> SimpleNamespace:
+    return SimpleNamespace(
+        shapes=shapes, dtypes=(torch.bfloat16, torch.float32), mamba_type=kind, tp_replicated=False
+    )
+
+
+class _Type(Enum):
+    """vLLM's, from 0.21 on; its values are paths."""
+
+    MAMBA1 = "a.path"
+    MAMBA2 = "a.path2"
+    GDN_ATTN = "a.path3"
+    SHORT_CONV = "a.path4"
+
+
+_MODEL = SimpleNamespace(mamba_n_groups=2)
+_ONE_GROUP = SimpleNamespace(mamba_n_groups=1, architectures=["other"])
+_NEWEST = FACTS["0.33.0"]
+
+
+class TestDivision:
+    """Of 4 heads of 8 channels in all, states of 4, kernels of 4."""
+
+    @pytest.mark.parametrize("kind", ["mamba2", _Type.MAMBA2])
+    def test_mamba2_by_heads_and_groups(self, kind):
+        found = state_division(_spec(kind, (24, 3), (2, 8, 4)), 2, _MODEL, _NEWEST)
+
+        assert found.states == (
+            SharedState(3 * 2, (Part(32), Part(8), Part(8))),
+            SharedState(8 * 4 * 4, (Part(4),)),
+        )
+        assert not found.has_copies
+
+    @pytest.mark.parametrize(
+        ("ranks", "shapes"), [(1, ((40, 3), (4, 8, 4))), (2, ((24, 3), (2, 8, 4)))]
+    )
+    def test_one_group_is_on_every_rank(self, ranks, shapes):
+        found = state_division(_spec(_Type.MAMBA2, *shapes), ranks, _ONE_GROUP, _NEWEST)
+
+        assert found.states[0].parts == (Part(32), Part(4, True), Part(4, True))
+        assert found.has_copies
+        assert found.sizes_bytes(Rank(0, ranks)) == (
+            shapes[0][0] * 3 * 2,
+            shapes[1][0] * 8 * 4 * 4,
+        )
+
+    def test_groups_of_one_rank_are_all_there_are(self):
+        found = state_division(_spec("mamba2", (48, 3), (4, 8, 4)), 1, None, _NEWEST)
+
+        assert found.states[0].parts == (Part(32), Part(8), Part(8))
+
+    def test_gated_delta_nets_by_key_heads_and_value_heads(self):
+        found = state_division(_spec(_Type.GDN_ATTN, (32, 3), (4, 4, 4)), 2, None, _NEWEST)
+
+        assert found.states == (
+            SharedState(6, (Part(16), Part(16), Part(32))),
+            SharedState(4 * 4 * 4, (Part(8),)),
+        )
+
+    def test_mamba1_by_channels(self):
+        found = state_division(_spec(_Type.MAMBA1, (16, 3), (16, 8)), 2, None, _NEWEST)
+
+        assert found.states == (SharedState(6, (Part(32),)), SharedState(32, (Part(32),)))
+
+    @pytest.mark.parametrize(
+        ("spec", "ranks", "model", "words"),
+        [
+            (_spec(_Type.MAMBA2, (24, 3), (2, 8, 4)), 2, None, "says None groups"),
+            (_spec(_Type.MAMBA2, (24, 3), (2, 8, 4)), 2, SimpleNamespace(n_groups=4), "says 4 gr"),
+            (_spec(_Type.MAMBA2, (16, 3), (2, 8, 4)), 2, _MODEL, "are not MAMBA2's"),
+            (_spec(_Type.MAMBA2, (23, 3), (2, 8, 4)), 2, _MODEL, "are not MAMBA2's"),
+            (_spec(_Type.MAMBA2, (22, 3), (2, 8, 4)), 2, _MODEL, "are not MAMBA2's"),
+            (_spec(_Type.GDN_ATTN, (34, 3), (4, 4, 4)), 2, None, "are not GDN_ATTN's"),
+            (_spec(_Type.MAMBA1, (16, 3), (8, 8)), 2, None, "are not Mamba1's"),
+            (_spec(_Type.SHORT_CONV, (16, 3), (8, 8)), 2, None, "states of SHORT_CONV are none"),
+            (_spec(_Type.MAMBA2, (24, 3)), 2, _MODEL, "1 states of MAMBA2"),
+            (_spec(_Type.MAMBA2, (24, 3), (2, 8, 4), (2, 6, 8)), 2, _MODEL, "3 states of MAMBA2"),
+        ],
+    )
+    def test_others_are_divided_by_nobody(self, spec, ranks, model, words):
+        found = state_division(spec, ranks, model, _NEWEST)
+
+        assert words in found.reason
+        assert found.states == ()
+
+    def test_replicated_states_and_old_releases_neither(self):
+        spec = _spec(_Type.MAMBA2, (24, 3), (2, 8, 4))
+        assert "innermost" in state_division(spec, 2, _MODEL, FACTS["0.19.1"]).reason
+
+        spec.tp_replicated = True
+        assert "whole on every rank" in state_division(spec, 2, _MODEL, _NEWEST).reason
+
+
+#: Of a float32 convolution of 4 channels, and of 4 heads of 5 bytes: what SIZES are on one rank.
+_DIVISION = StateDivision(
+    (SharedState(12, (Part(2), Part(2, is_copied=True))), SharedState(5, (Part(4),))), reason=""
+)
+
+
+def _ours_divided(division: StateDivision = _DIVISION) -> LocalGeometry:
+    ours = _ours()
+    states = {name: replace(own, division=division) for name, own in ours.states.items()}
+    return replace(ours, states=states)
+
+
+class TestAPeerOfOtherRanks:
+    def test_each_rank_gives_its_share(self):
+        sizes = (12 + 24, 10)
+        found = [
+            states_of_peer(_ours_divided(), _peer(tp_rank=rank, tp_size=2, state_bytes=sizes))
+            for rank in range(2)
+        ]
+
+        assert found[0]["layers.1"].pages == StatePages(50_000, 3 * 2048, 4, sizes)
+        # The first channel, what both have, and two heads; the second channel, and the others.
+        assert found[0]["layers.1"].runs == ((0, 0, 12), (12, 24, 24 + 10))
+        assert found[1]["layers.1"].runs == ((0, 12, 12), (36, 58, 10))
+
+    def test_what_is_copied_is_never_the_releases(self):
+        ours, peer = _ours_divided(), _peer(tp_size=2)
+
+        assert has_copied_states(ours, peer)
+        assert not has_copied_states(ours, replace(peer, tp_size=1))
+        shares = StateDivision((SharedState(12, (Part(4),)), SharedState(5, (Part(4),))), "")
+        assert not has_copied_states(_ours_divided(shares), peer)
+
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"state_bytes": SIZES}, r"take \(48, 20\) bytes and ours \(36, 10\)"),
+            ({"tp_size": 3}, "cannot be shared out over 3 ranks"),
+            ({"releases": ("0.19.1",)}, "channels innermost"),
+        ],
+    )
+    def test_others_are_refused(self, changes, words):
+        peer = _peer(**{"tp_size": 2, "state_bytes": (36, 10), **changes})
+
+        with pytest.raises(PeerRefused, match=words):
+            states_of_peer(_ours_divided(), peer)
+
+    def test_what_nobody_can_divide_is_refused_by_name(self):
+        ours = _ours_divided(StateDivision(reason="2 states of LINEAR are none"))
+
+        with pytest.raises(PeerRefused, match=r"layer layers\.1 .* 2 states of LINEAR"):
+            states_of_peer(ours, _peer(tp_size=2))
+
+    def test_cross_layer_blocks_are_refused(self):
+        peer = replace(_rows("0123456789abcdef"), tp_size=2)
+
+        with pytest.raises(PeerRefused, match="contiguous layout .*one --tensor-parallel-size"):
+            states_of_peer(_ours_divided(), peer)
 
 
 class TestRuns:

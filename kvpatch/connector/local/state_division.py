@@ -1,10 +1,11 @@
 """How ranks share out the recurrent states of a layer, by its spec.
 
-From 0.20 on a convolution's channels are outermost in its state (``VLLM_SSM_CONV_STATE_LAYOUT=DS``, or
-a worker does not start), so that each of the parts that follow one another in it is in one piece:
+From 0.20 on a convolution's channels are outermost in its state, or a worker does not start
+(``VLLM_SSM_CONV_STATE_LAYOUT=DS``), so that each of the parts that follow one another in it is in
+one piece:
 
-- Mamba2: the channels of x, which are the heads', then those of B and C, which are the groups'. A rank
-  has the groups of its heads; where there is one group for all heads, every rank has it.
+- Mamba2: the channels of x, which are the heads', then those of B and C, which are the groups'. A
+  rank has the groups of its heads; where there is one group for all heads, every rank has it.
 - gated delta nets: the channels of queries and keys, which are the key heads', then of values.
 - Mamba1: channels alone, as in its state space.
 
