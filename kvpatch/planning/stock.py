@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvpatch.connector.handshake.compatibility import is_compatible
+from kvpatch.connector.handshake.remote_states import has_copied_states
 from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_wrongly
 from kvpatch.core.errors import CannotPlan, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -32,8 +33,10 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
     Raises:
         CannotPlan: nobody has seen what.
     """
-    if pair.decode.model.state_layers and pair.prefill.tp_size != pair.decode.tp_size:
-        raise CannotPlan("recurrent state between other numbers of ranks is not planned for")
+    if _has_unlike_states(pair) and max(pair.prefill.tp_size, pair.decode.tp_size) > (
+        pair.decode.model.kv_heads
+    ):
+        raise CannotPlan("recurrent state over unlike ranks that share KV heads is not planned for")
     for engine in (pair.prefill, pair.decode):
         found = start_problem(engine) or _registers_otherwise(engine)
         if found is not None:
@@ -244,6 +247,13 @@ def _read(pair: Pair, request: Request) -> Verdict:
     p, d = pair.prefill, pair.decode
     if request.cached >= request.tokens:
         return Verdict(Outcome.IDENTICAL)
+    if _has_unlike_states(pair) and _has_copied_states(pair):
+        return Verdict(
+            Outcome.WRONG,
+            "the convolutions of all heads share a group, which every rank has whole, and vLLM "
+            "takes it for shared out (vLLM #55208)",
+            _SAME_RANKS,
+        )
     if p.kernel_tokens != d.kernel_tokens:
         found = _joined(d, p) or _half_filled(pair, request)
         if found is not None:
@@ -268,6 +278,17 @@ def _read(pair: Pair, request: Request) -> Verdict:
             f"{_SAME_BLOCKS}, or --no-enable-prefix-caching on D",
         )
     return _unlike_processors(pair)
+
+
+def _has_unlike_states(pair: Pair) -> bool:
+    """Whether ranks of P have other shares of recurrent states than D's."""
+    has_states = bool(pair.decode.model.state_layers)
+    return has_states and pair.prefill.tp_size != pair.decode.tp_size
+
+
+def _has_copied_states(pair: Pair) -> bool:
+    ours, met = rank_cache(pair.decode, 0).geometry, pair.ranks_met(0)[0]
+    return has_copied_states(ours, rank_cache(pair.prefill, met).stated(pair.decode.facts))
 
 
 def _cut_otherwise(pair: Pair, request: Request) -> Verdict:

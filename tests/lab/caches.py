@@ -83,6 +83,8 @@ class Caches:
     reservations: tuple[Reservation, ...] = ()
     #: Layers in the order of their registration; empty for that of their numbers.
     registered: tuple[str, ...] = ()
+    #: Names of layers that look at the first one's cache.
+    sharing: tuple[str, ...] = ()
 
     @property
     def memory(self) -> tuple[Array, ...]:
@@ -122,7 +124,8 @@ class Caches:
     def tensors(self) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """In the order in which the runner registers them."""
         found = {layer.name: layer.tensor for layer in self.layers}
-        return {name: found[name] for name in self.registered or found}
+        registered = {name: found[name] for name in self.registered or found}
+        return registered | dict.fromkeys(self.sharing, self.layers[0].tensor)
 
 
 def _span(array: Array) -> tuple[int, int]:

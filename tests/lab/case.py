@@ -108,6 +108,8 @@ class EngineSpec:
     #: Whether its processor has AMX, by the release's own question: the CPU backend's tensors are
     #: then packed as its kernels for that pack them (a stand-in, kinds.py).
     amx: bool = False
+    #: Layers behind the others that have no cache of their own, and look at the first one's.
+    sharing_layers: int = 0
     #: Whether AITER's FlashAttention shuffles keys and values, by the release's own variable.
     shuffles: bool = False
     #: Whether every other layer is an indexer's cache (DeepSeek-V3.2), whose blocks hold all

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from kvpatch.transfer.hold_table import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, release, standins
-from .caches import UNMAPPED, Caches, build
+from .caches import UNMAPPED, Caches, build, layer_name
 from .case import STORAGELESS, XLA
 from .compare import UNSIGNED, Array, expected, numbers_of, slots
 from .core import CoreScheduler
@@ -125,6 +126,10 @@ class Engine:
         self.caches: list[Caches] = [
             build(spec, backend, layout, shared, release.state_spec(spec), self.plan, self._store)
             for _ in range(spec.tp_size)
+        ]
+        sharing = range(spec.layers, spec.layers + spec.sharing_layers)
+        self.caches = [
+            replace(caches, sharing=tuple(map(layer_name, sharing))) for caches in self.caches
         ]
         self.noise = np.random.default_rng(start.seed)
         self._fill()

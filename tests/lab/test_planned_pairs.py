@@ -17,6 +17,7 @@ from kvpatch.core.settings import TRANSFER
 from kvpatch.patches import SLUGS
 from kvpatch.planning.numbers import read_numbers
 from kvpatch.planning.ours import judged_by_kvpatch
+from kvpatch.planning.pair import Outcome
 from kvpatch.planning.stock import stock_verdict
 from tests.planning.cells import PLAYED, pair_of, request_of
 
@@ -75,6 +76,35 @@ def test_blocks_that_are_cut_otherwise(lab: Lab, tmp_path: Path) -> None:
     if not FACTS[lab.release].cuts_blocks:
         pytest.skip("this release cuts no blocks")
     _same(lab, _CUT, tmp_path)
+
+
+def _hybrid(ranks: int, kind: str, block_tokens: int) -> EngineSpec:
+    return replace(
+        _engine(block_tokens=block_tokens, tp_size=ranks),
+        planned_blocks=48,
+        layers=4,
+        has_state=True,
+        state_kind=kind,
+    )
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("tokens", [(32, 32), (64, 32), (32, 64)])
+def test_hybrid_models_over_unlike_ranks(
+    lab: Lab, tokens: tuple[int, int], ranks: tuple[int, int], kind: str, tmp_path: Path
+) -> None:
+    if FACTS[lab.release].cache_shape != "packed":
+        pytest.skip("recurrent state is planned for from 0.26 on")
+    sides = (_hybrid(r, kind, size) for r, size in zip(ranks, tokens, strict=True))
+    case = Case(f"{kind}, {ranks} ranks, {tokens} tokens", *sides, 150)
+    judged = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
+
+    seen = lab.run(case.patched(*SLUGS, prefill=False))
+
+    _same(lab, case, tmp_path)
+    assert judged.verdict.outcome is Outcome.IDENTICAL, judged
+    assert seen.outcome == "identical", seen
 
 
 def _same(lab: Lab, case: Case, folder: Path) -> None:

@@ -53,8 +53,7 @@ def _case(lab: Lab, ranks: tuple[int, int], kind: str, sizes: tuple[int, int] = 
         pytest.skip("this release's connector takes no states of this kind")
     (p, d), (p_tokens, d_tokens) = ranks, sizes
     name = f"{kind}, TP{p} {p_tokens} to TP{d} {d_tokens}"
-    case = Case(name, _spec(p, kind, p_tokens), _spec(d, kind, d_tokens), _PROMPT_TOKENS)
-    return case if FACTS[lab.release].states_kernel_blocks else case.introduced()
+    return Case(name, _spec(p, kind, p_tokens), _spec(d, kind, d_tokens), _PROMPT_TOKENS)
 
 
 def _ours(case: Case) -> Case:

@@ -98,6 +98,15 @@ def _config(spec: EngineSpec, folder: Path) -> Path:
     if spec.family == "mla":
         rope = spec.head_dim // 4
         content |= {"kv_lora_rank": spec.head_dim - rope, "qk_rope_head_dim": rope}
+    if spec.has_state:  # heads of 8 channels, states of 4 (tests/lab/states.py)
+        content |= {
+            "layer_types": ["attention", "mamba"] * (spec.layers // 2),
+            "mamba_n_heads": spec.states.heads,
+            "mamba_d_head": spec.states.inner[0],
+            "mamba_d_state": spec.states.inner[1],
+            "mamba_n_groups": spec.states.groups,
+            "mamba_d_conv": 4,
+        }
     text = json.dumps(content)
     path = folder / f"{abs(hash(text))}.json"
     if not path.exists():
