@@ -61,9 +61,9 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
     """This worker's cache, as far as a peer of its is judged by it."""
     state = worker_state(release.worker)
-    reader, misread = state.reader, partial(why_misread, release)
+    reader = state.reader
     if reader is None:
-        return _unread_cache(release, misread)
+        return _unread_cache(release)
     staging_bytes = reader.pool.size_bytes if reader.mode == "staged" else None
     return LocalCache(
         reader.ours,
@@ -80,11 +80,10 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
         and not reserves_slots(release.worker.vllm_config),
         has_sure_layout=_has_sure_layout(state, reader.ours),
         declared=declared_geometry(release.facts),
-        misreads_smaller=misread,
     )
 
 
-def _unread_cache(release: ReleaseWorker, misread: Callable[[], str]) -> UnreadCache:
+def _unread_cache(release: ReleaseWorker) -> UnreadCache:
     worker, knows_keys = release.worker, release.key_order() is not None
     return UnreadCache(
         worker.block_size,
@@ -95,7 +94,7 @@ def _unread_cache(release: ReleaseWorker, misread: Callable[[], str]) -> UnreadC
         knows_keys=knows_keys,
         has_heads=not worker.use_mla,
         kinds=partial(_kinds_of, release),
-        misreads_smaller=misread,
+        misreads_smaller=partial(why_misread, release),
     )
 
 

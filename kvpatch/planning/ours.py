@@ -172,7 +172,6 @@ def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
         reads_all=own.geometry.misreads_blocks,
         hides_ends=_hides_ends(engine),
         declared=_declared(engine),
-        misreads_smaller=misread,
     )
 
 

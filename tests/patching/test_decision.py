@@ -20,9 +20,11 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, units_of
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_worker import PACKED
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.state_shares import Part, SharedState
 
 from .release_workers import reading
 from .test_remote_geometry import _metadata, ours_of, regions_of
@@ -44,7 +46,7 @@ def local(**changes: Any) -> LocalCache:
 
 _OF_CACHE = {
     "staging_bytes", "reads_all", "is_shown", "hides_ends", "has_sure_layout", "declared",
-    "is_plain", "misreads_smaller",
+    "is_plain",
 }  # fmt: skip
 
 
@@ -93,10 +95,15 @@ def whole(kind: Kind) -> LocalCache:
     return local(layers=layers)
 
 
-def with_states() -> LocalGeometry:
+def with_states(*division: StateDivision) -> LocalGeometry:
+    """States of one layer; none says how ranks share them out, or one division does."""
     geometry = ours_of()[1]
     first = geometry.addresses[0]
-    return replace(geometry, states={"m": StatePages(first, 4096, 10, (1024,))})
+    return replace(geometry, states={"m": StatePages(first, 4096, 10, (1024,), *division)})
+
+
+_SHARED = StateDivision((SharedState(8, (Part(128),)),), reason="")
+_COPIED = StateDivision((SharedState(8, (Part(64), Part(64, is_copied=True))),), reason="")
 
 
 _INDEXER = Kind(Holds.WHOLE, "an indexer's values and scales")
@@ -202,13 +209,30 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     "not the layout that is declared": (
         lambda: local(declared=DeclaredGeometry(layout="NHD")), peer, "set it to what P has",
     ),
-    "state over unlike ranks": (
-        lambda: local(states=with_states().states), lambda: peer(1, 2), Stock,
+    "state that ranks share out": (
+        lambda: local(states=with_states(_SHARED).states),
+        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
+        Stock,
     ),
-    "state over unlike ranks, of smaller blocks that are misread": (
-        lambda: local(states=with_states().states, misreads_smaller=lambda: "misreads them"),
-        lambda: peer(1, 2, block_tokens=8),
-        "use one --block-size on both sides",
+    "state that ranks share out, in smaller blocks": (
+        lambda: local(states=with_states(_SHARED).states),
+        lambda: peer(1, 2, block_tokens=8, block_lens=[1024] * 2, ssm_sizes=(512,)),
+        Read,
+    ),
+    "state of which each rank has a part whole": (
+        lambda: local(states=with_states(_COPIED).states),
+        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(768,)),
+        Read,
+    ),
+    "state of which each rank has a part whole, by its bytes shared out": (
+        lambda: local(states=with_states(_COPIED).states),
+        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
+        "use one model, --dtype",
+    ),
+    "state that nobody can divide": (
+        lambda: local(states=with_states().states),
+        lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
+        "use one --tensor-parallel-size on both sides",
     ),
 }  # fmt: skip
 

@@ -16,8 +16,10 @@ from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, LATENT, OF_SE
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of, kind_of_backend
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
+from kvpatch.geometry.state_shares import Part, SharedState
 
 from .release_workers import worker_of
 from .test_remote_geometry import _stated, ours_of
@@ -219,11 +221,12 @@ def test_latents_of_any_kind_are_whole_on_each_rank(found: ReleaseWorker) -> Non
 
 
 def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
-    """Of hybrid models the release alone splits states over ranks; it would split slots too."""
+    """The release splits states that ranks share out; it would split slots too."""
     _, ours = ours_of()
     kind = kind_of(worker(ROCM, SLOTS), "a", has_slots=True)
     layers = {name: replace(cache, kind=kind) for name, cache in ours.layers.items()}
-    states = {"b": StatePages(0, 64, 4, (64,))}
+    division = StateDivision((SharedState(8, (Part(8),)),), reason="")
+    states = {"b": StatePages(0, 64, 4, (64,), division)}
     local = LocalCache(replace(ours, layers=layers, states=states), ())
     peer = _stated(0, 2, block_tokens=ours.block_tokens)
 
@@ -231,7 +234,7 @@ def test_states_of_unlike_ranks_are_left_with_no_slots_of_all_heads() -> None:
 
     assert isinstance(decided, Refuse) and "a share of their heads" in decided.reason + decided.cure
     rows = LocalCache(replace(ours, states=states), ())
-    assert decide(rows, peer, FACTS["0.33.0"]) == Stock()
+    assert decide(rows, peer, FACTS["0.33.0"]) == Stock(peer)
 
 
 def test_what_the_release_alone_reads_is_not_cut_either() -> None:

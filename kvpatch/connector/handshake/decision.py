@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvpatch.connector.handshake.accepted_peers import as_accepted, by_its_hash
@@ -109,8 +109,6 @@ class LocalCache:
         is_plain: whether there are neither windows nor drafted tokens.
         has_sure_layout: whether peers on devices like ours have the layout that they state.
         declared: what the operator says of peers.
-        misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
-            does some.
     """
 
     geometry: LocalGeometry
@@ -122,7 +120,6 @@ class LocalCache:
     is_plain: bool = True
     has_sure_layout: bool = True
     declared: DeclaredGeometry = DeclaredGeometry()
-    misreads_smaller: Callable[[], str] = str
 
 
 def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:

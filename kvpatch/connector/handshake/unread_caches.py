@@ -23,7 +23,8 @@ class UnreadCache:
         knows_keys: whether anybody knows how keys lie in a block.
         has_heads: whether ranks hold heads; the latents of MLA are whole on each.
         kinds: of its layers.
-        misreads_smaller: as of :class:`~kvpatch.connector.handshake.decision.LocalCache`.
+        misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
+            does some.
     """
 
     block_tokens: int
@@ -130,7 +131,7 @@ def check_smaller(remote: Metadata, block_tokens: int, misreads_smaller: Callabl
         raise PeerRefused(
             f"its blocks have {remote.block_tokens} tokens, ours {block_tokens}, this engine's "
             "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
-            "that share caches, or recurrent state in layout BLHNC or over other numbers of "
-            f"ranks), and this vLLM {reason}",
+            "that share caches, or recurrent state in layout BLHNC), and this vLLM "
+            f"{reason}",
             "use one --block-size on both sides",
         )
