@@ -45,8 +45,9 @@ Limits:
     a prefix hit, it is handed those that it pairs rightly; a request that has no such blocks fails
     alone. A peer of smaller blocks is refused where the release misreads each of its requests
     (keys by column; heads, 0.23 to 0.31, or in NHD).
-    Recurrent state (Mamba) is read whole from as many ranks as D's and of as many bytes;
-    between plain pools unlike ranks are left to the release.
+    Recurrent state is read whole from as many ranks as D's and of as many bytes. Between plain
+    pools of unlike ranks each rank's true share of it is read (0.20 on: Mamba2, Mamba1, gated
+    delta nets), but where all parts are shared out and blocks are alike, which is the release's.
 Remove when:
     The connector reads any block size and layout, prefix hits included.
 """

@@ -198,7 +198,7 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
     report = lab.run(Case("ranks", prefill, _spec(""), _PROMPT_TOKENS))
 
     assert report.outcome == "refused", report
-    assert "recurrent state is split over ranks" in report.detail
+    assert "recurrent state in kvcached's contiguous layout" in report.detail
 
 
 @pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
