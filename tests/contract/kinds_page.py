@@ -34,9 +34,9 @@ What a block holds decides what may be done with it:
   zeroed; a peer with other ones is refused with the words below. Where smaller ones **join**, one
   behind the other, to a larger one, vLLM from 0.32 on reads a P of smaller blocks rightly, and such
   a P is left to it; kvpatch hands it the blocks that belong together;
-- **recurrent state** is one for all tokens, and moves whole between as many ranks. Of Mamba2, Mamba1 and
-  gated delta nets a rank's share of each part (x, B and C; q, k and v) moves to the ranks that have
-  it, from 0.20 on; other kinds are refused between unlike ranks.
+- **recurrent state** is one for all tokens, and moves whole between as many ranks. Of Mamba2,
+  Mamba1 and gated delta nets a rank's share of each part (x, B and C; q, k and v) moves to the
+  ranks that have it, from 0.20 on; other kinds are refused between unlike ranks.
 
 A backend or a `KVCacheSpec` that is not here (an out-of-tree platform's, or a new release's) may
 hold anything: it is left to the release between engines alike, moves whole behind a host buffer,
