@@ -169,6 +169,7 @@ ROWS: tuple[Row, ...] = (
     Row("hybrid-64-64", (Side(64),), Side(64), _HYBRID),
     Row("hybrid-128-64", (Side(128),), Side(64), _HYBRID),
     Row("hybrid-64-128", (Side(64),), Side(128), _HYBRID),
+    Row("hybrid-64-tp1-tp2", (Side(64),), Side(64, ranks=2), _HYBRID),
     Row("hybrid-tp1-tp2", (Side(128),), Side(64, ranks=2), _HYBRID),
     Row("hybrid-tp2-tp1", (Side(64, ranks=2),), Side(128), _HYBRID),
     Row("0.31-0.32", (Side(64, release="0.31.0"),), Side(64)),

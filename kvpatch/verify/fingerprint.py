@@ -23,7 +23,10 @@ HeadDigests = Mapping[str, str]
 LayerFingerprints = dict[str, str]
 """Layer name -> hexadecimal SHA-256."""
 
-_CONTENT_ORDER = ("key", "value", "latent", "state")
+STATE = "state"
+"""What recurrent states are called among the contents."""
+
+_CONTENT_ORDER = ("key", "value", "latent", STATE)
 
 
 def head_key(content: str, head: int) -> str:
@@ -77,7 +80,8 @@ def join_ranks(ranks: Sequence[Mapping[str, HeadDigests]]) -> LayerFingerprints:
     """The fingerprint of every layer from the reports of all ranks (layer -> head digests).
 
     Ranks may hold different layers (pipeline parallelism), different heads (tensor parallelism) or
-    copies of a head (more ranks than heads); copies must agree.
+    copies of a head (more ranks than heads); copies must agree. Of a state's parts, which ranks have
+    copies of too, stock makes copies that do not (vLLM #55208): such a layer is like no other.
 
     Raises:
         IncompleteCache: no layer at all, a head missing, or copies of a head that differ.
@@ -87,10 +91,14 @@ def join_ranks(ranks: Sequence[Mapping[str, HeadDigests]]) -> LayerFingerprints:
         for layer, heads in report.items():
             joined = layers.setdefault(layer, {})
             for key, digest in heads.items():
-                if joined.setdefault(key, digest) != digest:
+                known = joined.setdefault(key, digest)
+                if known == digest:
+                    continue
+                if not key.startswith(f"{STATE}/"):
                     raise IncompleteCache(
                         f"{layer}: rank {rank} holds another copy of {key} than the ranks before it"
                     )
+                joined[key] = hashlib.sha256(bytes.fromhex(known + digest)).hexdigest()
     if not layers:
         raise IncompleteCache("no rank reported a layer")
     return {layer: layer_fingerprint(layer, heads) for layer, heads in layers.items()}

@@ -20,7 +20,7 @@ from kvpatch.verify.caches import (
     state_caches,
 )
 from kvpatch.verify.compare import NULL_BLOCK
-from kvpatch.verify.fingerprint import digest_heads
+from kvpatch.verify.fingerprint import STATE, digest_heads
 
 PREFILLED = "prefilled"
 """Fingerprint a request when the whole prompt has been computed: prefill and single engines."""
@@ -126,7 +126,7 @@ def _state_digest(state: StateCache, request: _Request) -> dict[str, str]:
     found, digests = read_state(state, _state_block(state, request)), {}
     for piece in state.pieces:
         rows = found[None, None, piece.start : piece.end]
-        digests.update(digest_heads("state", piece.number, rows))
+        digests.update(digest_heads(STATE, piece.number, rows))
     return digests
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import IncompleteCache
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content
+from kvpatch.geometry.state_shares import Part, Rank, SharedState
 from kvpatch.verify import caches
 from kvpatch.verify.fingerprint import (
     differing_layers,
@@ -134,6 +136,59 @@ def test_copies_of_a_head_must_agree() -> None:
     assert join_ranks([one, one]) == join_ranks([one])
     with pytest.raises(IncompleteCache, match="rank 1 holds another copy of key/0"):
         join_ranks([one, other])
+
+
+def test_copies_of_a_state_that_disagree_are_like_no_other() -> None:
+    """As stock leaves them (vLLM #55208): that is a difference, and no end of a run."""
+    one, other = ({_LAYER: {head_key("state", 0): digest * 32}} for digest in ("00", "11"))
+
+    found = join_ranks([one, other])
+
+    assert found not in (join_ranks([one]), join_ranks([other]))
+    assert join_ranks([one, one]) == join_ranks([one])
+
+
+#: x, B and C of 16, 8 and 8 channels of 3 bytes, and 8 heads of 5.
+_SHARED = (SharedState(3, (Part(16), Part(8), Part(8))), SharedState(5, (Part(8),)))
+_ONE_GROUP = (SharedState(3, (Part(16), *[Part(8, is_copied=True)] * 2)), _SHARED[1])
+
+
+def _state_digests(states: tuple[SharedState, ...], rank: Rank) -> dict[str, str]:
+    """Of a rank's states, whose bytes are their numbers in the whole model's."""
+    shares, first = [], 0
+    for state in states:
+        for part in state.parts:
+            units = np.arange(first, first + part.units * state.unit_bytes, dtype=np.uint8)
+            first += units.size
+            shares.append(units if part.is_copied else np.split(units, rank.ranks)[rank.number])
+    found, digests = np.concatenate(shares), {}
+    for piece in caches.pieces_of(StateDivision(states, reason=""), rank):
+        digests.update(
+            digest_heads("state", piece.number, found[None, None, piece.start : piece.end])
+        )
+    return digests
+
+
+@pytest.mark.parametrize("states", [_SHARED, _ONE_GROUP])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_do_not_depend_on_ranks(states: tuple[SharedState, ...], ranks: int) -> None:
+    whole = join_ranks([{_LAYER: _state_digests(states, Rank(0, 1))}])
+
+    assert join_ranks([{_LAYER: _state_digests(states, Rank(n, ranks))} for n in range(ranks)]) == (
+        whole
+    )
+    swapped = [{_LAYER: _state_digests(states, Rank(n, ranks))} for n in range(ranks)]
+    first, second = (found[_LAYER] for found in swapped[:2])
+    swapped[:2] = (
+        {_LAYER: dict(zip(one, other.values(), strict=True))}
+        for one, other in ((first, second), (second, first))
+    )
+    assert join_ranks(swapped) != whole
+
+
+def test_states_that_nobody_can_divide_are_one_piece() -> None:
+    assert caches.pieces_of(StateDivision(), Rank(0, 1)) == (caches.StatePiece(0),)
+    assert caches.pieces_of(StateDivision(_SHARED, ""), Rank(0, 16)) == (caches.StatePiece(0),)
 
 
 def test_a_missing_head_is_refused() -> None:
