@@ -80,8 +80,9 @@ def join_ranks(ranks: Sequence[Mapping[str, HeadDigests]]) -> LayerFingerprints:
     """The fingerprint of every layer from the reports of all ranks (layer -> head digests).
 
     Ranks may hold different layers (pipeline parallelism), different heads (tensor parallelism) or
-    copies of a head (more ranks than heads); copies must agree. Of a state's parts, which ranks have
-    copies of too, stock makes copies that do not (vLLM #55208): such a layer is like no other.
+    copies of a head (more ranks than heads); copies must agree. Ranks have copies of a
+    state's parts too, of which stock makes some that do not (vLLM #55208): such a layer is like no
+    other.
 
     Raises:
         IncompleteCache: no layer at all, a head missing, or copies of a head that differ.
