@@ -20,7 +20,11 @@ from kvpatch.connector.handshake.possible_geometries import (
 )
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
-from kvpatch.connector.handshake.remote_states import has_copied_states, states_of_peer
+from kvpatch.connector.handshake.remote_states import (
+    check_ranks_of_states,
+    has_copied_states,
+    states_of_peer,
+)
 from kvpatch.connector.handshake.unread_caches import (
     Metadata,
     UncheckedMetadata,
@@ -205,6 +209,7 @@ def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     Raises:
         PeerRefused: it cannot be read.
     """
+    check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
     regions = peer_regions(local.geometry, peer)
     states = states_of_peer(local.geometry, peer)
     overlaps = overlaps_of(regions, local.planes)

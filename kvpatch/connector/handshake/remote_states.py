@@ -37,6 +37,7 @@ def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, Remote
     """
     if not ours.states:
         return {}
+    check_ranks_of_states(ours, peer)
     _check_sizes(ours, peer)
     if peer.form is None and peer.layout not in LAYER_BY_LAYER:
         raise PeerRefused(
@@ -124,8 +125,6 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
 
     Of other ranks by those that our states would take there.
     """
-    if not _is_same_rank(ours, peer):
-        _check_ranks(ours, peer)
     sizes = {_sizes_at(peer, ours, own) for own in ours.states.values()}
     if peer.form is not None and peer.form.places != ours.cross_layer_places:
         raise PeerRefused(
@@ -140,12 +139,14 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
         )
 
 
-def _check_ranks(ours: LocalGeometry, peer: AgentMetadata) -> None:
+def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Whether anybody knows how the states of other ranks are shares of what ours are.
 
     Raises:
         PeerRefused: nobody does.
     """
+    if not ours.states or _is_same_rank(ours, peer):
+        return
     if peer.form is not None:
         raise PeerRefused(
             "recurrent state in kvcached's contiguous layout moves between as many ranks", _ONE_SIZE
