@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
+from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from tests.releases import kvcached
 
@@ -199,6 +200,24 @@ def test_states_of_unlike_ranks_are_refused(lab: Lab) -> None:
 
     assert report.outcome == "refused", report
     assert "recurrent state in kvcached's contiguous layout" in report.detail
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group"])
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("d", LAYOUTS)
+def test_states_of_unlike_ranks_come_into_a_pool(
+    lab: Lab, d: str, p_ranks: int, d_ranks: int, kind: str
+) -> None:
+    """P is plain, whose ranks' shares follow from its regions."""
+    if not FACTS[lab.release].has_channels_first:
+        pytest.skip("this release's are not read")
+    prefill = replace(_spec("", 64), tp_size=p_ranks, state_kind=kind)
+    case = Case("ranks", prefill, replace(_spec(d), tp_size=d_ranks, state_kind=kind), 300)
+
+    report = lab.run(case)
+
+    assert report.outcome == "identical", report
+    assert lab.run(case, sabotage="skip_part").outcome == "corrupt"
 
 
 @pytest.mark.parametrize(("p", "d"), [("contiguous", ""), ("", "contiguous")])
