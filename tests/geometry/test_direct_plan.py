@@ -104,17 +104,23 @@ def transfers(draw: st.DrawFn) -> tuple[Side, Side, int, int]:
     )
 
 
+def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytearray]:
+    """What the remote side holds, and what the local one does behind the slow copy."""
+    source = noise(1, remote.total_bytes)
+    target = bytearray(noise(2, local.total_bytes))
+    slow_copy(
+        source, SOURCE, target, TARGET, remote.planes, local.planes,
+        remote.blocks, local.blocks, tokens,
+    )  # fmt: skip
+    return source, target
+
+
 @given(transfers())
 @settings(max_examples=300, deadline=None)
 def test_any_two_geometries(drawn: Any) -> None:
     """Every item in its place, the tail zeroed, nothing else touched, no byte twice."""
     remote, local, first, end = drawn
-    source = noise(1, remote.total_bytes)
-    expected = bytearray(noise(2, local.total_bytes))
-    slow_copy(
-        source, SOURCE, expected, TARGET, remote.planes, local.planes,
-        remote.blocks, local.blocks, range(first, end),
-    )  # fmt: skip
+    source, expected = expected_of(remote, local, range(first, end))
     slow_zero(expected, TARGET, local.planes, local.blocks, end)
     plan = plan_copy(
         pair_blocks(remote.blocks, local.blocks, first, end),

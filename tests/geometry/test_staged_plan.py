@@ -25,7 +25,7 @@ from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
 
 from .reference import slow_copy
-from .test_direct_plan import SOURCE, TARGET, Side, head_ranges, noise, transfers
+from .test_direct_plan import SOURCE, TARGET, Side, expected_of, head_ranges, noise, transfers
 
 pytestmark = pytest.mark.geometry
 
@@ -78,16 +78,6 @@ def do(
             pool = torch.from_numpy(np.frombuffer(noise(9, 64) + bytes(buffer), np.uint8).copy())
             into = Bytes(TARGET, torch.from_numpy(cache))
             place_on_device(pool[64:], [(into, placement) for placement in placements])
-
-
-def expected_of(remote: Side, local: Side, tokens: range) -> tuple[bytes, bytearray]:
-    source = noise(1, remote.total_bytes)
-    target = bytearray(noise(2, local.total_bytes))
-    slow_copy(
-        source, SOURCE, target, TARGET, remote.planes, local.planes,
-        remote.blocks, local.blocks, tokens,
-    )  # fmt: skip
-    return source, target
 
 
 @given(transfers(), st.booleans(), st.booleans(), st.integers(0, 3))

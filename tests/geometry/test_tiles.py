@@ -22,8 +22,8 @@ from kvpatch.geometry.tensor_facts import TensorFacts
 
 from .packed_tiles import by_column, by_row, packed_keys, packed_values
 from .planned import plan_copy
-from .reference import execute, slow_copy, slow_zero
-from .test_direct_plan import DRAM, SOURCE, TARGET, Side, noise
+from .reference import execute, slow_zero
+from .test_direct_plan import DRAM, SOURCE, TARGET, Side, expected_of, noise
 from .test_staged_plan import chunks_of, do
 
 pytestmark = pytest.mark.geometry
@@ -292,12 +292,7 @@ def _side(
 @settings(max_examples=300, deadline=None)
 def test_any_tiles(drawn: Any) -> None:
     remote, local, first, end = drawn
-    source = noise(1, remote.total_bytes)
-    expected = bytearray(noise(2, local.total_bytes))
-    slow_copy(
-        source, SOURCE, expected, TARGET, remote.planes, local.planes,
-        remote.blocks, local.blocks, range(first, end),
-    )  # fmt: skip
+    source, expected = expected_of(remote, local, range(first, end))
     before_zeros = bytearray(expected)
     slow_zero(expected, TARGET, local.planes, local.blocks, end)
     segments = pair_blocks(remote.blocks, local.blocks, first, end)

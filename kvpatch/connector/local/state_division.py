@@ -15,6 +15,7 @@ What no rule here is about is divided by nobody: an allow-list.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from kvpatch.core.releases import ReleaseFacts
@@ -70,14 +71,12 @@ def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> St
     if isinstance(divided, str):
         return StateDivision(reason=divided)
     (_, positions), (_, *inner) = spec.shapes
-    conv_bytes, unit_bytes = (dtype.itemsize for dtype in spec.dtypes)
-    for size in inner:
-        unit_bytes *= size
+    conv_bytes, item_bytes = (dtype.itemsize for dtype in spec.dtypes)
     convolution, units = divided
     return StateDivision(
         (
             SharedState(positions * conv_bytes, convolution),
-            SharedState(unit_bytes, (Part(units * ranks),)),
+            SharedState(prod(inner) * item_bytes, (Part(units * ranks),)),
         ),
         reason="",
     )
