@@ -64,7 +64,7 @@ from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
-from kvpatch.connector.state import release_worker, scheduler_state, worker_state
+from kvpatch.connector.state import held_by, release_worker, scheduler_state, worker_state
 from kvpatch.connector.stated_keys import SideChannels, state_keys, with_stated_keys
 from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.core import seams
@@ -105,7 +105,7 @@ def _read_blocks_for_req(
 def _transfer_results(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if instance.enable_heterogeneous_attn_post_process:
+    if held_by(instance, ReorderedLoads) is not None:  # it has met a peer
         note_loads(instance)
     return wrapped(*args, **kwargs)
 

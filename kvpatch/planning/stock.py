@@ -48,7 +48,7 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
             return Verdict(Outcome.WRONG, f"{unseen}, and nobody compares them", unseen.cure)
         return _read(pair, request)
     verdict = _reaction(pair, refusal)
-    if verdict.outcome is Outcome.REFUSED and request.cached >= request.tokens:
+    if verdict.outcome is not Outcome.CRASH and request.cached >= request.tokens:
         return replace(verdict, outcome=Outcome.NOT_TOLD)
     return verdict
 
@@ -217,13 +217,17 @@ def _reaction(pair: Pair, refusal: _Refusal) -> Verdict:
 
     <= 0.11.0 the engine ends. From 0.11.1 to 0.21 a failed load goes the way of a received one, and
     the engine ends where that asks for what the handshake has not left behind, or where the blocks
-    cannot be put together. Later ones fail the request alone.
+    cannot be put together. Later ones fail the request alone; but <= 0.29 the scheduler does not
+    hear of it where layers have several block tables, and answers from blocks that nobody filled.
     """
     d = pair.decode
     if d.facts.failed_loads == "unknown" or (
         d.facts.failed_loads == "as received" and _ends_engine(pair, refusal)
     ):
         return Verdict(Outcome.CRASH, f"{refusal.reason}, and D ends", refusal.cure)
+    if d.facts.loses_failed_groups and d.has_groups:
+        lost = f"{refusal.reason}, and a refused load of several cache groups counts as received"
+        return Verdict(Outcome.WRONG, lost, refusal.cure)
     return Verdict(Outcome.REFUSED, refusal.reason, refusal.cure)
 
 

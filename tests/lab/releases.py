@@ -107,6 +107,14 @@ def registers_cpu_caches(release: str) -> bool:
     return version >= Version("0.11.1") and not Version("0.23") <= version < Version("0.26")
 
 
+def misreads_cpu_blocks(release: str) -> bool:
+    """0.11.1 and 0.11.2 take the heads of a CPU's cache for the tokens of its blocks.
+
+    Two engines of theirs, however alike, read nothing from each other, and D ends by it.
+    """
+    return release in ("0.11.1", "0.11.2")
+
+
 def has_tpus(release: str) -> bool:
     """0.10.2 to 0.13 have a backend of TPUs that imports without them."""
     return Version("0.10.2") <= Version(release) < Version("0.14")

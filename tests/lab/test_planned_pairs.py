@@ -78,6 +78,21 @@ def test_blocks_that_are_cut_otherwise(lab: Lab, tmp_path: Path) -> None:
     _same(lab, _CUT, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["blocks", "layouts"])
+def test_a_refused_load_of_several_cache_groups(lab: Lab, name: str, tmp_path: Path) -> None:
+    """<= 0.29 its request is answered from blocks that nobody filled; with kvpatch it is read."""
+    if not FACTS[lab.release].has_cache_groups:
+        pytest.skip("this release's connector knows of no cache groups")
+    changes: dict[str, Any] = {"block_tokens": 48} if name == "blocks" else {"layout": "NHD"}
+    windows = replace(_engine(window_tokens=(0, 40)), planned_blocks=48)
+    case = Case(f"windows, other {name}", replace(windows, **changes), windows, 150)
+
+    _same(lab, case, tmp_path)
+    seen = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert seen.outcome == "identical", seen
+
+
 def _hybrid(ranks: int, kind: str, block_tokens: int) -> EngineSpec:
     return replace(
         _engine(block_tokens=block_tokens, tp_size=ranks),

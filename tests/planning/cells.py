@@ -98,6 +98,10 @@ def _config(spec: EngineSpec, folder: Path) -> Path:
     if spec.family == "mla":
         rope = spec.head_dim // 4
         content |= {"kv_lora_rank": spec.head_dim - rope, "qk_rope_head_dim": rope}
+    if any(spec.window_tokens):
+        windows = [spec.window_of(layer) for layer in range(spec.layers)]
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        content |= {"layer_types": kinds, "sliding_window": max(windows)}
     if spec.has_state:  # heads of 8 channels, states of 4 (tests/lab/states.py)
         content |= {
             "layer_types": ["attention", "mamba"] * (spec.layers // 2),
