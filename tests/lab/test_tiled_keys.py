@@ -24,7 +24,7 @@ from .test_named_factors import BACKEND, assert_refused
 from .test_named_factors import pair as disguised
 from .unlike import told
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 TOKENS = 150
 TILES, COLUMNS = "tiles", "columns"
