@@ -118,12 +118,27 @@ def drafting_of(engine: dict[str, Any]) -> Any:
 
 @cache
 def _code(release: str, module: str) -> Any:
-    """Of the functions and the constant that make a hash."""
+    body = _statements(release, module)
+    return compile(ast.Module(body, []), f"{module} of {release}", "exec")
+
+
+def code_of(release: str) -> list[str]:
+    """All that makes a release's hash, but for its constant and for what is said of it."""
+    modules = metadata_module(FACTS[release]), "vllm.config.utils"
+    found = [node for module in modules for node in _statements(release, module)]
+    functions = [node for node in found if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        if ast.get_docstring(function) is not None:
+            del function.body[0]
+    return [ast.unparse(function) for function in functions]
+
+
+def _statements(release: str, module: str) -> list[ast.stmt]:
+    """The functions and the constant that make a hash."""
     tree = ast.parse(source.text(release, module))
     wanted = ("NIXL_CONNECTOR_VERSION", "hash_factors", _HASH)
     helpers = ("_get_speculative_compatibility_factors",)
-    body = [node for node in tree.body if _name_of(node) in (*wanted, *helpers)]
-    return compile(ast.Module(body, []), f"{module} of {release}", "exec")
+    return [node for node in tree.body if _name_of(node) in (*wanted, *helpers)]
 
 
 def _name_of(node: ast.stmt) -> str:
