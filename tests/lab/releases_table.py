@@ -2,7 +2,8 @@
 
 Plays P of one release and D of another, on stock and with kvpatch on D, and keeps what came of it
 in docs/data/unlike_releases.json, from which docs/evidence/unlike_releases.md is made. Pairs that
-are not played keep their rows.
+are not played keep their rows, and a row is written as soon as it is played: a run that was stopped
+goes on with ``--missing``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.played import Played, now
 from tests.releases.fetch import fetch
 
 from .case import Case, Outcome, Report
-from .unlike_releases import ANY_HASH, Labs, Pair, all_pairs, cases, neighbours
+from .unlike_releases import ANY_HASH, Labs, Pair, all_pairs, by_nearness, cases, neighbours
 
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = _DOCS / "evidence" / "unlike_releases.md"
@@ -38,6 +39,8 @@ _WORDS = {
 }
 _SPOILT = "flip_byte"
 _ACCEPTS = ("KVPATCH_ACCEPT", "vllm_version")
+#: Labs at a time, of half a gigabyte each: every pair has its turn, and to open one takes longest.
+_MOST_OPEN = 8
 
 
 class Row(NamedTuple):
@@ -228,11 +231,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.lab.releases_table", description=__doc__)
     parser.add_argument("--pair", action="append", help="P-D; may be given again; default: all")
     parser.add_argument("--neighbours", action="store_true", help="no other pairs")
+    parser.add_argument("--missing", action="store_true", help="no pairs that have a row")
     parser.add_argument("--write", action="store_true", help=f"write {DATA.name} and {PAGE.name}")
     arguments = parser.parse_args()
     default = neighbours() if arguments.neighbours else all_pairs()
     pairs = [Pair(*name.split("-")) for name in arguments.pair or ()] or default
     found = dict(known())
+    if arguments.missing:
+        pairs = [pair for pair in pairs if pair not in found]
     _play_all(pairs, found, is_kept=arguments.write)
     if arguments.write:
         PAGE.write_text(page(found))
@@ -242,8 +248,8 @@ def main() -> None:
 
 def _play_all(pairs: Sequence[Pair], found: dict[Pair, Row], *, is_kept: bool) -> None:
     fetch(sorted({release for pair in pairs for release in pair}, key=RELEASES.index))
-    with Labs() as labs:
-        for pair in pairs:
+    with Labs(_MOST_OPEN) as labs:
+        for pair in by_nearness(pairs, _MOST_OPEN):
             found[pair] = row = play(labs, pair)
             print(pair, row.stock, row.kvpatch, flush=True)
             if is_kept:  # an hour of them: none is lost

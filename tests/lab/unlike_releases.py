@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
@@ -48,6 +48,23 @@ def all_pairs() -> list[Pair]:
     return list(dict.fromkeys([*neighbours(), *of_generations()]))
 
 
+def by_nearness(pairs: Iterable[Pair], most_open: int) -> list[Pair]:
+    """The same pairs, newest first, so that few labs have to be opened anew.
+
+    All pairs among half as many releases as labs are open at a time come one behind the other,
+    then all between these and the next such lot.
+    """
+    lot = most_open // 2
+    found = list(pairs)
+    newest_first = sorted({release for pair in found for release in pair}, key=RELEASES.index)[::-1]
+
+    def place(pair: Pair) -> tuple[int, ...]:
+        at = [newest_first.index(release) for release in pair]
+        return *sorted(order // lot for order in at), *at
+
+    return sorted(found, key=place)
+
+
 def cases() -> dict[str, Case]:
     """What is played of each pair, by name."""
     found = {}
@@ -70,7 +87,8 @@ class Labs:
             report = labs.run(Pair("0.31.0", "0.32.0"), case)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_open: int = _MOST_OPEN) -> None:
+        self._most_open = most_open
         self._open: dict[str, Lab] = {}
         self._models = tempfile.TemporaryDirectory(prefix="kvpatch-lab-models-")
 
@@ -92,7 +110,7 @@ class Labs:
         found = self._open.pop(release, None)
         if found is None:
             closable = [name for name in self._open if name not in kept]
-            if len(self._open) >= _MOST_OPEN:
+            if len(self._open) >= self._most_open:
                 self._open.pop(closable[0]).close()
             found = Lab(release, Path(self._models.name)).__enter__()
         self._open[release] = found
