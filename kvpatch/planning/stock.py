@@ -113,11 +113,14 @@ class _Refusal:
 
     Attributes:
         is_booked: whether the peer is in the release's books by then.
+        ends_next: whether it comes so late that the next handshake finds all done, and passes: the
+            read that follows asks for what was never made.
     """
 
     reason: str
     cure: str
     is_booked: bool = True
+    ends_next: bool = False
 
 
 def _refusals(pair: Pair) -> Iterator[_Refusal]:
@@ -178,7 +181,10 @@ def _unlike_ranks(pair: Pair) -> Iterator[_Refusal]:
     if splits_heads and d.layout not in ("HND", "LBHNC"):
         yield _Refusal(f"heads are not in one piece in layout {d.layout}", "use HND on both sides")
     if p.tp_size > d.tp_size and p.kernel_tokens != d.kernel_tokens:
-        yield _Refusal("P has more ranks, and other blocks", f"{_SAME_RANKS}, or one --block-size")
+        cure = f"{_SAME_RANKS}, or one --block-size"
+        # Without recurrent state it is an earlier check, which the next request meets as well.
+        is_late = bool(d.model.state_layers) and d.facts.joins_in_groups
+        yield _Refusal("P has more ranks, and other blocks", cure, ends_next=is_late)
 
 
 def _shares_heads(pair: Pair) -> bool:
@@ -219,16 +225,19 @@ def _reaction(pair: Pair, refusal: _Refusal) -> Verdict:
     the engine ends where that asks for what the handshake has not left behind, or where the blocks
     cannot be put together. Later ones fail the request alone; but <= 0.29 the scheduler does not
     hear of it where layers have several block tables, and answers from blocks that nobody filled.
+    From 0.27 on the engine may end at the request that comes next.
     """
     d = pair.decode
+    ends = ", and D ends at the next request" if refusal.ends_next else ""
     if d.facts.failed_loads == "unknown" or (
         d.facts.failed_loads == "as received" and _ends_engine(pair, refusal)
     ):
         return Verdict(Outcome.CRASH, f"{refusal.reason}, and D ends", refusal.cure)
     if d.facts.loses_failed_groups and d.has_groups:
         lost = f"{refusal.reason}, and a refused load of several cache groups counts as received"
-        return Verdict(Outcome.WRONG, lost, refusal.cure)
-    return Verdict(Outcome.REFUSED, refusal.reason, refusal.cure)
+        return Verdict(Outcome.WRONG, f"{lost}{ends}", refusal.cure)
+    outcome = Outcome.CRASH if refusal.ends_next else Outcome.REFUSED
+    return Verdict(outcome, f"{refusal.reason}{ends}", refusal.cure)
 
 
 def _ends_engine(pair: Pair, refusal: _Refusal) -> bool:

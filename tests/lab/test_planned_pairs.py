@@ -24,6 +24,7 @@ from tests.planning.cells import PLAYED, pair_of, request_of
 from .case import Case, EngineSpec, Family
 from .host import Lab
 from .releases import tells_blocks
+from .stage import Raised, Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -117,9 +118,58 @@ def test_hybrid_models_over_unlike_ranks(
 
     seen = lab.run(case.patched(*SLUGS, prefill=False))
 
-    _same(lab, case, tmp_path)
+    if FACTS[lab.release].joins_in_groups and ranks == (2, 1) and tokens == (32, 64):
+        _ends_at_the_next(lab, case, tmp_path)
+    else:
+        _same(lab, case, tmp_path)
     assert judged.verdict.outcome is Outcome.IDENTICAL, judged
     assert seen.outcome == "identical", seen
+
+
+def _ends_at_the_next(lab: Lab, case: Case, folder: Path) -> None:
+    """Stock refuses the first request's handshake half-way, and takes the next one for done."""
+    said = stock_verdict(pair_of(case, lab.release, folder), request_of(case))
+    is_told = not FACTS[lab.release].loses_failed_groups
+
+    assert _one_by_one(lab, case) == ["failed" if is_told else "received", "IndexError"]
+    assert said.outcome is (Outcome.CRASH if is_told else Outcome.WRONG)
+    assert "D ends at the next request" in said.reason
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_a_refusal_of_other_models_leaves_nothing_behind(
+    lab: Lab, window: int, tmp_path: Path
+) -> None:
+    """P's ranks and blocks are refused as for hybrid models; the engine goes on."""
+    facts = FACTS[lab.release]
+    if not facts.joins_in_groups:
+        pytest.skip("this release refuses such blocks of hybrid models by an earlier check")
+    p, d = (
+        replace(_engine(tp_size=r, block_tokens=n, window_tokens=(0, window)), planned_blocks=48)
+        for r, n in ((2, 32), (1, 64))
+    )
+    case = Case(f"2 and 1 ranks, 32 and 64, a window of {window}", p, d, 150)
+    said = stock_verdict(pair_of(case, lab.release, tmp_path), request_of(case))
+    is_lost = bool(window) and facts.loses_failed_groups
+
+    assert _one_by_one(lab, case) == ["received" if is_lost else "failed"] * 2
+    assert said.outcome is (Outcome.WRONG if is_lost else Outcome.REFUSED)
+    assert "ends" not in said.reason
+
+
+def _one_by_one(lab: Lab, case: Case) -> list[str]:
+    """What becomes of two requests, the second after the first's end; an exception ends D."""
+    case, found = case.stock(), []
+    with Stage(lab) as stage:
+        prefill, decode = stage.start(case.prefill), stage.start(case.decode)
+        for prompt in stage.prompts(2, case.prompt_tokens):
+            try:
+                decode.ask(*prefill.compute(prompt))
+                seen = decode.watch(prompt)
+            except Raised as error:
+                return [*found, error.failure.kind]
+            found.append("received" if seen.received else "failed" if seen.failed else "lost")
+    return found
 
 
 def _same(lab: Lab, case: Case, folder: Path) -> None:
