@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
 from kvpatch.patches import SLUGS
@@ -38,6 +38,7 @@ _WORDS = {
     "f": "**ends P's**",
 }
 _SPOILT = "flip_byte"
+_LATE = ("no answer within", "Unfinished")
 _ACCEPTS = ("KVPATCH_ACCEPT", "vllm_version")
 #: Labs at a time, of half a gigabyte each: every pair has its turn, and to open one takes longest.
 _MOST_OPEN = 8
@@ -78,6 +79,13 @@ def with_kvpatch(case: Case) -> Case:
     return replace(case, decode=accepting).patched(*SLUGS, prefill=False)
 
 
+def _run(labs: Labs, pair: Pair, case: Case, **more: Any) -> Report:
+    """Plays a case, and once more where an answer did not come in time: other labs may be busy."""
+    report = labs.run(pair, case, **more)
+    is_late = report.outcome == "failed" and any(word in report.detail for word in _LATE)
+    return labs.run(pair, case, **more) if is_late else report
+
+
 def play(labs: Labs, pair: Pair) -> Row:
     """Plays every case of a pair, on stock and with kvpatch on D.
 
@@ -88,10 +96,11 @@ def play(labs: Labs, pair: Pair) -> Row:
     for case in cases().values():
         # By the first handshake that ends P's listener: nothing comes after it.
         is_ended = stock[-1:].islower()
-        stock += stock[-1] if is_ended else letter(labs.run(pair, case.stock(), extra=ANY_HASH))
-        ours += letter(labs.run(pair, with_kvpatch(case)))
+        stock += stock[-1] if is_ended else letter(_run(labs, pair, case.stock(), extra=ANY_HASH))
+        ours += letter(_run(labs, pair, with_kvpatch(case)))
     if ours[0] == "I":
-        spoilt = labs.run(pair, with_kvpatch(next(iter(cases().values()))), sabotage=_SPOILT)
+        first = with_kvpatch(next(iter(cases().values())))
+        spoilt = _run(labs, pair, first, sabotage=_SPOILT)
         if spoilt.outcome != "corrupt":
             raise RuntimeError(f"{pair}: {_SPOILT} went unnoticed: {spoilt}")
     return Row(stock, ours, now())
