@@ -246,8 +246,20 @@ class Engine:
             raise EngineFailed(f"{self.spec.name} ended with status {status}; {self._log_tail()}")
 
     async def rpc(self, client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
-        """Call a method of the probe on every rank; one result per rank."""
-        return await call_rpc(client, self.url, method, *arguments)
+        """Call a method of the probe on every rank; one result per rank.
+
+        Raises:
+            EngineFailed: the engine has ended, or is about to.
+        """
+        import httpx
+
+        try:
+            return await call_rpc(client, self.url, method, *arguments)
+        except httpx.TransportError as error:
+            self.require_alive()
+            raise EngineFailed(
+                f"{self.spec.name} answers nothing ({error!r}); {self._log_tail()}"
+            ) from error
 
     def stop(self) -> None:
         """End the process and everything in its group. Blocks, so that nothing can interrupt it."""
