@@ -110,6 +110,19 @@ def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
     assert report.outcome == "identical", report
 
 
+@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize(("p", "d"), [(128, 64), (32, 64)])
+def test_latents_of_several_ranks(lab: Lab, p: int, d: int, p_tp: int, d_tp: int) -> None:
+    """Each rank has all of a latent, whichever heads of the model are its own."""
+    case = _pair("mla", p, d, "NHD", "NHD", p_tp, d_tp)
+    sides = (replace(side, head_dim=64) for side in (case.prefill, case.decode))
+    case = told(replace(case, **dict(zip(("prefill", "decode"), sides, strict=True))), lab.release)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert report.outcome == "identical", report
+
+
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC", "LHBNC", "BHLNC"])
 def test_other_named_layouts(lab: Lab, layout: str) -> None:
     """On one side each; test_named_layouts.py has them in all combinations."""
