@@ -30,6 +30,13 @@ TITLES: Mapping[str, str] = {
 }
 """The pairs of the table, in its order, and what a reader sees of each."""
 
+HYBRID_RANKS: Mapping[str, str] = {
+    "hybrid-64-tp1-tp2": "64 → 64, D on two ranks",
+    "hybrid-tp1-tp2": "128 → 64, D on two ranks",
+    "hybrid-tp2-tp1": "64 → 128, P on two ranks",
+}
+"""The same of ``docs/data/hybrid_ranks.json``, which is copied there by hand."""
+
 
 def require_all(names: Sequence[str]) -> None:
     """Raise :class:`BadOptions` unless every pair of the table is among these."""

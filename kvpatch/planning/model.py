@@ -176,7 +176,11 @@ class _Reading:
 
     def _types(self) -> list[str]:
         found = self.content.get("layer_types") or self.content.get("layers_block_type") or []
-        return [str(kind) for kind in found]
+        types = [str(kind) for kind in found]
+        if "mamba_n_heads" in self.content and "linear_num_key_heads" not in self.content:
+            # As newer versions of transformers write it: Mamba2, and no gated delta net.
+            return ["mamba" if kind == "linear_attention" else kind for kind in types]
+        return types
 
     def _state_layers(self, layers: int) -> tuple[int, ...]:
         types = self._types()

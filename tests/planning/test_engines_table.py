@@ -1,4 +1,4 @@
-"""A plan says of every pair of README's table what real engines did."""
+"""A plan says of every pair of README's table, and of hybrid models' ranks, what real engines did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from experiments.engines.pairs import ROWS, Row, Side
-from experiments.engines.recorded import TITLES
+from experiments.engines.recorded import HYBRID_RANKS, TITLES
 from kvpatch.planning.arguments import EngineArguments
 from kvpatch.planning.engine import engine_of
 from kvpatch.planning.ours import judged_by_kvpatch
@@ -18,9 +18,12 @@ from kvpatch.planning.stock import stock_verdict
 
 pytestmark = pytest.mark.patching
 
-DATA = json.loads((Path(__file__).parents[2] / "docs" / "data" / "engines.json").read_text())
-SEEN = {title: (stock, ours) for title, stock, ours in DATA["rows"]}
-PAIRS = {row.name: row for row in ROWS if row.name in TITLES}
+_FOLDER = Path(__file__).parents[2] / "docs" / "data"
+DATA = json.loads((_FOLDER / "engines.json").read_text())
+RANKS = json.loads((_FOLDER / "hybrid_ranks.json").read_text())
+_SHOWN = {**TITLES, **HYBRID_RANKS}
+SEEN = {title: (stock, ours) for title, stock, ours in (*DATA["rows"], *RANKS["rows"])}
+PAIRS = {row.name: row for row in ROWS if row.name in _SHOWN}
 
 _LLAMA = {
     "num_hidden_layers": 4,
@@ -39,7 +42,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "hybrid": {
         **_LLAMA,
-        "layer_types": ["mamba", "attention"] * 2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 8,
         "mamba_d_head": 64,
         "mamba_d_state": 16,
@@ -47,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_d_conv": 4,
     },
 }
-_FAIL, _WRONG = "fail", "wrong tokens"
+_FAIL, _WRONG, _ENDS = "fail", "wrong tokens", "D ends"
 
 
 def _pairs(row: Row, folder: Path) -> list[Pair]:
@@ -85,7 +88,7 @@ def _said_of_stock(row: Row, folder: Path) -> set[str]:
     """Which of the table's words the plan has for the row's pairs, over prompts of all lengths."""
     words = {
         Outcome.REFUSED: _FAIL,
-        Outcome.CRASH: _FAIL,
+        Outcome.CRASH: _ENDS,
         Outcome.WRONG: _WRONG,
         Outcome.IDENTICAL: "identical",
     }
@@ -97,22 +100,23 @@ def _said_of_stock(row: Row, folder: Path) -> set[str]:
 
 
 def _seen(text: str) -> set[str]:
-    return {word for word in (_FAIL, _WRONG, "identical") if word in text}
+    return {word for word in (_FAIL, _WRONG, _ENDS, "identical") if word in text}
 
 
 def test_the_table_has_pairs():
-    assert {TITLES[name] for name in PAIRS} == set(SEEN)
+    assert {_SHOWN[name] for name in PAIRS} == set(SEEN)
+    assert DATA["release"] == RANKS["release"]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_stock_does_what_a_plan_says(name, tmp_path):
-    assert _said_of_stock(PAIRS[name], tmp_path) == _seen(SEEN[TITLES[name]][0])
+    assert _said_of_stock(PAIRS[name], tmp_path) == _seen(SEEN[_SHOWN[name]][0])
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_kvpatch_does_what_a_plan_says(name, tmp_path):
     """And on whose path."""
-    on_stocks_path = "stock's path" in SEEN[TITLES[name]][1]
+    on_stocks_path = "stock's path" in SEEN[_SHOWN[name]][1]
     for pair in _pairs(PAIRS[name], tmp_path):
         for request in pair.requests(400):
             judged = judged_by_kvpatch(pair, request)
@@ -120,9 +124,19 @@ def test_kvpatch_does_what_a_plan_says(name, tmp_path):
             assert (judged.way == "vLLM's own") == on_stocks_path
 
 
+def test_stock_ends_where_the_second_request_finds_the_first_ones_handshake(tmp_path):
+    """As D's log had it: an assertion at the first request, an IndexError at the next."""
+    (pair,) = _pairs(PAIRS["hybrid-tp2-tp1"], tmp_path)
+
+    for request in pair.requests(400):
+        said = stock_verdict(pair, request)
+        assert said.outcome is Outcome.CRASH
+        assert "D ends at the next request" in said.reason
+
+
 def test_negative_control_a_row_of_another_pair_is_noticed(tmp_path):
     said = {name: _said_of_stock(row, tmp_path) for name, row in PAIRS.items()}
 
-    assert said["128-32"] != _seen(SEEN[TITLES["32-128"]][0])
-    assert said["64-64"] != _seen(SEEN[TITLES["128-32"]][0])
-    assert said["2p1d"] != _seen(SEEN[TITLES["128-32"]][0])
+    assert said["128-32"] != _seen(SEEN[_SHOWN["32-128"]][0])
+    assert said["64-64"] != _seen(SEEN[_SHOWN["128-32"]][0])
+    assert said["2p1d"] != _seen(SEEN[_SHOWN["128-32"]][0])
