@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from threading import Lock
+from threading import RLock
 
 _LOG = logging.getLogger("kvpatch.digests")
 
@@ -36,6 +36,8 @@ class DigestCounts:
     loads: Counter[Proof] = field(default_factory=Counter)
     tell: Callable[[Proof, str], None] | None = None
     doubted: set[str] = field(default_factory=set)
+    #: Loads end on the reads' thread and on the engine's, each under a lock of its own.
+    _lock: RLock = field(default_factory=RLock, repr=False)
 
     def count(self, proof: Proof, layer: str = "") -> None:
         """Books a load.
@@ -43,7 +45,8 @@ class DigestCounts:
         Args:
             layer: of an alarm.
         """
-        self.loads[proof] += 1
+        with self._lock:
+            self.loads[proof] += 1
         if self.tell is not None:
             self.tell(proof, layer)
 
@@ -67,8 +70,9 @@ class LoadProof:
         self.request_id = request_id
         self._open = 0
         self._is_sealed = self._is_counted = False
-        #: The engine's thread has all reads booked, and the reads' thread ends them.
-        self._lock = Lock()
+        #: The engine's thread has all reads booked, and the reads' thread ends them. What is
+        #: collected while one of them is inside may be another read of the load, which ends there.
+        self._lock = RLock()
         #: Of each read that has ended: how well it was checked; None where it has failed.
         self._ended: list[Proof | None] = []
 
@@ -113,9 +117,9 @@ class LoadProof:
         """
         with self._lock:
             self._open -= 1
-            if not self._is_counted:
+            is_first, self._is_counted = not self._is_counted, True
+            if is_first:
                 self.counts.count(Proof.ALARM, layer)
-            self._is_counted = True
 
     def _count(self) -> None:
         is_over = self._is_sealed and self._ended and not self._open

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from threading import Event, Thread
 
@@ -396,6 +397,41 @@ def test_an_engine_that_goes_to_sleep_waits_for_what_is_read(tables):
     goes_on.set()
     maker.settle()
     maker._thread.shutdown()
+
+
+def test_a_read_that_is_collected_while_its_load_is_counted_ends_there():
+    """On the same thread, in the middle of another one's end: nobody waits for himself."""
+    counts = DigestCounts()
+    proof = LoadProof(counts, "of which a read is forgotten")
+    proof.begin()
+    proof.begin()
+    proof.seal(is_read=True)
+    counts.tell = lambda *_: proof.end(None)  # STAND-IN for the collector
+    ends = Thread(target=proof.alarm, args=("layers.3",), daemon=True)
+    ends.start()
+    ends.join(5)
+    assert not ends.is_alive()
+    assert counted(counts) == (0, 1, 0)
+
+
+def test_loads_that_end_on_several_threads_are_all_counted():
+    """Each under a lock of its own."""
+    counts = DigestCounts(loads=_Slow())
+    ends = [Thread(target=counts.count, args=(Proof.CHECKED,)) for _ in range(8)]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    assert counts.loads[Proof.CHECKED] == 8
+
+
+class _Slow(Counter):
+    """Lets other threads go on between what it held and what it will."""
+
+    def __getitem__(self, key: object) -> int:
+        found = super().__getitem__(key)
+        time.sleep(0.005)
+        return found
 
 
 def test_each_load_is_counted_once(tables):
