@@ -74,7 +74,8 @@ def _rank(planes: Sequence[Plane], ours: Sequence[Plane], agent: str) -> RemoteR
         device_id=0,
         memory_kind="DRAM",
     )
-    return RemoteRank(metadata, tuple(planes), overlaps_of(list(layers.values()), ours), agent)
+    regions = tuple(map(tuple, layers.values()))
+    return RemoteRank(metadata, regions, overlaps_of(regions, ours), agent)
 
 
 def preparing(

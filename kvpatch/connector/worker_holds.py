@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvpatch.connector.holds.granted import changes_in
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.read_request import read_requests_of
 from kvpatch.connector.state import worker_state
 from kvpatch.transfer.hold_table import HoldTable
 from kvpatch.transfer.nixl import errors_of
@@ -46,6 +48,32 @@ def hear(worker: Any, metadata: Any) -> None:
             table.hold(request_id, generation)
         else:
             table.end(request_id)
+
+
+@contextmanager
+def together(worker: Any, metadata: Any) -> Iterator[None]:
+    """While inside, no read ends where two of one answer of P's may begin.
+
+    The last of those that are open tells P that they are over: what the first one says before
+    there is a second has P give away what that one reads.
+    """
+    reader = worker_state(worker).reader
+    thread = None if reader is None else reader.thread
+    if thread is None or not _may_share(worker, metadata):
+        yield
+        return
+    with thread.paused():
+        yield
+
+
+def _may_share(worker: Any, metadata: Any) -> bool:
+    """Whether reads of one answer may begin in a step: in few there is more than one read."""
+    if not worker._ready_requests.empty():  # those that have waited for hands to be shaken
+        return True
+    if len(metadata.reqs_to_recv) < 2:  # noqa: PLR2004
+        return False
+    words = [read.stated_hold for _, read in read_requests_of(metadata) if read.stated_hold]
+    return len(set(words)) < len(words)
 
 
 def end_everything(worker: Any) -> None:

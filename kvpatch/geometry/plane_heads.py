@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import groupby
 
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Content, Plane
+
+HeadName = tuple[str, Content, int]
+"""Layer, content and global number of a head."""
+
+
+def names_of_heads(planes: Iterable[Plane]) -> frozenset[HeadName]:
+    """Every head of every content of every layer of some planes."""
+    return frozenset(
+        (plane.layer, plane.content, head)
+        for plane in planes
+        for head in range(plane.first_head, plane.end_head)
+    )
+
+
+def planes_without(planes: Iterable[Plane], heads: Collection[HeadName]) -> list[Plane]:
+    """Planes but for some of their heads; one that moves whole is left out with all of them."""
+    found = []
+    for plane in planes:
+        numbers = range(plane.first_head, plane.end_head)
+        left = [one for one in numbers if (plane.layer, plane.content, one) not in heads]
+        found += [plane] if left and plane.is_whole else planes_of_heads(plane, left)
+    return found
 
 
 def planes_of_heads(plane: Plane, heads: Collection[int]) -> list[Plane]:

@@ -33,6 +33,7 @@ from kvpatch.connector.state import front_end_state, scheduler_state, worker_sta
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.transfer.telemetry import Telemetry
 
 # --- a worker ---------------------------------------------------------------------
 
@@ -41,6 +42,8 @@ def _record_transfer(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def record(res: Any) -> Any:
+        if isinstance(res, Telemetry) and res.is_of_nothing:
+            return None  # a rank that was only told
         found = wrapped(res)
         if res is not None:  # from 0.32 on NIXL may not have counted
             payload.count_read(instance, res)

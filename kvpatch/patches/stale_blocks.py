@@ -62,7 +62,8 @@ def _start_load_kv(
 ) -> Any:
     def start(metadata: Any) -> Any:
         worker_holds.hear(instance, metadata)
-        return wrapped(metadata)
+        with worker_holds.together(instance, metadata):
+            return wrapped(metadata)
 
     return start(*args, **kwargs)
 

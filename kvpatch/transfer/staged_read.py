@@ -21,7 +21,7 @@ from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.lost_transfers import lose, quarantine
-from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
+from kvpatch.transfer.nixl import Ends, errors_of, prepare_read, tell_over
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.read_times import Metered, ReadTimes
@@ -152,6 +152,10 @@ class StagedRead(OwnRead):
         #: The engine's; and how many of its absences there were before.
         self.looks = Looks()
         self._absences = 0
+        #: (whether it has read) -> whether the peer is to be told of it, and not by another read.
+        self.end_telling: Callable[[bool], bool] = bool
+        #: Whether there is nothing to read, and the peer is told all the same.
+        self.is_idle = False
         #: What is zeroed beside it, once it has begun.
         self.tails: Callable[[], Tails] | None = None
         #: Counts what is read.
@@ -191,7 +195,7 @@ class StagedRead(OwnRead):
             if self.tails is not None:
                 self._placing.append((self._caches.zero(self.tails(), self._after), None))
             self._unposted.plan()
-            if not self._unposted.is_any:
+            if not (self._unposted.is_any or self.is_idle):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
             if not self._is_paced and self._may_begin():
                 self._post()
@@ -327,6 +331,8 @@ class StagedRead(OwnRead):
             self._flights.remove(flight)
         if self.outcome == "PROC":
             self.fate.outcome = "ERR"  # nothing more is done for it, and nobody is told of it
+            if self.end_telling(False):  # noqa: FBT003 - but of another one that has read the same
+                tell_over(self._nixl, (self._ends.agent,), self._notification)
 
     def let_go(self) -> None:
         """As :meth:`release`, of a read that nobody asks for any more."""
@@ -403,7 +409,7 @@ class StagedRead(OwnRead):
         if digest is not None and self._awaits(digest):
             return digest.is_comparing
         # Of wrong bytes too: the peer need not hold what nobody will read again.
-        if (not self._has_failed or self._is_wrong) and not self._is_told:
+        if self.end_telling(not self._has_failed or self._is_wrong) and not self._is_told:
             try:
                 if self._notification:  # else the release tells the peer itself
                     self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)

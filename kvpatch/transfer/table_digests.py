@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.geometry.digest_weights import Weights
 from kvpatch.geometry.digests import Digests, Extent
 from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_heads import HeadName, planes_without
 from kvpatch.geometry.segments import BlockList
 from kvpatch.transfer.cache_digests import CacheDigests
 from kvpatch.transfer.caches import side_streams
@@ -51,11 +52,17 @@ class TableTokens:
         """Tokens, once for each plane."""
         return len(self.planes) * max(0, self.end_token - self.first_token)
 
+    def without_heads(self, heads: Collection[HeadName]) -> TableTokens:
+        """The same without some of the planes' heads."""
+        if not heads:
+            return self
+        return replace(self, planes=tuple(planes_without(self.planes, heads)))
+
     def without_open_blocks(self) -> list[TableTokens]:
         """The same without the last block of planes that move whole, where it is not full.
 
         What is behind its last token moves along, and is anything: of ranks that all have the
-        plane, each has its own, and nobody says whose was placed last.
+        plane, each has its own, and nobody says whose was placed last where several are read.
         """
         size = self.blocks.block_tokens
         rows = tuple(plane for plane in self.planes if not plane.is_whole)

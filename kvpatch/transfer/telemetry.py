@@ -24,6 +24,11 @@ class Telemetry:
     descCount: int = 0  # noqa: N815
     way: str = ""
 
+    @property
+    def is_of_nothing(self) -> bool:
+        """Whether it is of a read of no bytes, which is none that anybody counts."""
+        return not self.descCount
+
     def add(self, one: Any) -> None:
         """Counts another transfer; of the starts the first stays."""
         self.startTime = min(self.startTime or one.startTime, one.startTime)

@@ -19,6 +19,7 @@ from .core import CoreScheduler
 from .digests import digests_of
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Timed, Told
+from .layer_kinds import KINDS
 from .scheduler import Computation, Scheduler, Tracked
 from .standstill import standstill
 
@@ -49,6 +50,7 @@ class Player(Engine):
         self._offered: list[str] = []
         #: A step that is scheduled and not computed.
         self._ahead: Computation | None = None
+        self._has_unlike_copies = False
 
     # -- P -----------------------------------------------------------------
 
@@ -90,6 +92,31 @@ class Player(Engine):
         assert tracked is not None
         tracked.tokens = prompt.tokens
         return tracked
+
+    def part_copies(self) -> None:
+        """From now on ranks' copies of a head differ in the last bits, as those of a CPU's do.
+
+        The first rank that has a head computes what a D is to hold.
+        """
+        self._has_unlike_copies = True
+
+    def _write(self, tracked: Tracked, tokens: range) -> None:
+        super()._write(tracked, tokens)
+        if not (tokens and self._has_unlike_copies):
+            return
+        held: set[tuple[int, int]] = set()
+        found = list(self._elements(tracked, tokens))
+        of_rank = len(found) // self.spec.tp_size
+        for place, (number, array, block, offset, value) in enumerate(found):
+            rank = place // of_rank
+            kind = KINDS.get(self.spec.kind_of(number))
+            first = self.spec.first_head(rank) if kind is None or kind.has_heads else 0
+            # A kind's plane, and each of keys and values, is a place of its own.
+            names = [(place % of_rank, first + head) for head in range(value.shape[1])]
+            copies = [head for head, name in enumerate(names) if name in held]
+            held.update(names)
+            value[:, copies] ^= value.dtype.type(rank)
+            array[block, offset] = value
 
     def hand_on(self, name: str) -> None:
         """Has another request's tokens in a prompt's blocks, as after P has let go of them."""

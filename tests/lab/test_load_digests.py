@@ -53,7 +53,6 @@ WHOLE = replace(
     patches=SLUGS,
 )
 CHECKED = {"checked": 1, "partly": 0, "alarm": 0, "unchecked": 0}
-PARTLY = {"checked": 0, "partly": 1, "alarm": 0, "unchecked": 0}
 ALARM = {"checked": 0, "partly": 0, "alarm": 1, "unchecked": 0}
 UNCHECKED = {"checked": 0, "partly": 0, "alarm": 0, "unchecked": 1}
 
@@ -178,20 +177,48 @@ def test_heads_that_several_ranks_share_are_checked(lab: Lab, ranks: tuple[int, 
         found.assert_counted(**times(CHECKED, ranks[1]))
 
 
+@pytest.mark.parametrize("way", ["direct", "staged"])
+@pytest.mark.parametrize("ranks", [(4, 1), (4, 2), (3, 1)], ids=str)
+def test_each_head_is_read_from_one_rank(lab: Lab, ranks: tuple[int, int], way: str) -> None:
+    """Whose copies are unlike in the last bits: it is the first one's, and not one of each."""
+    heads = 1 if ranks[0] == 3 else 2
+    always = (*spec().settings, ("KVPATCH_TRANSFER", way))
+    with Stage(lab) as stage:
+        p, d = (spec(tp_size=size, kv_heads=heads, settings=always) for size in ranks)
+        found = scene(lab, stage, p, replace(d, block_tokens=32))
+        found.prefill.call("part_copies")
+        before = found.decode.left()
+        for _ in range(3):
+            prompt, ask = found.fresh()
+            found.decode.ask(ask)
+            seen = found.decode.watch(prompt)
+            assert seen.received == names([prompt]), seen
+            assert found.decode.wrong(prompt)[0] == 0
+            found.assert_counted(**times(CHECKED, ranks[1]))
+            assert found.prefill.heard([prompt]) == names([prompt]), "all of its ranks are told"
+        assert found.decode.left() == before
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.decode.call("ask_spoilt", [ask], "layer", heads)
+        assert found.decode.watch(prompt).failed == names([prompt])
+        found.assert_counted(**times(ALARM, ranks[1]))
+
+
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
-    """What lies behind their last token is nobody's, where several ranks have it."""
+    """Where several ranks have all of one, from the first: behind its last token too."""
     if Version(lab.release) < Version("0.29"):
         pytest.skip("this release has no such caches")
     with Stage(lab) as stage:
         p, d = (replace(WHOLE, tp_size=size) for size in ranks)
         found = scene(lab, stage, p, d, 300)
+        if ranks[0] > ranks[1]:
+            found.prefill.call("part_copies")
         prompt, ask = found.fresh()
         found.decode.ask(ask)
         assert found.decode.watch(prompt).received == names([prompt])
         assert found.decode.wrong(prompt)[0] == 0
-        # The last block is left out where nobody knows whose it is.
-        found.assert_counted(**times(PARTLY if ranks[0] > ranks[1] else CHECKED, ranks[1]))
+        found.assert_counted(**times(CHECKED, ranks[1]))
         prompt, ask = found.fresh()
         assert found.prefill.call("make_digests", prompt.name) == "made"
         found.prefill.call("hand_on", prompt.name)

@@ -184,6 +184,105 @@ def test_a_d_without_kvpatch_takes_no_notice(lab: Lab, ranks: int) -> None:
         assert actor.heard([prompt]) == names([prompt])
 
 
+#: P and D whose answers two requests read at once, and their ranks.
+_SHARED = {
+    "like": (SPEC, SPEC),
+    "unlike": (SPEC, UNLIKE["unlike"]),
+    "through a small pool": (
+        SPEC,
+        replace(
+            UNLIKE["unlike"],
+            settings=(("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "16384")),
+        ),
+    ),
+    "in the steps alone": (
+        SPEC,
+        replace(UNLIKE["unlike"], settings=(("KVPATCH_PROGRESS", "step"),)),
+    ),
+    "2 ranks to 1": (replace(SPEC, tp_size=2), UNLIKE["unlike"]),
+    "1 rank to 2": (SPEC, replace(UNLIKE["unlike"], tp_size=2)),
+}
+
+
+@pytest.fixture(scope="module", params=_SHARED)
+def shared(lab: Lab, request: pytest.FixtureRequest) -> Iterator[tuple[Scene, Actor]]:
+    """A P that lets go of nothing that is not read, and a D."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    first, second = _SHARED[request.param]
+    with Stage(lab) as stage:
+        actor = stage.start(replace(first, patched=True, patches=SLUGS))
+        decode = stage.decode(second)
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        yield Scene(stage, lab.release, {}, decode), actor
+
+
+def again(ask: Ask) -> Ask:
+    """Another request with the same answer of P's, as a router sends it that hedges."""
+    return replace(ask, prompt=replace(ask.prompt, name=f"{ask.prompt.name}-again"))
+
+
+def assert_served(scene: Scene, actor: Actor, answered: Prompt, *prompts: Prompt) -> None:
+    """These have been read as P had them, and P has been told once, by the last one."""
+    seen = scene.decode.watch(*prompts)
+    assert seen.received == names(prompts), seen
+    assert scene.decode.wrong(*prompts)[0] == 0
+    assert actor.heard([answered]) == names([answered])
+    assert not [line for line in actor.call("logged") if answered.name in line]
+
+
+@pytest.mark.parametrize("how", ["in one step", "in two steps", "at the handshake"])
+def test_two_readers_of_one_answer_are_served(
+    lab: Lab, shared: tuple[Scene, Actor], how: str
+) -> None:
+    """The first one's word that it has read does not take P's blocks from the second."""
+    scene, actor = shared
+    if how == "at the handshake":
+        with Stage(lab) as stage:
+            fresh = Scene(stage, lab.release, {}, stage.decode(scene.decode.spec))
+            prompt, ask = scene.fresh(actor)
+            fresh.decode.ask(ask, again(ask))
+            assert_served(fresh, actor, prompt, prompt, again(ask).prompt)
+        return
+    for _ in range(4):
+        prompt, ask = scene.fresh(actor)
+        if how == "in one step":
+            scene.decode.ask(ask, again(ask))
+        else:
+            actor.hold()
+            scene.decode.ask(ask)
+            scene.decode.ask(again(ask))
+            actor.go_on()
+        assert_served(scene, actor, prompt, prompt, again(ask).prompt)
+
+
+def test_a_reader_that_comes_after_the_last_one_fails(shared: tuple[Scene, Actor]) -> None:
+    """The negative control: P has let go of the blocks, whoever has got them since."""
+    scene, actor = shared
+    prompt, ask = scene.fresh(actor)
+    scene.decode.ask(ask)
+    assert_served(scene, actor, prompt, prompt)
+
+    scene.decode.ask(again(ask))
+
+    assert scene.decode.watch(again(ask).prompt).failed == names([again(ask).prompt])
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_reader_that_is_given_up_leaves_the_other_one_alone(
+    shared: tuple[Scene, Actor], which: str
+) -> None:
+    scene, actor = shared
+    prompt, ask = scene.fresh(actor)
+    over, kept = (ask, again(ask)) if which == "first" else (again(ask), ask)
+    actor.hold()
+    scene.decode.ask(ask, again(ask))
+    scene.decode.call("give_up", over.prompt.name)
+    actor.go_on()
+    assert_served(scene, actor, prompt, kept.prompt)
+    assert not scene.decode.watch(over.prompt).waiting
+
+
 @pytest.mark.parametrize(("remote_ranks", "local_ranks"), [(2, 2), (2, 1), (1, 2)])
 def test_each_rank_is_asked(lab: Lab, remote_ranks: int, local_ranks: int) -> None:
     """A load is good where all of P's ranks held the blocks; stale ones fail on all of D's."""

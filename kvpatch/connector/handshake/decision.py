@@ -220,8 +220,7 @@ def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
             f"{local.staging_bytes}",
             f"set KVPATCH_STAGING_BYTES to {largest} or more, or KVPATCH_TRANSFER to auto",
         )
-    planes = tuple(plane for region in regions for plane in region)
-    return RemoteRank(peer, planes, overlaps, states=states)
+    return RemoteRank(peer, tuple(regions), overlaps, states=states)
 
 
 def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:

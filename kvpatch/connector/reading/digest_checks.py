@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpatch.connector.digests.covered import CoveredCaches
 from kvpatch.connector.digests.promise import Promise, read_promise
@@ -12,6 +13,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import loaded_tokens
 from kvpatch.core.errors import KvpatchError
+from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.digest_read import DigestRead
 from kvpatch.transfer.digest_table import DigestTable
@@ -32,6 +34,22 @@ class LoadDigest:
     promise: Promise | None
     tables: Sequence[TableTokens]
     proof: LoadProof
+
+
+class PeersRank(NamedTuple):
+    """A rank of a peer that is read.
+
+    Attributes:
+        agent: NIXL's name of it.
+        generation: the word of its hold.
+        taken: heads that come from other ranks, and are not compared with what this one has;
+            None where the release reads, which may fill some from several.
+    """
+
+    number: int
+    agent: str
+    generation: int
+    taken: frozenset[HeadName] | None
 
 
 @dataclass(frozen=True)
@@ -75,20 +93,24 @@ class DigestChecks:
             return LoadDigest(None, (), proof)
         return LoadDigest(promise, [table for table in found if table is not None], proof)
 
-    def check(
-        self, load: LoadDigest, generation: int, number: int, agent: str
-    ) -> DigestCheck | None:
+    def check(self, load: LoadDigest, rank: PeersRank) -> DigestCheck | None:
         """Of what is read of one rank; None where nothing checks it."""
-        promise, tables, covered = load.promise, load.tables, self.covered
-        if promise is None or covered is None or not tables:
+        promise, covered = load.promise, self.covered
+        if promise is None or covered is None or not load.tables:
             return None
-        if number >= len(promise.tables):  # others of its ranks may be compared
+        if rank.number >= len(promise.tables):  # others of its ranks may be compared
             load.proof.leave(Proof.UNCHECKED)
             return None
-        if len(promise.tables) > self.ours.tp_size:  # several of P's may be read
-            tables = [part for table in tables for part in table.without_open_blocks()]
-        fetched = DigestRead(self.table, agent, promise.tables[number], generation)
-        is_part = sum(table.rows for table in tables) < sum(table.rows for table in load.tables)
+        filled = [table.without_heads(rank.taken or ()) for table in load.tables]
+        tables = [table for table in filled if table.planes]
+        if not tables:  # states alone
+            return None
+        is_part = False
+        if rank.taken is None and len(promise.tables) > self.ours.tp_size:
+            known = [part for table in tables for part in table.without_open_blocks()]
+            is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
+            tables = known
+        fetched = DigestRead(self.table, rank.agent, promise.tables[rank.number], rank.generation)
         return DigestCheck(
             fetched,
             tables,

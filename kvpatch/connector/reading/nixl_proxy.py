@@ -157,13 +157,16 @@ class ReadingAgent(AgentProxy):
             return None
         notif_msg = told
         beside = self._self_beside(remote_agent_name)
-        others = (name for name in beside if name != remote_agent_name)
+        leave = self._self_reader.last_readers.leave
+        others = (n for n in beside if n != remote_agent_name and not leave(n, notif_msg))
         tell_over(self.__wrapped__, others, notif_msg)
         context, peers = self._self_reader.context, self._self_reader.ambiguous_peers
         if context is not None and context.computed_here is not None:
             read_first = context.request_id, context.engine_id, context.computed_here
             if peers.sample(self.__wrapped__, remote_agent_name, notif_msg, *read_first):
                 return None  # it is told once a sample of its blocks has been read
+        if leave(remote_agent_name, notif_msg):
+            return None  # it is told once the reads that go on are over
         return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvpatch.connector.handshake.remote_ranks import Peer
+from kvpatch.connector.handshake.remote_ranks import Peer, RemoteRank
 from kvpatch.connector.holds.hold import Hold
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.digest_checks import LoadDigest
@@ -18,11 +18,19 @@ class Reading:
 
     Attributes:
         tails_left: whether no read was told yet to zero what is behind its last token.
+        ranks: of the peer, of which reads have been prepared.
     """
 
     peer: Peer
     request: ReadRequest
     tails_left: bool = True
+    ranks: tuple[RemoteRank, ...] = ()
+
+    def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
+        """The ranks before one of which a read is prepared now."""
+        before = tuple(one for one in self.ranks if one is not rank)
+        self.ranks = (*before, rank)
+        return before
 
 
 @dataclass

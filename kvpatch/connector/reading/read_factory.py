@@ -11,6 +11,7 @@ from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
@@ -39,12 +40,14 @@ class Wanted(NamedTuple):
         staged: goes through the pool, and
         staged_bytes: so much of it is copied out of there.
         tails: is zeroed once the read has begun; None for nothing.
+        is_idle: whether all that the rank has comes from others, so that it is only told.
     """
 
     direct: Iterable[Plan]
     staged: Sequence[Share] = ()
     staged_bytes: int = 0
     tails: Callable[[], Tails] | None = None
+    is_idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,14 @@ class ReadFactory:
         caches: where they are placed.
         progress: None where reads go on in the engine's steps.
         stopwatch: of all reads.
+        last_readers: of those that tell a peer the same.
     """
 
     pool: StagingPool
     caches: Caches | StoragelessCaches
     progress: Progress | None
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    last_readers: LastReaders = field(default_factory=LastReaders)
 
     def read(
         self,
@@ -86,6 +91,7 @@ class ReadFactory:
         read = self._read(nixl, ends, notification, Unposted(wanted.direct, chunks), lifetime)
         read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
         read.tails = wanted.tails
+        read.is_idle = wanted.is_idle
         return self._own(read, request)
 
     def prepared(
@@ -114,6 +120,8 @@ class ReadFactory:
             is_paced=self.progress is not None,
         )
         read.lifetime = lifetime
+        if notification:
+            read.end_telling = self.last_readers.begin(ends.agent, notification)
         return read
 
     def _own(self, read: StagedRead, request: ReadRequest | None) -> OwnRead:

@@ -33,7 +33,7 @@ from kvpatch.connector.metrics.catalogue import Way
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.chosen_ways import ChosenWays
-from kvpatch.connector.reading.digest_checks import DigestChecks
+from kvpatch.connector.reading.digest_checks import DigestChecks, PeersRank
 from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.read_factory import Progress, ReadFactory, Wanted
@@ -42,12 +42,14 @@ from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tail
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.hold_table import HoldTable
+from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
@@ -143,6 +145,11 @@ class Reader:
         self.pooled = Way.STAGED
         self.book = Book()
         self.digest_checks: DigestChecks | None = None
+
+    @property
+    def last_readers(self) -> LastReaders:
+        """Who of our open reads tells peers that they are over."""
+        return self._reads.last_readers
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -274,12 +281,16 @@ class Reader:
             )
         rank = reading.peer.ranks[number]
         metadata = rank.metadata
+        rest = rank.behind(reading.taken_before(rank), self.planes)
         shares = shares_of(
-            self.ours, self.groups, metadata, rank.overlaps, reading.request, rank.block_tokens
+            self.ours, self.groups, metadata, rest.overlaps, reading.request, rank.block_tokens
         )
         ends = Ends(self.ours.memory, peer_memory(self.ours, metadata), rank.agent)
-
-        lifetime = self._lifetime(reading.request, number, rank.agent)
+        states = partial(
+            states_plan, self.groups, metadata, reading.request, self._states, rank.states
+        )
+        is_idle = rest.is_nothing and not len(states())
+        lifetime = self._lifetime(reading.request, number, rank.agent, rest.taken, is_idle=is_idle)
 
         def read(wanted: Wanted) -> OwnRead:
             times = reading.peer.times
@@ -299,14 +310,12 @@ class Reader:
             tails = partial(self._tails, reading.request)
             reading.tails_left = False
         split = self.ways.split(shares, reading.peer.times, metadata.engine_id)
-        states = states_plan(self.groups, metadata, reading.request, self._states, rank.states)
-
         pairs = (
             (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
             for share in split.direct
         )
-        direct = chain(plan_parts(pairs), (states,))
-        return read(Wanted(direct, split.staged, split.staged_bytes, tails))
+        direct = chain(plan_parts(pairs), (states(),))
+        return read(Wanted(direct, split.staged, split.staged_bytes, tails, is_idle))
 
     def prepare_like(
         self, nixl: Any, agent: str, lifetime: Lifetime, handle: Any, notification: bytes
@@ -327,16 +336,38 @@ class Reader:
         context = self.context
         return context is not None and context.hold is not None and self.hold_table is not None
 
-    def _lifetime(self, request: ReadRequest, number: int, agent: str) -> Lifetime:
-        """Of what is read of a rank: its word where it gives one, else what can be told here."""
-        found = self.lifetime_by_word(number, agent)
+    def _lifetime(
+        self,
+        request: ReadRequest,
+        number: int,
+        agent: str,
+        taken: frozenset[HeadName],
+        *,
+        is_idle: bool,
+    ) -> Lifetime:
+        """Of what is read of a rank: its word where it gives one, else what can be told here.
+
+        Args:
+            taken: heads that come from other ranks.
+            is_idle: whether nothing is read of it, so that nobody minds what it holds.
+        """
+        if is_idle:
+            self.hold_check(number, agent)  # P's answer may be of an engine with fewer ranks
+            return Lifetime()
+        found = self.lifetime_by_word(number, agent, taken)
         if found is not None:
             return found
         releases = self._being_read().peer.ranks[number].metadata.releases
         return self._watched(self.leases.at(releases).lifetime(request))
 
-    def lifetime_by_word(self, number: int, agent: str) -> Lifetime | None:
+    def lifetime_by_word(
+        self, number: int, agent: str, taken: frozenset[HeadName] | None = None
+    ) -> Lifetime | None:
         """Of what is read of a rank that gives its word; None of one that gives none.
+
+        Args:
+            taken: heads that come from other ranks; None where the release reads, which may
+                fill some from several.
 
         Raises:
             ReadRefused: P's answer is of an engine with fewer ranks.
@@ -346,7 +377,8 @@ class Reader:
             return None
         found = Lifetime(check=check)
         if checks is not None and context is not None and context.digest is not None:
-            found.digest = checks.check(context.digest, check.generation, number, agent)
+            rank = PeersRank(number, agent, check.generation, taken)
+            found.digest = checks.check(context.digest, rank)
         return self._watched(found)
 
     def _watched(self, lifetime: Lifetime) -> Lifetime:
@@ -384,10 +416,10 @@ class Reader:
             ReadRefused: nothing is being read.
         """
         ranks = self._being_read().peer.ranks
-        held: set[tuple[str, Content, int]] = set()
+        held: frozenset[HeadName] = frozenset()
         found = []
         for number in numbers:
-            heads = set(ranks[number].heads())
+            heads = ranks[number].heads
             if not heads <= held:
                 found.append(number)
             held |= heads

@@ -1,0 +1,110 @@
+"""Two reads of one answer of P's: the last one tells it, whatever becomes of either."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import pytest
+
+from kvpatch.transfer.last_reader import LastReaders
+from tests.transfer.staged_world import Failing, World, finish, make_world, notifications
+
+P, MESSAGE = "P", b"a:1"
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return make_world()
+
+
+def _reads(world: World, readers: LastReaders, *agents: object):
+    pool = world.pool(1 << 20)
+    found = [world.read(pool, agent) for agent in agents]
+    for read in found:
+        read.end_telling = readers.begin(world.ends.agent, b"done")
+    return found
+
+
+def test_the_last_of_two_tells(world):
+    first, second = _reads(world, LastReaders(), None, None)
+    first.start()
+    assert finish(first) == ["DONE"]
+    assert notifications(world) == []
+    second.start()
+    assert finish(second) == ["DONE"]
+    assert notifications(world) == [b"done"]
+    assert world.is_identical()
+
+
+def test_one_that_fails_last_tells_of_the_other(world):
+    first, second = _reads(world, LastReaders(), None, Failing(world.decode, 0))
+    first.start()
+    second.start()
+    assert finish(first) == ["DONE"]
+    assert finish(second) == ["ERR"]
+    assert notifications(world) == [b"done"]
+    second.release()
+
+
+def test_one_that_is_released_last_tells_of_the_other(world):
+    first, second = _reads(world, LastReaders(), None, None)
+    first.start()
+    assert finish(first) == ["DONE"]
+    second.release()
+    second.release()
+    assert notifications(world) == [b"done"]
+
+
+def test_one_that_is_forgotten_last_tells_of_the_other(world):
+    first, *rest = _reads(world, LastReaders(), None, None)
+    first.start()
+    assert finish(first) == ["DONE"]
+    rest.clear()
+    gc.collect()
+    assert notifications(world) == [b"done"]
+
+
+def test_nobody_is_told_where_none_has_read(world):
+    first, second = _reads(world, LastReaders(), None, Failing(world.decode, 0))
+    first.release()
+    second.start()
+    assert finish(second) == ["ERR"]
+    assert notifications(world) == []
+    second.release()
+
+
+def test_what_somebody_else_tells_is_left_to_those_that_go_on():
+    readers = LastReaders()
+    assert not readers.leave(P, MESSAGE)
+    end = readers.begin(P, MESSAGE)
+    assert readers.leave(P, MESSAGE)
+    assert not readers.leave(P, b"b:1")
+    assert not readers.leave("Q", MESSAGE)
+    assert end(False), "it has read nothing, but the other one is through with it"
+    assert not end(True)
+    assert not readers.leave(P, MESSAGE)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_of_any_number_tells_and_it_is_the_last(seed):
+    """Which have read, and in which order they end, is drawn; they end on threads of their own."""
+    draw = random.Random(seed)
+    readers = LastReaders()
+    ends = [readers.begin(P, MESSAGE) for _ in range(draw.randint(1, 8))]
+    have_read = [draw.random() < 0.5 for _ in ends]
+    told: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda end=end, has=has: told.append(end(has)))
+        for end, has in zip(ends, have_read, strict=True)
+    ]
+    draw.shuffle(threads)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(told) == any(have_read)
+    assert not readers.leave(P, MESSAGE), "nothing is kept of what is over"
+    assert not readers._open
+    assert not readers._owed
