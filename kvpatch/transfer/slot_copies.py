@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 #: Each takes some MB while it is gathered and compared.
 _SLOTS_AT_ONCE = 32
+#: That are kept from before the model runs until after, of all loads of a step. A scheduler's own
+#: limits are no bound: as many loads may end in a step as it runs requests at most, a thousand say.
+_MOST_TAKEN_BYTES = 64 * 1024**2
 
 
 class SlotCopies:
@@ -44,6 +47,11 @@ class SlotCopies:
     def _constants(self) -> tuple[torch.Tensor, ...]:
         wanted = (self.gather.plane_of_item, self.gather.inner)
         return uploaded(wanted, self._items.device)
+
+    @property
+    def most_slots(self) -> int:
+        """How many may be taken at the same time; one at least."""
+        return max(1, _MOST_TAKEN_BYTES // (self.gather.inner.size * self.gather.item_bytes))
 
     def take(self, starts: Sequence[Int64Array]) -> TakenSlots:
         """Copies slots, each of which begins in a plane where its numbers say."""

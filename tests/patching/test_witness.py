@@ -216,8 +216,11 @@ class _Copies:
         other = SimpleNamespace(layer="l.1", content=SimpleNamespace(value="value"))
         self.gather = SimpleNamespace(planes=(plane, other), starts=lambda *_: np.zeros(2))
         self.pending: _Pending | None = None
+        self.most_slots = 1024
+        self.taken = 0
 
     def take(self, starts: Any) -> Any:
+        self.taken = len(starts)
         return SimpleNamespace(compare=lambda: self.pending)
 
 
@@ -328,6 +331,18 @@ class TestWitness:
         assert [one.levelname for one in caplog.records].count("WARNING") == 1
         play(witness, copies, 0.0, 0.0)
         assert witness.counts.witnessed == 1
+
+    def test_more_loads_of_a_step_than_there_is_room_for_are_counted(self):
+        witness, copies = witness_of()
+        copies.most_slots = 2
+        copies.pending = _Pending([[0.0, 0.0]] * 2)
+        copies.pending.is_done = True
+        loads = [(name, "P", 9, (1,), (1,), "") for name in "abc"]
+        witness.before(SimpleNamespace(kvpatch_witnessed_loads=loads))
+        witness.after()
+        assert copies.taken == 2
+        assert dict(witness.counts.not_witnessed) == {"too many ended in one step": 1}
+        assert witness.counts.learnt == 2
 
     def test_forgets_the_peer_that_it_heard_of_least_lately(self, monkeypatch):
         from kvpatch.connector.witness import witness as module

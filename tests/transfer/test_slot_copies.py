@@ -101,3 +101,12 @@ def test_bytes_are_read_as_numbers_of_eight_bits() -> None:
     world.set_plane(2, 2 * world.plane(2).clamp(-200, 200))
     found = taken.compare().read()[0]
     assert found[2] == pytest.approx(0.5)
+
+
+def test_what_is_kept_of_a_step_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World("HND", torch.bfloat16)
+    slot_bytes = world.copies.items(torch.from_numpy(world.starts[None])).nbytes
+    monkeypatch.setattr(slot_copies, "_MOST_TAKEN_BYTES", 3 * slot_bytes + 1)
+    assert world.copies.most_slots == 3
+    monkeypatch.setattr(slot_copies, "_MOST_TAKEN_BYTES", 1)
+    assert world.copies.most_slots == 1

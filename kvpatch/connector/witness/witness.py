@@ -24,6 +24,7 @@ from kvpatch.connector.witness.loads import Load, loads_in
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry, WitnessRefused
 from kvpatch.core.text import one_line
+from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer.slot_copies import PendingDistances, TakenSlots
 
 _LOG = logging.getLogger("kvpatch.witness")
@@ -34,6 +35,7 @@ _KEPT_PEERS = 64
 _KEPT_STEPS = 256
 _NO_DEVICE = "the device did not come to it"
 _NO_MEMORY = "there was no memory for it"
+_TOO_MANY = "too many ended in one step"
 #: Of a device that has none left; the engine goes on.
 _ERRORS = (RuntimeError, MemoryError)
 
@@ -86,10 +88,17 @@ class Witness:
                 seen.append(load)
                 starts.append(found)
         if seen and isinstance(lens, Lens):
-            try:
-                self._taken = lens, seen, lens.copies.take(starts)
-            except _ERRORS:
-                self._leave_out(seen)
+            self._take(lens, seen, starts)
+
+    def _take(self, lens: Lens, loads: list[Load], starts: list[Int64Array]) -> None:
+        """Takes the slots of as many of a step's loads as there is room for."""
+        most = lens.copies.most_slots
+        if len(loads) > most:
+            self.counts.leave_out(_TOO_MANY, len(loads) - most)
+        try:
+            self._taken = lens, loads[:most], lens.copies.take(starts[:most])
+        except _ERRORS:
+            self._leave_out(loads[:most])
 
     def after(self) -> None:
         """Compares it with what the model has computed."""
