@@ -19,7 +19,6 @@ from .core import CoreScheduler
 from .digests import digests_of
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Timed, Told
-from .layer_kinds import KINDS
 from .scheduler import Computation, Scheduler, Tracked
 from .standstill import standstill
 
@@ -107,11 +106,9 @@ class Player(Engine):
         held: set[tuple[int, int]] = set()
         found = list(self._elements(tracked, tokens))
         of_rank = len(found) // self.spec.tp_size
-        for place, (number, array, block, offset, value) in enumerate(found):
+        for place, (_, array, block, offset, value) in enumerate(found):
             rank = place // of_rank
-            kind = KINDS.get(self.spec.kind_of(number))
-            first = self.spec.first_head(rank) if kind is None or kind.has_heads else 0
-            # A kind's plane, and each of keys and values, is a place of its own.
+            first = self.spec.first_head(rank)
             names = [(place % of_rank, first + head) for head in range(value.shape[1])]
             copies = [head for head, name in enumerate(names) if name in held]
             held.update(names)

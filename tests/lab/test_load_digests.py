@@ -53,6 +53,7 @@ WHOLE = replace(
     patches=SLUGS,
 )
 CHECKED = {"checked": 1, "partly": 0, "alarm": 0, "unchecked": 0}
+PARTLY = {"checked": 0, "partly": 1, "alarm": 0, "unchecked": 0}
 ALARM = {"checked": 0, "partly": 0, "alarm": 1, "unchecked": 0}
 UNCHECKED = {"checked": 0, "partly": 0, "alarm": 0, "unchecked": 1}
 
@@ -206,19 +207,18 @@ def test_each_head_is_read_from_one_rank(lab: Lab, ranks: tuple[int, int], way: 
 
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) -> None:
-    """Where several ranks have all of one, from the first: behind its last token too."""
+    """What lies behind their last token is nobody's, where several ranks have it."""
     if Version(lab.release) < Version("0.29"):
         pytest.skip("this release has no such caches")
     with Stage(lab) as stage:
         p, d = (replace(WHOLE, tp_size=size) for size in ranks)
         found = scene(lab, stage, p, d, 300)
-        if ranks[0] > ranks[1]:
-            found.prefill.call("part_copies")
         prompt, ask = found.fresh()
         found.decode.ask(ask)
         assert found.decode.watch(prompt).received == names([prompt])
         assert found.decode.wrong(prompt)[0] == 0
-        found.assert_counted(**times(CHECKED, ranks[1]))
+        # The last block is left out where nobody knows whose it is.
+        found.assert_counted(**times(PARTLY if ranks[0] > ranks[1] else CHECKED, ranks[1]))
         prompt, ask = found.fresh()
         assert found.prefill.call("make_digests", prompt.name) == "made"
         found.prefill.call("hand_on", prompt.name)
