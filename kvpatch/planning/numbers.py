@@ -119,9 +119,11 @@ def _alike(
 ) -> Iterator[tuple[list[Overlap], Segments]]:
     """Regions that differ in addresses only, each lot with the tokens that are wanted of it."""
     windows = dict(zip(pair.decode.model.attention_layers, pair.decode.model.windows, strict=True))
-    for mapping in mappings:
+    layers = rank_cache(pair.decode, 0).geometry.layers.values() if len(mappings) > 1 else ()
+    planes = [plane for layer in layers for plane in layer.planes]
+    for number, mapping in enumerate(mappings):
         lots: defaultdict[tuple[Hashable, int], list[Overlap]] = defaultdict(list)
-        for overlap in mapping.overlaps:
+        for overlap in mapping.behind(mappings[:number], planes).overlaps:
             window = windows.get(layer_number(overlap.layer), 0)
             lots[overlap.shape, window].append(overlap)
         for (_, window), overlaps in lots.items():

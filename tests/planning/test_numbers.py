@@ -95,3 +95,12 @@ def test_a_pair_that_nobody_serves_has_no_numbers(tmp_path):
 
     assert found.numbers is None
     assert found.kvpatch.verdict.cure == "use one --kv-cache-dtype"
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 16, 32])
+def test_what_several_ranks_have_is_read_once(tmp_path, ranks):
+    """Of 8 heads, of which 16 ranks have two copies each and 32 four."""
+    found = _plan(tmp_path, {"tensor_parallel_size": ranks}).numbers
+
+    assert found.wanted_bytes == 1024 * TOKEN_BYTES * LAYERS
+    assert found.size_bytes == found.wanted_bytes
