@@ -1,4 +1,4 @@
-"""A plan says of every pair of README's table, and of hybrid models' ranks, what real engines did."""
+"""A plan says of README's pairs, and of hybrid models' ranks, what real engines did."""
 
 from __future__ import annotations
 
