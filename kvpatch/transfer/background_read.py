@@ -20,7 +20,7 @@ class BackgroundRead(OwnRead):
 
     def __init__(self, read: StagedRead, thread: ProgressThread) -> None:
         self._read = read
-        self._fate = read.fate
+        self.fate = read.fate
         self._thread = thread
         #: Those of all the thread's reads, and the step that looked at this one.
         self._looks = read.looks = thread.looks
@@ -39,7 +39,7 @@ class BackgroundRead(OwnRead):
         if self._step == looks.step:
             looks.begin_step()
         self._step = looks.step
-        outcome = self._fate.outcome
+        outcome = self.fate.outcome
         if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():
                 return self._thread.go_on_with(self._read)

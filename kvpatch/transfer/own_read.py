@@ -5,6 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 
+class Fate:
+    """What has become of a read.
+
+    By itself: every step asks for it of every read, and of a thousand reads' attributes few are in
+    the processor's cache.
+
+    Attributes:
+        outcome: ``DONE``, ``PROC`` or ``ERR``.
+    """
+
+    __slots__ = ("outcome",)
+
+    def __init__(self) -> None:
+        self.outcome = "PROC"
+
+
 class OwnRead:
     """One request's read, in place of a transfer: started, asked for its state, let go of.
 

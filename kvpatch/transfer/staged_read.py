@@ -22,7 +22,7 @@ from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read, tell_over
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.read_times import Metered, ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool, Turn
@@ -62,22 +62,6 @@ class Placer(Protocol):
 
     def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
         """Has nothing more written by these, which place or zero have returned."""
-
-
-class Fate:
-    """What has become of a read.
-
-    By itself: every step asks for it of every read, and of a thousand reads' attributes few are in
-    the processor's cache.
-
-    Attributes:
-        outcome: ``DONE``, ``PROC`` or ``ERR``.
-    """
-
-    __slots__ = ("outcome",)
-
-    def __init__(self) -> None:
-        self.outcome = "PROC"
 
 
 class _Flight(NamedTuple):
@@ -154,8 +138,9 @@ class StagedRead(OwnRead):
         self._absences = 0
         #: (whether it has read) -> whether the peer is to be told of it, and not by another read.
         self.end_telling: Callable[[bool], bool] = bool
-        #: Whether there is nothing to read, and the peer is told all the same.
-        self.is_idle = False
+        #: Of another read of the request, where there is nothing to read here: the peer is told
+        #: once that one is over.
+        self.idle_until: Fate | None = None
         #: What is zeroed beside it, once it has begun.
         self.tails: Callable[[], Tails] | None = None
         #: Counts what is read.
@@ -195,7 +180,7 @@ class StagedRead(OwnRead):
             if self.tails is not None:
                 self._placing.append((self._caches.zero(self.tails(), self._after), None))
             self._unposted.plan()
-            if not (self._unposted.is_any or self.is_idle):
+            if not (self._unposted.is_any or self.idle_until is not None):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
             if not self._is_paced and self._may_begin():
                 self._post()
@@ -253,7 +238,7 @@ class StagedRead(OwnRead):
         Returns:
             Whether something has landed, or, of a paced read, was placed or posted.
         """
-        if self.outcome != "PROC":
+        if self.outcome != "PROC" or (self._is_begun and self._waits_for_another):
             return False
         if not self._is_begun:
             self._begin()
@@ -398,6 +383,8 @@ class StagedRead(OwnRead):
         """
         if self._flights or self._placing or self._unposted.is_any or self.outcome != "PROC":
             return False
+        if self._waits_for_another:
+            return False
         if not self._has_all:
             if self._awaits_word(self._check):
                 return False
@@ -422,6 +409,12 @@ class StagedRead(OwnRead):
         self.fate.outcome = "DONE" if is_good else "ERR"
         self._let_go_of_digest()
         return False
+
+    @property
+    def _waits_for_another(self) -> bool:
+        """Whether it has nothing to read, and the read that has is not over."""
+        until = self.idle_until
+        return until is not None and until.outcome == "PROC" and not self._is_void
 
     @property
     def _check(self) -> HoldCheck | None:

@@ -200,6 +200,7 @@ _SHARED = {
         replace(UNLIKE["unlike"], settings=(("KVPATCH_PROGRESS", "step"),)),
     ),
     "2 ranks to 1": (replace(SPEC, tp_size=2), UNLIKE["unlike"]),
+    "4 ranks that share heads to 1": (replace(SPEC, tp_size=4), UNLIKE["unlike"]),
     "1 rank to 2": (SPEC, replace(UNLIKE["unlike"], tp_size=2)),
 }
 

@@ -8,7 +8,10 @@ import threading
 
 import pytest
 
+from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.last_reader import LastReaders
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.unposted import Unposted
 from tests.transfer.staged_world import Failing, World, finish, make_world, notifications
 
 P, MESSAGE = "P", b"a:1"
@@ -73,6 +76,53 @@ def test_nobody_is_told_where_none_has_read(world):
     assert finish(second) == ["ERR"]
     assert notifications(world) == []
     second.release()
+
+
+@pytest.mark.parametrize("how", ["done", "failed", "given up"])
+def test_a_rank_of_which_nothing_is_read_is_told_after_the_read_of_another(world, how):
+    pool = world.pool(1 << 20)
+    other = world.read(pool, Failing(world.decode, 0) if how == "failed" else None)
+    other._notification = b""
+    idle = StagedRead(
+        world.decode,
+        pool,
+        Caches({"a": world.target}),
+        world.ends,
+        b"idle",
+        Unposted(iter(()), iter(())),
+    )
+    idle.idle_until = other.fate
+    idle.start()
+    assert [idle.state() for _ in range(3)] == ["PROC"] * 3
+    assert notifications(world) == []
+    other.start()
+    if how == "given up":
+        assert idle.void()
+        assert finish(idle) == ["ERR"]
+        assert finish(other) == ["DONE"]
+    else:
+        assert finish(other) == ["ERR" if how == "failed" else "DONE"]
+        assert finish(idle) == ["DONE"]
+    assert notifications(world) == [b"idle"]
+    other.release()
+    idle.release()
+
+
+def test_a_read_of_nothing_that_waits_for_none_fails(world):
+    """The negative control: nothing to read is an error but for who is only told."""
+    pool = world.pool(1 << 20)
+    read = StagedRead(
+        world.decode,
+        pool,
+        Caches({"a": world.target}),
+        world.ends,
+        b"none",
+        Unposted(iter(()), iter(())),
+    )
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert notifications(world) == []
+    read.release()
 
 
 def test_what_somebody_else_tells_is_left_to_those_that_go_on():

@@ -10,6 +10,7 @@ from kvpatch.connector.holds.hold import Hold
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.digest_checks import LoadDigest
 from kvpatch.core.errors import KvpatchError
+from kvpatch.transfer.own_read import Fate
 
 
 @dataclass
@@ -19,12 +20,14 @@ class Reading:
     Attributes:
         tails_left: whether no read was told yet to zero what is behind its last token.
         ranks: of the peer, of which reads have been prepared.
+        fate: of the first of these.
     """
 
     peer: Peer
     request: ReadRequest
     tails_left: bool = True
     ranks: tuple[RemoteRank, ...] = ()
+    fate: Fate | None = None
 
     def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
         """The ranks before one of which a read is prepared now."""

@@ -14,7 +14,7 @@ from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
@@ -40,14 +40,15 @@ class Wanted(NamedTuple):
         staged: goes through the pool, and
         staged_bytes: so much of it is copied out of there.
         tails: is zeroed once the read has begun; None for nothing.
-        is_idle: whether all that the rank has comes from others, so that it is only told.
+        idle_until: where all that the rank has comes from others, of a read of those: the rank is
+            only told, once that one is over.
     """
 
     direct: Iterable[Plan]
     staged: Sequence[Share] = ()
     staged_bytes: int = 0
     tails: Callable[[], Tails] | None = None
-    is_idle: bool = False
+    idle_until: Fate | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class ReadFactory:
         request: ReadRequest,
         lifetime: Lifetime,
         times: ReadTimes,
-    ) -> OwnRead:
+    ) -> StagedRead | BackgroundRead:
         """A read that is not started.
 
         Args:
@@ -91,7 +92,7 @@ class ReadFactory:
         read = self._read(nixl, ends, notification, Unposted(wanted.direct, chunks), lifetime)
         read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
         read.tails = wanted.tails
-        read.is_idle = wanted.is_idle
+        read.idle_until = wanted.idle_until
         return self._own(read, request)
 
     def prepared(
@@ -124,7 +125,7 @@ class ReadFactory:
             read.end_telling = self.last_readers.begin(ends.agent, notification)
         return read
 
-    def _own(self, read: StagedRead, request: ReadRequest | None) -> OwnRead:
+    def _own(self, read: StagedRead, request: ReadRequest | None) -> StagedRead | BackgroundRead:
         own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
         own.owner = request
         return own

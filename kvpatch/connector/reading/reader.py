@@ -298,6 +298,7 @@ class Reader:
                 nixl, ends, notification, wanted, reading.request, lifetime, times
             )
             counts = own.telemetry()
+            reading.fate = reading.fate or own.fate
             if counts is not None:  # what it will count in: nothing has been so far
                 counts.way = (self.pooled if wanted.staged else Way.DIRECT).value
             return own
@@ -315,7 +316,8 @@ class Reader:
             for share in split.direct
         )
         direct = chain(plan_parts(pairs), (states(),))
-        return read(Wanted(direct, split.staged, split.staged_bytes, tails, is_idle))
+        idle_until = reading.fate if is_idle else None
+        return read(Wanted(direct, split.staged, split.staged_bytes, tails, idle_until))
 
     def prepare_like(
         self, nixl: Any, agent: str, lifetime: Lifetime, handle: Any, notification: bytes
