@@ -95,5 +95,7 @@ MODELS = {
     "mamba2, one group": States("MAMBA2", (32, 4, 4), 4, (8, 4), groups=1),
     # q and k of 4 heads of 4 channels, v of 8 heads of 4.
     "gated delta net": States("GDN_ATTN", (16, 16, 32), 8, (4, 4)),
+    # q, k and v of 4 heads of 4; the release gives it gated delta nets' backend and division.
+    "kimi delta attention": States("GDN_ATTN", (16, 16, 16), 4, (4, 4)),
     "mamba1": States("MAMBA1", (32,), 32, (8,)),
 }

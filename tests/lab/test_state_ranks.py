@@ -1,8 +1,9 @@
 """Hybrid models between unlike numbers of ranks: each rank has its own share of a state.
 
-A convolution's channels are several parts (x, B and C of Mamba2; q, k and v of gated delta nets),
-of each of which a rank has its share; of one group for all heads every rank has all. What D holds
-is compared with what the whole model's states are on its ranks (states.py).
+A convolution's channels are several parts (x, B and C of Mamba2; q, k and v of gated delta nets and
+of Kimi's delta attention), of each of which a rank has its share; of one group for all heads every
+rank has all. What D holds is compared with what the whole model's states are on its ranks
+(states.py).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from .states import MODELS, StateSabotage
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 _PROMPT_TOKENS = 300
-#: The first release whose connector takes states of a kind.
-_SINCE = {"GDN_ATTN": "0.22", "MAMBA1": "0.25"}
+#: The first release whose connector takes states of a kind; of Kimi's there were four before.
+_SINCE = {"gated delta net": "0.22", "kimi delta attention": "0.23", "mamba1": "0.25"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def _spec(ranks: int, kind: str, block_tokens: int = 32, kv_heads: int = 4) -> E
 
 
 def _case(lab: Lab, ranks: tuple[int, int], kind: str, sizes: tuple[int, int] = (32, 32)) -> Case:
-    if Version(lab.release) < Version(_SINCE.get(MODELS[kind].mamba_type, "0.18")):
+    if Version(lab.release) < Version(_SINCE.get(kind, "0.18")):
         pytest.skip("this release's connector takes no states of this kind")
     (p, d), (p_tokens, d_tokens) = ranks, sizes
     name = f"{kind}, TP{p} {p_tokens} to TP{d} {d_tokens}"
@@ -84,7 +85,9 @@ _SPOILT = [
     *itertools.product(
         ["mamba2, one group"], [*get_args(StateSabotage), "skip_state", "skip_layer"]
     ),
-    *itertools.product(["mamba2", "gated delta net"], get_args(StateSabotage)),
+    *itertools.product(
+        ["mamba2", "gated delta net", "kimi delta attention"], get_args(StateSabotage)
+    ),
 ]
 
 
@@ -103,6 +106,19 @@ def test_shared_heads(lab: Lab, ranks: tuple[int, int]) -> None:
     """Attention's head is on both ranks, and the state's are not."""
     case = _case(lab, ranks, "mamba2", (64, 32))
     p, d = (replace(side, kv_heads=1) for side in (case.prefill, case.decode))
+
+    _expect_identical(lab, _ours(replace(case, prefill=p, decode=d)))
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (64, 128)])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_latents_beside_states(lab: Lab, ranks: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Kimi Linear's: each rank has all of a latent, and its share of a state."""
+    case = _case(lab, ranks, "kimi delta attention", sizes)
+    p, d = (
+        replace(side, family="mla", layout="NHD", head_dim=64, dtype="float32")
+        for side in (case.prefill, case.decode)
+    )
 
     _expect_identical(lab, _ours(replace(case, prefill=p, decode=d)))
 
