@@ -123,6 +123,8 @@ class ReleaseFacts:
         names_layouts: a layout is a name, and the regions of a peer have strides.
         pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
         joins_in_groups: smaller blocks are put together where there are several block tables.
+        reads_states_by_latents: of a P of more ranks all are read for their states, where latents
+            are whole on each.
         buffer_devices: as "device: buffer", what a worker's ``kv_buffer_device`` may be.
         buffer_follows_device: an engine that is not told has its device's own.
         side_channel_port: of the handshakes, where nobody says another.
@@ -207,6 +209,7 @@ class ReleaseFacts:
     names_layouts: bool = False
     pairs_heads_by_layout: bool = False
     joins_in_groups: bool = False
+    reads_states_by_latents: bool = False
     buffer_devices: frozenset[str] = frozenset(("cuda: cuda",))
     buffer_follows_device: bool = False
     side_channel_port: int = 5557
@@ -591,7 +594,13 @@ _0_26_0 = replace(
     question="stage and rank",
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
 )
-_0_27_0 = replace(_0_26_0, release="0.27.0", joins_in_groups=True, ends_by_reordering=False)
+_0_27_0 = replace(
+    _0_26_0,
+    release="0.27.0",
+    joins_in_groups=True,
+    reads_states_by_latents=True,
+    ends_by_reordering=False,
+)
 _0_27_1 = replace(_0_27_0, release="0.27.1")
 _0_28_0 = replace(
     _0_27_1,

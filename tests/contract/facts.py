@@ -525,6 +525,10 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         and "HMA does not support different remote block size"
         not in s.body(s.worker, "_validate_remote_agent_handshake")
     ),
+    "reads_states_by_latents": lambda s: (
+        "self.use_mla and tp_ratio < 0 and not self._has_mamba"
+        in s.body(s.worker, "_read_blocks_for_req")
+    ),
     "buffer_devices": _buffer_devices,
     "buffer_follows_device": _buffer_follows_device,
     "side_channel_port": lambda s: _number_in_environment(s, "VLLM_NIXL_SIDE_CHANNEL_PORT"),

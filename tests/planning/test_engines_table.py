@@ -1,4 +1,4 @@
-"""A plan says of README's pairs, and of hybrid models' ranks, what real engines did."""
+"""A plan says of every pair of real engines' tables what they did."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from kvpatch.connector.handshake.possible_geometries import (
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.remote_states import (
+    are_states_missed,
     check_ranks_of_states,
     has_copied_states,
     states_of_peer,
@@ -200,7 +201,8 @@ def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:
         PeerRefused: it cannot be read by anybody here.
     """
     ours = local.geometry
-    return is_compatible(ours, peer) and not (local.reads_all or has_copied_states(ours, peer))
+    is_right = is_compatible(ours, peer) and not has_copied_states(ours, peer)
+    return is_right and not (local.reads_all or are_states_missed(ours, peer))
 
 
 def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:

@@ -80,6 +80,15 @@ def has_copied_states(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     return any(division.has_copies or division.reason for division in divisions)
 
 
+def are_states_missed(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether the release would read one of a peer's ranks alone, of which each has a share.
+
+    <= 0.26 it takes a model of latents for one that has nothing else: from 0.21 on D ends by it.
+    """
+    reads_one = not (ours.has_heads or ours.facts.reads_states_by_latents)
+    return bool(ours.states) and reads_one and peer.tp_size > ours.tp_size
+
+
 def _is_same_rank(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     return (peer.tp_rank, peer.tp_size) == (ours.tp_rank, ours.tp_size)
 
@@ -156,6 +165,12 @@ def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
             "recurrent state is split over ranks, and its release may have a convolution's "
             "channels innermost",
             f"{_ONE_SIZE}, or vLLM 0.20 or later on P",
+        )
+    if are_states_missed(ours, peer):
+        raise PeerRefused(
+            "recurrent state is split over ranks, and this vLLM reads one of P's alone, as each "
+            "has all latents",
+            f"{_ONE_SIZE}, or vLLM 0.27 or later on D",
         )
     for name, own in ours.states.items():
         if own.division.reason:
