@@ -527,7 +527,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "reads_states_by_latents": lambda s: (
         "self.use_mla and tp_ratio < 0 and not self._has_mamba"
-        in s.body(s.worker, "_read_blocks_for_req")
+        in s.body(s.reader, "_read_blocks_for_req")
     ),
     "buffer_devices": _buffer_devices,
     "buffer_follows_device": _buffer_follows_device,
