@@ -526,7 +526,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         not in s.body(s.worker, "_validate_remote_agent_handshake")
     ),
     "reads_states_by_latents": lambda s: (
-        "self.use_mla and tp_ratio < 0 and not self._has_mamba"
+        "self.use_mla and tp_ratio < 0 and (not self._has_mamba)"
         in s.body(s.reader, "_read_blocks_for_req")
     ),
     "buffer_devices": _buffer_devices,
