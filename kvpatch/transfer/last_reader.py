@@ -23,7 +23,8 @@ class LastReaders:
 
     def __init__(self) -> None:
         self._lock = RLock()
-        self._open: dict[Told, int] = {}
+        #: A mark for each read: counts would be wrong where a read ends inside of another's sum.
+        self._open: dict[Told, set[object]] = {}
         #: What one of several has to tell, and those that go on will.
         self._owed: set[Told] = set()
 
@@ -33,18 +34,15 @@ class LastReaders:
         Returns:
             Ends it, once: (whether it has something to tell) -> whether it is to be told now.
         """
-        told = agent, message
+        told, mark = (agent, message), object()
         with self._lock:
-            self._open[told] = self._open.get(told, 0) + 1
-        is_over = False
+            marks = self._open.setdefault(told, set())
+            marks.add(mark)
+            self._open[told] = marks  # which may have been the last one's, that has just ended
 
         def end(has_read: bool) -> bool:  # noqa: FBT001
-            nonlocal is_over
             with self._lock:
-                if is_over:
-                    return False
-                is_over = True
-                return self._end(told, has_read=has_read)
+                return self._end(told, mark, has_read=has_read)
 
         return end
 
@@ -57,14 +55,16 @@ class LastReaders:
             self._owed.add(told)
             return True
 
-    def _end(self, told: Told, *, has_read: bool) -> bool:
-        left = self._open[told] - 1
-        if left:
-            self._open[told] = left
+    def _end(self, told: Told, mark: object, *, has_read: bool) -> bool:
+        marks = self._open.get(told, set())
+        if mark not in marks:
+            return False
+        marks.discard(mark)
+        if marks:
             if has_read:
                 self._owed.add(told)
             return False
-        del self._open[told]
+        self._open.pop(told, None)
         is_owed = told in self._owed
         self._owed.discard(told)
         return has_read or is_owed

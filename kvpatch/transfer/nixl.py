@@ -51,7 +51,12 @@ def prepare_read(
 
 
 def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:
-    """Tells each agent that a request is over; one that cannot be told frees its blocks in time."""
+    """Tells each agent that a request is over; one that cannot be told frees its blocks in time.
+
+    Where the release tells them itself, the notification is empty, and this says nothing.
+    """
+    if not notification:
+        return
     for agent in agents:
         try:
             nixl.send_notif(agent, notif_msg=notification)

@@ -175,7 +175,10 @@ class StagedRead(OwnRead):
         if self._is_late():
             self._expire()
             return
-        self.metered.begin()
+        if (
+            self.idle_until is None
+        ):  # else it has no way of its own, of which to tell how long it took
+            self.metered.begin()
         try:
             if self.tails is not None:
                 self._placing.append((self._caches.zero(self.tails(), self._after), None))
@@ -314,10 +317,7 @@ class StagedRead(OwnRead):
             else:
                 lose(self._nixl, flight.handle, self._pool, flight.space)
             self._flights.remove(flight)
-        if self.outcome == "PROC":
-            self.fate.outcome = "ERR"  # nothing more is done for it, and nobody is told of it
-            if self.end_telling(False):  # noqa: FBT003 - but of another one that has read the same
-                tell_over(self._nixl, (self._ends.agent,), self._notification)
+        self._end_untold()
 
     def let_go(self) -> None:
         """As :meth:`release`, of a read that nobody asks for any more."""
@@ -325,11 +325,19 @@ class StagedRead(OwnRead):
             self.release()
         except errors_of(self._nixl):
             _LOG.warning("a read that nobody asks for could not be released", exc_info=True)
+            self._end_untold()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # A release that forgets a read must not keep its space from the others.
         if not is_finalizing():
-            self.release()
+            self.let_go()
+
+    def _end_untold(self) -> None:
+        """Nothing more is done for it, and nobody is told of it, but of another's like it."""
+        if self.outcome == "PROC":
+            self.fate.outcome = "ERR"
+            if self.end_telling(False):  # noqa: FBT003
+                tell_over(self._nixl, (self._ends.agent,), self._notification)
 
     def _stop(self) -> None:
         """Nothing more is posted."""

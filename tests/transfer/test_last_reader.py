@@ -7,9 +7,14 @@ import random
 import threading
 
 import pytest
+import wrapt
 
+from kvpatch.connector.handshake.remote_ranks import RemoteRank
+from kvpatch.connector.reading.prepared_transfers import Reading
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.last_reader import LastReaders
+from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.unposted import Unposted
 from tests.transfer.staged_world import Failing, World, finish, make_world, notifications
@@ -158,3 +163,74 @@ def test_one_of_any_number_tells_and_it_is_the_last(seed):
     assert not readers.leave(P, MESSAGE), "nothing is kept of what is over"
     assert not readers._open
     assert not readers._owed
+
+
+def test_a_read_that_is_collected_as_another_begins_is_not_left_in_the_books():
+    """It ends on the same thread, inside: between any two steps of the sum of the other."""
+    readers = LastReaders()
+    end_first = readers.begin(P, MESSAGE)
+
+    class Ending(dict):
+        def setdefault(self, key, default=None):
+            found = super().setdefault(key, default)
+            readers._open = dict(self)
+            assert end_first(True)  # alone until now, it tells
+            return found
+
+    readers._open = Ending(readers._open)
+    end = readers.begin(P, MESSAGE)
+
+    assert end(True), "nobody else is left to tell it"
+    assert not readers._open
+
+
+def test_how_long_others_take_is_measured_beside_a_rank_of_which_nothing_is_read(world):
+    pool, times, stopwatch = world.pool(1 << 20), ReadTimes(), Stopwatch()
+    other = world.read(pool)
+    idle = StagedRead(
+        world.decode,
+        pool,
+        Caches({"a": world.target}),
+        world.ends,
+        b"idle",
+        Unposted(iter(()), iter(())),
+    )
+    idle.idle_until = other.fate
+    for read in (other, idle):
+        read.metered = Metered(times, stopwatch)
+        read.start()
+
+    assert finish(other) == ["DONE"]
+    assert finish(idle) == ["DONE"]
+
+    assert not stopwatch._is_spoiled
+    notifications(world)
+
+
+class _NotReleased(wrapt.ObjectProxy):
+    """A real agent that does not let go of a transfer (a stand-in for one that NIXL still uses)."""
+
+    def release_xfer_handle(self, handle):
+        raise self.error("busy")
+
+
+def test_one_that_cannot_be_let_go_tells_of_the_other(world):
+    first, second = _reads(world, LastReaders(), None, None)
+    first.start()
+    assert finish(first) == ["DONE"]
+    stuck = _NotReleased(world.decode)
+    stuck.error = errors_of(world.decode)[0]
+    second._failed_handles.append(object())
+    second._nixl = stuck
+    second.let_go()
+    assert notifications(world) == [b"done"]
+    second._failed_handles.clear()
+
+
+def test_ranks_are_read_behind_those_that_came_before_them_however_often():
+    reading = Reading(None, None)
+    one, other = (RemoteRank(None, (), ()) for _ in range(2))
+
+    behind = [reading.taken_before(rank) for rank in (one, other, one, other)]
+
+    assert behind == [(), (one,), (), (one,)]

@@ -31,8 +31,9 @@ class Reading:
 
     def taken_before(self, rank: RemoteRank) -> tuple[RemoteRank, ...]:
         """The ranks before one of which a read is prepared now."""
-        before = tuple(one for one in self.ranks if one is not rank)
-        self.ranks = (*before, rank)
+        if rank in self.ranks:  # once more, for memory of another kind
+            return self.ranks[: self.ranks.index(rank)]
+        before, self.ranks = self.ranks, (*self.ranks, rank)
         return before
 
 
