@@ -19,6 +19,7 @@ from kvpatch.patches import SLUGS
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
+from .releases import must_prove
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
 
@@ -229,7 +230,11 @@ def assert_served(scene: Scene, actor: Actor, answered: Prompt, *prompts: Prompt
     assert seen.received == names(prompts), seen
     assert scene.decode.wrong(*prompts)[0] == 0
     assert actor.heard([answered]) == names([answered])
-    assert not [line for line in actor.call("logged") if answered.name in line]
+    logged = [line for line in actor.call("logged") if answered.name in line]
+    if not FACTS[scene.release].names_remote_request:
+        # Each reader tells by D's name of its request, of which P knows one.
+        logged = [line for line in logged if f"{answered.name}-again" not in line]
+    assert not logged
 
 
 @pytest.mark.parametrize("how", ["in one step", "in two steps", "at the handshake"])
@@ -239,6 +244,8 @@ def test_two_readers_of_one_answer_are_served(
     """The first one's word that it has read does not take P's blocks from the second."""
     scene, actor = shared
     if how == "at the handshake":
+        if must_prove(scene.decode.spec, lab.release):
+            pytest.skip("D computes the first prompt of a peer, and reads none before")
         with Stage(lab) as stage:
             fresh = Scene(stage, lab.release, {}, stage.decode(scene.decode.spec))
             prompt, ask = scene.fresh(actor)
