@@ -16,6 +16,7 @@ from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted
 from tests.transfer.staged_world import Failing, World, finish, make_world, notifications
 
@@ -33,6 +34,11 @@ def _reads(world: World, readers: LastReaders, *agents: object):
     for read in found:
         read.end_telling = readers.begin(world.ends.agent, b"done")
     return found
+
+
+def _of_nothing(world: World, pool: StagingPool, notification: bytes) -> StagedRead:
+    caches, nothing = Caches({"a": world.target}), Unposted(iter(()), iter(()))
+    return StagedRead(world.decode, pool, caches, world.ends, notification, nothing)
 
 
 def test_the_last_of_two_tells(world):
@@ -88,14 +94,7 @@ def test_a_rank_of_which_nothing_is_read_is_told_after_the_read_of_another(world
     pool = world.pool(1 << 20)
     other = world.read(pool, Failing(world.decode, 0) if how == "failed" else None)
     other._notification = b""
-    idle = StagedRead(
-        world.decode,
-        pool,
-        Caches({"a": world.target}),
-        world.ends,
-        b"idle",
-        Unposted(iter(()), iter(())),
-    )
+    idle = _of_nothing(world, pool, b"idle")
     idle.idle_until = other.fate
     idle.start()
     assert [idle.state() for _ in range(3)] == ["PROC"] * 3
@@ -116,14 +115,7 @@ def test_a_rank_of_which_nothing_is_read_is_told_after_the_read_of_another(world
 def test_a_read_of_nothing_that_waits_for_none_fails(world):
     """The negative control: nothing to read is an error but for who is only told."""
     pool = world.pool(1 << 20)
-    read = StagedRead(
-        world.decode,
-        pool,
-        Caches({"a": world.target}),
-        world.ends,
-        b"none",
-        Unposted(iter(()), iter(())),
-    )
+    read = _of_nothing(world, pool, b"none")
     read.start()
     assert finish(read) == ["ERR"]
     assert notifications(world) == []
@@ -187,14 +179,7 @@ def test_a_read_that_is_collected_as_another_begins_is_not_left_in_the_books():
 def test_how_long_others_take_is_measured_beside_a_rank_of_which_nothing_is_read(world):
     pool, times, stopwatch = world.pool(1 << 20), ReadTimes(), Stopwatch()
     other = world.read(pool)
-    idle = StagedRead(
-        world.decode,
-        pool,
-        Caches({"a": world.target}),
-        world.ends,
-        b"idle",
-        Unposted(iter(()), iter(())),
-    )
+    idle = _of_nothing(world, pool, b"idle")
     idle.idle_until = other.fate
     for read in (other, idle):
         read.metered = Metered(times, stopwatch)
