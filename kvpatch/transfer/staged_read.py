@@ -175,9 +175,7 @@ class StagedRead(OwnRead):
         if self._is_late():
             self._expire()
             return
-        if (
-            self.idle_until is None
-        ):  # else it has no way of its own, of which to tell how long it took
+        if self.idle_until is None:  # else nothing is read, in a time that tells nothing
             self.metered.begin()
         try:
             if self.tails is not None:
