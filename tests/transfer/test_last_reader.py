@@ -179,6 +179,7 @@ def test_a_read_that_is_collected_as_another_begins_is_not_left_in_the_books():
 def test_how_long_others_take_is_measured_beside_a_rank_of_which_nothing_is_read(world):
     pool, times, stopwatch = world.pool(1 << 20), ReadTimes(), Stopwatch()
     other = world.read(pool)
+    other._notification = b""
     idle = _of_nothing(world, pool, b"idle")
     idle.idle_until = other.fate
     for read in (other, idle):
@@ -189,7 +190,7 @@ def test_how_long_others_take_is_measured_beside_a_rank_of_which_nothing_is_read
     assert finish(idle) == ["DONE"]
 
     assert not stopwatch._is_spoiled
-    notifications(world)
+    assert notifications(world) == [b"idle"]
 
 
 class _NotReleased(wrapt.ObjectProxy):
