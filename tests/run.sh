@@ -22,6 +22,9 @@ set -euo pipefail
 PARTS=10
 DAY_SECONDS=86400
 
+# Hundreds of processes import the same files, of which each would compile its own.
+unset PYTHONDONTWRITEBYTECODE
+
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 python="$(experiments/env.sh)"

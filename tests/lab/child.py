@@ -121,10 +121,12 @@ def _serve(connection: Connection) -> None:
     from .modelled import ModelledPlayer
 
     engine: Any = None
+    is_left = False
     while True:
-        if engine is None and not connection.poll(_SHUT_DOWN_SECONDS):
+        if engine is None and is_left and not connection.poll(_SHUT_DOWN_SECONDS):
             # A NIXL agent polls until it is collected, and its shutdown held it when it stopped.
             gc.collect()
+            is_left = False
         method, arguments = connection.recv()
         try:
             if method == "start":
@@ -132,7 +134,7 @@ def _serve(connection: Connection) -> None:
             else:
                 result = None if engine is None else getattr(engine, method)(*arguments)
                 if method == "stop":
-                    engine = None
+                    engine, is_left = None, True
                     gc.collect()
             connection.send(result)
         except Exception as error:  # noqa: BLE001 - whatever the release raises is the answer

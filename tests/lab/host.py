@@ -27,7 +27,7 @@ from tests.releases import cache, kvcached
 
 from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
-from .releases import must_prove, states_layout
+from .releases import must_prove, newest, states_layout
 from .side_channel import is_listening
 from .states import StateSabotage
 
@@ -44,8 +44,9 @@ _COMPUTED = "is taken without its parameters, and computed here"
 _DUMP_SECONDS = 0.5
 #: Engine processes that wait for a case, the last ones used: each takes some 70 MB.
 _MOST_IDLE = 24
-# NIXL makes a UCX worker per thread: one is enough for a case, and faster made.
-EXTRA = {"num_threads": 1}
+#: NIXL makes a UCX worker for each thread beside one of its own, which takes as long as all else
+#: of an engine's start: the newest release alone has one, as all of an engine's do.
+_NIXL_THREADS = {newest(): 1}
 
 
 #: What is decided when a process is forked: whether kvpatch is on, its patches, variables.
@@ -120,6 +121,11 @@ class Lab:
         self._idle: list[Engine] = []
         self._folder = tempfile.TemporaryDirectory(prefix=f"kvpatch-lab-{release}-")
         self._number = 0
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What every engine's connector is configured with."""
+        return {"num_threads": _NIXL_THREADS.get(self.release, 0)}
 
     def __enter__(self) -> Lab:
         tree = cache.tree(self.release)
@@ -253,7 +259,8 @@ class Lab:
         sides = (("prefill", prefill, case.prefill), ("decode", decode, case.decode))
         for index, (name, engine, spec) in enumerate(sides):
             seed = 2 * self._number + index
-            start = Start(spec, f"{name}-{run}", ports[index], seed, {**EXTRA, **extra})
+            more = {**self.extra, **extra}
+            start = Start(spec, f"{name}-{run}", ports[index], seed, more)
             engine.send("start", start)
         for answer in [engine.receive("start") for _, engine, _ in sides]:
             if isinstance(answer, Failure):
@@ -315,10 +322,11 @@ class Lab:
         }
         end = time.monotonic() + _NOTIFICATION_SECONDS
         while kept and time.monotonic() < end:
-            # A full local hit is only a notification, sent some step after the
-            # handshake: D must go on stepping too.
-            decode.call("settle", _SETTLE_SECONDS)
             kept -= prefill.call("told", _SETTLE_SECONDS)
+            if kept:
+                # A full local hit is only a notification, sent some step after the
+                # handshake: D must go on stepping too.
+                decode.call("settle", _SETTLE_SECONDS)
         return kept
 
     def _fork(self, kind: Kind) -> Engine:
@@ -367,6 +375,7 @@ def environment(tree: Path, home: Path, models: Path | None = None) -> dict[str,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "UCX_TLS": "self,sm,tcp",
+        "UCX_NET_DEVICES": "lo",
     }
 
 

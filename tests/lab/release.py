@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import logging
@@ -23,14 +25,17 @@ from .layer_kinds import KINDS
 
 _PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
-# Everything the connector will import except itself: kvpatch must be able to
-# come before it, and a fork should not pay for the rest again.
+# What engines import beside what the connector does, where a release has it: a fork should not
+# pay for it again.
 _PRELOAD = (
     "vllm.config",
     "vllm.forward_context",
     "vllm.sampling_params",
+    "vllm.tracing",
     "vllm.v1.core.kv_cache_manager",
     "vllm.v1.core.sched.output",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor",
     "vllm.v1.kv_cache_interface",
     "vllm.v1.outputs",
     "vllm.v1.request",
@@ -73,13 +78,31 @@ def accepted(callable_: Any, values: dict[str, Any]) -> dict[str, Any]:
 def preload() -> None:
     """Imports what every engine process needs, once, before any fork."""
     logging.getLogger("vllm").setLevel(logging.WARNING)
+    standins.installed_packages()
     standins.cpu_platform()
     standins.torch_names()
-    for module in _PRELOAD:
+    for module in (*_PRELOAD, *_imports_of_connector()):
         importlib.import_module(module)
     standins.model_inspection()
     standins.patient_agents()
+    standins.loaded_plugin()
     model_config(EngineSpec())
+
+
+def _imports_of_connector() -> list[str]:
+    """What the connector will import, except itself: kvpatch must be able to come before it."""
+    own = importlib.util.find_spec(f"{_PACKAGE}.nixl_connector")
+    package = importlib.util.find_spec(f"{_PACKAGE}.nixl")
+    files = [Path(str(spec.origin)) for spec in (own, package) if spec is not None]
+    if package is not None:
+        files += sorted(files[-1].parent.glob("*.py"))
+    found = dict.fromkeys(
+        statement.module
+        for file in files
+        for statement in ast.parse(file.read_text()).body
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None
+    )
+    return [name for name in found if not name.startswith(f"{_PACKAGE}.nixl")]
 
 
 def connector_module() -> Any:

@@ -7,15 +7,19 @@ and schedulers, what they register, send and read.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from nixl._api import nixl_agent
 
 from tests.serving.patient import patient_nixl
 
@@ -91,6 +95,31 @@ def patient_agents() -> None:
     Releases: all; what is sent and read stays NIXL's own.
     """
     patient_nixl.register()
+
+
+def loaded_plugin() -> None:
+    """NIXL's plugin for UCX is in memory before processes fork.
+
+    Why: each process would load it for half a second, and tests make hundreds of them. Nothing of
+    it is called: each agent's UCX is made as ever.
+    Releases: all; where NIXL is packed another way, each process loads it.
+    """
+    bindings = Path(nixl_agent.__init__.__globals__["nixlBind"].__file__).parent
+    for plugin in bindings.parent.glob(f".{bindings.name}.*/plugins/libplugin_UCX.so"):
+        ctypes.CDLL(str(plugin))
+
+
+def installed_packages() -> None:
+    """What is installed is asked for once, and not in each process.
+
+    Why: a release asks for it to find NIXL's version, and its plugins; it takes half a second.
+    Releases: all.
+    """
+    import importlib.metadata
+
+    for name in ("packages_distributions", "entry_points"):
+        setattr(importlib.metadata, name, lru_cache(getattr(importlib.metadata, name)))
+    importlib.metadata.packages_distributions()
 
 
 def column_operation() -> None:

@@ -176,7 +176,7 @@ def test_without_a_host_buffer_it_is(lab: Lab) -> None:
 def test_beside_a_network_card(lab: Lab) -> None:
     """A card that is not there, and memory that is said to be a GPU's."""
     found = _pair("flash", "contiguous", "contiguous", "P D")
-    card = (CARD, "mlx5_0"), ("UCX_TLS", "all")
+    card = (CARD, "mlx5_0"), ("UCX_TLS", "all"), ("UCX_NET_DEVICES", "all")
     p, d = (replace(e, settings=(*e.settings, *card)) for e in (found.prefill, found.decode))
     plain = replace(_engine("flash", "contiguous"), settings=card)
 
