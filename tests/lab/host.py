@@ -241,8 +241,10 @@ class Lab:
             self._idle.pop(0).kill()
 
     def discard(self, engine: Engine) -> None:
-        """Kills a process."""
-        self._hired.remove(engine)
+        """Kills a process; one that was dismissed already may go too."""
+        for engines in (self._hired, self._idle):
+            if engine in engines:
+                engines.remove(engine)
         engine.kill()
 
     def _play(
