@@ -27,7 +27,7 @@ from tests.releases import cache, kvcached
 
 from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
-from .releases import must_prove, newest, states_layout
+from .releases import must_prove, states_layout
 from .side_channel import is_listening
 from .states import StateSabotage
 
@@ -45,8 +45,8 @@ _DUMP_SECONDS = 0.5
 #: Engine processes that wait for a case, the last ones used: each takes some 70 MB.
 _MOST_IDLE = 24
 #: NIXL makes a UCX worker for each thread beside one of its own, which takes as long as all else
-#: of an engine's start: the newest release alone has one, as all of an engine's do.
-_NIXL_THREADS = {newest(): 1}
+#: of an engine's start. The real engines of ``tests/serving`` have vLLM's four.
+EXTRA = {"num_threads": 0}
 
 
 #: What is decided when a process is forked: whether kvpatch is on, its patches, variables.
@@ -121,11 +121,6 @@ class Lab:
         self._idle: list[Engine] = []
         self._folder = tempfile.TemporaryDirectory(prefix=f"kvpatch-lab-{release}-")
         self._number = 0
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What every engine's connector is configured with."""
-        return {"num_threads": _NIXL_THREADS.get(self.release, 0)}
 
     def __enter__(self) -> Lab:
         tree = cache.tree(self.release)
@@ -261,8 +256,7 @@ class Lab:
         sides = (("prefill", prefill, case.prefill), ("decode", decode, case.decode))
         for index, (name, engine, spec) in enumerate(sides):
             seed = 2 * self._number + index
-            more = {**self.extra, **extra}
-            start = Start(spec, f"{name}-{run}", ports[index], seed, more)
+            start = Start(spec, f"{name}-{run}", ports[index], seed, {**EXTRA, **extra})
             engine.send("start", start)
         for answer in [engine.receive("start") for _, engine, _ in sides]:
             if isinstance(answer, Failure):

@@ -16,7 +16,7 @@ from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
 from .engine_api import Ask, Failure, Left, Prompt, Seen, Start, Timed
-from .host import PORTS, Engine, Lab
+from .host import EXTRA, PORTS, Engine, Lab
 
 #: P must take part in every transfer: one that is stopped holds them all.
 _TCP_ALONE = "self,tcp"
@@ -225,7 +225,7 @@ class Stage:
         port = port or PORTS.take(spec.tp_size)
         actor = Actor(name, spec, engine_id or name, port, self._lab.hire(spec))
         self._actors.append(actor)
-        more = {**self._lab.extra, **extra}
+        more = {**EXTRA, **extra}
         actor.call("start", Start(spec, actor.engine_id, port, len(self._actors), more))
         return actor
 

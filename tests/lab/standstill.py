@@ -57,10 +57,12 @@ def _of_reader(worker: Any) -> str:
     thread = None if reader is None else reader.thread
     if thread is None:
         return ""
-    reads = [
-        {name: str(value)[:200] for name, value in vars(read).items() if name[0] == "_"}
-        for read in tuple(thread._reads.values())
-    ]
+    with thread.paused():  # what NIXL itself says, which two threads may not ask at once
+        reads = [
+            {name: str(value)[:200] for name, value in vars(read).items() if name[0] == "_"}
+            | {"NIXL says": [read._nixl.check_xfer_state(f.handle) for f in read._flights]}
+            for read in tuple(thread._reads.values())
+        ]
     return f"thread runs: {thread.is_running}, goes on: {len(thread._going)}, reads: {reads}"
 
 
