@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import Empty
 from threading import Lock, RLock, Thread, current_thread
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.cores import use_all_cores
+from kvpatch.transfer.inbox import Inbox
 
 _LOG = logging.getLogger("kvpatch.progress")
 
@@ -38,7 +39,7 @@ class CopyingThread:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._queue: SimpleQueue[Copy | None] = SimpleQueue()
+        self._queue: Inbox[Copy | None] = Inbox()
         self._start = RLock()
         self._thread: Thread | None = None
         self._is_stopped = False
@@ -82,10 +83,10 @@ class CopyingThread:
             last = Copy(self, _nothing)
             self._queue.put(last)
             last.wait()
-        while not (self.is_running or self._queue.empty()):  # who has ended has left these
-            left = self._queue.get()
-            if left is not None:
-                left.make()
+        if not self.is_running:  # who has ended has left these
+            for left in self._queue.taken():
+                if left is not None:
+                    left.make()
 
     def rest(self) -> None:
         """Ends it until there is another copy; none is under way when it returns."""
@@ -136,7 +137,7 @@ class CopyingThread:
         """Copies until it is told to end, or there was nothing to copy for a while."""
         while True:
             try:
-                copy = self._queue.get(timeout=_IDLE_SECONDS)
+                copy = self._queue.get(_IDLE_SECONDS)
             except Empty:
                 copy = None
             if copy is not None:
@@ -144,7 +145,7 @@ class CopyingThread:
                 self._wake()
                 continue
             with self._start:
-                if self._queue.empty():
+                if not self._queue:
                     self._thread = None
                     return
 

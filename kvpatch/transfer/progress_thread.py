@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from queue import Empty, SimpleQueue
+from itertools import chain
+from queue import Empty
 from threading import RLock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from kvpatch.transfer.agent_gate import AgentGate
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.device_copies import streams_of
+from kvpatch.transfer.inbox import Inbox
 from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -85,7 +87,7 @@ class ProgressThread:
         self._gate = gate
         self.looks = Looks()
         #: Reads to begin with, and such as nobody wants any more.
-        self._inbox: SimpleQueue[tuple[StagedRead, bool] | None] = SimpleQueue()
+        self._inbox: Inbox[tuple[StagedRead, bool] | None] = Inbox()
         self.copying: CopyingThread | None = None
         if device.type == "cpu" and len(cores_of_all_threads()) > 1:
             self.copying = CopyingThread(wake=partial(self._inbox.put, None))
@@ -166,8 +168,7 @@ class ProgressThread:
         """A read's state, after doing what can be done; inside :meth:`paused`, without a thread."""
         self._pool.called = None  # nobody takes them out
         self._called.clear()
-        while not self._inbox.empty():
-            message = self._inbox.get()
+        for message in self._inbox.taken():
             if message is not None:
                 self._book(*message)
         state = read.state()
@@ -237,7 +238,7 @@ class ProgressThread:
             came = monotonic()
             self._call_all(came)
             has_moved = self._move()
-            if has_moved and self._inbox.empty():
+            if has_moved and not self._inbox:
                 wait = _FIRST_WAIT_SECONDS
                 continue
             # No more than a part of the time is spent on asking, however many there are. A round
@@ -248,7 +249,7 @@ class ProgressThread:
                 wait = _LONGEST_WAIT_SECONDS if self._go_on_aside() else _IDLE_SECONDS
             if not self._take(wait) and not (self._reads or self._aside):
                 with self._start:
-                    if self._inbox.empty():
+                    if not self._inbox:
                         self._thread, self.is_running = None, False
                         return
 
@@ -298,15 +299,13 @@ class ProgressThread:
     def _take(self, seconds: float) -> bool:
         """Takes what has come within a time; whether anything has."""
         try:
-            message = self._inbox.get(timeout=seconds)
+            first = self._inbox.get(seconds)
         except Empty:
             return False
-        while True:
+        for message in chain((first,), self._inbox.taken()):
             if message is not None:
                 self._book(*message)
-            if self._inbox.empty():  # nobody else takes anything out
-                return True
-            message = self._inbox.get()
+        return True
 
     def _book(self, read: StagedRead, is_wanted: bool) -> None:
         if is_wanted:

@@ -279,7 +279,7 @@ def test_nothing_of_a_queued_copy_is_written_after_a_read_was_given_up(
     read = engine.read()
     read.start()
     assert held.is_in.wait(SECONDS)
-    wait_until(lambda: engine.copying._queue.qsize() > 0)
+    wait_until(lambda: len(engine.copying._queue) > 0)
     if is_spoiled:
         getattr(read, end)()
         before = world.target.clone()
@@ -344,7 +344,7 @@ def test_a_read_goes_on_where_the_thread_has_ended(world, engine, monkeypatch):
     for one in (read, other):
         one.start()
     assert held.is_in.wait(SECONDS)
-    wait_until(lambda: engine.copying._queue.qsize() > 0)
+    wait_until(lambda: len(engine.copying._queue) > 0)
     waits_for(engine.copying.stop, held)
     assert finish(read, other) == ["DONE"] * 2
     assert world.is_identical()
