@@ -18,15 +18,21 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-_RELEASE = re.compile(r"[\[-](\d+(?:\.\d+){2,3})[\]-]")
+_RELEASE = re.compile(r"(?<=[\[-])\d+(?:\.\d+){2,3}(?=[\]-])")
 
 
 def release_of(nodeid: str) -> str | None:
-    """The release that a test of the lab is played on; None for any other test."""
+    """The release that a test of the lab is played on; None for any other test.
+
+    Of two releases the newer one, so that both orders of a pair go to one process.
+    """
     if not nodeid.startswith("tests/lab/"):
         return None
-    found = _RELEASE.search(nodeid)
-    return None if found is None else found[1]
+    return max(_RELEASE.findall(nodeid), key=_numbers, default=None)
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in release.split(".")]
 
 
 def unit_of(nodeid: str, releases: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ class BackgroundRead(OwnRead):
         self.fate = read.fate
         self._thread = thread
         #: Those of all the thread's reads, and the step that looked at this one.
-        self._looks = read.looks = thread.looks
+        self._looks = read.lease.looks = thread.looks
         self._step = self._looks.step
 
     def start(self) -> str:

@@ -9,28 +9,25 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
-from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from kvpatch.core.errors import KvpatchError, NothingToRead
-from kvpatch.geometry.staged_plan import Chunk, Placement
+from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.lifetime import Lifetime, Verdict
-from kvpatch.transfer.looks import Looks
+from kvpatch.transfer.lease_watch import LeaseWatch
+from kvpatch.transfer.lifetime import Verdict
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read, tell_over
 from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.placements import Placements, Placer
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.read_times import Metered, ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool, Turn
 from kvpatch.transfer.telemetry import Tally, Telemetry
 from kvpatch.transfer.unposted import DirectRuns, Unposted
-
-if TYPE_CHECKING:
-    import torch
 
 _LOG = logging.getLogger("kvpatch.staging")
 
@@ -41,27 +38,6 @@ _LONG_SECONDS = 5e-3
 _MOST_DIRECT_FLIGHTS = 8
 #: Of one post of a paced read, as ``unposted`` limits the runs of one.
 _MOST_DIRECT_BYTES = 32 * 1024**2
-
-
-class Placer(Protocol):
-    """:class:`kvpatch.transfer.caches.Caches`, or what stands for it."""
-
-    def mark(self) -> Any:
-        """What the engine's thread has told the device by now, which copies come after."""
-
-    def place(
-        self, staging: torch.Tensor, placements: tuple[Placement, ...], after: Any
-    ) -> Callable[[], bool]:
-        """Copies what has landed; what is returned says whether it is done, or raises."""
-
-    def zero(self, tails: Tails, after: Any) -> Callable[[], bool]:
-        """Zeroes what no transfer covers; as what has landed is placed."""
-
-    def settle(self) -> None:
-        """Waits for every copy that has been asked for."""
-
-    def give_up(self, copies: Iterable[Callable[[], bool]]) -> None:
-        """Has nothing more written by these, which place or zero have returned."""
 
 
 class _Flight(NamedTuple):
@@ -99,14 +75,12 @@ class StagedRead(OwnRead):
     ) -> None:
         self._nixl = nixl
         self._pool = pool
-        self._caches = caches
         self._ends = ends
         self._notification = notification
         self._unposted = unposted
         self._is_paced = is_paced
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []
-        self._placing: list[tuple[Callable[[], bool], Space | None]] = []
         self._failed_handles: list[Any] = []
         self._tally = Tally(nixl)
         #: While it waits for the pool.
@@ -131,11 +105,8 @@ class StagedRead(OwnRead):
             OverflowError,  # an address that is none
             *errors_of(nixl),
         )
-        #: Of what is read; nothing is asked for after it.
-        self.lifetime: Lifetime | None = None
-        #: The engine's; and how many of its absences there were before.
-        self.looks = Looks()
-        self._absences = 0
+        self._placing = Placements(caches, pool, self._errors)
+        self.lease = LeaseWatch()
         #: (whether it has read) -> whether the peer is to be told of it, and not by another read.
         self.end_telling: Callable[[bool], bool] = bool
         #: Of another read of the request, where there is nothing to read here: the peer is told
@@ -145,10 +116,8 @@ class StagedRead(OwnRead):
         self.tails: Callable[[], Tails] | None = None
         #: Counts what is read.
         self.metered = Metered(ReadTimes(), None)
-        self._after: Any = None
-        #: When the first transfer was posted; and since when copies alone are waited for.
+        #: When the first transfer was posted.
         self._began: float | None = None
-        self._waits_since: float | None = None
 
     def start(self) -> str:
         """Posts what there is room for."""
@@ -161,25 +130,22 @@ class StagedRead(OwnRead):
 
     def admit(self) -> None:
         """Books that it may begin, and what the device was told before; on the engine's thread."""
-        self.looks.book()
-        if self.lifetime is not None:
-            self.looks.allow(self.lifetime.longest_gap)
-        self._absences = self.looks.absences
-        self._after = self._caches.mark()
+        self.lease.admit()
+        self._placing.mark()
 
     def _begin(self) -> None:
         """Plans what goes straight to its place, and posts."""
         self._is_begun = True
         if self._is_void:
             return
-        if self._is_late():
+        if self.lease.is_late:
             self._expire()
             return
         if self.idle_until is None:  # else nothing is read, in a time that tells nothing
             self.metered.begin()
         try:
             if self.tails is not None:
-                self._placing.append((self._caches.zero(self.tails(), self._after), None))
+                self._placing.zero(self.tails())
             self._unposted.plan()
             if not (self._unposted.is_any or self.idle_until is not None):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
@@ -193,17 +159,9 @@ class StagedRead(OwnRead):
         """``DONE``, ``PROC`` or ``ERR``."""
         return self.fate.outcome
 
-    @property
-    def was_away(self) -> bool:
-        """Whether the engine did not look for longer than the peer's lease allows."""
-        if self.lifetime is None or self.lifetime.longest_gap == inf:
-            return False
-        return self.looks.absences != self._absences
-
     def settle(self) -> None:
         """Waits for every copy that has been asked for."""
-        if self._placing:
-            self._caches.settle()
+        self._placing.settle()
 
     @property
     def holds_nothing(self) -> bool:
@@ -218,8 +176,8 @@ class StagedRead(OwnRead):
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
-        self.looks.book()
-        if self.outcome == "DONE" or (self.is_queued and not self.was_away):
+        self.lease.looks.book()
+        if self.outcome == "DONE" or (self.is_queued and not self.lease.was_away):
             return self.outcome  # of thousands, in every step
         came = time.monotonic()
         self._away = came - self._left
@@ -243,7 +201,7 @@ class StagedRead(OwnRead):
             return False
         if not self._is_begun:
             self._begin()
-        if self._unposted.is_any and self._is_late():
+        if self._unposted.is_any and self.lease.is_late:
             self._expire()  # all that is on the wire already is as good as a release's own read
         if self._unposted.is_any and self._began is None and not self._may_begin():
             return False
@@ -256,7 +214,7 @@ class StagedRead(OwnRead):
             self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
-        self._count_waiting()
+        self._placing.count_waiting(self.metered, is_reading=bool(self._flights))
         has_compared = self._conclude()
         return has_landed or has_compared or (self._is_paced and (has_placed or has_posted))
 
@@ -273,8 +231,7 @@ class StagedRead(OwnRead):
             return False
         self._is_void = True
         self._stop()
-        if self._placing:
-            self._caches.give_up(is_placed for is_placed, _ in self._placing)
+        self._placing.give_up()
         return True
 
     def telemetry(self) -> Telemetry | None:
@@ -297,14 +254,13 @@ class StagedRead(OwnRead):
         self._is_void = True
         self.metered.end(is_well=False)
         self._stop()
-        if self._placing:
-            self._caches.give_up(is_placed for is_placed, _ in self._placing)
+        self._placing.give_up()
         self._give_back()
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
-        if self._check is not None:
-            self._check.release(self._nixl)
+        if self.lease.check is not None:
+            self.lease.check.release(self._nixl)
         self._let_go_of_digest()
         for handle in self._failed_handles:
             self._nixl.release_xfer_handle(handle)
@@ -351,20 +307,6 @@ class StagedRead(OwnRead):
         self._has_failed = True
         self._stop()
 
-    def _is_late(self) -> bool:
-        gap = time.monotonic() - self.looks.at
-        return self.was_away or (self.lifetime is not None and self.lifetime.is_over(gap))
-
-    def _must_wait(self) -> bool:
-        """Whether the engine has not looked for so long that a post might land after the lease.
-
-        In an engine's steps nothing is posted but in a look.
-        """
-        if not self._is_paced or self.lifetime is None:
-            return False
-        gap = time.monotonic() - self.looks.at
-        return self.was_away or gap > self.lifetime.longest_gap / 2
-
     def _expire(self) -> None:
         """Fails, if it has not: the peer may have given its blocks to another request."""
         if not (self._has_failed or self._is_void):
@@ -373,13 +315,9 @@ class StagedRead(OwnRead):
                 "nothing more of it is read. More KVPATCH_STAGING_BYTES keep reads from waiting",
                 self._ends.agent,
             )
-            self._find(Verdict.EXPIRED)
+            self.lease.find(Verdict.EXPIRED)
             self._has_failed = True
             self._stop()
-
-    def _find(self, verdict: Verdict) -> None:
-        if self.lifetime is not None:
-            self.lifetime.verdict = verdict
 
     def _conclude(self) -> bool:
         """Tells the peer and books the outcome, once there is nothing left to wait for.
@@ -392,13 +330,13 @@ class StagedRead(OwnRead):
         if self._waits_for_another:
             return False
         if not self._has_all:
-            if self._awaits_word(self._check):
+            if self._awaits_word(self.lease.check):
                 return False
             self._has_all = True
             if self._is_paced and self._began is not None:  # several are on the wire together
                 self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
             self.metered.end(is_well=not (self._has_failed or self._is_void))
-        digest = self._digest
+        digest = self.lease.digest
         if digest is not None and self._awaits(digest):
             return digest.is_comparing
         # Of wrong bytes too: the peer need not hold what nobody will read again.
@@ -410,8 +348,8 @@ class StagedRead(OwnRead):
             except self._errors:
                 self._fail()
         is_good = not (self._has_failed or self._is_void)
-        if is_good and self._check is not None:
-            self._find(Verdict.HELD)
+        if is_good and self.lease.check is not None:
+            self.lease.find(Verdict.HELD)
         self.fate.outcome = "DONE" if is_good else "ERR"
         self._let_go_of_digest()
         return False
@@ -422,17 +360,9 @@ class StagedRead(OwnRead):
         until = self.idle_until
         return until is not None and until.outcome == "PROC" and not self._is_void
 
-    @property
-    def _check(self) -> HoldCheck | None:
-        return None if self.lifetime is None else self.lifetime.check
-
-    @property
-    def _digest(self) -> DigestCheck | None:
-        return None if self.lifetime is None else self.lifetime.digest
-
     def _may_begin(self) -> bool:
         """Whether the peer surely had the blocks a moment ago; where it had not, it fails."""
-        check = self._check
+        check = self.lease.check
         return check is None or not check.is_due or not self._awaits_word(check)
 
     def _awaits_word(self, check: HoldCheck | None) -> bool:
@@ -452,7 +382,7 @@ class StagedRead(OwnRead):
                 "reader has read them before: an answer of P's is for one request",
                 self._ends.agent,
             )
-            self._find(Verdict.GONE)
+            self.lease.find(Verdict.GONE)
             self._has_failed = True
             self._stop()
         return is_held is None
@@ -472,9 +402,9 @@ class StagedRead(OwnRead):
         return is_well is None
 
     def _let_go_of_digest(self) -> None:
-        if self._digest is not None:
+        if self.lease.digest is not None:
             try:
-                self._digest.release(self._nixl)
+                self.lease.digest.release(self._nixl)
             except errors_of(self._nixl):
                 _LOG.warning("a read of a digest could not be released", exc_info=True)
 
@@ -526,49 +456,23 @@ class StagedRead(OwnRead):
         if self._has_failed or self._is_void:
             self._pool.give(flight.space)
             return
-        memory = self._pool.memory(flight.space)
-        came = time.monotonic()
         try:
-            is_placed = self._caches.place(memory, flight.chunk.placements, self._after)
-            if is_placed():
-                self.metered.copy_seconds += time.monotonic() - came
+            self._placing.place(flight.space, flight.chunk.placements, self.metered)
         except self._errors:
             self._fail()
-            self._caches.settle()
-            self._pool.give(flight.space)
-        else:
-            self._placing.append((is_placed, flight.space))
-
-    def _count_waiting(self) -> None:
-        """Counts for how long copies alone are waited for: what is read beside them costs less."""
-        is_waiting = bool(self._placing) and not self._flights
-        since = self._waits_since
-        if is_waiting == (since is not None):
-            return
-        now = time.monotonic()
-        if since is not None:
-            self.metered.copy_seconds += now - since
-        self._waits_since = now if is_waiting else None
 
     def _give_back(self) -> bool:
         """Frees the space of what has been placed; whether there was any."""
-        before = len(self._placing)
-        for placing in tuple(self._placing):
-            is_placed, space = placing
-            try:
-                is_over = is_placed()
-            except self._errors:
-                self._fail()
-                is_over = True
-            if is_over:
-                self._placing.remove(placing)
-                if space is not None:
-                    self._pool.give(space)
-        return len(self._placing) < before
+        try:
+            return self._placing.give_back()
+        except self._errors:
+            self._fail()
+            return True
 
     def _post_more(self) -> bool:
         """Whether something was posted."""
-        if self._has_failed or self._must_wait():
+        # In an engine's steps nothing is posted but in a look.
+        if self._has_failed or (self._is_paced and self.lease.must_wait):
             return False
         try:
             return self._post()

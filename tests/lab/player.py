@@ -450,8 +450,8 @@ class Player(Engine):
             for reads in release.nixl_of(worker).connector_worker._recving_transfers.values():
                 for read in reads:
                     staged = getattr(read, "_read", read)  # in the thread, or in the steps
-                    staged.lifetime.longest_gap = longest
-                    staged.looks.allow(longest)
+                    staged.lease.lifetime.longest_gap = longest
+                    staged.lease.looks.allow(longest)
         time.sleep(seconds)
 
     def _parts(self, name: str) -> set[str]:

@@ -11,8 +11,6 @@ from typing import Any
 
 #: Of a thread: the calls in which it is.
 _FRAMES = 6
-#: For how long the thread's looks at each read are watched.
-_LOOKED_AT_SECONDS = 0.5
 
 
 def standstill(workers: Iterable[Any]) -> str:
@@ -60,39 +58,26 @@ def _of_reader(worker: Any) -> str:
     thread = None if reader is None else reader.thread
     if thread is None:
         return ""
-    reads = tuple(thread._reads.values())
-    going = [_goes_on(read) for read in reads]
     with thread.paused():  # what NIXL itself says, which two threads may not ask at once
-        told = [
+        reads = [
             {name: str(value)[:200] for name, value in vars(read).items() if name[0] == "_"}
-            | {"NIXL says": [read._nixl.check_xfer_state(f.handle) for f in read._flights]}
-            | {"outcome": read.outcome, "idle": read.idle_until is not None, "looks": seen}
-            for read, seen in zip(reads, going, strict=True)
+            | {"outcome": read.outcome, "NIXL says": [_said(read, f) for f in read._flights]}
+            for read in tuple(thread._reads.values())
         ]
-    after = [_goes_on(read) for read in reads]
-    gate = {side: vars(getattr(thread._gate, side)) for side in ("_steps", "_handshakes")}
+    ago = time.monotonic() - thread._saw_all
     return (
-        f"thread runs: {thread.is_running}, goes on: {len(thread._going)}, waited for: "
-        f"{len(thread._waiting)}, all seen {time.monotonic() - thread._saw_all:.1f} s ago, "
-        f"gate: {gate}, main thread: {threading.main_thread().ident}, reads: {told}, "
-        f"after that: {after}"
+        f"thread runs: {thread.is_running}, goes on: {len(thread._going)}, "
+        f"all seen {ago:.1f} s ago, reads: {reads}"
     )
 
 
-def _goes_on(read: Any) -> list[str]:
-    """What each of the thread's looks at a read comes to, for a while."""
-    advance, seen = type(read).advance, []
+def _said(read: Any, flight: Any) -> str:
+    from kvpatch.transfer.nixl import errors_of
 
-    def looked() -> bool:
-        state = [read._nixl.check_xfer_state(f.handle) for f in read._flights]
-        has_moved: bool = advance(read)
-        seen.append(f"{state} {has_moved} {read.outcome}")
-        return has_moved
-
-    read.advance = looked
-    time.sleep(_LOOKED_AT_SECONDS)
-    del read.advance
-    return [f"{seen.count(kind)} x {kind}" for kind in dict.fromkeys(seen)]
+    try:
+        return str(read._nixl.check_xfer_state(flight.handle))
+    except errors_of(read._nixl) as error:  # which is what the read is about to hear
+        return repr(error)
 
 
 def _of_threads() -> list[str]:

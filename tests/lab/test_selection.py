@@ -90,6 +90,8 @@ def test_a_release_is_read_from_a_tests_name() -> None:
     for release in RELEASES:
         for shape in (f"[{release}]", f"[HND 16-{release}-a]", f"[{release}-1-2.5]"):
             assert release_of(f"tests/lab/test_x.py::test_y{shape}") == release
+    for pair in ("0.9.2-0.10.1.1", "0.10.1.1-0.9.2"):
+        assert release_of(f"tests/lab/test_x.py::test_y[{pair}-a]") == "0.10.1.1"
     assert release_of("tests/lab/test_x.py::test_y[HND 16]") is None
     assert release_of("tests/contract/test_x.py::test_y[0.10.0]") is None
 

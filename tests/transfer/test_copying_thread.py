@@ -378,15 +378,15 @@ def test_only_what_copies_take_longer_than_the_wire_counts_as_theirs(world, engi
     assert held.is_in.wait(SECONDS)
     time.sleep(0.1)
     assert staged._flights, "negative control: others are on the wire meanwhile"
-    assert staged._waits_since is None
+    assert staged._placing._waits_since is None
     agent.may_end.set()
-    wait_until(lambda: staged._waits_since is not None)
+    wait_until(lambda: staged._placing._waits_since is not None)
     assert staged.metered.copy_seconds == 0
     time.sleep(0.1)
     held.may_go.set()
     assert finish(read) == ["DONE"]
     assert staged.metered.copy_seconds > 0.1
-    assert staged._waits_since is None
+    assert staged._placing._waits_since is None
 
 
 @pytest.mark.parametrize("is_beside", [True, False])

@@ -190,17 +190,17 @@ class _Reads:
         agent = agent or self.world.decode
         if not self.is_paced:
             read = self.world.read(self.pool, agent, **how)
-            read.lifetime = Lifetime(check=check)
+            read.lease.lifetime = Lifetime(check=check)
             return read
         gated = ProgressAgent(agent, self.gate)
         read = self.world.read(self.pool, gated, is_paced=True, **how)
-        read.lifetime = Lifetime(check=check)
+        read.lease.lifetime = Lifetime(check=check)
         return BackgroundRead(read, self.thread)
 
 
 def _verdict(read: StagedRead | BackgroundRead) -> Verdict | None:
     staged = read._read if isinstance(read, BackgroundRead) else read
-    return staged.lifetime.verdict
+    return staged.lease.lifetime.verdict
 
 
 @pytest.fixture(params=[True, False], ids=["in the thread", "in steps"])

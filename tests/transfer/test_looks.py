@@ -74,7 +74,7 @@ def make(clock: Clock) -> Callable[[float], BackgroundRead]:
         staged = StagedRead(
             object(), thread._pool, caches, Ends(DRAM, DRAM, "P"), b"", unposted, is_paced=True
         )
-        staged.lifetime = Lifetime(longest_gap=longest_gap)
+        staged.lease.lifetime = Lifetime(longest_gap=longest_gap)
         return BackgroundRead(staged, thread)
 
     return read
@@ -108,7 +108,7 @@ def test_one_that_comes_and_one_that_goes_change_nothing(clock, make):
         for read in reads if step % 4 else reversed(reads):
             read.state()
         assert looks.at == clock.now
-    assert not any(read._read.was_away for read in reads)
+    assert not any(read._read.lease.was_away for read in reads)
 
 
 def test_who_was_read_for_while_the_engine_was_away_knows_it(clock, make):
@@ -117,17 +117,17 @@ def test_who_was_read_for_while_the_engine_was_away_knows_it(clock, make):
         read.start()
     clock.now += 1.9
     first.state()
-    assert not first._read.was_away, "negative control"
+    assert not first._read.lease.was_away, "negative control"
     clock.now += 2.1
     later = make(2.0)
     later.start()  # before the engine looks at the first again
-    assert first._read.was_away
+    assert first._read.lease.was_away
     first.state()
     later.state()
     patient.state()
-    assert first._read.was_away, "it stays so"
-    assert not later._read.was_away
-    assert not patient._read.was_away
+    assert first._read.lease.was_away, "it stays so"
+    assert not later._read.lease.was_away
+    assert not patient._read.lease.was_away
 
 
 def test_an_absence_is_booked_before_the_look_that_ends_it(clock):

@@ -50,7 +50,7 @@ class Engine:
     def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
         gated = ProgressAgent(agent or self.world.decode, self.gate)
         read = self.world.read(self.pool, gated, is_paced=True, **how)
-        read._caches.thread = self.copying
+        read._placing._caches.thread = self.copying
         return BackgroundRead(read, self.thread)
 
 
@@ -316,11 +316,11 @@ def test_a_read_that_would_begin_too_late_fails(world, make, over, caplog):
     engine.pool.leave(World)
     before = world.target.clone()
     first, read = engine.read(), engine.read()
-    read._read.lifetime = Lifetime(ends=time.time() + 0.3)
+    read._read.lease.lifetime = Lifetime(ends=time.time() + 0.3)
     if over == "before it starts":
-        read._read.lifetime = Lifetime(ends=time.time())
+        read._read.lease.lifetime = Lifetime(ends=time.time())
     if over == "while nobody looks":
-        read._read.lifetime = Lifetime(longest_gap=0.2)
+        read._read.lease.lifetime = Lifetime(longest_gap=0.2)
     for one in (first, read):
         one.start()
     time.sleep(0.4)
@@ -411,7 +411,7 @@ def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
     engine = make(4096)
     posts = _Counted(world.decode)
     read = engine.read(posts)
-    read._read.lifetime = Lifetime(longest_gap=2.0)
+    read._read.lease.lifetime = Lifetime(longest_gap=2.0)
     with engine.thread.paused():
         read.start()
         engine.thread.looks.at -= 1.1

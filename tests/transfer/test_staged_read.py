@@ -140,11 +140,11 @@ def test_a_read_that_would_begin_too_late_fails(world, over, caplog):
     pool.leave(World)
     before = world.target.clone()
     first, read = world.read(pool), world.read(pool)
-    read.lifetime = Lifetime(ends=time.time() + 0.3)
+    read.lease.lifetime = Lifetime(ends=time.time() + 0.3)
     if over == "before it starts":
-        read.lifetime = Lifetime(ends=time.time())
+        read.lease.lifetime = Lifetime(ends=time.time())
     if over == "while nobody looks":
-        read.lifetime = Lifetime(longest_gap=0.2)
+        read.lease.lifetime = Lifetime(longest_gap=0.2)
     for one in (first, read):
         one.start()
         assert one.state() == ("ERR" if one is read and "before" in over else "PROC")
@@ -155,18 +155,18 @@ def test_a_read_that_would_begin_too_late_fails(world, over, caplog):
     assert finish(read) == ["ERR"]
     assert torch.equal(world.target, before)
     assert "may have let go of its blocks" in caplog.text
-    assert read.lifetime.verdict is Verdict.EXPIRED
+    assert read.lease.lifetime.verdict is Verdict.EXPIRED
     assert pool.taken_bytes == 0
 
 
 def test_what_is_on_the_wire_before_the_end_is_read(world):
     read = world.read(world.pool(1 << 20))
-    read.lifetime = Lifetime(time.time() + 0.2, longest_gap=0.2)
+    read.lease.lifetime = Lifetime(time.time() + 0.2, longest_gap=0.2)
     read.start()
     time.sleep(0.3)
     assert finish(read) == ["DONE"]
     assert world.is_identical()
-    assert read.lifetime.verdict is None, "nobody has said that they were held"
+    assert read.lease.lifetime.verdict is None, "nobody has said that they were held"
 
 
 def test_a_failed_chunks_space_comes_back_after_a_time(world, monkeypatch):

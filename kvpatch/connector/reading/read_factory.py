@@ -120,7 +120,7 @@ class ReadFactory:
             unposted,
             is_paced=self.progress is not None,
         )
-        read.lifetime = lifetime
+        read.lease.lifetime = lifetime
         if notification:
             read.end_telling = self.last_readers.begin(ends.agent, notification)
         return read
