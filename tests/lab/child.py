@@ -7,14 +7,16 @@ kvpatch is on is decided once, before it imports the connector.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
+import pickle
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,22 +25,27 @@ from tests.releases import kvcached
 
 from . import disguise
 from .engine_api import Failure, Fork
+from .forks import die_with_parent, run_as_fork, write_to
 from .namespaces import enter_as_told
 
-_PR_SET_PDEATHSIG = 1
 #: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.
 KVCACHEDS_OWN = "LAB_KVCACHEDS_OWN_PATCH"
 _LAB = str(Path(__file__).resolve().parent)
 
 
-def main(fd: int) -> None:
-    """Serves fork requests on the Unix socket `fd` until it closes."""
-    _die_with_parent()
+def main(fd: int, is_ready: Callable[[], None]) -> None:
+    """Serves fork requests on the Unix socket `fd` until it closes.
+
+    Args:
+        is_ready: called when all is imported, before the first fork.
+    """
+    die_with_parent()
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     from . import release
 
     release.preload()
+    is_ready()
     # What has been imported is never garbage: the engines collect after each case.
     gc.collect()
     gc.freeze()
@@ -50,44 +57,29 @@ def main(fd: int) -> None:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _engine_process(Connection(fds[0]), message)
+            run_as_fork(partial(_engine_process, Connection(fds[0]), message))
         os.close(fds[0])
         control.sendall(f"{pid}\n".encode())
 
 
 def _engine_process(connection: Connection, message: bytes) -> None:
-    import pickle
-
-    status = 1
-    try:
-        _die_with_parent()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        fork: Fork = pickle.loads(message)
-        log = os.open(fork.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1)  # the host asks a hung engine where it is
-        os.environ.update(fork.settings)
-        enter_as_told(os.environ)
-        disguise.take_version()
-        theirs = os.environ.get(KVCACHEDS_OWN, "")
-        if theirs == "before":
-            _apply_kvcacheds_own()
-        if fork.patched:
-            _enable_kvpatch(fork.patches)
-        if theirs == "after":
-            _apply_kvcacheds_own()
-        _serve(connection)
-        status = 0
-    except EOFError:
-        status = 0
-    except BaseException:  # noqa: BLE001 - a fork must never return into its parent's stack
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    fork: Fork = pickle.loads(message)
+    write_to(fork.log_path)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the host asks a hung engine where it is
+    os.environ.update(fork.settings)
+    enter_as_told(os.environ)
+    disguise.take_version()
+    theirs = os.environ.get(KVCACHEDS_OWN, "")
+    if theirs == "before":
+        _apply_kvcacheds_own()
+    if fork.patched:
+        _enable_kvpatch(fork.patches)
+    if theirs == "after":
+        _apply_kvcacheds_own()
+    _serve(connection)
 
 
 def _apply_kvcacheds_own() -> None:
@@ -151,12 +143,3 @@ def _failure(where: str, error: Exception, logged: list[str]) -> Failure:
     message = "; logged: ".join([str(error), *dict.fromkeys(logged)])
     trace = "".join(traceback.format_exception(error))
     return Failure(where, type(error).__name__, message, trace, is_refusal)
-
-
-def _die_with_parent() -> None:
-    """A hung engine must not outlive the tests."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

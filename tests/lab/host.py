@@ -10,8 +10,6 @@ import pickle
 import random
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -25,6 +23,7 @@ from typing import Any, TextIO
 
 from tests.releases import cache, kvcached
 
+from .ancestor import Ancestor
 from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
 from .releases import must_prove, states_layout
@@ -101,6 +100,9 @@ class Engine:
             os.kill(self.pid, signal.SIGKILL)
 
 
+_ANCESTOR = Ancestor()
+
+
 class Lab:
     """All cases of one release; engine processes are forked once and serve many.
 
@@ -128,16 +130,8 @@ class Lab:
             raise FileNotFoundError(f"no tree of vLLM {self.release} at {tree}: fetch it first")
         self._control, theirs = socket.socketpair()
         log = Path(self._folder.name) / "import.log"
-        with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.lab.child", str(theirs.fileno())],
-                cwd=self._folder.name,
-                env=environment(tree, Path(self._folder.name), self._models),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        variables = environment(tree, Path(self._folder.name), self._models)
+        self._process = _ANCESTOR.fork(variables, Path(self._folder.name), theirs.fileno())
         theirs.close()
         self._control.settimeout(_IMPORT_SECONDS)
         try:
@@ -163,8 +157,7 @@ class Lab:
             engine.kill()
         self._hired, self._idle = [], []
         self._control.close()
-        self._process.kill()
-        self._process.wait()
+        self._process.end()
         self._folder.cleanup()
 
     def run(

@@ -1,0 +1,165 @@
+"""The process that all labs of a test process are forked from, with what all releases import.
+
+PyTorch, transformers and what else is not vLLM's own take three quarters of an import of vLLM. The
+first lab imports all of it by itself and writes the names down. For the second one the ancestor
+imports what these name, once, and from then on a lab imports vLLM alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from .forks import die_with_parent, run_as_fork, write_to
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+#: What is a release's own, and what an engine's process decides on before it imports it.
+_NOT_SHARED = frozenset({"__main__", "kvcached", "kvpatch", "tests", "vllm"})
+#: The names that the first lab has written down, in the ancestor's folder.
+_NAMES = "imported.json"
+#: Of the ancestor's import, and of a process's end.
+_ANSWER_SECONDS = 600.0
+
+
+class Process:
+    """One that the ancestor has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._handle = os.pidfd_open(pid)
+
+    def end(self) -> None:
+        """Kills it, and waits until it is no more."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        select.select([self._handle], [], [], _ANSWER_SECONDS)
+        os.close(self._handle)
+
+
+class Ancestor:
+    """The tests' side of it. It starts with the first lab, and ends with the tests' process."""
+
+    def __init__(self) -> None:
+        self._control: socket.socket | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="kvpatch-lab-ancestor-")
+
+    def fork(self, variables: Mapping[str, str], folder: Path, fd: int) -> Process:
+        """Begins a lab's process, which prints to ``import.log`` in its folder.
+
+        Args:
+            variables: its environment, all of it.
+            folder: that it works in.
+            fd: its socket, on which it serves.
+        """
+        if self._control is None:
+            self._control = self._start(variables)
+        order = folder / "order.json"
+        order.write_text(json.dumps({"variables": dict(variables), "folder": str(folder)}))
+        socket.send_fds(self._control, [str(order).encode()], [fd])
+        answer = self._control.recv(64)
+        if not answer:
+            raise RuntimeError(f"the ancestor has ended\n{self._log.read_text(errors='replace')}")
+        return Process(int(answer))
+
+    @property
+    def _log(self) -> Path:
+        return Path(self._folder.name, "ancestor.log")
+
+    def _start(self, variables: Mapping[str, str]) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        folder = self._folder.name
+        with self._log.open("wb") as output:
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.lab.ancestor", str(theirs.fileno()), folder],
+                cwd=folder,
+                env={**variables, "PYTHONPATH": str(_REPOSITORY), "HOME": folder},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        theirs.close()
+        ours.settimeout(_ANSWER_SECONDS)
+        return ours
+
+
+def _serve(fd: int, folder: Path) -> None:
+    """Forks a lab for each order on the socket, until it closes."""
+    die_with_parent()
+    control = socket.socket(fileno=fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    names = folder / _NAMES
+    is_bare = True
+    while True:
+        message, fds, _, _ = socket.recv_fds(control, 4096, 1)
+        if not message:
+            return
+        if is_bare and names.exists():
+            _import_all(names)
+            is_bare = False
+        order = json.loads(Path(message.decode()).read_text())
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            run_as_fork(partial(_become_lab, order, fds[0], names))
+        os.close(fds[0])
+        control.sendall(f"{pid}\n".encode())
+
+
+def _import_all(names: Path) -> None:
+    for name in json.loads(names.read_text()):
+        # What another module imports where something else is there, too.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    wrong = sorted(name for name in sys.modules if name.partition(".")[0] in ("vllm", "kvcached"))
+    if wrong:
+        raise RuntimeError(f"what is a release's own was imported for all of them: {wrong}")
+    gc.collect()
+    gc.freeze()
+
+
+def _become_lab(order: Mapping[str, Mapping[str, str]], fd: int, names: Path) -> None:
+    """Goes on as a process that was started with this environment."""
+    from . import child
+
+    folder = str(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["variables"])
+    os.chdir(folder)
+    write_to(str(Path(folder, "import.log")))
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in paths)]
+    importlib.invalidate_caches()
+    child.main(fd, partial(_write_down, names))
+
+
+def _write_down(names: Path) -> None:
+    """Writes down what this process has imported and others may share, where nobody has."""
+    if not names.exists():
+        written = names.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps([name for name in sys.modules if _is_shared(name)]))
+        written.rename(names)
+
+
+def _is_shared(name: str) -> bool:
+    """Whether it was imported from a file, and nothing stands in for it."""
+    spec = getattr(sys.modules[name], "__spec__", None)
+    if name.partition(".")[0] in _NOT_SHARED or spec is None or spec.name != name:
+        return False
+    return spec.origin is not None and Path(spec.origin).exists()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), Path(sys.argv[2]))
