@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .forks import die_with_parent, run_as_fork, write_to
 
@@ -29,6 +30,8 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _NOT_SHARED = frozenset({"__main__", "kvcached", "kvpatch", "tests", "vllm"})
 #: The names that the first lab has written down, in the ancestor's folder.
 _NAMES = "imported.json"
+#: What a lab's process prints, in its folder.
+_LOG = "import.log"
 #: Of the ancestor's import, and of a process's end.
 _ANSWER_SECONDS = 600.0
 
@@ -44,6 +47,10 @@ class Process:
         """Kills it, and waits until it is no more."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> None:
+        """Waits until it has ended."""
         select.select([self._handle], [], [], _ANSWER_SECONDS)
         os.close(self._handle)
 
@@ -55,18 +62,30 @@ class Ancestor:
         self._control: socket.socket | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvpatch-lab-ancestor-")
 
-    def fork(self, variables: Mapping[str, str], folder: Path, fd: int) -> Process:
+    def run(self, variables: Mapping[str, str], folder: Path, module: str) -> str:
+        """What the function ``main`` of a module prints, in a process of its own."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.fork(variables, folder, theirs.fileno(), module).wait()
+        return (folder / _LOG).read_text(errors="replace")
+
+    def fork(
+        self, variables: Mapping[str, str], folder: Path, fd: int, module: str = ""
+    ) -> Process:
         """Begins a lab's process, which prints to ``import.log`` in its folder.
 
         Args:
             variables: its environment, all of it.
             folder: that it works in.
             fd: its socket, on which it serves.
+            module: whose function ``main`` it runs instead.
         """
         if self._control is None:
             self._control = self._start(variables)
         order = folder / "order.json"
-        order.write_text(json.dumps({"variables": dict(variables), "folder": str(folder)}))
+        order.write_text(
+            json.dumps({"variables": dict(variables), "folder": str(folder), "module": module})
+        )
         socket.send_fds(self._control, [str(order).encode()], [fd])
         answer = self._control.recv(64)
         if not answer:
@@ -130,19 +149,22 @@ def _import_all(names: Path) -> None:
     gc.freeze()
 
 
-def _become_lab(order: Mapping[str, Mapping[str, str]], fd: int, names: Path) -> None:
+def _become_lab(order: Mapping[str, Any], fd: int, names: Path) -> None:
     """Goes on as a process that was started with this environment."""
     from . import child
 
-    folder = str(order["folder"])
+    folder: str = order["folder"]
     os.environ.clear()
     os.environ.update(order["variables"])
     os.chdir(folder)
-    write_to(str(Path(folder, "import.log")))
+    write_to(str(Path(folder, _LOG)))
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in paths)]
     importlib.invalidate_caches()
-    child.main(fd, partial(_write_down, names))
+    if order["module"]:
+        importlib.import_module(order["module"]).main()
+    else:
+        child.main(fd, partial(_write_down, names))
 
 
 def _write_down(names: Path) -> None:

@@ -1,7 +1,7 @@
-"""``python -m tests.lab.backend_shapes``, with a release first on PYTHONPATH
+"""What a release's own classes say of the backends that ``kvpatch plan`` knows.
 
-Prints, as JSON, what the release's own classes say of the backends that ``kvpatch plan`` knows:
-the dimensions of a layer's tensor, their order in memory by layout, and the kernel blocks.
+Run in a process of the release (``Ancestor.run``); prints, as JSON, the dimensions of a layer's
+tensor, their order in memory by layout, and the kernel blocks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,3 @@ def _kernel_sizes(backend: Any) -> dict[str, list[int]] | None:
         return None
     exact = [size for size in sizes if isinstance(size, int)]
     return {"exact": exact, "multiples": [s.base for s in sizes if not isinstance(s, int)]}
-
-
-if __name__ == "__main__":
-    main()

@@ -100,7 +100,8 @@ class Engine:
             os.kill(self.pid, signal.SIGKILL)
 
 
-_ANCESTOR = Ancestor()
+#: Of all labs of this process.
+ANCESTOR = Ancestor()
 
 
 class Lab:
@@ -131,7 +132,7 @@ class Lab:
         self._control, theirs = socket.socketpair()
         log = Path(self._folder.name) / "import.log"
         variables = environment(tree, Path(self._folder.name), self._models)
-        self._process = _ANCESTOR.fork(variables, Path(self._folder.name), theirs.fileno())
+        self._process = ANCESTOR.fork(variables, Path(self._folder.name), theirs.fileno())
         theirs.close()
         self._control.settimeout(_IMPORT_SECONDS)
         try:

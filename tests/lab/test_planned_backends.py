@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -17,29 +16,25 @@ from kvpatch.planning.backends import BACKENDS
 from tests.releases.cache import tree
 
 from .backend_shapes import CLASSES, MAY_BE_MISSING
-from .host import Lab, environment
+from .host import ANCESTOR, Lab, environment
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 
 @cache
-def _shapes(release: str, home: Path) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.lab.backend_shapes"],
-        capture_output=True,
-        text=True,
-        env=environment(tree(release), home),
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+def _shapes(release: str) -> dict[str, Any]:
+    with TemporaryDirectory() as folder:
+        variables = environment(tree(release), Path(folder))
+        printed = ANCESTOR.run(variables, Path(folder), "tests.lab.backend_shapes")
+    last = printed.splitlines()[-1]
+    assert last.startswith("{"), printed[-2000:]
+    found: dict[str, Any] = json.loads(last)
     return found
 
 
-def test_a_backends_cache_is_what_a_plan_takes_it_for(
-    lab: Lab, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
     facts = FACTS[lab.release]
-    found = _shapes(lab.release, tmp_path_factory.getbasetemp())
+    found = _shapes(lab.release)
 
     assert found.keys() | set(MAY_BE_MISSING) == CLASSES.keys() == BACKENDS.keys()
     for name, shape in found.items():
@@ -55,11 +50,9 @@ def test_a_backends_cache_is_what_a_plan_takes_it_for(
             assert shape["kernel_sizes"]["multiples"] == list(sizes.multiples[0]), name
 
 
-def test_negative_control_another_releases_cache_is_noticed(
-    lab: Lab, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_negative_control_another_releases_cache_is_noticed(lab: Lab) -> None:
     """FlashAttention's has had three shapes."""
-    shape = _shapes(lab.release, tmp_path_factory.getbasetemp())["FLASH_ATTN"]
+    shape = _shapes(lab.release)["FLASH_ATTN"]
     shapes = {BACKENDS["FLASH_ATTN"].order(FACTS[r]) for r in ("0.22.1", "0.25.1", "0.33.0")}
 
     fitting = [order for order in shapes if order.dimensions == tuple(shape["dims"])]
