@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 # On a busy machine an example of microseconds may take a second: that is no failure.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,11 +29,7 @@ def release_of(nodeid: str) -> str | None:
     """
     if not nodeid.startswith("tests/lab/"):
         return None
-    return max(_RELEASE.findall(nodeid), key=_numbers, default=None)
-
-
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in release.split(".")]
+    return max(_RELEASE.findall(nodeid), key=Version, default=None)
 
 
 def unit_of(nodeid: str, releases: Sequence[str]) -> str:

@@ -94,22 +94,23 @@ class Placements:
         """Gives back the space of those that are over; whether there was any.
 
         Raises:
-            Exception: the first copy's that has failed; all have been looked at.
+            Exception: a copy's, which is over; those behind it are still to be looked at.
         """
-        before, failed = len(self._copies), None
+        before = len(self._copies)
         for copy in tuple(self._copies):
-            is_placed, space = copy
             try:
-                is_over = is_placed()
-            except self._errors as error:
-                failed, is_over = failed or error, True
+                is_over = copy[0]()
+            except self._errors:
+                self._end(copy)
+                raise
             if is_over:
-                self._copies.remove(copy)
-                if space is not None:
-                    self._pool.give(space)
-        if failed is not None:
-            raise failed
+                self._end(copy)
         return len(self._copies) < before
+
+    def _end(self, copy: tuple[Callable[[], bool], Space | None]) -> None:
+        self._copies.remove(copy)
+        if copy[1] is not None:
+            self._pool.give(copy[1])
 
     def give_up(self) -> None:
         """Has nothing more written by them."""

@@ -463,11 +463,13 @@ class StagedRead(OwnRead):
 
     def _give_back(self) -> bool:
         """Frees the space of what has been placed; whether there was any."""
-        try:
-            return self._placing.give_back()
-        except self._errors:
-            self._fail()
-            return True
+        has_failed = False
+        while True:
+            try:
+                return self._placing.give_back() or has_failed
+            except self._errors:
+                self._fail()
+                has_failed = True
 
     def _post_more(self) -> bool:
         """Whether something was posted."""

@@ -26,12 +26,13 @@ from typing import Any
 from .forks import die_with_parent, run_as_fork, write_to
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-#: What is a release's own, and what an engine's process decides on before it imports it.
-_NOT_SHARED = frozenset({"__main__", "kvcached", "kvpatch", "tests", "vllm"})
+_RELEASES_OWN = frozenset({"kvcached", "vllm"})
+#: These, and what an engine's process decides on before it imports it.
+_NOT_SHARED = _RELEASES_OWN | {"__main__", "kvpatch", "tests"}
 #: The names that the first lab has written down, in the ancestor's folder.
 _NAMES = "imported.json"
 #: What a lab's process prints, in its folder.
-_LOG = "import.log"
+LOG = "import.log"
 #: Of the ancestor's import, and of a process's end.
 _ANSWER_SECONDS = 600.0
 
@@ -60,6 +61,7 @@ class Ancestor:
 
     def __init__(self) -> None:
         self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvpatch-lab-ancestor-")
 
     def run(self, variables: Mapping[str, str], folder: Path, module: str) -> str:
@@ -67,7 +69,7 @@ class Ancestor:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self.fork(variables, folder, theirs.fileno(), module).wait()
-        return (folder / _LOG).read_text(errors="replace")
+        return (folder / LOG).read_text(errors="replace")
 
     def fork(
         self, variables: Mapping[str, str], folder: Path, fd: int, module: str = ""
@@ -100,7 +102,7 @@ class Ancestor:
         ours, theirs = socket.socketpair()
         folder = self._folder.name
         with self._log.open("wb") as output:
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.lab.ancestor", str(theirs.fileno()), folder],
                 cwd=folder,
                 env={**variables, "PYTHONPATH": str(_REPOSITORY), "HOME": folder},
@@ -142,7 +144,7 @@ def _import_all(names: Path) -> None:
         # What another module imports where something else is there, too.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    wrong = sorted(name for name in sys.modules if name.partition(".")[0] in ("vllm", "kvcached"))
+    wrong = sorted(name for name in sys.modules if name.partition(".")[0] in _RELEASES_OWN)
     if wrong:
         raise RuntimeError(f"what is a release's own was imported for all of them: {wrong}")
     gc.collect()
@@ -157,7 +159,7 @@ def _become_lab(order: Mapping[str, Any], fd: int, names: Path) -> None:
     os.environ.clear()
     os.environ.update(order["variables"])
     os.chdir(folder)
-    write_to(str(Path(folder, _LOG)))
+    write_to(str(Path(folder, LOG)))
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     sys.path[:] = [folder, *paths, *(path for path in sys.path[1:] if path not in paths)]
     importlib.invalidate_caches()

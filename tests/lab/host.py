@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from tests.releases import cache, kvcached
 
-from .ancestor import Ancestor
+from .ancestor import LOG, Ancestor
 from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
 from .releases import must_prove, states_layout
@@ -130,9 +130,9 @@ class Lab:
         if not cache.is_fetched(self.release):
             raise FileNotFoundError(f"no tree of vLLM {self.release} at {tree}: fetch it first")
         self._control, theirs = socket.socketpair()
-        log = Path(self._folder.name) / "import.log"
-        variables = environment(tree, Path(self._folder.name), self._models)
-        self._process = ANCESTOR.fork(variables, Path(self._folder.name), theirs.fileno())
+        folder = Path(self._folder.name)
+        variables = environment(tree, folder, self._models)
+        self._process = ANCESTOR.fork(variables, folder, theirs.fileno())
         theirs.close()
         self._control.settimeout(_IMPORT_SECONDS)
         try:
@@ -140,7 +140,7 @@ class Lab:
         except TimeoutError:
             ready = b""
         if ready != b"ready\n":
-            tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+            tail = (folder / LOG).read_text(errors="replace")[-_TAIL_CHARACTERS:]
             self.close()
             raise Crashed(f"vLLM {self.release} cannot be imported\n{tail}")
         return self
