@@ -31,7 +31,7 @@ from .engine_api import Start
 from .layer_kinds import KINDS
 from .namespaces import HOST
 from .scheduler import Scheduler, Tracked
-from .standstill import standstill
+from .standstill import is_idle, standstill
 from .states import StateSabotage
 from .xla import DeviceTensors
 
@@ -47,6 +47,12 @@ PROOF_SECONDS = 5.0
 _NOTHING_PROVEN = "D computes P's prompts: nothing of P's is proven"
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
+#: Of a load that nothing is under way for.
+_IDLE_SECONDS = 5.0
+
+
+class Forgotten(RuntimeError):
+    """The release has dropped a request without a word: nothing is under way that could end it."""
 
 
 class Unfinished(RuntimeError):
@@ -421,7 +427,9 @@ class Engine:
     def _until_received(self, waiting: set[str], seconds: float) -> None:
         # A rank at a time reports; the engine's aggregator waits for all.
         left = [set(waiting) for _ in self.workers]
+        nixl_workers = [release.nixl_of(worker).connector_worker for worker in self.workers]
         end = time.monotonic() + seconds
+        idle_since: float | None = None
         self._step()
         while any(left):
             _, received, broken = self._finished()
@@ -432,9 +440,12 @@ class Engine:
             now, failed = time.monotonic(), self.log.first_seconds
             if any(left) and failed and now > failed + _GRACE_SECONDS:
                 raise LoadFailed("an error was logged, and the request stays where it is")
-            if any(left) and now > end:
-                found = standstill(release.nixl_of(w).connector_worker for w in self.workers)
-                raise Unfinished(f"not received: {sorted(set().union(*left))}\n{found}")
+            waits = [worker for worker, still in zip(nixl_workers, left, strict=True) if still]
+            idle_since = (idle_since or now) if all(map(is_idle, waits)) else None
+            if waits and (now > end or (idle_since and now > idle_since + _IDLE_SECONDS)):
+                kind = Unfinished if now > end else Forgotten
+                found = standstill(nixl_workers)
+                raise kind(f"not received: {sorted(set().union(*left))}\n{found}")
             time.sleep(_POLL_SECONDS)
             self._step()
 

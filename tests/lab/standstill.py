@@ -19,6 +19,20 @@ def standstill(workers: Iterable[Any]) -> str:
     return "\n".join([*lines, *_of_threads()])
 
 
+def is_idle(worker: Any) -> bool:
+    """Whether a NIXL worker has nothing left that could end a load.
+
+    One with kvpatch is never taken for idle: that has queues of its own.
+    """
+    return not (
+        "kvpatch.connector.state" in sys.modules
+        or getattr(worker, "_handshake_futures", None)
+        or worker._ready_requests.qsize()
+        or worker._recving_transfers
+        or getattr(worker, "_recving_metadata", None)
+    )
+
+
 def _of_worker(worker: Any) -> str:
     nixl, transfers = worker.nixl_wrapper, dict(worker._recving_transfers)
     found = {

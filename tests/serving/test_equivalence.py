@@ -31,7 +31,11 @@ def _verify(work_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.engines
-def test_a_pair_answers_like_a_single_engine(tmp_path: Path) -> None:
+def test_a_pair_answers_like_a_single_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every process is started as a user's: none is a fork (``engine_ancestor.py``)."""
+    monkeypatch.delenv("TEST_ENGINE_ANCESTOR", raising=False)
     done = _verify(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all 46 identical to single" in done.stdout
