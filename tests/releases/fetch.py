@@ -1,4 +1,4 @@
-"""Fetches the pure-Python tree of vLLM releases.
+"""Fetches the pure-Python tree of vLLM releases: ``python -m tests.releases.fetch``, of all.
 
 pip resolves where a release's wheel lies (so that the user's own index and
 settings hold), then only the members that are needed are read from it. A
@@ -26,6 +26,8 @@ from rich.progress import (
     Progress,
     TextColumn,
 )
+
+from kvpatch.core.releases import RELEASES
 
 from . import cache
 from .ranges import fetch_members
@@ -96,3 +98,7 @@ def wheel_url(release: str) -> str:
     if answer.returncode != 0:
         raise FetchFailed(f"pip finds no wheel of vLLM {release}: {answer.stderr.strip()}")
     return str(json.loads(answer.stdout)["install"][0]["download_info"]["url"])
+
+
+if __name__ == "__main__":
+    fetch(RELEASES)

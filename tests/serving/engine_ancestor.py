@@ -122,6 +122,9 @@ class Ancestor:
     def _take(self, control: socket.socket) -> tuple[Order, list[int]] | None:
         """In a fork, what it is to go on as."""
         message, received, _, _ = socket.recv_fds(control, _ORDER_BYTES, _MOST_FDS)
+        if not message:  # who asked has been killed
+            control.close()
+            return None
         order = Order(**json.loads(message))
         reason = order.why_not()
         if reason:

@@ -168,6 +168,21 @@ process.kill()
     assert found == {"to it": ["USR1", False], "to all": ["USR1", False]}
 
 
+def test_one_that_is_killed_before_it_asks_ends_nobody_else(tmp_path: Path) -> None:
+    found, _ = _play(
+        tmp_path,
+        """
+import socket
+asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+asking.connect(os.environ["TEST_ENGINE_ANCESTOR"])
+asking.close()
+process, pipe, answer = spawned(0)
+process.join()
+""",
+    )
+    assert found["is_shared"]
+
+
 def test_with_other_variables_it_starts_by_itself(tmp_path: Path) -> None:
     """What the libraries have read when they were imported cannot be read again."""
     found, said = _play(
