@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,20 +108,24 @@ async def play_dtype(run: Run, dtype: str, rows: list[Any]) -> None:
     async with connections() as client:
         answers = await single_answers(run, client, dtype)
         for pair in asking.pairs:
-            its = await play_pair(run, client, Played(pair, BOTH, asking.model, dtype), answers)
-            for row in its:
-                row.model = asking.model_name
+            its: list[Any] = []
+            played = Played(pair, BOTH, asking.model, dtype)
+            async with aclosing(play_pair(run, client, played, answers)) as found:
+                async for more in found:
+                    for row in more:
+                        row.model = asking.model_name
+                    its += more
+                    run.keep([*rows, *its])  # an hour of them: none is lost
             rows += its
-            run.keep(rows)
             run.console.print(good_table([row for row in its if row.stage == "good"]))
             run.console.print(fault_table([row for row in its if row.stage == "faults"]))
 
 
 async def play_pair(
     run: Run, client: httpx.AsyncClient, played: Played, answers: Answers
-) -> list[Any]:
-    """Good loads and faults with one pair; faults where D reads from one rank."""
-    asking, rows = run.asking, list[Any]()
+) -> AsyncGenerator[Sequence[Any], None]:
+    """Good loads and fault after fault with one pair; faults where D reads from one rank."""
+    asking = run.asking
     specs = played.prefill(), played.decode()
     async with running(specs, client, run.options, run.console) as engines:
         await require_kvpatch_as_asked(client, engines)
@@ -130,9 +135,9 @@ async def play_pair(
             if "good" in asking.stages:
                 advance = bar(progress, f"{title}: good loads", len(answers.good))
                 until = time.monotonic() + asking.seconds
-                rows.append(
+                yield [
                     await good_loads.serve(client, played, engines, answers.good, advance, until)
-                )
+                ]
             if played.pair.prefill_ranks == 1 and "faults" in asking.stages:
                 fresh = [iter(of_length) for of_length in answers.prompts]
                 faults = fault_loads.Faults(
@@ -142,8 +147,7 @@ async def play_pair(
                 kinds = fault_loads.kinds()
                 advance = bar(progress, f"{title}: faults", asking.each * len(kinds))
                 for fault, moment in kinds:
-                    rows += await faults.all_of(fault, moment, asking.each, advance)
-    return rows
+                    yield await faults.all_of(fault, moment, asking.each, advance)
 
 
 async def play_lease(run: Run) -> list[Any]:
