@@ -200,7 +200,9 @@ def _before_steps(worker: Any, spoiler: Spoiler) -> None:
     def executed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         for new in scheduler_output.scheduled_new_reqs:
             tokens = len(new.prompt_token_ids)
-            spoiler.come_over(LOADED, new.req_id, new.block_ids[0], tokens)
+            # P computes the same name in pieces, and has none of the later ones' blocks yet.
+            if not spoiler.is_p and new.num_computed_tokens >= tokens - 1:
+                spoiler.come_over(LOADED, new.req_id, new.block_ids[0], tokens)
         result = execute_model(scheduler_output, *args, **kwargs)
         for new in scheduler_output.scheduled_new_reqs:
             spoiler.keep_other(new.req_id, new.block_ids[0], len(new.prompt_token_ids))
