@@ -21,6 +21,7 @@ from experiments.engines.proof_probe import (  # noqa: E402
     LOADED,
     NAME,
     Spoiler,
+    _before_steps,
     is_other,
     marked,
 )
@@ -141,6 +142,30 @@ def test_a_fault_comes_over_one_request_once(layout: str) -> None:
     spoiler.others[0] = [{name: rows + 1 for name, rows in layer.items()} for layer in now[:1]]
     spoiler.come_over(LANDED, name, blocks, 20)
     assert torch.equal(tensor, after)
+
+
+@pytest.mark.parametrize(
+    ("is_p", "computed", "is_spoilt"),
+    [(False, 19, True), (False, 0, False), (True, 0, False), (True, 19, False)],
+)
+def test_the_witness_faults_come_over_loads_at_d_alone(
+    is_p: bool, computed: int, is_spoilt: bool
+) -> None:
+    """P has the same name, and of a prompt in pieces the blocks of the first one."""
+    spoilt: list[str] = []
+    spoiler: Any = SimpleNamespace(
+        is_p=is_p,
+        come_over=lambda moment, name, blocks, tokens: spoilt.append(name),
+        keep_other=lambda *_: None,
+    )
+    worker = SimpleNamespace(execute_model=lambda scheduled: "computed")
+    _before_steps(worker, spoiler)
+    new = SimpleNamespace(
+        req_id="a", prompt_token_ids=[0] * 20, block_ids=([3],), num_computed_tokens=computed
+    )
+
+    assert worker.execute_model(SimpleNamespace(scheduled_new_reqs=[new])) == "computed"
+    assert spoilt == (["a"] if is_spoilt else [])
 
 
 def test_a_name_is_found_in_an_engines_own() -> None:
