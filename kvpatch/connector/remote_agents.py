@@ -40,6 +40,8 @@ from kvpatch.connector.local.cache_kinds import Kind
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of
 from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.local.shared_rows import Region, regions_of, shared_rows
+from kvpatch.connector.local.state_division import divided_states
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.smaller_blocks_admission import why_misread
@@ -95,6 +97,8 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         has_heads=not worker.use_mla,
         kinds=partial(_kinds_of, release),
         misreads_smaller=partial(why_misread, release),
+        rows=partial(shared_rows, release),
+        divisions=partial(divided_states, release),
     )
 
 
@@ -182,6 +186,7 @@ class Handshake:
                 stated.block_size if self.facts.states_block_size else None,
                 stated.kv_cache_layout if self.facts.states_layout else None,
                 stated.attn_backend_name if self.facts.states_backend else None,
+                self._regions(),
             )
         ranks = self.tp_rank, self.tp_size
         if statement is None:
@@ -200,6 +205,12 @@ class Handshake:
             keys = channels.keys_of(self.metadata.engine_id, self.tp_rank, self.facts)
             peer = replace(peer, stated_keys=keys)
         return peer
+
+    def _regions(self) -> tuple[Region, ...]:
+        """The peer's, where rows may hold layers of unlike kinds (from 0.29)."""
+        if not self.facts.names_layouts:
+            return ()
+        return regions_of(self.metadata.kv_caches_base_addr, self.metadata.block_lens)
 
     def _statement(self) -> Statement | None:
         """What a P of another release has stated in its own words; None of any other."""

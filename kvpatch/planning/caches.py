@@ -238,7 +238,7 @@ class _Making:
         first = next(iter(layers.values()))
         page_bytes = sum(prod(plane.counts[1:]) * plane.item_bytes for plane in first.planes)
         page_bytes *= engine.parts
-        division = _division(model.states, engine.item_bytes)
+        division = planned_division(model.states, engine.item_bytes)
         try:
             sizes = division.sizes_bytes(Rank(self.rank, engine.tp_size))
         except UnplannableCopy as error:  # which ends an engine when it starts
@@ -257,7 +257,7 @@ class _Making:
         }
 
 
-def _division(states: StateSizes, item_bytes: int) -> StateDivision:
+def planned_division(states: StateSizes, item_bytes: int) -> StateDivision:
     """The convolution of Mamba2, and its state space, of all ranks together."""
     of_groups = Part(states.groups * states.state_size, is_copied=states.groups == 1)
     convolution = (Part(states.intermediate), of_groups, of_groups)

@@ -21,6 +21,7 @@ from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UnreadCache
 from kvpatch.connector.local.cache_kinds import LATENT, ROWS, Kind
 from kvpatch.connector.local.kv_cache_groups import Group
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_wrongly
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core import settings
@@ -28,7 +29,7 @@ from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.planning.accepted import named_difference
 from kvpatch.planning.arguments import whole_number
-from kvpatch.planning.caches import RankCache, rank_cache
+from kvpatch.planning.caches import RankCache, planned_division, rank_cache
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.factors import uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
@@ -161,6 +162,7 @@ def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
             engine.backend.name,
             has_heads=not engine.model.is_mla,
             kinds=partial(_kinds, engine),
+            divisions=partial(_divisions, engine),
             misreads_smaller=misread,
         )
     own: RankCache = rank_cache(engine, rank)
@@ -222,6 +224,13 @@ def _declared_keys(engine: PlannedEngine) -> KeyOrder | None:
     if found and found not in BY_WORD:
         raise BadOptions(f"{settings.PEER_KEYS}={found!r} is not one of {', '.join(BY_WORD)}")
     return BY_WORD.get(found)
+
+
+def _divisions(engine: PlannedEngine) -> Mapping[str, StateDivision]:
+    states = engine.model.states
+    division = None if states is None else planned_division(states, engine.item_bytes)
+    layers = () if division is None else engine.model.state_layers
+    return {f"layer.{number}": division for number in layers if division is not None}
 
 
 def _kinds(engine: PlannedEngine) -> Mapping[str, Kind]:

@@ -266,7 +266,7 @@ def _state_layer(spec: EngineSpec, layer: int, store: torch.Tensor, page_bytes: 
         size, strides = (spec.blocks, 1, 1, page_bytes), (page_bytes, page_bytes, page_bytes, 1)
         return _state_cache(spec, layer, torch.as_strided(store.view(torch.int8), size, strides))
     tensors, offset = [], 0
-    for shape in spec.states.shapes(spec.tp_size):
+    for shape in spec.states_of(layer).shapes(spec.tp_size):
         inner = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         outer = page_bytes // store.element_size()
         tensors.append(torch.as_strided(store, (spec.blocks, *shape), (outer, *inner), offset))
@@ -294,7 +294,7 @@ def _state_cache(
         np.frombuffer(reach, dtype=np.uint8), (raw.shape[0], page_bytes), (stride, 1)
     )
     planes, offset = [], 0
-    for shape in spec.states.shapes(spec.tp_size):
+    for shape in spec.states_of(layer).shapes(spec.tp_size):
         size = math.prod(shape) * spec.item_bytes
         flat = pages[:, offset : offset + size].view(UNSIGNED[spec.item_bytes])
         planes.append(flat[:, None, None, :])
@@ -471,7 +471,9 @@ def _named_layers(
         name = layer_name(number)
         kind = spec.kind_of(number)
         if spec.is_state(number):
-            found.append(_state_cache(spec, number, tensors[name]))
+            states = _state_cache(spec, number, tensors[name])
+            # Beside layers of other kinds its block's row is its group's.
+            found.append(replace(states, pages=_pages(tensors[name])) if kind else states)
         elif kind:
             planes = KINDS[kind].planes(tensors[name], spec)
             found.append(LayerCache(name, tensors[name], planes, _pages(tensors[name])))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from .odd_strides import ODD
 from .states import MODELS as STATES
-from .states import States
+from .states import OF_KINDS, States
 
 Family = Literal["flash", "flashinfer", "cpu", "mla", "triton", "pallas", "b12x", "aiter"]
 Allocation = Literal[
@@ -189,12 +189,22 @@ class EngineSpec:
 
     @property
     def states(self) -> States:
-        """What a layer with recurrent state has."""
+        """What every other layer has, where these have recurrent state."""
         return STATES[self.state_kind]
+
+    def states_of(self, layer: int) -> States:
+        """What a layer with recurrent state has."""
+        return OF_KINDS.get(self.kind_of(layer), self.states)
 
     def is_state(self, layer: int) -> bool:
         """Whether a layer has recurrent state."""
-        return self.has_state and layer % 2 == (0 if self.state_first else 1)
+        is_other = self.has_state and layer % 2 == (0 if self.state_first else 1)
+        return is_other or self.kind_of(layer) in OF_KINDS
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layer has recurrent state."""
+        return self.has_state or not OF_KINDS.keys().isdisjoint(self.kinds)
 
     @property
     def has_core(self) -> bool:
@@ -226,7 +236,9 @@ class EngineSpec:
 
     @property
     def attention_layer(self) -> int:
-        """The first layer without recurrent state."""
+        """The first layer that is its family's."""
+        if self.kinds:
+            return next(n for n in range(self.layers) if not self.kind_of(n))
         return int(self.has_state and self.state_first)
 
     def window_of(self, layer: int) -> int:

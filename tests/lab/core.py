@@ -47,7 +47,7 @@ class CoreScheduler:
         self._core.num_lookahead_tokens = spec.lookahead_tokens
         self.connector = self._core.connector
         self.spec = spec
-        self._hasher = _block_hasher(config, spec.block_tokens)
+        self._hasher = _block_hasher(config, wanted["hash_block_size"])
         self._tracked: dict[str, Tracked] = {}
         self._answers: dict[str, Any] = {}
         self._metadata: list[Any] = []

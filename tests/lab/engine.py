@@ -556,7 +556,8 @@ class Engine:
         table = tracked.tables[self.groups[number]]
         blocks = table[(tokens.stop - 1) // spec.block_tokens_of(number) :]
         block, offset = slots(blocks, range(1), self.block_tokens[self.groups[number]])
-        sizes, mine = spec.states.sizes(), spec.states.elements(rank, spec.tp_size)
+        states = spec.states_of(number)
+        sizes, mine = states.sizes(), states.elements(rank, spec.tp_size)
         for plane, array in enumerate(self.caches[rank].layers[number].planes):
             whole = expected(
                 spec.content_of(number),
@@ -634,7 +635,7 @@ class Engine:
     def _spoil_states(self, sabotage: str) -> None:
         number = next(n for n in range(self.spec.layers) if self.spec.is_state(n))
         arrays = [caches.layers[number].planes[0] for caches in self.caches]
-        self.spec.states.spoil(arrays, self._loaded(number), sabotage)
+        self.spec.states_of(number).spoil(arrays, self._loaded(number), sabotage)
 
     def _loaded(self, layer: int) -> list[int]:
         """The blocks that transfers may write to, in one layer's cache."""

@@ -22,6 +22,7 @@ from .case import EngineSpec
 from .engine_api import MODELS
 from .kinds import INDEXER_BYTES
 from .layer_kinds import KINDS
+from .states import States
 
 _PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1"
 
@@ -249,7 +250,7 @@ def model_config(spec: EngineSpec) -> Any:
     # A plan has room for one request of the greatest length at least.
     max_tokens = 8192
     if spec.is_hybrid or spec.mixes_kinds:
-        max_tokens = max(HYBRID_MODEL_TOKENS, spec.state_tokens if spec.has_state else 0)
+        max_tokens = max(HYBRID_MODEL_TOKENS, spec.state_tokens if spec.keeps_states else 0)
     return _model_config(
         spec.layers, spec.kv_heads, spec.head_dim, dtype, spec.family == "mla", max_tokens
     )
@@ -276,7 +277,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
         )
     )
     cache.num_gpu_blocks = spec.planned_blocks
-    for dtype in {KINDS[name].cache_dtype for name in spec.kinds if name} - {""}:
+    for dtype in {KINDS[name].cache_dtype for name in spec.kinds if name in KINDS} - {""}:
         cache.cache_dtype = dtype
     if spec.has_state:
         config = model_config(spec).hf_text_config  # one for many cases
@@ -307,7 +308,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     if spec.is_hybrid or spec.mixes_kinds:
         cache.num_gpu_blocks_override = spec.planned_blocks
     if spec.has_core:  # the engine's own defaults, which <= 0.11.0 its arguments set
-        cache.enable_prefix_caching = not spec.has_state or spec.state_mode != "none"
+        cache.enable_prefix_caching = not spec.keeps_states or spec.state_mode != "none"
         for name in ("enable_chunked_prefill", "chunked_prefill_enabled"):
             if hasattr(config.scheduler_config, name):
                 setattr(config.scheduler_config, name, True)
@@ -323,7 +324,7 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
 
 def _backend_of(spec: EngineSpec, layer: int) -> Any:
     if spec.is_state(layer):
-        return _state_backend()
+        return _state_backend(spec.states_of(layer).mamba_type)
     if spec.kind_of(layer):
         return KINDS[spec.kind_of(layer)].backend()
     if spec.has_indexer:
@@ -331,15 +332,18 @@ def _backend_of(spec: EngineSpec, layer: int) -> Any:
     return disguise.backend(backend(spec.family))
 
 
-def _state_backend() -> Any:
-    return importlib.import_module("vllm.v1.attention.backends.mamba2_attn").Mamba2AttentionBackend
+def _state_backend(mamba_type: str) -> Any:
+    backends = "vllm.v1.attention.backends"
+    if mamba_type == "SHORT_CONV":
+        return importlib.import_module(f"{backends}.short_conv_attn").PleShortConvAttentionBackend
+    return importlib.import_module(f"{backends}.mamba2_attn").Mamba2AttentionBackend
 
 
 def _layer_spec(spec: EngineSpec, layer: int) -> Any:
     from vllm.v1 import kv_cache_interface as interface
 
     if spec.is_state(layer):
-        return state_spec(spec)
+        return _state_spec(spec, spec.states_of(layer))
     if spec.kind_of(layer):
         return _spec_of_kind(spec, layer)
     window_tokens = spec.window_of(layer)
@@ -378,16 +382,19 @@ def _spec_of_kind(spec: EngineSpec, layer: int) -> Any:
 
 
 def state_spec(spec: EngineSpec) -> Any:
-    """Of layers with recurrent state; None where there are none."""
-    if not spec.has_state:
-        return None
+    """Of every other layer, where these have recurrent state; else None."""
+    return _state_spec(spec, spec.states) if spec.has_state else None
+
+
+def _state_spec(spec: EngineSpec, states: States) -> Any:
     from vllm.v1 import kv_cache_interface as interface
 
-    shapes = spec.states.shapes(spec.tp_size)
+    shapes = states.shapes(spec.tp_size)
     wanted = {
         "shapes": shapes,
         "dtypes": (torch_dtype(spec.dtype),) * len(shapes),
-        "mamba_type": _mamba_type(spec.states.mamba_type),
+        "mamba_type": _mamba_type(states.mamba_type),
+        "tp_replicated": states.is_whole,
         "block_size": spec.state_tokens if spec.state_mode == "none" else spec.block_tokens,
         "mamba_cache_mode": spec.state_mode,
         "page_size_padded": _layer_spec(spec, spec.attention_layer).page_size_bytes,
@@ -422,8 +429,11 @@ def kv_cache_config(spec: EngineSpec, config: Any) -> Any:
     expected = {layer_name(i): spec.block_tokens_of(i) for i in range(spec.layers)}
     if planned != expected:
         raise NotInRelease(f"blocks of {planned} tokens are planned, and {expected} expected")
-    # As the engine core does it.
-    config.cache_config.block_size = min(sizes)
+    # As the engine core does it, from 0.30 on without rings. 0.29 does it with them, after which
+    # workers of a process of their own still have the other number.
+    specs = [group.kv_cache_spec for group in plan.kv_cache_groups]
+    hits = [n for n, of in zip(sizes, specs, strict=True) if getattr(of, "prefix_cacheable", True)]
+    config.cache_config.block_size = min(hits or sizes)
     return plan
 
 

@@ -28,21 +28,26 @@ class States:
     Attributes:
         mamba_type: as vLLM's enumeration of backends calls it.
         parts: channels of its convolution in the whole model, one part behind the other.
-        heads: (or channels) of the other state, in the whole model.
+        heads: (or channels) of the other state, in the whole model; 0 where there is none.
         inner: the shape of one of these.
         groups: that the model's configuration states; None for none.
+        is_whole: whether every rank has all channels.
     """
 
     mamba_type: str
     parts: tuple[int, ...]
-    heads: int
-    inner: tuple[int, ...]
+    heads: int = 0
+    inner: tuple[int, ...] = ()
     groups: int | None = None
+    is_whole: bool = False
 
     def shapes(self, ranks: int) -> tuple[tuple[int, ...], ...]:
         """Of a rank's states."""
         channels = sum(part.size for part in self.channels(0, ranks))
-        return (channels, _POSITIONS), (self.heads // ranks, *self.inner)
+        convolution = (channels, _POSITIONS)
+        if not self.heads:
+            return (convolution,)
+        return convolution, (self.heads // ranks, *self.inner)
 
     def channels(self, rank: int, ranks: int) -> list[Array]:
         """A rank's channels of each part of its convolution, by their numbers in the model's.
@@ -51,14 +56,19 @@ class States:
         """
         ends = np.cumsum(self.parts)
         parts = [np.arange(end - size, end) for size, end in zip(self.parts, ends, strict=True)]
+        if self.is_whole:
+            return parts
         shares = [np.split(part, ranks)[rank] for part in parts]
         return [shares[0], *parts[1:]] if self.groups == 1 else shares
 
-    def elements(self, rank: int, ranks: int) -> tuple[Array, Array]:
-        """A rank's elements of either state, by their numbers in the model's."""
-        heads = np.split(np.arange(self.heads), ranks)[rank]
+    def elements(self, rank: int, ranks: int) -> tuple[Array, ...]:
+        """A rank's elements of each state, by their numbers in the model's."""
         channels = np.concatenate(self.channels(rank, ranks))
-        return _unfolded(channels, _POSITIONS), _unfolded(heads, math.prod(self.inner))
+        convolution = _unfolded(channels, _POSITIONS)
+        if not self.heads:
+            return (convolution,)
+        heads = np.split(np.arange(self.heads), ranks)[rank]
+        return convolution, _unfolded(heads, math.prod(self.inner))
 
     def sizes(self) -> tuple[int, int]:
         """Elements of the whole model's states."""
@@ -98,4 +108,12 @@ MODELS = {
     # q, k and v of 4 heads of 4; the release gives it gated delta nets' backend and division.
     "kimi delta attention": States("GDN_ATTN", (16, 16, 16), 4, (4, 4)),
     "mamba1": States("MAMBA1", (32,), 32, (8,)),
+}
+
+#: Of layers among others of unlike kinds (layer_kinds.py), by their kind.
+OF_KINDS = {
+    "linear": MODELS["gated delta net"],
+    "linear, one group": MODELS["mamba2, one group"],
+    # Qwen4's short convolution of n-grams that it embeds (PLE).
+    "ple": States("SHORT_CONV", (640,), is_whole=True),
 }

@@ -10,8 +10,17 @@ from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.other_rows import refuse_other_rows
 from kvpatch.connector.handshake.whole_blocks import unknown_kind
 from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
+from kvpatch.connector.local.shared_rows import (
+    Holder,
+    Region,
+    SharedRows,
+    regions_of,
+)
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
+
+_ONE_SIZE = "use one --tensor-parallel-size on both sides"
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,9 @@ class UnreadCache:
         kinds: of its layers.
         misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
             does some.
+        rows: in which layers of unlike kinds overlay one another; None where they do not.
+        divisions: how ranks share out the states of each layer that has some, but for those that
+            the release itself takes for whole on every rank.
     """
 
     block_tokens: int
@@ -36,6 +48,8 @@ class UnreadCache:
     has_heads: bool = True
     kinds: Callable[[], Mapping[str, Kind]] = dict
     misreads_smaller: Callable[[], str] = str
+    rows: Callable[[], SharedRows | None] = lambda: None
+    divisions: Callable[[], Mapping[str, StateDivision]] = dict
 
 
 @dataclass(frozen=True)
@@ -47,6 +61,7 @@ class UncheckedMetadata:
     block_tokens: Any
     layout: Any
     backend: Any = None
+    regions: tuple[Region, ...] = ()
 
 
 Metadata = AgentMetadata | UncheckedMetadata
@@ -57,7 +72,8 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
 
     Raises:
         PeerRefused: it would copy packed keys, or those of another backend, as if they were our
-            rows, cut what moves whole, or pair smaller blocks wrongly.
+            rows, cut what moves whole, copy a page in part or another's, or pair smaller blocks
+            wrongly.
     """
     if local.needs_reader:
         raise PeerRefused(
@@ -74,12 +90,19 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
             "use one block size and layout on both sides",
         )
+    rows = local.rows()
     if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
         joins = facts.pairs_heads_by_layout and has_smaller_blocks(remote, local.block_tokens)
         for layer, kind in local.kinds().items():
             has_tokens = same_tokens or (kind.joins and joins)
             _check_uncut(local, remote, layer, kind, same_tokens=has_tokens)
+    if remote.tp_size != local.tp_size:
+        _check_states(local)
+    if rows is not None:
+        _check_rows(local, remote, rows)
+    elif local.has_heads and remote.tp_size < local.tp_size:
+        _check_rings(local)
     if local.knows_keys:
         check_smaller(remote, local.block_tokens, local.misreads_smaller)
 
@@ -89,9 +112,7 @@ def _check_uncut(
 ) -> None:
     """Whether the release reads blocks of a layer whole.
 
-    What has no heads is whole on every rank, and the release reads it so, but for a ring (up to
-    0.33 at least): that has the region of the layer in whose place it lies, and a D of more ranks
-    than P reads the share of it that is a rank's of that layer's.
+    What has no heads is whole on every rank, and the release reads it so, but for some rings.
 
     Raises:
         PeerRefused: it would cut them.
@@ -104,15 +125,88 @@ def _check_uncut(
     if not same_tokens:
         raise PeerRefused(f"{contents}, and move whole", "use one block size")
     if local.has_heads and kind.mixes_heads and remote.tp_size != local.tp_size:
+        raise PeerRefused(f"{contents}, and move whole, never a share of their heads", _ONE_SIZE)
+
+
+def _check_states(local: UnreadCache) -> None:
+    """Whether the release finds a rank's share of each state on other ranks.
+
+    Raises:
+        PeerRefused: it takes all parts of a state for shared out, or nobody knows how they are.
+    """
+    for layer, division in local.divisions().items():
+        if division.reason:
+            raise PeerRefused(
+                f"recurrent state is split over ranks, and that of layer {layer} moves between as "
+                f"many of them: {division.reason}",
+                _ONE_SIZE,
+            )
+        if division.has_copies:
+            raise PeerRefused(
+                f"recurrent state of layer {layer} has a part that every rank has whole, and this "
+                "vLLM takes it for shared out",
+                _ONE_SIZE,
+            )
+
+
+def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
+    """Whether the release copies what lies in a row, from a peer whose blocks are as large.
+
+    Raises:
+        PeerRefused: it copies a page in part, or over other pages.
+    """
+    short = rows.copied_short()
+    if short is not None:
+        page, copied = short
+        is_state = page.holder is Holder.WHOLE_STATE
         raise PeerRefused(
-            f"{contents}, and move whole, never a share of their heads",
-            "use one --tensor-parallel-size on both sides",
+            f"layer {page.layer} has {page.region.size_bytes} bytes in a block, and this vLLM "
+            f"copies {copied} of them, by the size of another layer that begins there",
+            "use vLLM 0.32 or later" if is_state else "use a larger --block-size on both sides",
         )
-    if local.has_heads and kind == RING and remote.tp_size < local.tp_size:
+    ranks = remote.tp_size, local.tp_size
+    if remote.tp_size == local.tp_size or not local.has_heads:
+        return
+    if rows.has_equal_rows(_regions_of(remote), ranks):
+        return
+    if not rows.is_cut_by_page():
         raise PeerRefused(
-            f"{contents}, of which this vLLM reads a share where P has fewer ranks",
-            "use one --tensor-parallel-size on both sides",
+            "layers of several groups overlay one another in a block, P's at other places, and "
+            "this vLLM copies a rank's share of one over another",
+            f"{_ONE_SIZE}, or one of at least {rows.heads} (the KV heads) on both, and one "
+            "--block-size",
         )
+    ring = rows.misread_ring(ranks)
+    if ring is not None:
+        raise _shared_ring(ring.layer, remote.tp_size < local.tp_size)
+
+
+def _check_rings(local: UnreadCache) -> None:
+    """Rings that have the region of a layer in whose place they lie (up to 0.33 at least).
+
+    A D of more ranks than P reads the share of it that is a rank's of that layer's.
+
+    Raises:
+        PeerRefused: there are some.
+    """
+    for layer, kind in local.kinds().items():
+        if kind == RING:
+            raise _shared_ring(layer, True)
+
+
+def _shared_ring(layer: str, has_fewer: bool) -> PeerRefused:
+    ranks = "fewer" if has_fewer else "more"
+    return PeerRefused(
+        f"blocks of layer {layer} hold {RING.contents}, of which this vLLM reads a share where P "
+        f"has {ranks} ranks",
+        _ONE_SIZE,
+    )
+
+
+def _regions_of(remote: Metadata) -> tuple[Region, ...]:
+    if isinstance(remote, UncheckedMetadata):
+        return remote.regions
+    return regions_of(remote.addresses, remote.block_bytes)
 
 
 def has_smaller_blocks(remote: Metadata, block_tokens: int) -> bool:

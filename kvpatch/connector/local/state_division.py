@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
 
@@ -80,6 +81,23 @@ def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> St
         ),
         reason="",
     )
+
+
+def divided_states(release: ReleaseWorker) -> dict[str, StateDivision]:
+    """How the states of each layer are shared out that a worker has, by the release's plan.
+
+    Those that the release itself takes for whole on every rank are left out.
+    """
+    if not release.facts.has_cache_groups:
+        return {}
+    worker = release.worker
+    model = getattr(worker.model_config, "hf_text_config", None)
+    specs = {layer: release.spec_of(layer) for layer in worker._layer_specs}
+    return {
+        layer: state_division(spec, worker.world_size, model, release.facts)
+        for layer, spec in specs.items()
+        if hasattr(spec, "shapes") and not getattr(spec, "tp_replicated", False)
+    }
 
 
 def _kind_of(spec: Any) -> str:

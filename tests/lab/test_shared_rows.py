@@ -1,0 +1,184 @@
+"""Qwen4's caches: attention, a ring, a summary, gated delta nets and a state that ranks have whole.
+
+Such a block is a row in which the pages of each group's layers begin anew, and the release copies
+rows by regions of all groups. kvpatch, on D, leaves to it what it gets right, and refuses the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.patches import SLUGS
+
+from .case import Case, EngineSpec, Outcome, Report, Sabotage
+from .host import Lab
+from .states import StateSabotage
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_PROMPT_TOKENS = 300
+_ENGINE = EngineSpec(
+    "flash", "BLHNC", block_tokens=64, planned_blocks=40, kv_heads=1, has_own_tables=True
+)
+#: As the model makes them: what looks for keys before the attention itself.
+_QSA = ("ring", "summary", "")
+_LINEAR = ("linear",) * 3
+_MODELS = {
+    "attention": _QSA * 2,
+    "one attention layer": (*_LINEAR, *_QSA),
+    "delta nets": (*_LINEAR, *_QSA) * 2,
+    "whole state": ("linear", "ple", "linear", "linear", *_QSA, *_LINEAR, *_QSA),
+    "whole state first": ("ple", *_LINEAR, *_QSA, *_LINEAR, *_QSA),
+}
+_OVERLAY = "this vLLM copies a rank's share of one over another"
+_SHORT = "bytes in a block, and this vLLM copies"
+_HEADS_ON_EACH, _HEADS_SHARED_OUT = 1, 4
+
+
+@pytest.fixture(autouse=True)
+def _release_has_rings(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.29"):
+        pytest.skip("this release has no such model")
+
+
+def _case(name: str, ranks: tuple[int, int], heads: int = _HEADS_ON_EACH) -> Case:
+    kinds = _MODELS[name]
+    engine = replace(_ENGINE, kinds=kinds, layers=len(kinds), kv_heads=heads)
+    p, d = (replace(engine, tp_size=size) for size in ranks)
+    return Case(f"{name} of {heads} heads, TP{ranks[0]} to TP{ranks[1]}", p, d, _PROMPT_TOKENS)
+
+
+def _ours(lab: Lab, case: Case, sabotage: Sabotage | StateSabotage | None = None) -> Report:
+    return lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
+
+
+def _expect_like_stock(lab: Lab, case: Case) -> tuple[Report, Report]:
+    """What is right without kvpatch stays right, and all else is refused."""
+    stock, ours = lab.run(case.stock()), _ours(lab, case)
+    right: Outcome = "identical" if stock.outcome == "identical" else "refused"
+    assert ours.outcome == right, (stock, ours)
+    if right == "identical":
+        assert ours.moved_tokens >= _PROMPT_TOKENS - 1
+    return stock, ours
+
+
+@pytest.mark.parametrize("heads", [_HEADS_ON_EACH, _HEADS_SHARED_OUT])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", _MODELS)
+def test_as_many_ranks(lab: Lab, name: str, ranks: tuple[int, int], heads: int) -> None:
+    """0.30 and 0.31 copy as much of a whole state as a summary's page has, which is smaller."""
+    release, has_whole = Version(lab.release), "whole" in name
+    if release < Version("0.30") and not has_whole:
+        pytest.skip("this release takes no such model without a whole state")
+
+    stock, ours = _expect_like_stock(lab, _case(name, ranks, heads))
+
+    is_short = has_whole and Version("0.30") <= release < Version("0.32")
+    assert stock.outcome == ("corrupt" if is_short else "identical"), stock
+    assert (_SHORT in ours.detail) is is_short
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", _MODELS)
+def test_heads_on_each_rank(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
+    """Rows are alike there, and stock is right, as far as it copies all of a state."""
+    release, has_whole = Version(lab.release), "whole" in name
+    if release < Version("0.30") and not has_whole:
+        pytest.skip("this release takes no such model without a whole state")
+
+    stock, _ = _expect_like_stock(lab, _case(name, ranks))
+
+    if has_whole and Version("0.30") <= release < Version("0.32"):
+        assert stock.outcome == "corrupt"
+    elif name == "attention" and ranks == (2, 1):  # which it refuses for any model of heads alone
+        assert stock.outcome == "refused"
+    else:
+        assert stock.outcome == "identical"
+
+
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)], ids=str)
+def test_a_head_on_two_ranks(lab: Lab, ranks: tuple[int, int]) -> None:
+    """P has a head on each rank, or each of two heads on two of four."""
+    stock, _ = _expect_like_stock(lab, _case("whole state", ranks, heads=2))
+
+    is_short = Version("0.30") <= Version(lab.release) < Version("0.32")
+    assert stock.outcome == ("corrupt" if is_short else "identical")
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", _MODELS)
+def test_heads_shared_out(lab: Lab, name: str, ranks: tuple[int, int]) -> None:
+    """Rows are unlike there: what stock makes of them is right of one attention layer alone."""
+    if Version(lab.release) < Version("0.30") and "whole" not in name:
+        pytest.skip("this release takes no such model without a whole state")
+
+    stock, ours = _expect_like_stock(lab, _case(name, ranks, _HEADS_SHARED_OUT))
+
+    assert (stock.outcome == "identical") is (name == "one attention layer"), stock
+    if name == "delta nets":
+        assert stock.outcome == "corrupt", stock
+        assert _OVERLAY in ours.detail
+
+
+def test_a_ring_longer_than_a_summary(lab: Lab) -> None:
+    """A summary's page has fewer rows in blocks of fewer tokens, a ring has not."""
+    if Version(lab.release) < Version("0.30"):
+        pytest.skip("this release takes no such model without a whole state")
+    case = _case("delta nets", (1, 1))
+    p, d = (replace(e, block_tokens=16, planned_blocks=90) for e in (case.prefill, case.decode))
+
+    stock, ours = _expect_like_stock(lab, replace(case, prefill=p, decode=d))
+
+    assert stock.outcome == "corrupt"
+    assert _SHORT in ours.detail
+    assert "larger --block-size" in ours.detail
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+def test_other_blocks(lab: Lab, ranks: tuple[int, int]) -> None:
+    case = _case("whole state", ranks)
+    twice = replace(case.prefill, block_tokens=128)
+
+    report = _ours(lab, replace(case, prefill=twice))
+
+    assert report.outcome == "refused"
+    assert "move whole: use one block size" in report.detail
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("sabotage", ["skip_part", "swap_ranks", "skip_state", "skip_layer"])
+def test_spoilt_states_are_noticed(
+    lab: Lab, ranks: tuple[int, int], sabotage: Sabotage | StateSabotage
+) -> None:
+    """Of a delta net, whose layer is the first, and of the whole state in the second."""
+    if Version("0.30") <= Version(lab.release) < Version("0.32"):
+        pytest.skip("this release's are not read")
+
+    report = _ours(lab, _case("whole state", ranks), sabotage)
+
+    assert report.outcome == "corrupt", report
+    assert report.wrong_elements > 0
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["mamba2", "mamba2, one group"])
+def test_states_inside_blocks(lab: Lab, kind: str, ranks: tuple[int, int]) -> None:
+    """A model without a ring whose states lie in rows too: a group for all heads is misread."""
+    engine = EngineSpec(
+        layout="BLHNC",
+        block_tokens=32,
+        planned_blocks=48,
+        layers=4,
+        has_state=True,
+        state_kind=kind,
+    )
+    p, d = (replace(engine, tp_size=size) for size in ranks)
+
+    stock, ours = _expect_like_stock(lab, Case(f"{kind} {ranks}", p, d, _PROMPT_TOKENS))
+
+    assert stock.outcome == ("corrupt" if kind == "mamba2, one group" else "identical")
+    if stock.outcome == "corrupt":
+        assert "every rank has whole" in ours.detail
