@@ -2,8 +2,8 @@
 # Runs the tests on a fresh machine: makes the environment that they need, fetches the source
 # trees of the vLLM releases, and starts pytest.
 #
-#   tests/run.sh                    ten minutes: all but the engines, vLLM's own tests and the lab of
-#                                   other releases than the newest; three pairs of real engines
+#   tests/run.sh                    all but the engines, vLLM's own tests and the lab of other releases
+#                                   than the newest; three pairs of real engines: half an hour at first
 #   tests/run.sh --gate             what .ci/run plays: the lab of the newest release and a share of
 #                                   it of all others (tests/lab/selection.py), all real engines
 #   tests/run.sh --full             everything on every release, hours; then plays and writes docs/data's
@@ -75,7 +75,7 @@ case "${1:-}" in
         KVPATCH_TEST_RELEASES="$releases" play_without_engines "not serving and not upstream"
         play_engines "serving and (quick or not engines)"
         KVPATCH_TEST_RELEASES="$releases" say_what_passed "all but vLLM's own tests" "the quick pairs"
-        echo "tests: for all of a change's tests, tests/run.sh --gate (40 minutes); for every test on" \
+        echo "tests: for all of a change's tests, tests/run.sh --gate (50 minutes); for every test on" \
             "every release, tests/run.sh --full (hours)"
         ;;
     --gate)
