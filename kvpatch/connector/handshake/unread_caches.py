@@ -12,6 +12,7 @@ from kvpatch.connector.handshake.whole_blocks import unknown_kind
 from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
 from kvpatch.connector.local.shared_rows import (
     Holder,
+    Page,
     Region,
     SharedRows,
     regions_of,
@@ -157,13 +158,7 @@ def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
     """
     short = rows.copied_short()
     if short is not None:
-        page, copied = short
-        is_state = page.holder is Holder.WHOLE_STATE
-        raise PeerRefused(
-            f"layer {page.layer} has {page.region.size_bytes} bytes in a block, and this vLLM "
-            f"copies {copied} of them, by the size of another layer that begins there",
-            "use vLLM 0.32 or later" if is_state else "use a larger --block-size on both sides",
-        )
+        raise _copied_short(*short)
     ranks = remote.tp_size, local.tp_size
     if remote.tp_size == local.tp_size or not local.has_heads:
         return
@@ -179,6 +174,21 @@ def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
     ring = rows.misread_ring(ranks)
     if ring is not None:
         raise _shared_ring(ring.layer, remote.tp_size < local.tp_size)
+
+
+def _copied_short(page: Page, copied: int) -> PeerRefused:
+    size = page.region.size_bytes
+    if page.holder is Holder.WHOLE_STATE:
+        return PeerRefused(
+            f"the state of layer {page.layer} has {size} bytes in a block, and this vLLM copies "
+            f"{copied} of them, by the size of another layer that begins there",
+            "use vLLM 0.32 or later on both sides",
+        )
+    return PeerRefused(
+        f"layer {page.layer} has {size} bytes in a block, and this vLLM copies {copied} of them, "
+        "by the size of another layer that begins there",
+        "use a larger --block-size on both sides",
+    )
 
 
 def _check_rings(local: UnreadCache) -> None:

@@ -1,0 +1,112 @@
+"""Rows of blocks in which layers of unlike kinds overlay one another: what the release copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.connector.handshake.decision import Refuse, Stock, decide
+from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.connector.local.shared_rows import Holder, Page, Region, SharedRows, regions_of
+from kvpatch.core.releases import FACTS
+
+_SUMMARY, _HEADS, _RING = 20, 100, 10
+_OVERLAY = "copies a rank's share of one over another"
+
+
+def _rows(attention_layers: int, heads: int = 2) -> SharedRows:
+    """A group's summaries and then its heads, one's delta nets as long as heads, and a ring's."""
+    starts = [_SUMMARY * n for n in range(attention_layers)]
+    end = _SUMMARY * attention_layers
+    of_heads = [end + _HEADS * n for n in range(attention_layers)]
+    pages = (
+        *(Page("summary", 0, Region(start, _SUMMARY), Holder.WHOLE) for start in starts),
+        *(Page("heads", 0, Region(start, _HEADS), Holder.HEADS) for start in of_heads),
+        *(Page("net", 1, Region(_HEADS * n, 90), Holder.STATE) for n in range(attention_layers)),
+        Page("ring", 2, Region(0, _RING), Holder.RING),
+    )
+    sizes = dict.fromkeys((_HEADS * n for n in range(attention_layers)), _HEADS)
+    sizes |= dict.fromkeys(of_heads, _HEADS) | dict.fromkeys(starts, _SUMMARY)
+    regions = regions_of(list(sizes), list(sizes.values()))
+    whole = tuple(region.offset in starts for region in regions)
+    return SharedRows(regions, whole, pages, heads)
+
+
+def _decided(rows: SharedRows, ranks: tuple[int, int], regions: tuple[Region, ...] = ()) -> str:
+    """Why a P of other ranks is refused; empty where it is left to the release."""
+    local = UnreadCache(64, ranks[1], "BLHNC", "", rows=lambda: rows)
+    remote = UncheckedMetadata("p", ranks[0], 64, "BLHNC", regions=regions)
+    found = decide(local, remote, FACTS["0.33.0"])
+    assert isinstance(found, Refuse | Stock)
+    return found.reason if isinstance(found, Refuse) else ""
+
+
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
+def test_equal_rows_of_shared_heads_are_the_releases(ranks: tuple[int, int]) -> None:
+    rows = _rows(2)
+
+    assert _decided(rows, ranks, rows.regions) == ""
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda found: found[1:],
+        lambda found: (found[0], *(one._replace(offset=one.offset + 8) for one in found[1:])),
+        lambda found: (*found[:-1], found[-1]._replace(size_bytes=8)),
+    ],
+    ids=["fewer", "elsewhere", "shorter"],
+)
+def test_unlike_rows_of_shared_heads_are_refused(
+    other: Callable[[tuple[Region, ...]], tuple[Region, ...]],
+) -> None:
+    rows = _rows(2)
+
+    assert _OVERLAY in _decided(rows, (2, 4), other(rows.regions))
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
+def test_heads_shared_out(ranks: tuple[int, int]) -> None:
+    """Of one attention layer no page is copied over another; of two they are."""
+    one, two = _rows(1, heads=4), _rows(2, heads=4)
+
+    assert _decided(one, ranks, one.regions) == ""
+    assert _OVERLAY in _decided(two, ranks, two.regions)
+
+
+def test_rings_in_the_region_of_heads() -> None:
+    heads = Page("heads", 0, Region(0, _HEADS), Holder.HEADS)
+    short, long = (Page("ring", 1, Region(0, size), Holder.RING) for size in (_RING, 60))
+    rows = SharedRows((heads.region,), (False,), (heads, short), heads=4)
+
+    assert "reads a share where P has fewer ranks" in _decided(rows, (1, 2))
+    assert _decided(rows, (2, 1)) == ""
+    assert "reads a share where P has more ranks" in _decided(
+        replace(rows, pages=(heads, long)), (2, 1)
+    )
+
+
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 4)])
+def test_what_is_copied_short(ranks: tuple[int, int]) -> None:
+    """Between engines alike, too: of a whole state as much as a summary has (0.30, 0.31)."""
+    rows = _rows(2)
+    state = Page("ple", 3, Region(0, 30), Holder.WHOLE_STATE)
+    with_state = replace(rows, pages=(*rows.pages, state))
+    long = replace(rows, pages=(*rows.pages, Page("long", 2, Region(0, 21), Holder.RING)))
+
+    told = _decided(with_state, ranks, rows.regions)
+    assert (
+        f"the state of layer ple has 30 bytes in a block, and this vLLM copies {_SUMMARY}" in told
+    )
+    assert _decided(replace(with_state, state_bytes=30), ranks, rows.regions) == ""
+    assert "layer long has 21 bytes in a block" in _decided(long, ranks, rows.regions)
+
+
+def test_rings_without_states_are_read_by_all_regions() -> None:
+    rows = _rows(2)
+    pages = tuple(page for page in rows.pages if page.holder is not Holder.STATE)
+    long = (*pages, Page("long", 2, Region(0, 21), Holder.RING))
+
+    assert replace(rows, pages=long).copied_short() is None
