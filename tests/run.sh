@@ -39,8 +39,9 @@ fi
 # Each process takes whole releases, and about 3 GB.
 processes="$(nproc)"
 processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
-play() { "$python" -m pytest -q "$@"; }
-play_without_engines() { play -m "$1" --numprocesses "$processes" --dist loadscope; }
+play_without_engines() {
+    "$python" -m pytest -q -m "$1" --numprocesses "$processes" --dist loadscope
+}
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB. The threads of
 # NIXL sleep between two looks: each would take a core for itself.
 play_engines() {

@@ -12,7 +12,7 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.local.state_division import state_division
+from kvpatch.connector.local.state_division import division_of
 from kvpatch.connector.state import worker_state
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
@@ -64,8 +64,6 @@ def read_states(
         cache: the attention layers among `kv_caches`.
     """
     layers, _, _ = cache
-    worker = release.worker
-    model = getattr(worker.model_config, "hf_text_config", None)
     if not all(map(_is_a_page, layers.values())):
         return {}
     found = {}
@@ -74,8 +72,7 @@ def read_states(
         pages = pages_of(kv_caches[name], spec) if hasattr(spec, "shapes") else None
         if pages is None:
             return {}
-        division = state_division(spec, worker.world_size, model, release.facts)
-        found[name] = replace(pages, division=division)
+        found[name] = replace(pages, division=division_of(release, spec))
     return found
 
 

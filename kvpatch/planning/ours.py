@@ -227,10 +227,11 @@ def _declared_keys(engine: PlannedEngine) -> KeyOrder | None:
 
 
 def _divisions(engine: PlannedEngine) -> Mapping[str, StateDivision]:
-    states = engine.model.states
-    division = None if states is None else planned_division(states, engine.item_bytes)
-    layers = () if division is None else engine.model.state_layers
-    return {f"layer.{number}": division for number in layers if division is not None}
+    model = engine.model
+    if model.states is None:
+        return {}
+    division = planned_division(model.states, engine.item_bytes)
+    return {f"layer.{number}": division for number in model.state_layers}
 
 
 def _kinds(engine: PlannedEngine) -> Mapping[str, Kind]:

@@ -8,7 +8,6 @@ imports what these name, once, and from then on a lab imports vLLM alone.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -23,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .forks import die_with_parent, run_as_fork, write_to
+from tests.forking import die_with_parent, import_all, is_shared
+
+from .forks import run_as_fork, write_to
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _RELEASES_OWN = frozenset({"kvcached", "vllm"})
@@ -140,15 +141,7 @@ def _serve(fd: int, folder: Path) -> None:
 
 
 def _import_all(names: Path) -> None:
-    for name in json.loads(names.read_text()):
-        # What another module imports where something else is there, too.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    wrong = sorted(name for name in sys.modules if name.partition(".")[0] in _RELEASES_OWN)
-    if wrong:
-        raise RuntimeError(f"what is a release's own was imported for all of them: {wrong}")
-    gc.collect()
-    gc.freeze()
+    import_all(json.loads(names.read_text()), _RELEASES_OWN)
 
 
 def _become_lab(order: Mapping[str, Any], fd: int, names: Path) -> None:
@@ -178,11 +171,7 @@ def _write_down(names: Path) -> None:
 
 
 def _is_shared(name: str) -> bool:
-    """Whether it was imported from a file, and nothing stands in for it."""
-    spec = getattr(sys.modules[name], "__spec__", None)
-    if name.partition(".")[0] in _NOT_SHARED or spec is None or spec.name != name:
-        return False
-    return spec.origin is not None and Path(spec.origin).exists()
+    return is_shared(name, _NOT_SHARED)
 
 
 if __name__ == "__main__":

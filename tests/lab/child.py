@@ -21,11 +21,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.forking import die_with_parent
 from tests.releases import kvcached
 
 from . import disguise
 from .engine_api import Failure, Fork
-from .forks import die_with_parent, run_as_fork, write_to
+from .forks import run_as_fork, write_to
 from .namespaces import enter_as_told
 
 #: The setting that says when kvcached's own NIXL patch is applied: before kvpatch, or after.

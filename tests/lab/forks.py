@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """A hung process must not outlive the tests."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def write_to(log: str) -> None:

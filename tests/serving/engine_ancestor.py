@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import gc
 import importlib
 import json
 import os
@@ -33,6 +31,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.forking import die_with_parent, import_all, is_shared
+
 _HERE = Path(__file__).resolve().parent
 _SOCKET = "TEST_ENGINE_ANCESTOR"
 #: What the libraries read when they are imported; `None`: it must not be set.
@@ -48,7 +48,6 @@ _IMPORTS = "vllm.entrypoints.openai.api_server,vllm.v1.worker.cpu_worker"
 _ORDER_BYTES = 1 << 17
 #: The most that one message may carry.
 _MOST_FDS = 253
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ class Ancestor:
 
 def become(order: Order, received: Sequence[int]) -> None:
     """Goes on as the process that gave the order would have begun."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _put_at(received, order.fds)
@@ -235,7 +234,7 @@ def _import_shared(modules: Sequence[str]) -> None:
     if pid == 0:
         for name in modules:
             importlib.import_module(name)
-        names = [name for name in sys.modules if _is_shared(name)]
+        names = [name for name in sys.modules if is_shared(name, _NOT_SHARED)]
         with os.fdopen(writing, "w") as file:
             json.dump(names, file)
         os._exit(0)
@@ -243,23 +242,7 @@ def _import_shared(modules: Sequence[str]) -> None:
     with os.fdopen(reading) as file:
         found = file.read()
     os.waitpid(pid, 0)
-    for name in json.loads(found):
-        # What another module imports where something else is there, too.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    wrong = sorted(name for name in sys.modules if name.partition(".")[0] in ("vllm", "kvpatch"))
-    if wrong:
-        raise SystemExit(f"engine ancestor: this is an engine's own, and was imported: {wrong}")
-    gc.collect()
-    gc.freeze()
-
-
-def _is_shared(name: str) -> bool:
-    """Whether it was imported from a file, and is nobody's own."""
-    spec = getattr(sys.modules[name], "__spec__", None)
-    if name.partition(".")[0] in _NOT_SHARED or spec is None or spec.name != name:
-        return False
-    return spec.origin is not None and Path(spec.origin).exists()
+    import_all(json.loads(found), ("vllm", "kvpatch"))
 
 
 def main() -> tuple[Order, list[int]]:

@@ -8,12 +8,13 @@ from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.regions_by_layout import names_by_attention
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.local.recurrent_state import StatePages
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 
-_ONE_SIZE = "use one --tensor-parallel-size on both sides"
+ONE_SIZE = "use one --tensor-parallel-size on both sides"
 _SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
 
 
@@ -104,7 +105,7 @@ def _sizes_at(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tupl
     try:
         return own.division.sizes_bytes(Rank(peer.tp_rank, peer.tp_size))
     except UnplannableCopy as error:
-        raise PeerRefused(f"its recurrent states: {error}", _ONE_SIZE) from error
+        raise PeerRefused(f"its recurrent states: {error}", ONE_SIZE) from error
 
 
 def _runs(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[StateRun, ...]:
@@ -158,27 +159,32 @@ def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
         return
     if peer.form is not None:
         raise PeerRefused(
-            "recurrent state in kvcached's contiguous layout moves between as many ranks", _ONE_SIZE
+            "recurrent state in kvcached's contiguous layout moves between as many ranks", ONE_SIZE
         )
     if not all(FACTS[release].has_channels_first for release in peer.releases):
         raise PeerRefused(
             "recurrent state is split over ranks, and its release may have a convolution's "
             "channels innermost",
-            f"{_ONE_SIZE}, or vLLM 0.20 or later on P",
+            f"{ONE_SIZE}, or vLLM 0.20 or later on P",
         )
     if are_states_missed(ours, peer):
         raise PeerRefused(
             "recurrent state is split over ranks, and this vLLM reads one of P's alone, as each "
             "has all latents",
-            f"{_ONE_SIZE}, or vLLM 0.27 or later on D",
+            f"{ONE_SIZE}, or vLLM 0.27 or later on D",
         )
     for name, own in ours.states.items():
         if own.division.reason:
-            raise PeerRefused(
-                f"recurrent state is split over ranks, and that of layer {name} moves between as "
-                f"many of them: {own.division.reason}",
-                _ONE_SIZE,
-            )
+            raise undivided(name, own.division)
+
+
+def undivided(layer: str, division: StateDivision) -> PeerRefused:
+    """Why states of a layer are not read from other ranks."""
+    return PeerRefused(
+        f"recurrent state is split over ranks, and that of layer {layer} moves between as many of "
+        f"them: {division.reason}",
+        ONE_SIZE,
+    )
 
 
 def _places(ours: LocalGeometry) -> dict[int, int]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.other_rows import refuse_other_rows
+from kvpatch.connector.handshake.remote_states import ONE_SIZE, undivided
 from kvpatch.connector.handshake.whole_blocks import unknown_kind
 from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
 from kvpatch.connector.local.shared_rows import (
@@ -20,8 +21,6 @@ from kvpatch.connector.local.shared_rows import (
 from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
-
-_ONE_SIZE = "use one --tensor-parallel-size on both sides"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,6 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
             "use one block size and layout on both sides",
         )
-    rows = local.rows()
     if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
         joins = facts.pairs_heads_by_layout and has_smaller_blocks(remote, local.block_tokens)
@@ -100,6 +98,7 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             _check_uncut(local, remote, layer, kind, same_tokens=has_tokens)
     if remote.tp_size != local.tp_size:
         _check_states(local)
+    rows = local.rows()
     if rows is not None:
         _check_rows(local, remote, rows)
     elif local.has_heads and remote.tp_size < local.tp_size:
@@ -126,7 +125,7 @@ def _check_uncut(
     if not same_tokens:
         raise PeerRefused(f"{contents}, and move whole", "use one block size")
     if local.has_heads and kind.mixes_heads and remote.tp_size != local.tp_size:
-        raise PeerRefused(f"{contents}, and move whole, never a share of their heads", _ONE_SIZE)
+        raise PeerRefused(f"{contents}, and move whole, never a share of their heads", ONE_SIZE)
 
 
 def _check_states(local: UnreadCache) -> None:
@@ -137,16 +136,12 @@ def _check_states(local: UnreadCache) -> None:
     """
     for layer, division in local.divisions().items():
         if division.reason:
-            raise PeerRefused(
-                f"recurrent state is split over ranks, and that of layer {layer} moves between as "
-                f"many of them: {division.reason}",
-                _ONE_SIZE,
-            )
+            raise undivided(layer, division)
         if division.has_copies:
             raise PeerRefused(
                 f"recurrent state of layer {layer} has a part that every rank has whole, and this "
                 "vLLM takes it for shared out",
-                _ONE_SIZE,
+                ONE_SIZE,
             )
 
 
@@ -168,7 +163,7 @@ def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
         raise PeerRefused(
             "layers of several groups overlay one another in a block, P's at other places, and "
             "this vLLM copies a rank's share of one over another",
-            f"{_ONE_SIZE}, or one of at least {rows.heads} (the KV heads) on both, and one "
+            f"{ONE_SIZE}, or one of at least {rows.heads} (the KV heads) on both, and one "
             "--block-size",
         )
     ring = rows.misread_ring(ranks)
@@ -192,7 +187,7 @@ def _copied_short(page: Page, copied: int) -> PeerRefused:
 
 
 def _check_rings(local: UnreadCache) -> None:
-    """Rings that have the region of a layer in whose place they lie (up to 0.33 at least).
+    """Rings that have the region of a layer in whose place they lie (<= 0.33 at least).
 
     A D of more ranks than P reads the share of it that is a rank's of that layer's.
 
@@ -209,7 +204,7 @@ def _shared_ring(layer: str, has_fewer: bool) -> PeerRefused:
     return PeerRefused(
         f"blocks of layer {layer} hold {RING.contents}, of which this vLLM reads a share where P "
         f"has {ranks} ranks",
-        _ONE_SIZE,
+        ONE_SIZE,
     )
 
 

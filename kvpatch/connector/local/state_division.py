@@ -83,6 +83,13 @@ def state_division(spec: Any, ranks: int, model: Any, facts: ReleaseFacts) -> St
     )
 
 
+def division_of(release: ReleaseWorker, spec: Any) -> StateDivision:
+    """How the states of a layer of a worker's are shared out, by its spec."""
+    worker = release.worker
+    model = getattr(worker.model_config, "hf_text_config", None)
+    return state_division(spec, worker.world_size, model, release.facts)
+
+
 def divided_states(release: ReleaseWorker) -> dict[str, StateDivision]:
     """How the states of each layer are shared out that a worker has, by the release's plan.
 
@@ -90,11 +97,9 @@ def divided_states(release: ReleaseWorker) -> dict[str, StateDivision]:
     """
     if not release.facts.has_cache_groups:
         return {}
-    worker = release.worker
-    model = getattr(worker.model_config, "hf_text_config", None)
-    specs = {layer: release.spec_of(layer) for layer in worker._layer_specs}
+    specs = {layer: release.spec_of(layer) for layer in release.worker._layer_specs}
     return {
-        layer: state_division(spec, worker.world_size, model, release.facts)
+        layer: division_of(release, spec)
         for layer, spec in specs.items()
         if hasattr(spec, "shapes") and not getattr(spec, "tp_replicated", False)
     }
