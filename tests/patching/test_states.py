@@ -270,6 +270,12 @@ class TestDivision:
             SharedState(4 * 4 * 4, (Part(8),)),
         )
 
+    def test_gated_delta_nets_whatever_a_key_head_is(self):
+        """vLLM divides channels of keys, and asks for no whole number of states of the other."""
+        found = state_division(_spec(_Type.GDN_ATTN, (8, 3), (1, 4, 4)), 2, None, _NEWEST)
+
+        assert found.states[0].parts == (Part(4), Part(4), Part(8))
+
     def test_mamba1_by_channels(self):
         found = state_division(_spec(_Type.MAMBA1, (16, 3), (16, 8)), 2, None, _NEWEST)
 
@@ -283,7 +289,8 @@ class TestDivision:
             (_spec(_Type.MAMBA2, (16, 3), (2, 8, 4)), 2, _MODEL, "are not MAMBA2's"),
             (_spec(_Type.MAMBA2, (23, 3), (2, 8, 4)), 2, _MODEL, "are not MAMBA2's"),
             (_spec(_Type.MAMBA2, (22, 3), (2, 8, 4)), 2, _MODEL, "are not MAMBA2's"),
-            (_spec(_Type.GDN_ATTN, (34, 3), (4, 4, 4)), 2, None, "are not GDN_ATTN's"),
+            (_spec(_Type.GDN_ATTN, (33, 3), (4, 4, 4)), 2, None, "are not GDN_ATTN's"),
+            (_spec(_Type.GDN_ATTN, (16, 3), (4, 4, 4)), 2, None, "are not GDN_ATTN's"),
             (_spec(_Type.MAMBA1, (16, 3), (8, 8)), 2, None, "are not Mamba1's"),
             (_spec(_Type.SHORT_CONV, (16, 3), (8, 8)), 2, None, "states of SHORT_CONV are none"),
             (_spec(_Type.MAMBA2, (24, 3)), 2, _MODEL, "1 states of MAMBA2"),

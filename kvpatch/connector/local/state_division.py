@@ -130,14 +130,16 @@ def _parts(
     if len(inner) != 2:
         return f"shapes {shapes} are not {kind}'s"
     rest, odd = divmod(channels - units * inner[0], 2)
-    heads, left = divmod(rest, inner[1])
-    if odd or left or heads < 1:
+    if odd or rest < 1:
         return f"shapes {shapes} are not {kind}'s"
     of_heads = Part(units * inner[0] * ranks)
-    if kind == "GDN_ATTN":
+    if kind == "GDN_ATTN":  # no key head is on two ranks, so the width of one does not matter
         of_keys = Part(rest * ranks)
         return (of_keys, of_keys, of_heads), units
-    of_groups = _groups_part(heads, inner[1], ranks, groups)
+    own, left = divmod(rest, inner[1])
+    if left:
+        return f"shapes {shapes} are not {kind}'s"
+    of_groups = _groups_part(own, inner[1], ranks, groups)
     return of_groups if isinstance(of_groups, str) else ((of_heads, of_groups, of_groups), units)
 
 
