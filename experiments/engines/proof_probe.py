@@ -149,14 +149,15 @@ class ProofProbe(LabProbe):
             _before_digests(spoiler)
         return True
 
-    def kvpatch_spoil(self, name: str) -> bool:
-        """Has the fault come over what P holds of a request; False where it is not digested yet."""
+    def kvpatch_spoil(self, name: str) -> list[str]:
+        """Has the fault come over what P holds of a request; its name, or nothing where it is not
+        digested yet. A list: vLLM's route makes a text of a bool, and "False" is true."""
         spoiler: Spoiler = getattr(self, _SPOILER)
         found = next((held for held in spoiler.held if name in held), None)
         if found is None:
-            return False
+            return []
         spoiler.come_over(HELD, found, *spoiler.held.pop(found))
-        return True
+        return [found]
 
     def kvpatch_noticed(self) -> dict[str, list[str]]:
         """Names of requests: spoilt ones, and those that spoke up against; since the last call."""

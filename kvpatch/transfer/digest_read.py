@@ -13,7 +13,8 @@ from kvpatch.transfer.digest_table import ENTRY_BYTES, DigestTable, Entry, entry
 from kvpatch.transfer.hold_table import HOST_MEMORY
 from kvpatch.transfer.nixl import Ends, prepare_read
 
-#: P makes them in a step after it has answered, and in a thread.
+#: P makes them in a step after it has answered, and in a thread. As long for each of: P has not
+#: written them, a look takes its time, there is no place for a look to land.
 _LONGEST_SECONDS = 5.0
 #: Between two looks at what is not there yet.
 _PAUSE_SECONDS = 1e-3
@@ -40,6 +41,8 @@ class DigestRead:
     _handle: Any = field(default=None, init=False)
     _entry: Entry | None = field(default=None, init=False)
     _began: float | None = field(default=None, init=False)
+    _posted: float = field(default=0.0, init=False)
+    _is_without_place: bool = field(default=False, init=False)
     _next: float = field(default=0.0, init=False)
     _looks: int = field(default=0, init=False)
 
@@ -55,7 +58,7 @@ class DigestRead:
         """
         now = time.monotonic()
         self._began = self._began or now
-        while self._handle is not None or (now >= self._next and self._post(nixl)):
+        while self._handle is not None or (now >= self._next and self._post(nixl, now)):
             state = nixl.check_xfer_state(self._handle)
             if state == "PROC":
                 break
@@ -70,15 +73,22 @@ class DigestRead:
             if content is not None:
                 self._leave()
                 return content
-        is_idle = self._handle is None
-        if is_idle:
+        if self._handle is None:
             self._leave()  # others have something to fetch while this one waits
-        # What is on its way comes to whoever was long about others, too.
-        if now - self._began > (_LONGEST_SECONDS if is_idle else 2 * _LONGEST_SECONDS):
+        if self._is_late(now, self._began + _LONGEST_SECONDS):
             raise NoDigest(
                 f"{self.agent} has not written its digest of a request for {_LONGEST_SECONDS:.0f} s"
             )
         return None
+
+    def _is_late(self, now: float, due: float) -> bool:
+        """Whether to wait no longer.
+
+        Whoever looks may itself have been held up: a look counts that began when P's time was over.
+        """
+        if self._handle is not None:
+            return now > max(due, self._posted + _LONGEST_SECONDS)
+        return self._posted > due or (self._is_without_place and now > due + _LONGEST_SECONDS)
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way; what lands late fits no check sum.
@@ -99,10 +109,11 @@ class DigestRead:
         handle, self._handle = self._handle, None
         nixl.release_xfer_handle(handle)
 
-    def _post(self, nixl: Any) -> bool:
+    def _post(self, nixl: Any, now: float) -> bool:
         """Reads the entry, and then what it tells of; whether there is room for it here."""
         if self._landing is None:
             self._landing = self.table.take_landing()
+        self._is_without_place = self._landing is None
         if self._landing is None:
             return False
         entry = self._entry
@@ -119,6 +130,7 @@ class DigestRead:
             np.array([size]),
         )
         nixl.transfer(self._handle)
+        self._posted = now
         return True
 
     def _look(self, now: float) -> None:

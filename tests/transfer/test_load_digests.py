@@ -161,6 +161,19 @@ def test_a_digest_that_was_there_in_time_is_taken_late(tables, monkeypatch):
     assert tables.answer(read) == b"digests"
 
 
+def test_whoever_is_held_up_over_a_look_looks_again(tables, monkeypatch):
+    """A look that P's digest came behind says nothing of P's time, once it is seen late."""
+    read = tables.read()
+    while read._handle is None:
+        assert read.answer(tables.world.decode) is None
+    time.sleep(0.05)  # it lands, and nobody sees it
+    tables.prefill.write(FIRST, b"digests")
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", 0.01)
+    assert read.answer(tables.world.decode) is None
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", SECONDS)
+    assert tables.answer(read) == b"digests"
+
+
 # --- both sides -------------------------------------------------------------------
 
 
