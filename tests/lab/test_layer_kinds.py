@@ -26,6 +26,8 @@ _HEADS = EngineSpec("flash", "HND", planned_blocks=40, layers=2)
 _POOLED = replace(_HEADS, kinds=("pooled",))
 _BESIDE = EngineSpec("flash", "BLHNC", block_tokens=64, planned_blocks=30, layers=2)
 _IDENTICAL: tuple[Outcome, str] = ("identical", "")
+#: The release's own word.
+_NO_ENGINE: tuple[Outcome, str] = ("refused", "cannot be partitioned into NIXL regions")
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,15 @@ class Model:
         parts: into how many kernel blocks the backend cuts those.
         ranks: the same of unlike ranks, P's and D's.
         since: the first release that has it.
+        registers_since: the first whose own connector takes a P of the larger blocks, stock as it
+            is; before, no such engine starts.
     """
 
     engine: EngineSpec
     cut: tuple[Outcome, str]
     ranks: Mapping[tuple[int, int], tuple[Outcome, str]]
     since: str = "0.29"
+    registers_since: str = "0.29"
     parts: int = 1
     prompt_tokens: int = 100
 
@@ -63,6 +68,7 @@ _MODELS = {
         ("refused", "compressed latents of all tokens, then their scales, and move whole"),
         _everywhere(*_IDENTICAL),
         since="0.30",
+        registers_since="0.32",
         prompt_tokens=300,
     ),
     # The same without what slides, of which 0.29's planner and connector make nothing.
@@ -171,6 +177,12 @@ def test_other_blocks(lab: Lab, model: Model) -> None:
     """Kernel blocks of one size move whole, however many a block has."""
     twice = {"block_tokens": 2 * model.engine.block_tokens, "parts": model.parts}
 
+    if Version(lab.release) < Version(model.registers_since):
+        larger = replace(model.engine, **twice)  # type: ignore[arg-type]
+        stock = lab.run(Case("larger blocks, stock", larger, larger, model.prompt_tokens))
+        _assert_came(stock, _NO_ENGINE)
+        _assert_came(_play(lab, model, twice, {}), _NO_ENGINE)
+        return
     _assert_came(_play(lab, model, twice, {}), model.cut)
 
 
