@@ -16,6 +16,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -31,6 +32,10 @@ from kvpatch.core.releases import RELEASES
 
 from . import cache
 from .ranges import fetch_members
+
+
+#: At once: three quarters of the time is waiting for answers.
+_TOGETHER = 4
 
 
 class FetchFailed(RuntimeError):
@@ -52,16 +57,25 @@ def fetch(releases: Sequence[str]) -> None:
     with (
         Progress(*columns, disable=not sys.stderr.isatty()) as progress,
         httpx.Client(follow_redirects=True, timeout=timeout) as client,
+        ThreadPoolExecutor(_TOGETHER) as threads,
     ):
         total = progress.add_task("vLLM source trees", total=len(missing))
-        for release in missing:
-            progress.update(total, description=f"vLLM {release}")
-            with cache.lock(release):
-                if not cache.is_fetched(release):
-                    _fetch_one(client, release)
-            progress.advance(total)
-            if progress.disable:
-                print(f"fetched vLLM {release}", file=sys.stderr, flush=True)
+        futures = [threads.submit(_fetch_missing, client, release) for release in missing]
+        try:
+            for release, future in zip(missing, futures, strict=True):
+                progress.update(total, description=f"vLLM {release}")
+                future.result()
+                progress.advance(total)
+                if progress.disable:
+                    print(f"fetched vLLM {release}", file=sys.stderr, flush=True)
+        finally:
+            threads.shutdown(cancel_futures=True)
+
+
+def _fetch_missing(client: httpx.Client, release: str) -> None:
+    with cache.lock(release):
+        if not cache.is_fetched(release):
+            _fetch_one(client, release)
 
 
 def _fetch_one(client: httpx.Client, release: str) -> None:
