@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import pkgutil
 import sys
 from functools import cache, lru_cache
 from pathlib import Path
@@ -88,6 +89,22 @@ def preload() -> None:
     standins.patient_agents()
     standins.loaded_plugin()
     model_config(EngineSpec())
+    _preload_ours()
+
+
+def _preload_ours() -> None:
+    """Imports what patches and players are made of, which is half of what a fork would import.
+
+    Raises:
+        ImportError: one of them imports the connector, which kvpatch must be able to come before.
+    """
+    from kvpatch.patches import load
+
+    load()
+    importlib.import_module("tests.lab.modelled")
+    early = [name for name in sys.modules if name.startswith(f"{_PACKAGE}.nixl")]
+    if early:
+        raise ImportError(f"{early} came before kvpatch: the lab would play no patch of it")
 
 
 def _imports_of_connector() -> list[str]:
@@ -106,6 +123,7 @@ def _imports_of_connector() -> list[str]:
     return [name for name in found if not name.startswith(f"{_PACKAGE}.nixl")]
 
 
+@cache
 def connector_module() -> Any:
     """The module in which NixlConnector and its worker look names up."""
     try:
@@ -130,9 +148,14 @@ def nixl_of(connector: Any) -> Any:
 
 
 def worker_modules() -> list[Any]:
-    """All loaded modules of the connector: each has its own imported names."""
-    prefix = connector_module().__name__
-    return [m for name, m in sys.modules.items() if name == prefix or name.startswith(prefix + ".")]
+    """All loaded modules of the connector: each has its own imported names.
+
+    By its files: who looks at every module there is copies the pages of thousands into a fork.
+    """
+    connector = connector_module()
+    files = pkgutil.iter_modules(getattr(connector, "__path__", ()), f"{connector.__name__}.")
+    found = (sys.modules.get(file.name) for file in files)
+    return [connector, *(module for module in found if module is not None)]
 
 
 def backend(family: str) -> type[Any]:
