@@ -14,7 +14,11 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector.divided_block_handles import blocks_undivided
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
+from kvpatch.connector.handshake.agent_metadata import (
+    AgentMetadata,
+    read_agent_metadata,
+    state_bytes_of,
+)
 from kvpatch.connector.handshake.cpu_keys import may_be_tiled
 from kvpatch.connector.handshake.decision import Decision, LocalCache, Prove, Read, Refuse
 from kvpatch.connector.handshake.homogeneous_view import (
@@ -99,6 +103,7 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         misreads_smaller=partial(why_misread, release),
         rows=partial(shared_rows, release),
         divisions=partial(divided_states, release),
+        state_bytes=release.state_bytes,
     )
 
 
@@ -187,6 +192,7 @@ class Handshake:
                 stated.kv_cache_layout if self.facts.states_layout else None,
                 stated.attn_backend_name if self.facts.states_backend else None,
                 self._regions(),
+                state_bytes_of(stated, self.facts),
             )
         ranks = self.tp_rank, self.tp_size
         if statement is None:

@@ -104,6 +104,7 @@ class _Making:
         layout = engine.layout if facts.states_layout else shown
         with_layers = tuple(tuple(n for n in group if n in layers) for group in groups)
         asks_cut = facts.states_block_size and not facts.states_kernel_blocks
+        states = self._states(groups, layers)
         found = LocalGeometry(
             layers=layers,
             addresses=tuple(regions),
@@ -128,7 +129,8 @@ class _Making:
             groups=tuple(map(frozenset, groups)) if len(groups) > 1 else None,
             misreads_blocks=facts.topology_has_block_size and engine.backend.device == "cpu",
             backend_layout=engine.inner_layout,
-            states=self._states(groups, layers),
+            states=states,
+            state_bytes=next((own.sizes_bytes for own in states.values()), ()),
         )
         holds_both = engine.backend.order(facts).dimensions[:2] == ("block", "kv")
         if holds_both and found.key_order is KeyOrder.ROW_MAJOR:

@@ -295,8 +295,8 @@ def _state_cache(
     )
     planes, offset = [], 0
     for shape in spec.states_of(layer).shapes(spec.tp_size):
-        size = math.prod(shape) * spec.item_bytes
-        flat = pages[:, offset : offset + size].view(UNSIGNED[spec.item_bytes])
+        size = math.prod(shape) * spec.state_item_bytes
+        flat = pages[:, offset : offset + size].view(UNSIGNED[spec.state_item_bytes])
         planes.append(flat[:, None, None, :])
         offset += size
     return LayerCache(layer_name(layer), tensor, tuple(planes), pages)

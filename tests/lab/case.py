@@ -98,6 +98,8 @@ class EngineSpec:
     has_state: bool = False
     #: The kind of it (states.py).
     state_kind: str = "mamba2"
+    #: Of the states, where it is another than that of keys and values (vLLM >= 0.27).
+    state_dtype: str = ""
     #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
     #: blocks' ends, or at all.
     state_mode: StateMode = "none"
@@ -266,6 +268,10 @@ class EngineSpec:
     @property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def state_item_bytes(self) -> int:
+        return ITEM_BYTES[self.state_dtype or self.dtype]
 
     @property
     def heads_per_rank(self) -> int:

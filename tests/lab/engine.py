@@ -570,7 +570,7 @@ class Engine:
             )
             value = whole[..., mine[plane]]
             if spec.holds_numbers:
-                value &= numbers_of(spec.item_bytes)
+                value &= numbers_of(spec.state_item_bytes)
             yield number, array, block, offset, value
 
     def _map(self, tracked: Tracked) -> None:

@@ -415,7 +415,7 @@ def _state_spec(spec: EngineSpec, states: States) -> Any:
     shapes = states.shapes(spec.tp_size)
     wanted = {
         "shapes": shapes,
-        "dtypes": (torch_dtype(spec.dtype),) * len(shapes),
+        "dtypes": (torch_dtype(spec.state_dtype or spec.dtype),) * len(shapes),
         "mamba_type": _mamba_type(states.mamba_type),
         "tp_replicated": states.is_whole,
         "block_size": spec.state_tokens if spec.state_mode == "none" else spec.block_tokens,

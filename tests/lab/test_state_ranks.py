@@ -162,3 +162,20 @@ def test_spoilt_states_are_noticed(
 
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_other_types_of_states(lab: Lab, side: str) -> None:
+    """Alike but for ``--mamba-ssm-cache-dtype``: no hash tells it, no release compares sizes."""
+    if not FACTS[lab.release].has_channels_first or Version(lab.release) < Version("0.27"):
+        pytest.skip("the lab has states of other types in pages alone")
+    case = _case(lab, (1, 1), "mamba2")
+    longer = replace(getattr(case, side), state_dtype="float32")
+    case = replace(case, **{side: longer})
+
+    report = lab.run(_ours(case))
+
+    assert report.outcome == "refused", report
+    assert "its recurrent states take" in report.detail
+    assert "--mamba-ssm-cache-dtype" in report.detail
+    assert lab.run(case.stock()).outcome == "corrupt"

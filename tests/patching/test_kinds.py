@@ -237,6 +237,33 @@ def test_states_that_the_release_alone_reads_from_other_ranks(
         assert words in decided.reason
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stated", "is_refused"),
+    [
+        (1, (96, 320), False),
+        (1, (96, 160), True),
+        (1, (), False),  # <= 0.17, or another release's statement
+        (2, (48, 160), False),
+        (2, (48, 80), True),
+    ],
+)
+def test_states_of_other_types_are_not_left_to_the_release(
+    ranks: int, stated: tuple[int, ...], is_refused: bool
+) -> None:
+    """No hash tells them, and it would read as many bytes as ours have."""
+    division = StateDivision((SharedState(12, (Part(8),)), SharedState(40, (Part(8),))), reason="")
+    local = UnreadCache(
+        16, 1, "BLHNC", "", divisions=lambda: {"a": division}, state_bytes=(96, 320)
+    )
+    peer = UncheckedMetadata("p", ranks, 16, "BLHNC", state_bytes=stated)
+
+    decided = decide(local, peer, FACTS["0.33.0"])
+
+    assert isinstance(decided, Refuse if is_refused else Stock)
+    if isinstance(decided, Refuse):
+        assert f"its recurrent states take {stated} bytes" in decided.reason
+
+
 @pytest.mark.parametrize("found", [worker(FLASH, SLOTS, "nvfp4"), worker(FLASH, RING)])
 def test_latents_of_any_kind_are_whole_on_each_rank(found: ReleaseWorker) -> None:
     assert _decided(found, (1, 2), has_heads=False) == Stock()

@@ -110,3 +110,26 @@ def test_rings_without_states_are_read_by_all_regions() -> None:
     long = (*pages, Page("long", 2, Region(0, 21), Holder.RING))
 
     assert replace(rows, pages=long).copied_short() is None
+
+
+@pytest.mark.parametrize(("size", "told"), [(20, ""), (21, "layer long has 21 bytes in a block")])
+def test_from_0_30_on_by_regions_of_their_group_and_those_of_several(size: int, told: str) -> None:
+    """Without states a region is read for the blocks of the group whose layers begin there."""
+    rows = _rows(2)
+    pages = tuple(page for page in rows.pages if page.holder is not Holder.STATE)
+    long = (*pages, Page("long", 2, Region(0, size), Holder.RING))
+    groups = tuple(-1 if region.offset == 0 else 0 for region in rows.regions)
+
+    assert told in _decided(replace(rows, pages=long, groups=groups), (1, 1), rows.regions)
+
+
+@pytest.mark.parametrize(("row_bytes", "told"), [(1000, "P's at other places"), (0, "")])
+def test_rows_of_as_many_ranks(row_bytes: int, told: str) -> None:
+    """As two plans of one model are, where types or drafted layers differ."""
+    rows = replace(_rows(2), row_bytes=row_bytes)
+    first, *others = rows.regions
+    elsewhere = (first, *(one._replace(offset=one.offset + 8) for one in others))
+
+    assert _decided(rows, (2, 2), rows.regions) == ""
+    assert told in _decided(rows, (2, 2), elsewhere)
+    assert bool(told) == bool(_decided(rows, (2, 2), elsewhere))

@@ -33,7 +33,6 @@ from kvpatch.core.releases import RELEASES
 from . import cache
 from .ranges import fetch_members
 
-
 #: At once: three quarters of the time is waiting for answers.
 _TOGETHER = 4
 

@@ -136,8 +136,18 @@ def read_agent_metadata(
         memory_kind=_memory_kind(fields),
         packed_layers=_packed_layers(fields),
         form=form,
-        state_bytes=fields.numbers("ssm_sizes", least=0) if fields.exists("ssm_sizes") else (),
+        state_bytes=state_bytes_of(metadata, facts),
     )
+
+
+def state_bytes_of(metadata: Any, facts: ReleaseFacts) -> tuple[int, ...]:
+    """Of each recurrent state of a peer's layer; empty where it says nothing (<= 0.17).
+
+    Raises:
+        PeerRefused: they are no sizes.
+    """
+    fields = _Fields(metadata, facts)
+    return fields.numbers("ssm_sizes", least=0) if fields.has("ssm_sizes") else ()
 
 
 def restated(metadata: Any, facts: ReleaseFacts, stated: Mapping[str, Any]) -> Any:

@@ -23,7 +23,9 @@ from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.remote_states import (
     are_states_missed,
     check_ranks_of_states,
+    check_state_sizes,
     has_copied_states,
+    sizes_at_peer,
     states_of_peer,
 )
 from kvpatch.connector.handshake.unread_caches import (
@@ -156,9 +158,8 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
             )
         if possible.is_open:
             return _to_prove(local, possible, facts)
-        if _is_stocks(local, peer):
-            return Stock(peer)
-        if _is_joined(local, peer, facts):
+        if _is_stocks(local, peer) or _is_joined(local, peer, facts):
+            check_state_sizes(peer, sizes_at_peer(ours, peer))
             return Stock(peer)
         _check_block_lists(local, peer, facts)
         return Read(mapping_of(local, peer))
@@ -181,7 +182,9 @@ def _to_prove(
     for name, peer in possible.named.items():
         try:
             is_stock = _is_stocks(local, peer)
-            if not is_stock:
+            if is_stock:
+                check_state_sizes(peer, sizes_at_peer(local.geometry, peer))
+            else:
                 _check_block_lists(local, peer, facts)
             mappings[name] = mapping_of(local, peer)
         except PeerRefused as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.regions_by_layout import names_by_attention
@@ -16,6 +18,14 @@ from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
 
 ONE_SIZE = "use one --tensor-parallel-size on both sides"
 _SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
+
+
+class StatesSizes(Protocol):
+    """What a peer states of itself, whoever reads it."""
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of each recurrent state of a layer; empty where it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +152,37 @@ def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
             f"{_SAME_DTYPES}, one vLLM and one --speculative-config",
         )
     if peer.form is None and sizes != {peer.state_bytes}:
-        raise PeerRefused(
-            f"its recurrent states take {peer.state_bytes} bytes and ours "
-            f"{', '.join(map(str, sorted(sizes)))}",
-            _SAME_DTYPES,
-        )
+        raise _other_sizes(peer.state_bytes, sizes)
+
+
+def check_state_sizes(peer: StatesSizes, sizes: Set[tuple[int, ...]]) -> None:
+    """Whether states of a peer that the release reads are as large as ours would be there.
+
+    No hash of a release's tells their types, and none compares their sizes (<= 0.33): it would read
+    as many bytes as ours have.
+
+    Args:
+        sizes: of each state, of a layer of any kind that we have; none where they are not known.
+
+    Raises:
+        PeerRefused: it has others.
+    """
+    if sizes and any(peer.state_bytes) and peer.state_bytes not in sizes:
+        raise _other_sizes(peer.state_bytes, sizes)
+
+
+def _other_sizes(theirs: tuple[int, ...], sizes: Set[tuple[int, ...]]) -> PeerRefused:
+    ours = ", ".join(map(str, sorted(sizes)))
+    return PeerRefused(f"its recurrent states take {theirs} bytes and ours {ours}", _SAME_DTYPES)
+
+
+def sizes_at_peer(ours: LocalGeometry, peer: AgentMetadata) -> set[tuple[int, ...]]:
+    """What our states would take on a rank of a peer that the release reads; none without any."""
+    if not ours.states:
+        return set()
+    if peer.tp_size == ours.tp_size:
+        return {ours.state_bytes} if ours.state_bytes else set()
+    return {_sizes_at(peer, ours, own) for own in ours.states.values()}
 
 
 def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.other_rows import refuse_other_rows
-from kvpatch.connector.handshake.remote_states import ONE_SIZE, undivided
+from kvpatch.connector.handshake.remote_states import ONE_SIZE, check_state_sizes, undivided
 from kvpatch.connector.handshake.whole_blocks import unknown_kind
 from kvpatch.connector.local.cache_kinds import RING, Holds, Kind
 from kvpatch.connector.local.shared_rows import (
@@ -21,6 +21,7 @@ from kvpatch.connector.local.shared_rows import (
 from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.state_shares import Rank
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class UnreadCache:
         rows: in which layers of unlike kinds overlay one another; None where they do not.
         divisions: how ranks share out the states of each layer that has some, but for those that
             the release itself takes for whole on every rank.
+        state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
     """
 
     block_tokens: int
@@ -50,6 +52,7 @@ class UnreadCache:
     misreads_smaller: Callable[[], str] = str
     rows: Callable[[], SharedRows | None] = lambda: None
     divisions: Callable[[], Mapping[str, StateDivision]] = dict
+    state_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class UncheckedMetadata:
     layout: Any
     backend: Any = None
     regions: tuple[Region, ...] = ()
+    state_bytes: tuple[int, ...] = ()
 
 
 Metadata = AgentMetadata | UncheckedMetadata
@@ -98,6 +102,7 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             _check_uncut(local, remote, layer, kind, same_tokens=has_tokens)
     if remote.tp_size != local.tp_size:
         _check_states(local)
+    check_state_sizes(remote, _sizes_on(local, remote.tp_size))
     rows = local.rows()
     if rows is not None:
         _check_rows(local, remote, rows)
@@ -145,6 +150,14 @@ def _check_states(local: UnreadCache) -> None:
             )
 
 
+def _sizes_on(local: UnreadCache, ranks: int) -> set[tuple[int, ...]]:
+    """What our states would take on a rank of so many; nothing where nobody knows."""
+    if ranks == local.tp_size:
+        return {local.state_bytes} if local.state_bytes else set()
+    divisions = local.divisions().values()
+    return {division.sizes_bytes(Rank(0, ranks)) for division in divisions}
+
+
 def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
     """Whether the release copies what lies in a row, from a peer whose blocks are as large.
 
@@ -154,10 +167,17 @@ def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
     short = rows.copied_short()
     if short is not None:
         raise _copied_short(*short)
-    ranks = remote.tp_size, local.tp_size
+    ranks, regions = (remote.tp_size, local.tp_size), _regions_of(remote)
     if remote.tp_size == local.tp_size or not local.has_heads:
+        if rows.has_other_rows(regions) and not rows.is_cut_by_page():
+            raise PeerRefused(
+                "layers of several groups overlay one another in a block, P's at other places, and "
+                "this vLLM copies one over another",
+                "use one model, vLLM, --dtype, --mamba-cache-dtype, --mamba-ssm-cache-dtype and "
+                "--speculative-config on both sides",
+            )
         return
-    if rows.has_equal_rows(_regions_of(remote), ranks):
+    if rows.has_equal_rows(regions, ranks):
         return
     if not rows.is_cut_by_page():
         raise PeerRefused(

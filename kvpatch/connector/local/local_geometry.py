@@ -64,6 +64,7 @@ class LocalGeometry:
         cross_layer_places: what cross-layer blocks like ours state of their places, where they
             hold recurrent state.
         states: the pages of each layer with recurrent state, as they were registered.
+        state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
         backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
             is not known.
         backends: the names of all layers' attention backends; none in releases <= 0.11.0.
@@ -93,6 +94,7 @@ class LocalGeometry:
     planned_layout: str | None = None
     cross_layer_places: str | None = None
     states: Mapping[str, StatePages] = field(default_factory=dict)
+    state_bytes: tuple[int, ...] = ()
     backend_layout: str | None = None
     backends: frozenset[str] = frozenset()
     tiles_on_amx: bool = True
@@ -177,6 +179,7 @@ def local_geometry_of(
         backends=frozenset(backend.get_name() for backend in release.backends),
         key_order=key_order,
         tiles_on_amx=release.tiles_on_amx,
+        state_bytes=release.state_bytes,
         facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
         units=units,

@@ -97,6 +97,13 @@ class ReleaseWorker:
         return (self.worker.block_len,) * len(self.addresses)
 
     @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of each recurrent state of a layer, as it states them to peers (from 0.18)."""
+        if "ssm_sizes" not in self.facts.agent_metadata:
+            return ()
+        return tuple(map(int, self.worker._mamba_ssm_size))
+
+    @property
     def kernel_blocks_per_block(self) -> int:
         """Kernel blocks in one of the blocks that ids count."""
         has_cut = self.facts.cuts_blocks

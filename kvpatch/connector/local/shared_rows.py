@@ -4,8 +4,10 @@ A model with a ring (vLLM: CSA-linear, from 0.29 on) has its blocks outermost. A
 memory, in which the pages of one group's layers lie side by side, each group's from the row's
 beginning on. vLLM copies a row by regions. A region begins wherever some layer's page does, has the
 length of one of the layers that begin there, and is read for the blocks of every attention group,
-whichever layer of it lies there. So what comes is right between equal rows, and else only where no
-region of another group's begins inside a page.
+whichever layer of it lies there; where a model has no states, from 0.30 on, for those of the one
+group whose layers begin there, or of every group where layers of several do. So what comes is right
+between equal rows whose pages are covered so, and else only where no region of another group's
+begins inside a page.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ from enum import Enum, auto
 from math import prod
 from typing import Any, NamedTuple
 
+from kvpatch.connector.local.kv_cache_groups import transferred_groups
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
+
+#: Of a region, as the release counts groups: it is read for the blocks of every one.
+_EVERY_GROUP = -1
 
 
 class Holder(Enum):
@@ -64,6 +71,8 @@ class SharedRows:
         whole: of each, whether it is read as one that every rank has whole.
         heads: KV heads of the model.
         state_bytes: what is copied of a state that every rank has whole; None for its region's.
+        groups: of each region, the one whose blocks it is read for; empty where each is for all.
+        row_bytes: from one row to the next; 0 where that is not known.
     """
 
     regions: tuple[Region, ...]
@@ -71,6 +80,8 @@ class SharedRows:
     pages: tuple[Page, ...]
     heads: int
     state_bytes: int | None = None
+    groups: tuple[int, ...] = ()
+    row_bytes: int = 0
 
     def copied_short(self) -> tuple[Page, int] | None:
         """The first page that is copied in part even between equal rows, and how many bytes come.
@@ -92,7 +103,10 @@ class SharedRows:
         if page.holder is Holder.RING and has_states:
             rings = {p.region.offset for p in self.pages if p.holder is Holder.RING}
             return [region for region in self.regions if region.offset in rings]
-        return list(self.regions)
+        if not self.groups:
+            return list(self.regions)
+        groups = zip(self.regions, self.groups, strict=True)
+        return [region for region, group in groups if group in (page.group, _EVERY_GROUP)]
 
     def has_equal_rows(self, regions: Sequence[Region], ranks: tuple[int, int]) -> bool:
         """Whether every byte lies at a peer where it does here, with as many ranks as heads.
@@ -102,6 +116,11 @@ class SharedRows:
             ranks: of both.
         """
         return min(ranks) >= self.heads and tuple(regions) == self.regions
+
+    def has_other_rows(self, regions: Sequence[Region]) -> bool:
+        """Whether some byte lies elsewhere at a peer, where both have one piece of memory."""
+        ends = [region.end for region in (*self.regions, *regions)]
+        return max(ends, default=0) <= self.row_bytes and tuple(regions) != self.regions
 
     def is_cut_by_page(self) -> bool:
         """Whether each region that is read for an attention block is a page of its group's."""
@@ -162,7 +181,7 @@ def shared_rows(release: ReleaseWorker) -> SharedRows | None:
     first = min(release.addresses)
     pages = tuple(
         Page(layer, group, *_held(release, layer, first))
-        for group, planned in enumerate(worker.kv_cache_config.kv_cache_groups)
+        for group, planned in enumerate(transferred_groups(worker.kv_cache_config, facts))
         for layer in planned.layer_names
         if layer in worker.device_kv_caches
     )
@@ -172,7 +191,15 @@ def shared_rows(release: ReleaseWorker) -> SharedRows | None:
         pages,
         int(worker.model_config.get_total_num_kv_heads()),
         worker._ple_block_len if "ple_block_len" in facts.agent_metadata else None,
+        _groups_of_regions(worker, facts),
+        max(worker.block_stride_per_layer, default=0),
     )
+
+
+def _groups_of_regions(worker: Any, facts: ReleaseFacts) -> tuple[int, ...]:
+    if "region_group_ids" not in facts.agent_metadata or worker._has_mamba:
+        return ()
+    return tuple(worker.region_group_ids) if worker._uses_region_group_mapping else ()
 
 
 def _held(release: ReleaseWorker, layer: str, first: int) -> tuple[Region, Holder]:
