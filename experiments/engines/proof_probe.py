@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.engines.lab_probe import LabProbe
 from experiments.engines.load_faults import FAULTS, Layer, Load
+from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.transfer.plane_bytes import plane_view
 from kvpatch.verify.caches import LayerCache, layer_caches
 
@@ -102,8 +103,9 @@ class Spoiler:
     def _rows(self, layer: LayerCache, blocks: Sequence[int], tokens: int) -> Layer:
         found = {}
         for plane in layer.planes:
-            view, ids, offsets = _places(layer, plane, blocks, tokens)
-            rows = view[ids, :, offsets].contiguous()  # [token, head, channel, byte]
+            view = plane_view(layer.tensor, plane)
+            kept = view[_own_blocks(layer, plane, blocks)].contiguous()
+            rows = _by_token(kept, plane).flatten(0, 1)[:tokens].contiguous()
             found[plane.content.value] = rows.view(self.dtype).squeeze(-1)
         return found
 
@@ -111,23 +113,30 @@ class Spoiler:
         import torch
 
         for plane in layer.planes:
-            new = rows[plane.content.value]
-            view, ids, offsets = _places(layer, plane, blocks, len(new))
-            view[ids, :, offsets] = new.unsqueeze(-1).view(torch.uint8)
+            new = rows[plane.content.value].unsqueeze(-1).view(torch.uint8)
+            view, ids = plane_view(layer.tensor, plane), _own_blocks(layer, plane, blocks)
+            kept = view[ids].contiguous()
+            at = torch.arange(len(new))
+            own_tokens = plane.counts.block_tokens
+            _by_token(kept, plane)[at // own_tokens, at % own_tokens] = new
+            view[ids] = kept
 
 
-def _places(
-    layer: LayerCache, plane: Plane, blocks: Sequence[int], tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The plane, and by token its block and its place there; blocks as the tensor has them."""
+def _own_blocks(layer: LayerCache, plane: Plane, blocks: Sequence[int]) -> torch.Tensor:
+    """A request's blocks as the tensor has them."""
     import torch
 
-    own_tokens = plane.counts.block_tokens
-    split = layer.block_tokens // own_tokens
-    at = torch.arange(tokens)
-    block = torch.as_tensor(list(blocks))[at // layer.block_tokens]
-    ids = block * split + at % layer.block_tokens // own_tokens
-    return plane_view(layer.tensor, plane), ids, at % own_tokens
+    split = layer.block_tokens // plane.counts.block_tokens
+    return torch.as_tensor(kernel_blocks(list(blocks), split))
+
+
+def _by_token(kept: torch.Tensor, plane: Plane) -> torch.Tensor:
+    """[block, token, head, channel, byte] of a plane's blocks that are contiguous, as a view.
+
+    In tiles, as a CPU with AMX has them, tokens and channels are two axes each.
+    """
+    shape = len(kept), *plane.counts[1:], plane.item_bytes
+    return kept.view(shape).transpose(1, 2)
 
 
 _SPOILER = "_kvpatch_spoiler"

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -27,8 +28,10 @@ from experiments.engines.proof_probe import (  # noqa: E402
 )
 from experiments.engines.references import Prompt  # noqa: E402
 from kvpatch.core.errors import RequestFailed  # noqa: E402
+from kvpatch.geometry.dimension_order import KeyOrder  # noqa: E402
 from kvpatch.geometry.memory import Memory  # noqa: E402
 from kvpatch.verify.caches import LayerCache  # noqa: E402
+from tests.geometry.test_tiles import cache_of, planes_at, rows_of  # noqa: E402
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
 
 pytestmark = pytest.mark.serving
@@ -142,6 +145,29 @@ def test_a_fault_comes_over_one_request_once(layout: str) -> None:
     spoiler.others[0] = [{name: rows + 1 for name, rows in layer.items()} for layer in now[:1]]
     spoiler.come_over(LANDED, name, blocks, 20)
     assert torch.equal(tensor, after)
+
+
+def test_what_is_in_tiles_is_read_and_spoilt_by_token() -> None:
+    """bfloat16 on a CPU with AMX; packed by numpy."""
+    tokens, order = 64, KeyOrder.TILED
+    rows = rows_of(3, tokens)  # [kv, block, head, token, channel]
+    tensor = torch.frombuffer(bytearray(cache_of(order, rows)), dtype=torch.uint8)
+    planes = planes_at(order, tokens, tensor.data_ptr())
+    layer = LayerCache("layer", 0, tokens, None, tensor, planes)
+    spoiler = Spoiler(False, (layer,), torch.bfloat16)
+    blocks = [4, 1]
+
+    found = spoiler._rows(layer, blocks, tokens + 20)
+    wanted = rows[:, blocks].transpose(0, 1, 3, 2, 4).reshape(2, 2 * tokens, -1, rows.shape[-1])
+    for content, values in zip(("key", "value"), wanted, strict=True):
+        assert np.array_equal(found[content].view(torch.int16).numpy().view(np.uint16), values[:84])
+
+    spoiler._store(layer, blocks, {name: values.roll(1, 0) for name, values in found.items()})
+    rows = rows.copy()
+    for part, values in zip(rows, wanted, strict=True):
+        values[:84] = np.roll(values[:84], 1, axis=0)
+        part[blocks] = values.reshape(2, tokens, *values.shape[1:]).transpose(0, 2, 1, 3)
+    assert tensor.numpy().tobytes() == cache_of(order, rows)
 
 
 @pytest.mark.parametrize(
