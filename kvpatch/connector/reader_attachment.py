@@ -26,7 +26,11 @@ from kvpatch.connector.local.backend_layouts import backend_layouts
 from kvpatch.connector.local.local_geometry import LocalGeometry, local_geometry_of
 from kvpatch.connector.local.recurrent_state import StatePages, states_digest
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.local.vllm_bugs import take_planned_blocks, takes_heads_for_tokens
+from kvpatch.connector.local.vllm_bugs import (
+    ask_for_tiles,
+    take_planned_blocks,
+    takes_heads_for_tokens,
+)
 from kvpatch.connector.metrics.book import Book
 from kvpatch.connector.metrics.catalogue import DIGEST_ALARMS, DIGESTS, Way
 from kvpatch.connector.reading.digest_checks import DigestChecks
@@ -45,6 +49,7 @@ from kvpatch.connector.transfer_handles import (
 from kvpatch.connector.unlike_releases import messages
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.digest_table import DigestTable
 from kvpatch.transfer.hold_table import HoldTable
@@ -80,6 +85,8 @@ def attach_reader(
     )
     if is_misread:
         take_planned_blocks(worker)
+    if release.key_order() is KeyOrder.TILED:
+        ask_for_tiles()
     state = worker_state(worker)
     can_read = _can_read(release, own)
     if state.cross_layer is not None and not can_read:

@@ -23,6 +23,9 @@ from kvpatch.transfer.table_digests import TableTokens
 
 _LOG = logging.getLogger("kvpatch.digests")
 
+#: Of lists of blocks that are none of this cache's: P's step goes on without a digest.
+_ERRORS = KvpatchError, ValueError, IndexError
+
 
 def make_table(release: ReleaseWorker) -> None:
     """Makes a worker's table, where digests are asked for and there is one of holds."""
@@ -93,7 +96,7 @@ def _tables(
         tables = enumerate(finished_blocks(checks.ours, checks.groups, groups(order.blocks)))
         extent = 0, order.tokens
         found = [covered.table(number, blocks, extent) for number, blocks in tables]
-    except KvpatchError as error:
+    except _ERRORS as error:
         _LOG.debug("request %s gets no digest: %s", request_id, error)
         return []
     return [table for table in found if table is not None]

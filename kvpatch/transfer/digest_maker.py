@@ -79,6 +79,7 @@ class DigestMaker:
             self._thread.submit(self._make, order, time.monotonic())
         except RuntimeError as error:  # no thread is to be had, or the interpreter ends
             self._tell("a request gets no digest: %s", error)
+            self._table.write(order.generation, None)  # which no thread writes any more
 
     def settle(self) -> None:
         """Waits until nothing is read of the cache for a word that is gone, some MiB at most."""

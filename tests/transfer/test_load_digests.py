@@ -278,6 +278,22 @@ def test_a_wrong_bit_fails_it_and_is_told_by_its_place(load, caplog):
     assert f"layer {plane.layer!r}, {plane.content.value} of heads {head}, tokens 64 to 69" in line
 
 
+def test_a_read_of_a_digest_that_cannot_be_cancelled_fails_no_load(load, monkeypatch):
+    """P is late, and NIXL does not let go: nothing is wrong with what was loaded."""
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", 0.02)
+    agent = load.tables.world.decode
+    from nixl._bindings import nixlBackendError
+
+    def release(handle: object) -> None:
+        raise nixlBackendError("cannot be cancelled")
+
+    monkeypatch.setattr(agent, "check_xfer_state", lambda handle: "PROC")
+    monkeypatch.setattr(agent, "release_xfer_handle", release)
+
+    assert load.check()
+    assert load.counted == (0, 0, 1)
+
+
 def test_what_is_behind_the_last_token_is_not_looked_at(load):
     load.digest()
     engine = load.decode[0]
@@ -367,6 +383,8 @@ def test_where_no_thread_is_to_be_had_nothing_is_raised(tables, caplog, monkeypa
     with caplog.at_level("WARNING"):
         maker.add(Order(FIRST, [], TOKENS, lambda: True, None, None))
     assert "can't start new thread" in caplog.text
+    with pytest.raises(NoDigest, match="has no digest"):  # D need not wait for it
+        tables.answer(tables.read())
 
 
 def test_blocks_are_given_away_once_nothing_is_read_of_them(tables):

@@ -9,10 +9,16 @@ Recurrent state between the layers of a block (0.29 on, BLNHC and BLHNC): the re
 block to block of a state by its own page, where a block of all layers lies between the two: it
 sends other layers' bytes, without an error. Only where attention of another group begins in the
 same place, and is registered first, does it step as it should.
+
+Tiles that a process may not use yet (CPU, bfloat16, a processor with AMX; seen on 0.32.0): Linux
+lets a process use AMX when it has asked. Nothing of the CPU backend asks; PyTorch does before its
+first large product of matrices. A worker whose first request is a load has computed none, and its
+attention ends it with SIGILL.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,6 +26,8 @@ from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.geometry.cross_layer_blocks import in_order
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def takes_heads_for_tokens(worker: Any, layers: Mapping[str, LayerCache]) -> bool:
@@ -33,6 +41,17 @@ def take_planned_blocks(worker: Any) -> None:
     """Has the worker go by the blocks that its ids count, none of which is cut."""
     worker.block_size = worker.vllm_config.cache_config.block_size
     worker._physical_blocks_per_logical_kv_block = 1
+
+
+def ask_for_tiles() -> None:
+    """Has Linux let this process use AMX, before attention does; asking twice changes nothing."""
+    import torch
+
+    if not torch.cpu._init_amx():
+        _LOG.warning(
+            "the system does not let this process use AMX, for which its KV cache is laid out: "
+            "attention may end it with SIGILL; use --dtype float32"
+        )
 
 
 def misread_states(
