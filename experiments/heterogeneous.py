@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from experiments.engines.checkout import importable_in_engines
-from experiments.engines.pairs import choose
+from experiments.engines.pairs import ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.shown import all_passed, show_pairs
 from kvpatch.cli import exit_statuses, results_folder, takes
@@ -56,7 +56,7 @@ def heterogeneous(asked: Asked) -> None:
     console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     importable_in_engines()
     with exit_statuses():
-        chosen = choose(asked.rows)
+        chosen = choose(asked.rows, ROWS if asked.rows is None else (*ROWS, *TILED_ROWS))
         if asked.list_rows:
             for row in chosen:
                 typer.echo(row.name)

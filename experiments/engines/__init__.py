@@ -5,6 +5,7 @@ The parts, in the order in which a run uses them; the rest is ``kvpatch.verify``
 ``pairs``            which heterogeneous pairs there are, ``kvcached_pairs`` those with kvcached
 ``models``           tiny random models of more kinds than a Llama
 ``torch_attention``  a reference attention backend, for NHD and HND caches on a CPU
+``vector_kernels``   the CPU backend as on a processor without AMX, beside one with
 ``run``              each single engine once, then pair after pair
 ``report``           table and JSON lines
 ``shown``            all of the above

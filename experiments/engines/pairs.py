@@ -17,7 +17,10 @@ from kvpatch.verify.engine import TRANSFER_CONFIG, EngineSpec
 from kvpatch.verify.setups import Setup, small_engine
 
 DTYPE = "float32"
-"""vLLM's CPU backend keeps keys by column in it on every x86 machine; in bfloat16 it may not."""
+"""vLLM's CPU backend keeps keys by column in it on every x86 machine."""
+
+TILED_DTYPE = "bfloat16"
+"""With AMX it keeps keys and values in tiles in it, and without keys by column."""
 
 CUDA_DTYPE = "bfloat16"
 """FlashAttention takes no float32."""
@@ -39,6 +42,10 @@ _TORCH_ATTENTION = (
     "--worker-extension-cls",
     "experiments.engines.torch_attention.TorchCacheProbe",
 )
+_VECTOR_KERNELS = (
+    "--worker-extension-cls",
+    "experiments.engines.vector_kernels.VectorKernelsProbe",
+)
 _ROWS_IN_TORCH = ("--worker-extension-cls", "experiments.engines.rows_in_torch.RowsProbe")
 
 
@@ -51,6 +58,7 @@ class Side:
         kvcached: where kvcached allocates the cache, as what.
         release: vLLM's, which has an environment of its own; None for the run's.
         rows: whether it keeps keys in rows under FlexAttention's name, beside CPUs' by column.
+        vectors: whether its processor is taken for one without AMX.
     """
 
     block_tokens: int
@@ -59,6 +67,7 @@ class Side:
     kvcached: Kvcached | None = None
     release: str | None = None
     rows: bool = False
+    vectors: bool = False
 
     def __str__(self) -> str:
         parts = [str(self.block_tokens)]
@@ -72,6 +81,8 @@ class Side:
             parts.append(f"on vLLM {self.release}")
         if self.rows:
             parts.append("in rows")
+        if self.vectors:
+            parts.append("without AMX")
         return " ".join(parts)
 
 
@@ -80,12 +91,14 @@ class Single:
     """What the single engine and every engine of a row have in common.
 
     Attributes:
-        cuda: whether they run on a GPU, in bfloat16; on a CPU it is float32.
+        cuda: whether they run on a GPU, in bfloat16.
+        dtype: on a CPU.
     """
 
     model: str = "llama"
     torch_attention: bool = False
     cuda: bool = False
+    dtype: str = DTYPE
 
     @property
     def has_state(self) -> bool:
@@ -93,7 +106,13 @@ class Single:
         return self.model == "hybrid"
 
     def __str__(self) -> str:
-        return f"{self.model}, attention in torch" if self.torch_attention else self.model
+        attention = ", attention in torch" if self.torch_attention else ""
+        return f"{self.model}{attention}{self.of_dtype}"
+
+    @property
+    def of_dtype(self) -> str:
+        """The data type behind a name, where it is another than most rows'."""
+        return "" if self.dtype == DTYPE else f", {self.dtype}"
 
 
 @dataclass(frozen=True)
@@ -113,6 +132,7 @@ class Row:
 
     def __str__(self) -> str:
         kind = "" if self.single.model == "llama" else f", {self.single.model}"
+        kind += self.single.of_dtype
         buffer = "" if self.host_buffer_bytes is None else ", host buffers"
         return f"{' + '.join(map(str, self.prefill))} -> {self.decode}{kind}{buffer}"
 
@@ -123,7 +143,8 @@ class Row:
         With recurrent state they stop a token before the end.
         """
         computes_alike = all(
-            side.ranks == 1 and side.release is None and not side.rows for side in self.prefill
+            side.ranks == 1 and side.release is None and not (side.rows or side.vectors)
+            for side in self.prefill
         )
         return computes_alike and not self.single.has_state
 
@@ -190,6 +211,21 @@ ROWS: tuple[Row, ...] = (
 )
 
 
+_TILED = Single(dtype=TILED_DTYPE)
+
+TILED_ROWS: tuple[Row, ...] = (
+    Row("tiles-128-32", (Side(128),), Side(32), _TILED),
+    Row("tiles-32-128", (Side(32),), Side(128), _TILED),
+    Row("tiles-96-64", (Side(96),), Side(64), _TILED),
+    Row("tiles-tp2-tp1", (Side(32, ranks=2),), Side(128), _TILED),
+    Row("tiles-columns", (Side(64),), Side(64, vectors=True), _TILED),
+    Row("columns-tiles", (Side(64, vectors=True),), Side(64), _TILED),
+    Row("tiles-columns-128-32", (Side(128),), Side(32, vectors=True), _TILED),
+    Row("columns-tiles-128-32", (Side(128, vectors=True),), Side(32), _TILED),
+)
+"""Of bfloat16 on a processor with AMX, beside one without; played where they are named alone."""
+
+
 def choose(text: str | None, rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
     """``"128-32,2p1d"`` -> these rows in the order of the table; all of them for None.
 
@@ -217,6 +253,7 @@ def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
 def single_setup(single: Single, model: str) -> Setup:
     """The engine that computes alone."""
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
+    name += "" if single.dtype == DTYPE else f"-{single.dtype}"
     return Setup(
         "single",
         (_engine(name, single, Side(64 if single.has_state else 32), model, connector=False),),
@@ -227,7 +264,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
     """The set-ups ``stock`` and ``kvpatch``, on the same prefill engines.
 
     Those have kvpatch only where they have a host buffer, which a stock decode engine reads too,
-    or kvcached.
+    or kvcached; or where how their keys lie is theirs alone to say.
     """
     buffer = (
         {}
@@ -243,7 +280,7 @@ def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
             row.single,
             side,
             model,
-            kvpatch=bool(buffer or side.kvcached),
+            kvpatch=bool(buffer or side.kvcached) or row.single.dtype == TILED_DTYPE,
             settings=buffer,
         )
         for number, side in enumerate(row.prefill)
@@ -276,6 +313,8 @@ def _engine(
         arguments += _TORCH_ATTENTION
     if side.rows:
         arguments += _ROWS_IN_TORCH
+    if side.vectors:
+        arguments += _VECTOR_KERNELS
     if single.has_state:
         arguments += ("--no-enable-prefix-caching",)
     environment = dict(settings)
@@ -294,7 +333,7 @@ def _engine(
         environment |= {"ENABLE_KVCACHED": "false", "KVCACHED_AUTOPATCH": "0"}
     if side.layout is not None:
         environment["VLLM_KV_CACHE_LAYOUT"] = side.layout
-    dtype = CUDA_DTYPE if single.cuda else DTYPE
+    dtype = CUDA_DTYPE if single.cuda else single.dtype
     spec = small_engine(
         name, model, dtype, arguments, connector, kvpatch, tuple(environment.items())
     )
