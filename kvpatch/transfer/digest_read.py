@@ -43,6 +43,7 @@ class DigestRead:
     _began: float | None = field(default=None, init=False)
     _posted: float = field(default=0.0, init=False)
     _is_without_place: bool = field(default=False, init=False)
+    _is_long: bool = field(default=False, init=False)
     _next: float = field(default=0.0, init=False)
     _looks: int = field(default=0, init=False)
 
@@ -84,10 +85,12 @@ class DigestRead:
     def _is_late(self, now: float, due: float) -> bool:
         """Whether to wait no longer.
 
-        Whoever looks may itself have been held up: a look counts that began when P's time was over.
+        Whoever looks may itself have been held up: a look counts that began when P's time was over,
+        and one that is on its way if it still is when it is asked for once more.
         """
         if self._handle is not None:
-            return now > max(due, self._posted + _LONGEST_SECONDS)
+            was_long, self._is_long = self._is_long, now > max(due, self._posted + _LONGEST_SECONDS)
+            return was_long and self._is_long
         return self._posted > due or (self._is_without_place and now > due + _LONGEST_SECONDS)
 
     def release(self, nixl: Any) -> None:
@@ -130,7 +133,7 @@ class DigestRead:
             np.array([size]),
         )
         nixl.transfer(self._handle)
-        self._posted = now
+        self._posted, self._is_long = now, False
         return True
 
     def _look(self, now: float) -> None:

@@ -146,6 +146,7 @@ class CacheProbe:
             raise ValueError(f"expected {PREFILLED} or {LOADED}, found {moment!r}")
         watch = _watch_of(self)
         if watch is None:
+            _ask_for_tiles()
             watch = Watch(moment, layer_caches(self), state_caches(self))
             _observe(self, watch)
         watch.moment = moment
@@ -180,6 +181,19 @@ _WATCH = "_kvpatch_watch"
 def _watch_of(worker: Any) -> Watch | None:
     watch: Watch | None = vars(worker).get(_WATCH)
     return watch
+
+
+def _ask_for_tiles() -> None:
+    """Keeps a stock engine alive whose first prompt is short, on a CPU with AMX in bfloat16.
+
+    vLLM's CPU backend uses AMX and does not ask Linux for it; kvpatch does at registration.
+    """
+    import torch
+
+    import kvpatch
+
+    if not kvpatch.status().enabled and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
 
 
 def _observe(worker: Any, watch: Watch) -> None:

@@ -27,6 +27,11 @@ pytestmark = [
 _TIMEOUT_S = 1800
 
 
+def _has_amx() -> bool:
+    processor = Path("/proc/cpuinfo")
+    return processor.exists() and "amx_tile" in processor.read_text().split()
+
+
 def _run(work_dir: Path, rows: str, *options: str) -> dict[str, list[dict[str, Any]]]:
     """Row -> its records, of a run that must succeed."""
     done = subprocess.run(
@@ -116,6 +121,14 @@ def test_recurrent_state(tmp_path: Path) -> None:
     rows = _run(tmp_path, "hybrid-128-64", "--no-stock")
     for records in rows.values():
         require_identical(records, layers=4, prompts=PROMPTS - 1)  # none of one token
+
+
+@pytest.mark.skipif(not _has_amx(), reason="this processor has no AMX")
+def test_tiles(tmp_path: Path) -> None:
+    """bfloat16 on a processor with AMX, beside one without; P's kvpatch says how its keys lie."""
+    rows = _run(tmp_path, "tiles-128-32,columns-tiles-128-32", "--no-stock")
+    for records in rows.values():
+        require_identical(records, layers=4)
 
 
 def test_other_layouts(tmp_path: Path) -> None:

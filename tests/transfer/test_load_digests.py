@@ -174,6 +174,19 @@ def test_whoever_is_held_up_over_a_look_looks_again(tables, monkeypatch):
     assert tables.answer(read) == b"digests"
 
 
+def test_a_look_on_its_way_is_asked_for_once_more(tables, monkeypatch):
+    """NIXL may not have come to it either while D was held up."""
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", 0.01)
+    monkeypatch.setattr(tables.world.decode, "check_xfer_state", lambda handle: "PROC")
+    read = tables.read()
+    assert read.answer(tables.world.decode) is None
+    time.sleep(0.05)
+    assert read.answer(tables.world.decode) is None
+    with pytest.raises(NoDigest, match="has not written"):
+        read.answer(tables.world.decode)
+    read.release(tables.world.decode)
+
+
 # --- both sides -------------------------------------------------------------------
 
 
