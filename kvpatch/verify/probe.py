@@ -6,6 +6,7 @@ cross as JSON; arguments must be strings.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,7 +147,6 @@ class CacheProbe:
             raise ValueError(f"expected {PREFILLED} or {LOADED}, found {moment!r}")
         watch = _watch_of(self)
         if watch is None:
-            _ask_for_tiles()
             watch = Watch(moment, layer_caches(self), state_caches(self))
             _observe(self, watch)
         watch.moment = moment
@@ -183,6 +183,20 @@ def _watch_of(worker: Any) -> Watch | None:
     return watch
 
 
+def _observe(worker: Any, watch: Watch) -> None:
+    """Let ``watch`` see each step of this worker; its class and other workers stay as they are."""
+    execute_model = worker.execute_model
+
+    def observed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        watch.before(scheduler_output)
+        result = execute_model(scheduler_output, *args, **kwargs)
+        watch.after(scheduler_output)
+        return result
+
+    setattr(worker, _WATCH, watch)
+    worker.execute_model = observed
+
+
 def _ask_for_tiles() -> None:
     """Keeps a stock engine alive whose first prompt is short, on a CPU with AMX in bfloat16.
 
@@ -196,15 +210,6 @@ def _ask_for_tiles() -> None:
         torch.cpu._init_amx()
 
 
-def _observe(worker: Any, watch: Watch) -> None:
-    """Let ``watch`` see each step of this worker; its class and other workers stay as they are."""
-    execute_model = worker.execute_model
-
-    def observed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        watch.before(scheduler_output)
-        result = execute_model(scheduler_output, *args, **kwargs)
-        watch.after(scheduler_output)
-        return result
-
-    setattr(worker, _WATCH, watch)
-    worker.execute_model = observed
+# In a worker, which brings its extension in before it computes anything; a command has no torch.
+if "torch" in sys.modules:
+    _ask_for_tiles()
