@@ -93,12 +93,15 @@ class Single:
     Attributes:
         cuda: whether they run on a GPU, in bfloat16.
         dtype: on a CPU.
+        like: what blocks and kernels the single engine has; None for blocks of its model's. In
+            bfloat16 these are D's: sums over a block's tokens are others in blocks of another size.
     """
 
     model: str = "llama"
     torch_attention: bool = False
     cuda: bool = False
     dtype: str = DTYPE
+    like: Side | None = None
 
     @property
     def has_state(self) -> bool:
@@ -142,8 +145,13 @@ class Row:
 
         With recurrent state they stop a token before the end.
         """
+        like = self.single.like
         computes_alike = all(
-            side.ranks == 1 and side.release is None and not (side.rows or side.vectors)
+            side.ranks == 1
+            and side.release is None
+            and not side.rows
+            and like in (None, side)
+            and not (like is None and side.vectors)
             for side in self.prefill
         )
         return computes_alike and not self.single.has_state
@@ -211,17 +219,19 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-_TILED = Single(dtype=TILED_DTYPE)
+def _tiled(name: str, prefill: Side, decode: Side) -> Row:
+    return Row(name, (prefill,), decode, Single(dtype=TILED_DTYPE, like=decode))
+
 
 TILED_ROWS: tuple[Row, ...] = (
-    Row("tiles-128-32", (Side(128),), Side(32), _TILED),
-    Row("tiles-32-128", (Side(32),), Side(128), _TILED),
-    Row("tiles-96-64", (Side(96),), Side(64), _TILED),
-    Row("tiles-tp2-tp1", (Side(32, ranks=2),), Side(128), _TILED),
-    Row("tiles-columns", (Side(64),), Side(64, vectors=True), _TILED),
-    Row("columns-tiles", (Side(64, vectors=True),), Side(64), _TILED),
-    Row("tiles-columns-128-32", (Side(128),), Side(32, vectors=True), _TILED),
-    Row("columns-tiles-128-32", (Side(128, vectors=True),), Side(32), _TILED),
+    _tiled("tiles-128-32", Side(128), Side(32)),
+    _tiled("tiles-32-128", Side(32), Side(128)),
+    _tiled("tiles-96-64", Side(96), Side(64)),
+    _tiled("tiles-tp2-tp1", Side(32, ranks=2), Side(128)),
+    _tiled("tiles-columns", Side(64), Side(64, vectors=True)),
+    _tiled("columns-tiles", Side(64, vectors=True), Side(64)),
+    _tiled("tiles-columns-128-32", Side(128), Side(32, vectors=True)),
+    _tiled("columns-tiles-128-32", Side(128, vectors=True), Side(32)),
 )
 """Of bfloat16 on a processor with AMX, beside one without; played where they are named alone."""
 
@@ -253,11 +263,9 @@ def by_single(rows: Sequence[Row]) -> dict[Single, list[Row]]:
 def single_setup(single: Single, model: str) -> Setup:
     """The engine that computes alone."""
     name = f"single-{single.model}" + ("-torch" if single.torch_attention else "")
-    name += "" if single.dtype == DTYPE else f"-{single.dtype}"
-    return Setup(
-        "single",
-        (_engine(name, single, Side(64 if single.has_state else 32), model, connector=False),),
-    )
+    side = single.like or Side(64 if single.has_state else 32)
+    name += "" if single.like is None else f"-{single.dtype}-{str(side).replace(' ', '-')}"
+    return Setup("single", (_engine(name, single, side, model, connector=False),))
 
 
 def row_setups(row: Row, model: str) -> tuple[Setup, Setup]:
