@@ -76,11 +76,21 @@ class DigestRead:
                 return content
         if self._handle is None:
             self._leave()  # others have something to fetch while this one waits
-        if self._is_late(now, self._began + _LONGEST_SECONDS):
+        if not self._is_late(now, self._began + _LONGEST_SECONDS):
+            return None
+        if self._handle is not None:
             raise NoDigest(
-                f"{self.agent} has not written its digest of a request for {_LONGEST_SECONDS:.0f} s"
+                f"{self.agent}: its digest of a request has been on its way for "
+                f"{_LONGEST_SECONDS:.0f} s"
             )
-        return None
+        if self._is_without_place:
+            raise NoDigest(
+                f"{self.agent}: there was no place here for its digest of a request to land, as "
+                "many others are on their way"
+            )
+        raise NoDigest(
+            f"{self.agent} has not written its digest of a request for {_LONGEST_SECONDS:.0f} s"
+        )
 
     def _is_late(self, now: float, due: float) -> bool:
         """Whether to wait no longer.

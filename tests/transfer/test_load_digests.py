@@ -174,6 +174,17 @@ def test_whoever_is_held_up_over_a_look_looks_again(tables, monkeypatch):
     assert tables.answer(read) == b"digests"
 
 
+def test_where_no_place_becomes_free_it_is_said(tables, monkeypatch):
+    monkeypatch.setattr(read_module, "_LONGEST_SECONDS", 0.01)
+    taken = [tables.decode.take_landing() for _ in range(_LANDINGS)]
+    read = tables.read()
+    assert read.answer(tables.world.decode) is None
+    time.sleep(0.05)
+    with pytest.raises(NoDigest, match="no place here"):
+        read.answer(tables.world.decode)
+    assert len(taken) == _LANDINGS
+
+
 def test_a_look_on_its_way_is_asked_for_once_more(tables, monkeypatch):
     """NIXL may not have come to it either while D was held up."""
     monkeypatch.setattr(read_module, "_LONGEST_SECONDS", 0.01)
@@ -182,7 +193,7 @@ def test_a_look_on_its_way_is_asked_for_once_more(tables, monkeypatch):
     assert read.answer(tables.world.decode) is None
     time.sleep(0.05)
     assert read.answer(tables.world.decode) is None
-    with pytest.raises(NoDigest, match="has not written"):
+    with pytest.raises(NoDigest, match="has been on its way"):
         read.answer(tables.world.decode)
     read.release(tables.world.decode)
 
