@@ -234,7 +234,9 @@ def test_stock_takes_unlike_processors_for_each_other(lab: Lab, amx: bool) -> No
 
     report = lab.run(told(case.stock(), lab.release))
 
-    assert report.outcome == "corrupt", report
+    # Where a worker takes heads for tokens (vllm_bugs.py) it ends over what it has read.
+    misreads = FACTS[lab.release].topology_has_block_size
+    assert report.outcome == ("failed" if misreads else "corrupt"), report
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
