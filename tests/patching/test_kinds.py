@@ -245,6 +245,7 @@ def test_states_that_the_release_alone_reads_from_other_ranks(
         (1, (), False),  # <= 0.17, or another release's statement
         (2, (48, 160), False),
         (2, (48, 80), True),
+        (16, (6, 20), False),  # of 8 heads: what that would be nobody knows
     ],
 )
 def test_states_of_other_types_are_not_left_to_the_release(

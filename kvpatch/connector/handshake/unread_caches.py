@@ -19,7 +19,7 @@ from kvpatch.connector.local.shared_rows import (
     regions_of,
 )
 from kvpatch.connector.local.state_division import StateDivision
-from kvpatch.core.errors import PeerRefused
+from kvpatch.core.errors import PeerRefused, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.state_shares import Rank
 
@@ -155,7 +155,10 @@ def _sizes_on(local: UnreadCache, ranks: int) -> set[tuple[int, ...]]:
     if ranks == local.tp_size:
         return {local.state_bytes} if local.state_bytes else set()
     divisions = local.divisions().values()
-    return {division.sizes_bytes(Rank(0, ranks)) for division in divisions}
+    try:
+        return {division.sizes_bytes(Rank(0, ranks)) for division in divisions}
+    except UnplannableCopy:  # no equal shares: the release may refuse them
+        return set()
 
 
 def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
