@@ -147,11 +147,7 @@ class Row:
         """
         like = self.single.like
         computes_alike = all(
-            side.ranks == 1
-            and side.release is None
-            and not side.rows
-            and like in (None, side)
-            and not (like is None and side.vectors)
+            side.ranks == 1 and side.release is None and not side.rows and like in (None, side)
             for side in self.prefill
         )
         return computes_alike and not self.single.has_state

@@ -205,9 +205,10 @@ def _ask_for_tiles() -> None:
     import torch
 
     import kvpatch
+    from kvpatch.connector.local.vllm_bugs import ask_for_tiles
 
     if not kvpatch.status().enabled and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+        ask_for_tiles()
 
 
 # In a worker, which brings its extension in before it computes anything; a command has no torch.

@@ -182,9 +182,7 @@ def _to_prove(
     for name, peer in possible.named.items():
         try:
             is_stock = _is_stocks(local, peer)
-            if is_stock:
-                check_state_sizes(peer, sizes_at_peer(local.geometry, peer))
-            else:
+            if not is_stock:
                 _check_block_lists(local, peer, facts)
             mappings[name] = mapping_of(local, peer)
         except PeerRefused as error:
