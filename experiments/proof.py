@@ -27,6 +27,7 @@ from typing import Any
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.fault_loads import LENGTHS
+from experiments.engines.prompt_tokens import excerpts_of
 from experiments.engines.proof_pairs import PAIRS
 from experiments.goals import add_options, conclude, console_of
 from experiments.options import chosen, work_folder
@@ -59,6 +60,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="of good loads of each pair")
     parser.add_argument("--quick", action="store_true", help="sizes of minutes; one pair, one type")
     parser.add_argument("--model", type=Path, help="a folder with another model than the tiny one")
+    parser.add_argument(
+        "--text", type=Path, help="prompts are excerpts of it, and not words in any order"
+    )
     parser.add_argument("--work-dir", type=Path, help="for logs and the model; kept")
     add_options(parser)
     options = parser.parse_args()
@@ -81,6 +85,7 @@ def main() -> None:
             options.each,
             options.seconds,
             [lengths for lengths in LENGTHS if lengths[1] <= options.longest],
+            excerpts_of(options.text, model, options.longest) if options.text else None,
         )
         of_run = Options(work_dir=folder, model=model, startup_timeout_s=900.0)
 

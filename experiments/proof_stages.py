@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from experiments import drill
 from experiments.engines import fault_loads, good_loads, lease_loads, load_costs
+from experiments.engines.prompt_tokens import Excerpts, PromptTokens, Words
 from experiments.engines.proof_pairs import (
     BOTH,
     COSTS,
@@ -42,6 +43,7 @@ class Asking:
         loads: good ones of each pair and data type, and no more than ``seconds`` allow.
         each: loads of each fault.
         lengths: of prompts that faults come over.
+        text: that their prompts, and those of good loads, are excerpts of.
     """
 
     stages: Sequence[str]
@@ -53,6 +55,7 @@ class Asking:
     each: int
     seconds: float
     lengths: Sequence[tuple[int, int]]
+    text: Excerpts | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def bar(progress: Progress, name: str, total: int) -> Any:
 class Answers:
     """Prompts with the single engine's answers: of good loads, and by length for faults."""
 
-    words: Sequence[int]
+    words: PromptTokens
     good: Sequence[good_loads.Asked]
     prompts: Sequence[Sequence[Prompt]]
 
@@ -87,7 +90,7 @@ async def single_answers(run: Run, client: httpx.AsyncClient, dtype: str) -> Ans
     prompts: list[list[Prompt]] = []
     spec = single(asking.model, dtype)
     async with running((spec,), client, run.options, run.console) as (alone,):
-        words = sorted(set(await vocabulary(client, alone)))
+        words = asking.text or Words(sorted(set(await vocabulary(client, alone))))
         with progress_bar(run.console) as progress:
             if "good" in asking.stages:
                 drawn = list(good_loads.prompts(words, asking.loads, _SEED))
@@ -189,27 +192,46 @@ _LEASE = {
 
 
 async def play_cost(run: Run, dtype: str) -> list[Any]:
-    """Each instrument's, one after the other: two pairs run at once."""
+    """Each instrument's, one after the other, beside a pair of stock's that is started with it."""
     asking, rows = run.asking, list[Any]()
     pair, *_ = [pair for pair in PAIRS if pair.is_like]
     plain = Played(pair, NOTHING, asking.model, dtype)
     for setting in COSTS:
         played = Played(pair, setting, asking.model, dtype)
-        specs = (plain.prefill(), plain.decode(), played.prefill(), played.decode())
-        async with (
-            connections() as client,
-            running(specs, client, run.options, run.console) as engines,
-        ):
-            await require_kvpatch_as_asked(client, engines)
-            words = sorted(set(await vocabulary(client, engines[0])))
-            pairs = (engines[0], engines[1]), (engines[2], engines[3])
-            with progress_bar(run.console) as progress:
-                turns = asking.each
-                advance = bar(progress, f"{setting.name}: turns", load_costs.WARM_UP + turns)
-                found = await load_costs.measure(client, pairs, words, turns, advance)
-        rows.append(load_costs.row_of(setting.name, dtype, asking.model_name, found))
+        starts = [
+            await _play_cost_once(run, plain, played, number % 2 == 1) for number in range(_STARTS)
+        ]
+        rows.append(load_costs.row_of(setting.name, dtype, asking.model_name, starts))
         run.console.print(cost_table(rows))
     return rows
+
+
+async def _play_cost_once(
+    run: Run, plain: Played, played: Played, is_plain_last: bool
+) -> list[tuple[float, float]]:
+    """(without, with) seconds by turn of one start of the engines."""
+    specs = [(one.prefill(), one.decode()) for one in (plain, played)]
+    order = (1, 0) if is_plain_last else (0, 1)
+    in_order = [
+        replace(spec, name=f"{number}-{spec.name}") for number in order for spec in specs[number]
+    ]
+    async with (
+        connections() as client,
+        running(in_order, client, run.options, run.console) as engines,
+    ):
+        await require_kvpatch_as_asked(client, engines)
+        words = sorted(set(await vocabulary(client, engines[0])))
+        started = (engines[0], engines[1]), (engines[2], engines[3])
+        pairs = started[order[0]], started[order[1]]
+        with progress_bar(run.console) as progress:
+            turns = -(-run.asking.each // _STARTS)
+            title = f"{played.setting.name}: turns"
+            advance = bar(progress, title, load_costs.WARM_UP + turns)
+            return await load_costs.measure(client, pairs, words, turns, advance)
+
+
+_STARTS = 4
+"""Of each pair's engines; turns are shared out over them."""
 
 
 async def play(run: Run) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import httpx
 
 from experiments.engines.load_faults import FAULTS
+from experiments.engines.prompt_tokens import PromptTokens
 from experiments.engines.proof_pairs import Played
 from experiments.engines.proof_probe import HELD, LANDED, LOADED, NAME, is_other, marked
 from experiments.engines.references import Prompt, reference
@@ -124,7 +125,7 @@ class Faults:
     played: Played
     prefill: Engine
     decode: Engine
-    words: Sequence[int]
+    words: PromptTokens
     prompts: Sequence[Iterator[Prompt]]
     lengths: Sequence[tuple[int, int]] = LENGTHS
     chance: random.Random = field(default_factory=lambda: random.Random(7))
@@ -144,7 +145,7 @@ class Faults:
         await self.noticed()
 
     def random_tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self.chance.choices(self.words, k=count))
+        return self.words.draw(self.chance, count)
 
     async def through(self, mark: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
         """What D answers to a request whose name begins so.
@@ -266,7 +267,7 @@ class Wanted(NamedTuple):
 async def references(
     client: httpx.AsyncClient,
     single: Engine,
-    words: Sequence[int],
+    words: PromptTokens,
     wanted: Wanted,
     advance: Callable[[], None],
 ) -> list[list[Prompt]]:
@@ -274,7 +275,7 @@ async def references(
     chance, limit = random.Random(23), asyncio.Semaphore(TOGETHER)
 
     async def ask(lengths: tuple[int, int]) -> Prompt | None:
-        tokens = tuple(chance.choices(words, k=chance.randint(*lengths)))
+        tokens = words.draw(chance, chance.randint(*lengths))
         async with limit:
             return await reference(client, single, tokens, ANSWER_TOKENS, wanted.margin)
 

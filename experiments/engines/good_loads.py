@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from experiments.engines.prompt_tokens import PromptTokens
 from experiments.engines.proof_pairs import Played
 from experiments.engines.references import reference
 from kvpatch.core.errors import RequestFailed
@@ -73,14 +74,14 @@ class Row:
         return self.counts.get(f"{metric} {label}", 0)
 
 
-def prompts(words: Sequence[int], count: int, seed: int) -> Iterator[tuple[int, ...]]:
+def prompts(words: PromptTokens, count: int, seed: int) -> Iterator[tuple[int, ...]]:
     """Of 20 to 400 tokens; a fifth of them begin as others do."""
     chance = random.Random(seed)
-    prefixes = [tuple(chance.choices(words, k=chance.randint(32, 130))) for _ in range(_PREFIXES)]
+    prefixes = [words.draw(chance, chance.randint(32, 130)) for _ in range(_PREFIXES)]
     for _ in range(count):
         begin = chance.choice(prefixes) if chance.random() < _SHARED else ()
         tokens = chance.randint(max(SHORTEST, len(begin) + 2), LONGEST)
-        yield (*begin, *chance.choices(words, k=tokens - len(begin)))
+        yield (*begin, *words.draw(chance, tokens - len(begin)))
 
 
 async def ask_single(

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+import subprocess
+import sys
+import time
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +21,7 @@ pytest.importorskip("httpx", reason="httpx is not installed")
 from experiments import proof_shown, proof_tables  # noqa: E402
 from experiments.engines import fault_loads, good_loads, lease_loads, load_costs  # noqa: E402
 from experiments.engines.load_faults import FAULTS, Layer, Load  # noqa: E402
+from experiments.engines.prompt_tokens import Excerpts, Words  # noqa: E402
 from experiments.engines.proof_probe import (  # noqa: E402
     LANDED,
     LOADED,
@@ -202,7 +207,7 @@ def test_a_name_is_found_in_an_engines_own() -> None:
 
 
 def test_prompts_are_as_long_as_said_and_some_begin_alike() -> None:
-    words = range(2, 900)
+    words = Words(range(2, 900))
     found = list(good_loads.prompts(words, 400, seed=5))
     assert found == list(good_loads.prompts(words, 400, seed=5))
     assert min(map(len, found)) >= 20 and max(map(len, found)) <= 400
@@ -294,8 +299,9 @@ def test_good_loads_that_nobody_looked_at_prove_nothing() -> None:
 def test_each_number_that_is_shown_has_a_name() -> None:
     good = good_loads.Row("64 to 64", "float32", "m", 9, counts=_COUNTS, seconds=1.0)
     late = lease_loads.Row("both", "float32", "m", 8, failed=8, counts={"load_holds gone": 8})
-    cost = load_costs.row_of("holds", "float32", "m", [(0.1, 0.11), (0.1, 0.12), (0.1, 0.1)])
+    cost = load_costs.row_of("holds", "float32", "m", [[(0.1, 0.11), (0.1, 0.12)], [(0.1, 0.1)]])
     assert (cost.turns, round(cost.ratio, 2), round(cost.with_ms)) == (3, 1.1, 110)
+    assert [round(ratio, 2) for ratio in cost.of_starts] == [1.15, 1.0]
     for table in (
         proof_shown.good_table([good]),
         proof_shown.fault_table([_ROW]),
@@ -343,7 +349,7 @@ def test_requests_that_fail_are_counted_and_kept() -> None:
             SimpleNamespace(model="m"),  # type: ignore[arg-type]
             SimpleNamespace(url="p"),  # type: ignore[arg-type]
             SimpleNamespace(url="d"),  # type: ignore[arg-type]
-            (1, 2),
+            Words((1, 2)),
             [iter([Prompt((1, 2), (3,))]) for _ in fault_loads.LENGTHS],
         )
         faults._answer = fails
@@ -352,3 +358,30 @@ def test_requests_that_fail_are_counted_and_kept() -> None:
     found = asyncio.run(served())
     assert (found.outcome, found.length) == ("failed", 1)
     assert "500: no" in found.said and NAME.fullmatch(found.name)
+
+
+def test_the_pair_whose_turn_it_is_not_stands_still() -> None:
+    command = [sys.executable, "-c", "while True: pass"]
+    with subprocess.Popen(command, start_new_session=True) as process:
+        try:
+            engines: Any = SimpleNamespace(group=process.pid), SimpleNamespace(group=None)
+            with load_costs._at_rest(engines):
+                _wait_for_state(process.pid, "T")
+            _wait_for_state(process.pid, "R")
+        finally:
+            process.kill()
+
+
+def _wait_for_state(process: int, state: str) -> None:
+    stat, until = Path(f"/proc/{process}/stat"), time.monotonic() + 10
+    while stat.read_text().rpartition(")")[2].split()[0] != state:
+        assert time.monotonic() < until, f"never in state {state}"
+        time.sleep(0.01)
+
+
+def test_excerpts_are_of_the_text_in_its_order() -> None:
+    text = range(100, 200)
+    found = Excerpts(text).draw(random.Random(3), 20)
+    assert found == tuple(range(found[0], found[0] + 20)) and found[-1] < 200
+    assert Excerpts(text).draw(random.Random(3), 100) == tuple(text)
+    assert len({Excerpts(text).draw(random.Random(seed), 20) for seed in range(20)}) > 5
