@@ -50,6 +50,7 @@ from kvpatch.connector.unlike_releases import messages
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.digest_table import DigestTable
 from kvpatch.transfer.hold_table import HoldTable
@@ -132,14 +133,17 @@ def _digest_checks(
     if table is None:
         return None
     device = next(_all_of(tensors)).device if reader.planes else None
-    has_others = own.states or state.is_host_buffered or device is None
+    of_states = [group.layers for group in reader.groups if group.has_state]
+    has_others = state.is_host_buffered or device is None
+    has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
     # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
     has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
     covered = None
     if has_others or not can_read_beside(device, reader.destination.caches):
         _LOG.info("loads are not checked by digests: they do not cover this cache")
     else:
-        covered = CoveredCaches(tensors, reader.planes, reader.groups)
+        rank = Rank(ours.tp_rank, ours.tp_size)
+        covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
     is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
     counts.tell = partial(_tell, state.book)
     return DigestChecks(ours, reader.groups, covered, table, counts, is_sample=is_sample)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvpatch.connector.digests.promised import DigestOrder, orders_in
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.read_request import groups
 from kvpatch.connector.reading.digest_checks import DigestChecks
-from kvpatch.connector.reading.token_pairing import finished_blocks
+from kvpatch.connector.reading.token_pairing import finished_blocks, state_block
 from kvpatch.connector.state import worker_state
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
@@ -93,10 +94,21 @@ def _tables(
 ) -> list[TableTokens]:
     """What of a request is digested; nothing where that is not known."""
     try:
-        tables = enumerate(finished_blocks(checks.ours, checks.groups, groups(order.blocks)))
+        tables = finished_blocks(checks.ours, checks.groups, groups(order.blocks))
         extent = 0, order.tokens
         found = [covered.table(number, blocks, extent) for number, blocks in tables]
+        found += [covered.states(number, block) for number, block in _states(checks, order)]
     except _ERRORS as error:
         _LOG.debug("request %s gets no digest: %s", request_id, error)
         return []
     return [table for table in found if table is not None]
+
+
+def _states(checks: DigestChecks, order: DigestOrder) -> Iterator[tuple[int, int]]:
+    """(group, block) of the recurrent states that D reads, where it is known which these are."""
+    named, ours = groups(order.named), checks.ours
+    block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
+    for number, group in enumerate(checks.groups):
+        block = state_block(named[number], order.held, block_tokens) if group.has_state else None
+        if block is not None:
+            yield number, block

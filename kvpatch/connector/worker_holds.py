@@ -38,11 +38,8 @@ def make_table(release: ReleaseWorker) -> None:
         _LOG.warning("blocks gone stale are not looked for: no host memory for it: %s", error)
 
 
-def hear(worker: Any, metadata: Any) -> None:
+def hear(table: HoldTable, metadata: Any) -> None:
     """Writes down what the scheduler has granted and withdrawn."""
-    table = worker_state(worker).held(HoldTable)
-    if table is None:
-        return
     for request_id, generation in changes_in(metadata).items():
         if generation:
             table.hold(request_id, generation)

@@ -33,6 +33,8 @@ class Place(NamedTuple):
     end_token: int
 
     def __str__(self) -> str:
+        if self.content is Content.STATE:
+            return f"layer {self.layer!r}, its recurrent state"
         heads = ", ".join(map(str, self.heads))
         return (
             f"layer {self.layer!r}, {self.content.value} of heads {heads}, tokens "

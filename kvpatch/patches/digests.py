@@ -7,18 +7,18 @@ Where:
     Schedulers and workers of both sides; like pairs too. ``KVPATCH_DIGEST=off``, the default,
     makes and asks for nothing; ``sample`` looks at some of a request's tokens, ``all`` at all.
 How:
-    When a request is over that D will read, P's scheduler has its workers digest it, in the step
-    behind, on a thread; the numbers go into a table in host memory, and P's answer says where
-    (``kvpatch_digest``, one string). A digest counts only if the word of the request's hold still
-    stood when its bytes had been read, so that stale ones are never blessed. D reads the data, the
-    word and the digest, digests what it has placed, and compares by layer, keys or values, head
-    and range of tokens. Other bytes fail the load, and one line says where they are.
+    When a request is over that D will read, P's scheduler has its workers digest it, as the step
+    behind begins, on a thread; the numbers go into a table in host memory, and P's answer says
+    where (``kvpatch_digest``, one string). A digest counts only if the word of the request's hold
+    still stood when its bytes had been read, so that stale ones are never blessed. D reads the
+    data, the word and the digest, digests what it has placed, and compares by layer, keys or
+    values, head and range of tokens. Other bytes fail the load, and one line says where they are.
 Upstream:
     None; sglang#39500 has a check of its own kind.
 Limits:
-    As ``stale_blocks``, without which there is none. Host buffers, recurrent state and devices
-    without streams are not covered. A P that promises no digest, or is too late with it, leaves
-    the load unchecked, and it is counted as such.
+    As ``stale_blocks``, without which there is none. Host buffers, recurrent state between
+    unlike numbers of ranks and devices without streams are not covered. A P that promises no
+    digest, or is too late with it, leaves the load unchecked, and it is counted as such.
 Remove when:
     The connector compares what it has read with what P had.
 """
@@ -32,10 +32,11 @@ from kvpatch.connector import worker_digests
 from kvpatch.connector.digests.promised import PromisedDigests, state_table
 from kvpatch.connector.holds.hold import FIELD as HOLD
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import connector_scheduler, scheduler_state
+from kvpatch.connector.state import connector_scheduler, held_by, scheduler_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.transfer.digest_table import DigestTable
 
 # --- the workers ---------------------------------------------------------------
 
@@ -50,15 +51,20 @@ def _get_handshake_metadata(
     return metadata
 
 
-def _start_load_kv(
+def _bind_connector_metadata(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    def start(metadata: Any) -> Any:
-        found = wrapped(metadata)  # the words of new holds stand when it returns
-        worker_digests.hear(instance, metadata)
+    """Begins before the model runs: D waits, and the step may be one of many long prompts."""
+    worker = getattr(instance, "connector_worker", None)  # of any connector
+    if held_by(worker, DigestTable) is None:
+        return wrapped(*args, **kwargs)
+
+    def bind(connector_metadata: Any) -> Any:
+        found = wrapped(connector_metadata)  # the words of new holds stand when it returns
+        worker_digests.hear(worker, connector_metadata)
         return found
 
-    return start(*args, **kwargs)
+    return bind(*args, **kwargs)
 
 
 def _transfer_results(
@@ -124,7 +130,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_digests.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.start_load_kv(facts): _start_load_kv,
+        seams.bind_connector_metadata(facts): _bind_connector_metadata,
         seams.transfer_results(facts): _transfer_results,
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.connector_meta(facts): _build_connector_meta,

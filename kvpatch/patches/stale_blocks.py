@@ -38,7 +38,12 @@ from kvpatch.connector import worker_holds
 from kvpatch.connector.holds.granted import GrantedHolds, state_table
 from kvpatch.connector.holds.hold import FIELD
 from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import connector_scheduler, scheduler_state, worker_state
+from kvpatch.connector.state import (
+    connector_scheduler,
+    held_by,
+    scheduler_state,
+    worker_state,
+)
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -57,11 +62,25 @@ def _get_handshake_metadata(
     return metadata
 
 
+def _bind_connector_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Writes words down before the model runs, which may take long: others wait for them."""
+    table = held_by(getattr(instance, "connector_worker", None), HoldTable)  # of any connector
+    if table is None:
+        return wrapped(*args, **kwargs)
+
+    def bind(connector_metadata: Any) -> Any:
+        worker_holds.hear(table, connector_metadata)
+        return wrapped(connector_metadata)
+
+    return bind(*args, **kwargs)
+
+
 def _start_load_kv(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def start(metadata: Any) -> Any:
-        worker_holds.hear(instance, metadata)
         with worker_holds.together(instance, metadata):
             return wrapped(metadata)
 
@@ -149,6 +168,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_holds.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
+        seams.bind_connector_metadata(facts): _bind_connector_metadata,
         seams.start_load_kv(facts): _start_load_kv,
         seams.transfer_results(facts): _transfer_results,
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,

@@ -374,6 +374,7 @@ class Engine:
         """
         tracked = core.receive(number, name, tokens, params)
         end = time.monotonic() + PROOF_SECONDS
+        reported: list[set[str]] = [set() for _ in self.workers]
         while time.monotonic() < end:
             computation = core.compute()
             if computation is None:
@@ -381,7 +382,9 @@ class Engine:
             else:
                 self._send(computation.metadata, computation.computed, own=True)
                 core.computed(computation)
-            reports_in = set.intersection(*self._finished()[1])
+            for rank, found in enumerate(self._finished()[1]):
+                reported[rank] |= found
+            reports_in = set.intersection(*reported)
             if reports_in:
                 core.loaded(reports_in)
                 self.tick()
@@ -471,10 +474,12 @@ class Engine:
     def _run_workers(
         self, metadata: bytes, computed: Sequence[tuple[Tracked, range]], *, own: bool
     ) -> None:
+        loads_first = not release.loads_behind_models_part()
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 worker.bind_connector_metadata(pickle.loads(metadata))
-                worker.start_load_kv(None)
+                if loads_first:
+                    worker.start_load_kv(None)
         for tracked, tokens in computed:
             if own and self.spec.own_values != "same":
                 self._write_other(tracked, tokens)
@@ -482,6 +487,8 @@ class Engine:
                 self._write(tracked, tokens)
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
+                if not loads_first:
+                    worker.start_load_kv(None)
                 if computed:
                     worker.wait_for_save()
                 worker.clear_connector_metadata()

@@ -147,6 +147,14 @@ def nixl_of(connector: Any) -> Any:
     return getattr(connector, "_connectors", (connector,))[0]
 
 
+@cache
+def loads_behind_models_part() -> bool:
+    """Whether the release's runner has a step's reads begin once the model has run (from 0.29)."""
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    return "has_sync_kv_loads" in SchedulerOutput.__dataclass_fields__
+
+
 def worker_modules() -> list[Any]:
     """All loaded modules of the connector: each has its own imported names.
 

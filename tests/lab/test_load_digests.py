@@ -11,6 +11,7 @@ import pytest
 from packaging.version import Version
 
 from kvpatch.connector.digests.promise import FIELD
+from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
@@ -344,3 +345,75 @@ def test_stale_bytes_get_no_digest(lab: Lab) -> None:
 
         found.decode.ask(ask)
         assert found.decode.watch(prompt).failed == names([prompt])
+
+
+_STATES = replace(
+    EngineSpec(
+        layout="HND",
+        block_tokens=64,
+        planned_blocks=48,
+        layers=4,
+        kv_heads=4,
+        head_dim=32,
+        has_state=True,
+        state_kind="mamba2",
+    ),
+    settings=(("KVPATCH_DIGEST", "all"),),
+    patched=True,
+    patches=SLUGS,
+)
+
+
+def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -> Scene:
+    if Version(lab.release) < Version("0.18"):
+        pytest.skip("this release's connector takes no recurrent state")
+    if ranks[0] != ranks[1] and not FACTS[lab.release].has_channels_first:
+        pytest.skip("this release's states are not read from other numbers of ranks")
+    p, d = (replace(_STATES, tp_size=size) for size in ranks)
+    found = scene(lab, stage, p, replace(d, block_tokens=tokens))
+    prompt, ask = found.fresh()  # before 0.20 what introduced P may be loaded only now
+    found.decode.ask(ask)
+    assert found.decode.watch(prompt).received == names([prompt])
+    found.counted = found.decode.call("checked")
+    return found
+
+
+@pytest.mark.parametrize("tokens", [64, 32])
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 2)], ids=str)
+def test_recurrent_states_are_checked(lab: Lab, ranks: tuple[int, int], tokens: int) -> None:
+    """A wrong bit in the last layer's fails the load, as one of attention's does."""
+    with Stage(lab) as stage:
+        found = _states_scene(lab, stage, ranks, tokens)
+        prompt, ask = found.fresh()
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).received == names([prompt])
+        assert found.decode.wrong(prompt)[0] == 0
+        found.assert_counted(**times(CHECKED, ranks[1]))
+
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.decode.call("ask_spoilt", [ask], "flip", ranks[1])
+
+        seen = found.decode.watch(prompt)
+        assert seen.failed == names([prompt]), seen
+        assert any("its recurrent state" in line for line in seen.logged)
+        found.assert_counted(checked=ranks[1] - 1, alarm=1, unchecked=0)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+def test_states_of_other_ranks_are_not_and_attention_is(lab: Lab, ranks: tuple[int, int]) -> None:
+    """Each rank has its own share of a state: the load is called unchecked, unless it is wrong."""
+    with Stage(lab) as stage:
+        found = _states_scene(lab, stage, ranks, 64)
+        prompt, ask = found.fresh()
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).received == names([prompt])
+        assert found.decode.wrong(prompt)[0] == 0
+        found.assert_counted(**times(UNCHECKED, ranks[1]))
+
+        prompt, ask = found.fresh()
+        assert found.prefill.call("make_digests", prompt.name) == "made"
+        found.prefill.call("hand_on", prompt.name)
+        found.decode.ask(ask)
+        assert found.decode.watch(prompt).failed == names([prompt])
+        found.assert_counted(**times(ALARM, ranks[1]))

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
+
+import numpy as np
 
 from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.geometry.plane import Content, Plane
+from kvpatch.connector.local.recurrent_state import StatePages, tensors_of
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList
+from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.cache_digests import memories_of
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.table_digests import DigestStream, TableTokens
-
-if TYPE_CHECKING:
-    import torch
 
 
 class CoveredCaches:
@@ -25,16 +27,25 @@ class CoveredCaches:
         tensors: by layer, where the caches lie.
         planes: of all layers that peers read, or that are read into.
         groups: the layers of each block table.
+        states: the pages of layers with recurrent state, where they lie.
+        rank: whose states these are.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Any],
         planes: Sequence[Plane],
         groups: Sequence[Group],
+        states: Mapping[str, StatePages],
+        rank: Rank,
     ) -> None:
-        self._tensors = {plane.layer: tensors[plane.layer] for plane in planes}
+        layers = [*(plane.layer for plane in planes), *states]
+        self._tensors = {layer: tensors_of(tensors[layer])[0] for layer in layers}
         self._groups = groups
+        self._states = {
+            layer: _state_plane(layer, pages, rank, planes[0].memory)
+            for layer, pages in states.items()
+        }
         # Each rank has all of a latent, and calls it by the first of its own heads.
         self._planes = [
             replace(plane, first_head=0) if plane.content is Content.LATENT else plane
@@ -64,3 +75,28 @@ class CoveredCaches:
         if not planes or first >= end:
             return None
         return TableTokens(self._tensors, self._memories, planes, blocks, first, end)
+
+    def states(self, number: int, block: int) -> TableTokens:
+        """A group's recurrent states of a request: all of them are one token of one block."""
+        planes = tuple(self._states[layer] for layer in sorted(self._groups[number].layers))
+        blocks = BlockList(np.array([block]), 1)
+        return TableTokens(self._tensors, self._memories, planes, blocks, 0, 1)
+
+
+def _state_plane(layer: str, pages: StatePages, rank: Rank, memory: Memory) -> Plane:
+    """A layer's states as rows of bytes that one rank alone has.
+
+    The rank's number stands where a head's does: one of other ranks has another share of a state,
+    and is compared with none.
+    """
+    size = pages.size_bytes
+    return Plane(
+        layer,
+        Content.STATE,
+        pages.address,
+        Strides(pages.stride_bytes, size, size, 1),
+        Counts(pages.blocks, 1, 1, size),
+        item_bytes=1,
+        first_head=rank.ranks * (rank.ranks - 1) // 2 + rank.number,
+        memory=memory,
+    )

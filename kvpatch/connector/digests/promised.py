@@ -22,11 +22,15 @@ class DigestOrder(NamedTuple):
         blocks: as the release has them, from the first token's on; per cache group where it has
             several.
         tokens: that are its own in them.
+        named: the blocks that P's answer names, in which D looks for recurrent states.
+        held: tokens that the answer says P holds.
     """
 
     generation: int
     blocks: Any
     tokens: int
+    named: Any
+    held: int
 
 
 class PromisedDigests:
@@ -52,7 +56,10 @@ class PromisedDigests:
         hold = read_hold(params[HOLD])
         if hold is None:
             return params
-        order = DigestOrder(hold.generation, block_ids, _tokens(request, params))
+        held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21 on
+        order = DigestOrder(
+            hold.generation, block_ids, _tokens(request, held), params["remote_block_ids"], held
+        )
         self._orders[request.request_id] = tuple(order)
         return {**params, FIELD: str(Promise(self._tables))}
 
@@ -63,12 +70,11 @@ class PromisedDigests:
             self._orders = {}
 
 
-def _tokens(request: Any, params: Mapping[str, Any]) -> int:
+def _tokens(request: Any, held: int) -> int:
     """How many of a request's tokens D may load, as the side that reads them counts."""
-    held = params.get("remote_num_tokens") or request.num_computed_tokens  # stated from 0.21 on
     if (request.kv_transfer_params or {}).get("do_remote_decode"):
         return int(min(held, request.num_prompt_tokens))
-    return int(held)  # D's own answer, which P may read back
+    return held  # D's own answer, which P may read back
 
 
 def orders_in(metadata: Any) -> dict[str, DigestOrder]:

@@ -91,7 +91,14 @@ class DigestChecks:
         except KvpatchError as error:
             self.counts.doubt("a request", error)
             return LoadDigest(None, (), proof)
-        return LoadDigest(promise, [table for table in found if table is not None], proof)
+        tables = [table for table in found if table is not None]
+        for number, group in enumerate(self.groups):
+            blocks = request.local_blocks[number] if group.has_state else ()
+            if len(blocks) == 1:
+                tables.append(covered.states(number, blocks[0]))
+            elif blocks:  # nobody knows which of them is filled
+                proof.leave(Proof.UNCHECKED)
+        return LoadDigest(promise, tables, proof)
 
     def check(self, load: LoadDigest, rank: PeersRank) -> DigestCheck | None:
         """Of what is read of one rank; None where nothing checks it."""
@@ -103,7 +110,7 @@ class DigestChecks:
             return None
         filled = [table.without_heads(rank.taken or ()) for table in load.tables]
         tables = [table for table in filled if table.planes]
-        if not tables:  # states alone
+        if not tables:
             return None
         is_part = False
         if rank.taken is None and len(promise.tables) > self.ours.tp_size:

@@ -86,18 +86,30 @@ def state_pairs(
         local, remote = request.local_blocks[number], request.remote_blocks[number]
         if not group.has_state or not local:
             continue
-        found = remote[-1:]
-        if len(remote) > 1:
-            last = -(-request.remote_tokens // block_tokens) - 1
-            found = remote[last : last + 1] if _NULL_BLOCK in remote else ()
-        if len(local) != 1 or not any(found):
+        found = state_block(remote, request.remote_tokens, block_tokens)
+        if len(local) != 1 or found is None:
             raise ReadRefused(
                 f"{len(local)} blocks of recurrent state are to be filled and P names "
                 f"{sum(map(bool, remote))} in {len(remote)} places: expected one, with the state "
                 "behind the prompt's tokens; use --no-enable-prefix-caching (--mamba-cache-mode "
                 "none) and no draft model on both sides"
             )
-        yield group, found[0], local[0]
+        yield group, found, local[0]
+
+
+def state_block(named: Sequence[int], tokens: int, block_tokens: int) -> int | None:
+    """The block with the state behind a prompt's tokens; None where nobody knows which it is.
+
+    Args:
+        named: what P names of a group with recurrent state (:func:`state_pairs`).
+        tokens: that P holds.
+        block_tokens: of a block as ids count them.
+    """
+    found = named[-1:]
+    if len(named) > 1:
+        last = -(-tokens // block_tokens) - 1
+        found = named[last : last + 1] if _NULL_BLOCK in named else ()
+    return found[0] if any(found) else None
 
 
 def loaded_tokens(
@@ -117,8 +129,10 @@ def loaded_tokens(
 
 def finished_blocks(
     ours: LocalGeometry, groups: Sequence[Group], tables: Sequence[Sequence[int]]
-) -> Iterator[BlockList]:
-    """Per group, our blocks of a request that is over, behind those that a window has let go of.
+) -> Iterator[tuple[int, BlockList]]:
+    """(group, our blocks) of a request that is over, behind those that a window has let go of.
+
+    Of groups with recurrent state there are none (:func:`state_block`).
 
     Args:
         tables: as the scheduler has them, from the first token on.
@@ -128,10 +142,12 @@ def finished_blocks(
     """
     if len(tables) != len(groups):
         raise ReadRefused(f"{len(tables)} block tables of {len(groups)} groups")
-    for group, table in zip(groups, tables, strict=True):
+    for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
+        if group.has_state:
+            continue
         freed = next((i for i, block in enumerate(table) if block != _NULL_BLOCK), len(table))
         size, parts = _own_tokens(ours, group), ours.kernel_blocks_per_block
-        yield BlockList(kernel_blocks(table[freed:], parts), size, freed * size * parts)
+        yield number, BlockList(kernel_blocks(table[freed:], parts), size, freed * size * parts)
 
 
 def tails_of(
