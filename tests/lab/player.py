@@ -135,6 +135,31 @@ class Player(Engine):
         """Waits until P's ranks have written a request's digests down: ``made``, or ``none``."""
         return digest_faults.made(self._inner_workers(), name)
 
+    def digest_while_computing(self, first: Prompt, second: Prompt) -> str:
+        """Answers a prompt in the step before the model computes another, as long as that takes.
+
+        What has become of the first one's digest while the model still ran.
+        """
+        tracked = self.scheduler.prefill(first.number, first.name, first.tokens)
+        self._compute()
+        self.scheduler.finish(tracked)
+        other = self.scheduler.prefill(second.number, second.name, second.tokens)
+        self.tracked += [tracked, other]
+        computation = self.scheduler.compute()
+        assert computation is not None
+        write, found = self._write, []
+
+        def computed(*of: Any) -> None:
+            found.append(digest_faults.made(self._inner_workers(), first.name))
+            write(*of)
+
+        self._write = computed  # type: ignore[method-assign]
+        try:
+            self._send(computation.metadata, computation.computed)
+        finally:
+            self._write = write  # type: ignore[method-assign]
+        return ", ".join(found)
+
     def keep_from_digests(self, are_kept: bool) -> None:  # noqa: FBT001
         """From now on none is made, or again."""
         digest_faults.keep_from(are_kept=are_kept)

@@ -227,6 +227,14 @@ def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) ->
         assert found.decode.watch(prompt).failed == names([prompt])
 
 
+def test_a_digest_is_made_while_p_computes_other_prompts(lab: Lab) -> None:
+    """D waits for it, and not for what the step behind P's answer computes."""
+    with Stage(lab) as stage:
+        found = scene(lab, stage, *PAIRS["like"][:2])
+        first, second = stage.prompts(2, TOKENS)
+        assert found.prefill.call("digest_while_computing", first, second) == "made"
+
+
 def test_reads_in_the_engines_steps_are_checked(lab: Lab) -> None:
     """Without a thread, as with one."""
     prefill, decode, _ = PAIRS["64 to 32"]
