@@ -25,7 +25,7 @@ from kvpatch.connector.local.release_worker import BLOCKS_FIRST
 from kvpatch.connector.local.state_division import StateDivision, state_division
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.state_runs import states_plan
-from kvpatch.connector.reading.token_pairing import state_pairs
+from kvpatch.connector.reading.token_pairing import filled_state, state_pairs
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.digest_weights import Weights
@@ -88,6 +88,13 @@ class TestWhichBlock:
     def test_several_are_refused(self, local, remote):
         with pytest.raises(ReadRefused, match="--no-enable-prefix-caching .* no draft model"):
             list(state_pairs(GROUPS, _peer(), _order(local, remote)))
+
+
+@pytest.mark.parametrize(
+    ("local", "found"), [((3,), 3), ((0, 0, 3), 3), ((0, 2, 3), None), ((0,), None), ((), None)]
+)
+def test_the_block_that_d_fills(local, found):
+    assert filled_state(local) == found
 
 
 def _apart(memory: torch.Tensor, offset: int = 0) -> list[torch.Tensor]:

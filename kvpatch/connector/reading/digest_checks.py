@@ -11,7 +11,7 @@ from kvpatch.connector.digests.promise import Promise, read_promise
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.token_pairing import loaded_tokens
+from kvpatch.connector.reading.token_pairing import filled_state, loaded_tokens
 from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.transfer.digest_check import DigestCheck
@@ -94,9 +94,10 @@ class DigestChecks:
         tables = [table for table in found if table is not None]
         for number, group in enumerate(self.groups):
             blocks = request.local_blocks[number] if group.has_state else ()
-            if len(blocks) == 1:
-                tables.append(covered.states(number, blocks[0]))
-            elif blocks:  # nobody knows which of them is filled
+            filled = filled_state(blocks)
+            if filled is not None:
+                tables.append(covered.states(number, filled))
+            elif blocks:
                 proof.leave(Proof.UNCHECKED)
         return LoadDigest(promise, tables, proof)
 

@@ -112,6 +112,16 @@ def state_block(named: Sequence[int], tokens: int, block_tokens: int) -> int | N
     return found[0] if any(found) else None
 
 
+def filled_state(local: Sequence[int]) -> int | None:
+    """The one of D's blocks that a request's recurrent state goes to; None where there are several.
+
+    Args:
+        local: of a group with recurrent state; null where D's own prefix cache keeps none.
+    """
+    filled = [block for block in local if block != _NULL_BLOCK]
+    return filled[0] if len(filled) == 1 else None
+
+
 def loaded_tokens(
     ours: LocalGeometry, groups: Sequence[Group], request: ReadRequest
 ) -> Iterator[tuple[int, BlockList, int]]:
