@@ -164,9 +164,8 @@ def connector_scheduler(connector: Any) -> Any:
 
 
 def _state(owner: Any, kind: type[_Kind]) -> _Kind:
-    held = vars(owner)
-    found = held.get(_NAME)
+    found = owner.__dict__.get(_NAME)
     if found is None:  # handshakes have threads of their own: one of two that ask wins
-        found = held.setdefault(_NAME, kind())
+        found = vars(owner).setdefault(_NAME, kind())
     state: _Kind = found
     return state

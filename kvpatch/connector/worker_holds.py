@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from kvpatch.connector.holds.granted import changes_in
@@ -13,6 +12,7 @@ from kvpatch.connector.read_request import read_requests_of
 from kvpatch.connector.state import worker_state
 from kvpatch.transfer.hold_table import HoldTable
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.progress_thread import ProgressThread
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
 
@@ -47,20 +47,15 @@ def hear(table: HoldTable, metadata: Any) -> None:
             table.end(request_id)
 
 
-@contextmanager
-def together(worker: Any, metadata: Any) -> Iterator[None]:
-    """While inside, no read ends where two of one answer of P's may begin.
+def thread_of_shared_answers(worker: Any, metadata: Any) -> ProgressThread | None:
+    """What must end no read while two of one answer of P's may begin; None where none may.
 
     The last of those that are open tells P that they are over: what the first one says before
     there is a second has P give away what that one reads.
     """
     reader = worker_state(worker).reader
     thread = None if reader is None else reader.thread
-    if thread is None or not _may_share(worker, metadata):
-        yield
-        return
-    with thread.paused():
-        yield
+    return None if thread is None or not _may_share(worker, metadata) else thread
 
 
 def _may_share(worker: Any, metadata: Any) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import wrapt
 
@@ -72,6 +72,13 @@ class Site:
         return f"{self.module}.{self.owner}.{self.name}"
 
 
+class Switch(NamedTuple):
+    """A variable, and how it is read."""
+
+    variable: str
+    read: Callable[[], str]
+
+
 @dataclass(frozen=True)
 class Patch:
     """One problem, solved.
@@ -82,6 +89,8 @@ class Patch:
         sites: what it wraps in a release, and with what; nothing where it is not needed.
         document: the patch module's docstring, from which PATCHES.md is made.
         not_needed: why some releases do without it.
+        switch: what says ``off`` where nothing of it is wanted, nor any time of a step; None where
+            it is always wanted.
     """
 
     slug: str
@@ -89,6 +98,7 @@ class Patch:
     sites: Callable[[ReleaseFacts], Mapping[Site, Wrapper | Step]]
     document: str
     not_needed: str = ""
+    switch: Switch | None = None
 
 
 @dataclass(eq=False)
@@ -97,6 +107,9 @@ class _Change:
 
     Attributes:
         steps: of a shared wrapper, the parts that are on; None of any other.
+        enabled: something while a wrapper is on, and nothing in one that could not be taken out
+            and does nothing: wrapt looks whether a list is empty in a tenth of the time that it
+            takes to ask a function, at every call.
     """
 
     slug: str
@@ -105,12 +118,14 @@ class _Change:
     before: Any
     site: Site | None
     ours: Any = None
-    active: bool = True
     steps: dict[str, Any] | None = None
+    enabled: list[str] = field(default_factory=lambda: ["on"])
 
-    def is_active(self) -> bool:
-        """Asked at every call: a wrapper that could not be taken out does nothing."""
-        return self.active
+    def turn_on(self) -> None:
+        self.enabled[:] = ["on"]
+
+    def turn_off(self) -> None:
+        self.enabled.clear()
 
 
 @dataclass
@@ -144,12 +159,12 @@ class Ledger:
             if s not in left
         ]
         for change in self._of(slug):
-            change.active = True
+            change.turn_on()
         behind = [str(s) for owner, target, s, _ in new if vars(owner)[s.name] is not target]
         for owner, target, site, wrapper in new:
             self._wrap(slug, owner, site.name, target, wrapper, site)
         for change, (steps, step) in self._shared_by(sites).items():
-            change.active = True
+            change.turn_on()
             steps[slug] = step.part
         return behind
 
@@ -157,7 +172,7 @@ class Ledger:
         """Wraps the construction of `owner`: how a tripwire is installed."""
         standing = [change for change in self._of(slug) if change.owner is owner]
         for change in standing:
-            change.active = True
+            change.turn_on()
         if not standing:
             self._wrap(slug, owner, "__init__", owner.__init__, wrapper)  # type: ignore[misc]
 
@@ -165,7 +180,7 @@ class Ledger:
         """Wraps a method of a class that is not vLLM's, or a module's function, once."""
         standing = [c for c in self._of(slug) if (c.owner, c.name) == (owner, name)]
         for change in standing:
-            change.active = True
+            change.turn_on()
         if not standing:
             self._wrap(slug, owner, name, vars(owner)[name], wrapper)
 
@@ -177,7 +192,7 @@ class Ledger:
         places = {
             (c.owner, c.name): c
             for c in self._changes
-            if c.active and c.site is not None and isinstance(c.owner, type)
+            if c.enabled and c.site is not None and isinstance(c.owner, type)
         }
         found = []
         for (owner, name), change in places.items():
@@ -205,7 +220,7 @@ class Ledger:
         """
         left: list[_Change] = []
         for change in reversed(self._changes):
-            change.active = False
+            change.turn_off()
             if change.steps is not None:
                 change.steps.clear()
             if vars(change.owner).get(change.name, _MISSING) is not change.ours:
@@ -244,13 +259,14 @@ class Ledger:
         if isinstance(wrapper, Step):
             change.steps = {}
             wrapper = partial(wrapper.pipeline, steps=change.steps)
+        enabled: Any = change.enabled
         if kind_of(target) == "staticmethod":
             # Else what an instance looks up holds that instance: the thread that a worker
             # starts on its static listener would keep the worker for ever.
-            function = wrapt.FunctionWrapper(target.__func__, wrapper, enabled=change.is_active)
+            function = wrapt.FunctionWrapper(target.__func__, wrapper, enabled=enabled)
             change.ours = staticmethod(function)
         else:
-            change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=change.is_active)
+            change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=enabled)
         setattr(owner, name, change.ours)
         self._changes.append(change)
 

@@ -33,8 +33,8 @@ from kvpatch.connector.digests.promised import PromisedDigests, state_table
 from kvpatch.connector.holds.hold import FIELD as HOLD
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import connector_scheduler, held_by, scheduler_state
-from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core import seams, settings
+from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.digest_table import DigestTable
 
@@ -146,4 +146,5 @@ PATCH = Patch(
     sites=_sites,
     not_needed="<= 0.11.0 P's scheduler does not know what its workers state, nor that they hold",
     document=__doc__,
+    switch=Switch(settings.DIGEST, settings.digest),
 )

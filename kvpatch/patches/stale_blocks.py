@@ -81,7 +81,10 @@ def _start_load_kv(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def start(metadata: Any) -> Any:
-        with worker_holds.together(instance, metadata):
+        thread = worker_holds.thread_of_shared_answers(instance, metadata)
+        if thread is None:
+            return wrapped(metadata)
+        with thread.paused():
             return wrapped(metadata)
 
     return start(*args, **kwargs)

@@ -38,7 +38,7 @@ from kvpatch.connector.state import held_by, scheduler_state
 from kvpatch.connector.witness.loads import ExpectedLoads
 from kvpatch.connector.witness.witness import Witness, set_up
 from kvpatch.core import seams, settings
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 
 
@@ -123,4 +123,10 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return found
 
 
-PATCH = Patch(slug="witness", wire_affecting=False, sites=_sites, document=__doc__)
+PATCH = Patch(
+    slug="witness",
+    wire_affecting=False,
+    sites=_sites,
+    document=__doc__,
+    switch=Switch(settings.WITNESS, settings.witness),
+)

@@ -59,6 +59,8 @@ CONFIGURED = {
     "nnodes": ("parallel_config", "nnodes"),
     "distributed_executor_backend": ("parallel_config", "distributed_executor_backend"),
     "disable_hybrid_kv_cache_manager": ("scheduler_config", "disable_hybrid_kv_cache_manager"),
+    "mamba_cache_dtype": ("cache_config", "mamba_cache_dtype"),
+    "mamba_ssm_cache_dtype": ("cache_config", "mamba_ssm_cache_dtype"),
 }
 
 #: By the name of the class, which the configuration has in place of the backend's own.
@@ -250,7 +252,9 @@ def _configured(configuration: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "kv_transfer_config", configuration["kv_transfer_config"] or {}
     method = _at(configuration, "speculative_config", "method")
     if method is not None:
-        yield "speculative_config", {"method": method}
+        tokens = _at(configuration, "speculative_config", "num_speculative_tokens")
+        stated = {} if tokens is None else {"num_speculative_tokens": tokens}
+        yield "speculative_config", {"method": method, **stated}
 
 
 def _about(

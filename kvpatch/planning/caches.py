@@ -240,7 +240,7 @@ class _Making:
         first = next(iter(layers.values()))
         page_bytes = sum(prod(plane.counts[1:]) * plane.item_bytes for plane in first.planes)
         page_bytes *= engine.parts
-        division = planned_division(model.states, engine.item_bytes)
+        division = planned_division(model.states, engine)
         try:
             sizes = division.sizes_bytes(Rank(self.rank, engine.tp_size))
         except UnplannableCopy as error:  # which ends an engine when it starts
@@ -259,13 +259,15 @@ class _Making:
         }
 
 
-def planned_division(states: StateSizes, item_bytes: int) -> StateDivision:
+def planned_division(states: StateSizes, engine: PlannedEngine) -> StateDivision:
     """The convolution of Mamba2, and its state space, of all ranks together."""
+    conv_bytes, item_bytes = engine.state_item_bytes
+    positions = states.kernel - 1 + engine.drafted_tokens
     of_groups = Part(states.groups * states.state_size, is_copied=states.groups == 1)
     convolution = (Part(states.intermediate), of_groups, of_groups)
     return StateDivision(
         (
-            SharedState((states.kernel - 1) * item_bytes, convolution),
+            SharedState(positions * conv_bytes, convolution),
             SharedState(states.head_dim * states.state_size * item_bytes, (Part(states.heads),)),
         ),
         reason="",

@@ -39,6 +39,8 @@ class PlannedEngine:
         layout: as a handshake states it.
         model_dtype: as ``--dtype`` and the checkpoint come to.
         dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
+        state_dtypes: of a convolution's states, and of the recurrent ones behind them.
+        drafted_tokens: that it speculates with; a convolution keeps as many more positions.
         key_order: how keys lie in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
         version: vLLM's, with a build's own label where a running engine states it.
@@ -57,11 +59,19 @@ class PlannedEngine:
     model_dtype: str
     dtype: str
     item_bytes: int
+    state_dtypes: tuple[str, str]
+    drafted_tokens: int
     key_order: KeyOrder
     tp_size: int
     transfer: Mapping[str, Any]
     version: str
     assumed: tuple[str, ...] = ()
+
+    @property
+    def state_item_bytes(self) -> tuple[int, int]:
+        """Of one number of a convolution's states, and of the others."""
+        first, second = (_ITEM_BYTES[dtype] for dtype in self.state_dtypes)
+        return first, second
 
     @property
     def parts(self) -> int:
@@ -176,6 +186,8 @@ class _Reading:
             model_dtype=model_dtype,
             dtype=dtype,
             item_bytes=_ITEM_BYTES.get(dtype, 1),
+            state_dtypes=self._state_dtypes(model_dtype),
+            drafted_tokens=self._drafted_tokens(model),
             key_order=self._key_order(backend, dtype, kernel_tokens, model),
             tp_size=arguments.number("tensor_parallel_size", 1),
             transfer=self._transfer(),
@@ -290,6 +302,29 @@ class _Reading:
                 f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for"
             )
         return found
+
+    def _state_dtypes(self, model_dtype: str) -> tuple[str, str]:
+        found, default = [], model_dtype
+        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
+            asked = str(self._arguments.option(name, "auto"))
+            default = default if asked == "auto" else asked
+            if default not in _ITEM_BYTES:
+                raise BadOptions(
+                    f"{self._arguments.source}: --{name.replace('_', '-')} {asked} is none of "
+                    "vLLM's"
+                )
+            found.append(default)
+        return found[0], found[1]
+
+    def _drafted_tokens(self, model: Model) -> int:
+        asked = self._arguments.mapping("speculative_config")
+        tokens = asked.get("num_speculative_tokens", 0 if not asked else None)
+        if model.states is not None and not isinstance(tokens, int):
+            raise CannotPlan(
+                f"{self._arguments.source}: say num_speculative_tokens in --speculative-config: a "
+                "convolution's states have as many more positions"
+            )
+        return tokens if isinstance(tokens, int) else 0
 
     def _block_tokens(self, backend: Backend) -> int:
         asked = self._arguments.option("block_size")

@@ -6,7 +6,7 @@ before, it asserts that the attention backends have one name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,7 +39,9 @@ _RELEASE = "vLLM's release"
 _ONE_MODEL = "give both sides one model"
 
 #: (name, what an engine has of it, what would help, its kind).
-_FACTORS: tuple[tuple[str, Callable[[PlannedEngine], object], str, Kind], ...] = (
+_Compared = tuple[str, Callable[[PlannedEngine], object], str, Kind]
+
+_FACTORS: tuple[_Compared, ...] = (
     (_RELEASE, lambda e: e.facts.release, "use one release on both sides", "name"),
     ("--model", lambda e: e.model.name, "give both sides one --model, word by word", "word"),
     ("the layers", lambda e: e.model.layers, _ONE_MODEL, "content"),
@@ -62,6 +64,23 @@ _FACTORS: tuple[tuple[str, Callable[[PlannedEngine], object], str, Kind], ...] =
 )
 
 
+#: Of models with recurrent states; no hash has them, and no handshake compares what they come to.
+_OF_STATES: tuple[_Compared, ...] = (
+    (
+        "the type of a convolution's states",
+        lambda e: e.state_dtypes[0],
+        "use one --mamba-cache-dtype",
+        "content",
+    ),
+    (
+        "the type of recurrent states",
+        lambda e: e.state_dtypes[1],
+        "use one --mamba-ssm-cache-dtype",
+        "content",
+    ),
+)
+
+
 def compared_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike and are refused for."""
     if _is_hashed(pair):
@@ -74,11 +93,17 @@ def uncompared_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike, and nobody refuses, though the bytes mean something else."""
     if not _is_hashed(pair):
         yield from (one for one in differing_factors(pair) if one.kind == "content")
+    if pair.decode.model.states is not None:
+        yield from _unlike(pair, _OF_STATES)
 
 
 def differing_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike."""
-    for name, of, cure, kind in _FACTORS:
+    yield from _unlike(pair, _FACTORS)
+
+
+def _unlike(pair: Pair, factors: Iterable[_Compared]) -> Iterator[Factor]:
+    for name, of, cure, kind in factors:
         theirs, ours = of(pair.prefill), of(pair.decode)
         if name == _RELEASE:
             theirs, ours = versions(pair)

@@ -230,7 +230,7 @@ def _divisions(engine: PlannedEngine) -> Mapping[str, StateDivision]:
     model = engine.model
     if model.states is None:
         return {}
-    division = planned_division(model.states, engine.item_bytes)
+    division = planned_division(model.states, engine)
     return {f"layer.{number}": division for number in model.state_layers}
 
 

@@ -37,6 +37,13 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
         pair.decode.model.kv_heads
     ):
         raise CannotPlan("recurrent state over unlike ranks that share KV heads is not planned for")
+    p, d = pair.prefill, pair.decode
+    if d.model.states is not None and p.drafted_tokens != d.drafted_tokens:
+        raise CannotPlan(
+            f"P speculates with {p.drafted_tokens} tokens and D with {d.drafted_tokens}: nobody "
+            "has seen what stock does with a convolution's states, which differ in length then; "
+            "speculate alike on both sides"
+        )
     for engine in (pair.prefill, pair.decode):
         found = start_problem(engine) or _registers_otherwise(engine)
         if found is not None:

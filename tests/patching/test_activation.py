@@ -43,6 +43,8 @@ def tree(facts, tmp_path):
     return write_tree(tmp_path, facts, facts.release)
 
 
+#: What is off by its own variable where nobody says otherwise.
+ALL_ON = {"KVPATCH_DIGEST": "all", "KVPATCH_WITNESS": "log"}
 ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
 IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
 
@@ -58,6 +60,7 @@ outcomes = lambda s: s and {p.slug: p.outcome for p in s.patches}
 wrapped = kinds()
 print(json.dumps([outcomes(waiting), outcomes(kvpatch.status()), wrapped]))
 """,
+        **ALL_ON,
     )
 
     before, after, wrapped = found
@@ -201,6 +204,30 @@ print(json.dumps([rows, lines]))
     assert "off: block_count (KVPATCH_DISABLE)" in summaries[0]
 
 
+@pytest.mark.parametrize("on", [{}, {"KVPATCH_DIGEST": "all"}, {"KVPATCH_WITNESS": "log"}])
+def test_what_nobody_has_asked_for_wraps_nothing(tmp_path, on):
+    """A step of an engine takes no time for it."""
+    tree = write_tree(tmp_path, NEWEST, "0.33.0")
+    script = (
+        _prelude(NEWEST)
+        + """
+kvpatch.enable(); raw()
+rows = {p.slug: [p.outcome, p.reason] for p in kvpatch.status().patches}
+print(json.dumps([rows["digests"], rows["witness"], kinds()]))
+"""
+    )
+    switches = {"digests": "KVPATCH_DIGEST", "witness": "KVPATCH_WITNESS"}
+
+    *found, wrapped = run(tree, script, **on)
+    *_, all_wrapped = run(tree, script, **ALL_ON)
+
+    for row, switch in zip(found, switches.values(), strict=True):
+        assert row == (["applied", ""] if switch in on else ["off", f"{switch} is off"])
+    assert set(all_wrapped) == {"FunctionWrapper"}
+    if "KVPATCH_WITNESS" not in on:  # digests share each of their places with other patches
+        assert "function" in wrapped
+
+
 @pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0rc1", "0.9.2", "0.32.1.dev7+gabc"])
 def test_an_unlisted_build_is_refused_at_use(tmp_path, version):
     tree = write_tree(tmp_path, NEWEST, version)
@@ -219,7 +246,7 @@ def test_an_unlisted_build_is_patched_where_its_generation_is_named(tmp_path):
     script = _prelude(NEWEST) + "kvpatch.enable()\n" + _construct(NEWEST)
 
     for name in ("g0300", "0.33.0"):
-        built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION=name)
+        built, refused, _, wrapped = run(tree, script, KVPATCH_GENERATION=name, **ALL_ON)
         assert built == "built" and not refused and set(wrapped) == {"FunctionWrapper"}
 
     built, refused, *_ = run(tree, script, KVPATCH_GENERATION="g9999")

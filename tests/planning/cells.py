@@ -64,6 +64,7 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             "tensor_parallel_size": spec.tp_size,
             "dtype": dtype,
             "kv_cache_dtype": "fp8" if spec.dtype == "fp8" else "auto",
+            "mamba_cache_dtype": spec.state_dtype or "auto",
             "kv_transfer_config": {
                 "kv_connector": "NixlConnector",
                 "kv_buffer_device": "cpu" if spec.family == "cpu" else "cuda",

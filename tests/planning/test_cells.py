@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvpatch.core.releases import RELEASES
+from kvpatch.patches import SLUGS
 from kvpatch.planning.ours import judged_by_kvpatch
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
 from kvpatch.planning.stock import stock_verdict
+from tests.lab.case import Case, EngineSpec
 from tests.lab.table import Cell, all_cases, known_cells
 
 from .cells import PLAYED, pair_of, requests_of
@@ -98,3 +100,33 @@ def test_a_refusal_and_an_engine_that_ends_are_told_apart(tmp_path):
     found = differences(cells, tmp_path, lambda cell: cell.stock, stock_verdict)
 
     assert len(found) == len(cells) > 20
+
+
+_STATES = EngineSpec(
+    layout="HND",
+    block_tokens=32,
+    planned_blocks=48,
+    layers=4,
+    kv_heads=4,
+    head_dim=32,
+    has_state=True,
+    state_kind="mamba2",
+)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("release", ["0.28.0", "0.30.0", "0.33.0"])
+def test_states_of_other_types_are_wrong_on_stock(release: str, side: str, tmp_path: Path) -> None:
+    """As the lab's test_other_types_of_states has seen; alike they are identical."""
+    alike = Case("states", _STATES, _STATES, 300).patched(*SLUGS, prefill=False)
+    longer = replace(getattr(alike, side), state_dtype="float32")
+    request = requests_of(alike, release)[0]
+
+    pair = pair_of(alike, release, tmp_path)
+    assert stock_verdict(pair, request).outcome is Outcome.IDENTICAL
+    assert _by_kvpatch(pair, request).outcome is Outcome.IDENTICAL
+
+    pair = pair_of(replace(alike, **{side: longer}), release, tmp_path)
+    stock, ours = stock_verdict(pair, request), _by_kvpatch(pair, request)
+    assert stock.outcome is Outcome.WRONG and "--mamba-cache-dtype" in stock.cure
+    assert ours.outcome is Outcome.REFUSED and "a convolution's states" in ours.reason
