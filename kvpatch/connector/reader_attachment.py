@@ -49,7 +49,6 @@ from kvpatch.connector.transfer_handles import (
 from kvpatch.connector.unlike_releases import messages
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
-from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.digest_table import DigestTable
@@ -86,7 +85,7 @@ def attach_reader(
     )
     if is_misread:
         take_planned_blocks(worker)
-    if release.key_order() is KeyOrder.TILED:
+    if release.computes_on_amx():
         ask_for_tiles()
     state = worker_state(worker)
     can_read = _can_read(release, own)

@@ -205,10 +205,10 @@ def _ask_for_tiles() -> None:
     import torch
 
     import kvpatch
-    from kvpatch.connector.local.vllm_bugs import ask_for_tiles
+    from kvpatch.connector.local.vllm_bugs import may_use_amx
 
     if not kvpatch.status().enabled and torch.cpu._is_amx_tile_supported():
-        ask_for_tiles()
+        may_use_amx()  # a worker of a device, or of float32, has no use for it
 
 
 # In a worker, which brings its extension in before it computes anything; a command has no torch.

@@ -11,11 +11,14 @@ from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.cpu_keys import BY_WORD, order_of, word_of
 from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
 from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry, declared_geometry
+from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.local.vllm_bugs import may_use_amx
 from kvpatch.core.errors import SettingsError
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 
+from .release_workers import worker_of
 from .test_accepted_peers import named
 from .test_decision import NEWEST, of_two_bytes, peer_of_two_bytes
 
@@ -144,3 +147,29 @@ def test_rows_of_another_backend_are_in_no_tiles(own: KeyOrder) -> None:
     rows = replace(peer_of_two_bytes(32), backend="FLASH_ATTN")
 
     assert isinstance(decided(own, rows, declared=TILES, backend="CPU_ATTN"), Stock)
+
+
+@pytest.mark.parametrize(
+    ("backends", "kernels", "is_on"),
+    [
+        (["CPU_ATTN"], "amx", True),  # of fp8 too, which no rule knows the order of
+        (["FLASH_ATTN", "CPU_ATTN"], "amx", True),
+        (["CPU_ATTN"], "vec", False),
+        (["FLASH_ATTN"], "amx", False),
+    ],
+)
+def test_amx_is_asked_for_where_attention_uses_it(
+    backends: list[str], kernels: str, is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the cache is laid out: fp8's is none that kvpatch reads."""
+    monkeypatch.setattr(ReleaseWorker, "_names_of_backends", lambda self: backends)
+    monkeypatch.setattr(ReleaseWorker, "_cpus_shapes", lambda self: {(32, 64)})
+    monkeypatch.setattr(ReleaseWorker, "_cpus_kernels", lambda self, tokens: kernels)
+    assert worker_of("0.33.0").computes_on_amx() is is_on
+    assert not worker_of("0.10.0").computes_on_amx(), "its backends have names of their own"
+
+
+def test_a_pytorch_that_asks_otherwise_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.delattr(torch.cpu, "_init_amx")
+    assert not may_use_amx()

@@ -249,18 +249,36 @@ class ReleaseWorker:
 
     def key_order(self) -> KeyOrder | None:
         """How the backend lays keys inside a block; None where nobody knows."""
-        worker = self.worker
         if self.facts.shape_source == "flags":
             return KeyOrder.ROW_MAJOR
-        names = [worker.backend_name]
-        if self.facts.has_cache_groups:  # that is the first one's, which may be of recurrent state
-            names = [backend.get_name() for backend in self.attention_backends]
+        names = self._names_of_backends()
         if not set(names).isdisjoint(_PACKS_KEYS):
             return None
         if "CPU_ATTN" not in names:
             return KeyOrder.ROW_MAJOR
         orders = {self._cpus_key_order(*shape) for shape in self._cpus_shapes()}
         return orders.pop() if len(orders) == 1 else None
+
+    def computes_on_amx(self) -> bool:
+        """Whether the CPU backend computes some layer's attention with AMX, however it keeps it."""
+        if self.facts.shape_source == "flags":
+            return False
+        if "CPU_ATTN" not in self._names_of_backends():
+            return False
+        return any(self._cpus_kernels(tokens) == "amx" for tokens, _ in self._cpus_shapes())
+
+    def _names_of_backends(self) -> list[str]:
+        """Of attention's."""
+        if not self.facts.has_cache_groups:
+            return [self.worker.backend_name]
+        # The worker's own is the first one's, which may be of recurrent state.
+        return [backend.get_name() for backend in self.attention_backends]
+
+    def _cpus_kernels(self, block_tokens: int) -> str:
+        """Those that the release chooses on this processor."""
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return str(_get_attn_isa(self.worker.vllm_config.model_config.dtype, block_tokens))
 
     @property
     def tiles_on_amx(self) -> bool:
@@ -270,10 +288,8 @@ class ReleaseWorker:
         return is_plain and str(config.model_config.dtype) == "torch.bfloat16"
 
     def _cpus_key_order(self, block_tokens: int, channels: int) -> KeyOrder | None:
-        """By the kernels that the release chooses on this processor."""
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-        isa = _get_attn_isa(self.worker.vllm_config.model_config.dtype, block_tokens)
+        """By the kernels."""
+        isa = self._cpus_kernels(block_tokens)
         if isa in ("vec", "vec16"):
             return KeyOrder.COLUMN_MAJOR
         if isa != "amx" or not self.tiles_on_amx:  # others pack keys in ways of their own

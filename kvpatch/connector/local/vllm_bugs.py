@@ -43,14 +43,23 @@ def take_planned_blocks(worker: Any) -> None:
     worker._physical_blocks_per_logical_kv_block = 1
 
 
-def ask_for_tiles() -> None:
-    """Has Linux let this process use AMX, before attention does; asking twice changes nothing."""
+def may_use_amx() -> bool:
+    """Has Linux let this process use AMX, if it does; asking twice changes nothing.
+
+    vLLM's CPU backend uses AMX and does not ask for it.
+    """
     import torch
 
-    if not torch.cpu._init_amx():
+    ask = getattr(torch.cpu, "_init_amx", None)  # a private name: what a PyTorch has not asks none
+    return ask is not None and bool(ask())
+
+
+def ask_for_tiles() -> None:
+    """Asks for AMX before attention uses it."""
+    if not may_use_amx():
         _LOG.warning(
-            "the system does not let this process use AMX, for which its KV cache is laid out: "
-            "attention may end it with SIGILL; use --dtype float32"
+            "this process may not use AMX, with which vLLM computes attention here: it may end "
+            "with SIGILL; use --dtype float32"
         )
 
 
