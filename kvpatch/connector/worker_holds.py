@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvpatch.connector.holds.granted import changes_in
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.read_request import read_requests_of
 from kvpatch.connector.state import worker_state
@@ -38,9 +37,9 @@ def make_table(release: ReleaseWorker) -> None:
         _LOG.warning("blocks gone stale are not looked for: no host memory for it: %s", error)
 
 
-def hear(table: HoldTable, metadata: Any) -> None:
+def hear(table: HoldTable, changes: Mapping[str, int]) -> None:
     """Writes down what the scheduler has granted and withdrawn."""
-    for request_id, generation in changes_in(metadata).items():
+    for request_id, generation in changes.items():
         if generation:
             table.hold(request_id, generation)
         else:
@@ -53,14 +52,15 @@ def thread_of_shared_answers(worker: Any, metadata: Any) -> ProgressThread | Non
     The last of those that are open tells P that they are over: what the first one says before
     there is a second has P give away what that one reads.
     """
+    if not _may_share(worker, metadata):
+        return None
     reader = worker_state(worker).reader
-    thread = None if reader is None else reader.thread
-    return None if thread is None or not _may_share(worker, metadata) else thread
+    return None if reader is None else reader.thread
 
 
 def _may_share(worker: Any, metadata: Any) -> bool:
     """Whether reads of one answer may begin in a step: in few there is more than one read."""
-    if not worker._ready_requests.empty():  # those that have waited for hands to be shaken
+    if worker._ready_requests.queue:  # those that have waited for hands to be shaken
         return True
     if len(metadata.reqs_to_recv) < 2:  # noqa: PLR2004
         return False

@@ -30,6 +30,7 @@ from typing import Any
 
 from kvpatch.connector import worker_digests
 from kvpatch.connector.digests.promised import PromisedDigests, state_table
+from kvpatch.connector.engine_steps import Around, bind_metadata, build_metadata, take_results
 from kvpatch.connector.holds.hold import FIELD as HOLD
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import connector_scheduler, held_by, scheduler_state
@@ -51,28 +52,18 @@ def _get_handshake_metadata(
     return metadata
 
 
-def _bind_connector_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Begins before the model runs: D waits, and the step may be one of many long prompts."""
-    worker = getattr(instance, "connector_worker", None)  # of any connector
-    if held_by(worker, DigestTable) is None:
-        return wrapped(*args, **kwargs)
+def _bind_metadata(worker: Any, metadata: Any) -> None:
+    """Begins before the model runs: D waits, and the step may be one of many long prompts.
 
-    def bind(connector_metadata: Any) -> Any:
-        found = wrapped(connector_metadata)  # the words of new holds stand when it returns
-        worker_digests.hear(worker, connector_metadata)
-        return found
-
-    return bind(*args, **kwargs)
+    ``stale_blocks`` comes first, and the words of new holds stand.
+    """
+    if held_by(worker, DigestTable) is not None:
+        worker_digests.hear(worker, metadata)
 
 
-def _transfer_results(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    results = wrapped(*args, **kwargs)  # the words of what was sent are gone when it returns
-    worker_digests.leave_freed_blocks(instance)
-    return results
+def _take_results(worker: Any, _: Any) -> None:
+    """``stale_blocks`` comes first, and the words of what was sent are gone."""
+    worker_digests.leave_freed_blocks(worker)
 
 
 def _unregister_kv_caches(
@@ -97,18 +88,13 @@ def _set_xfer_handshake_metadata(
 
 def _digests_of(connector: Any) -> PromisedDigests | None:
     """A connector's; None in workers, and where its workers have no tables."""
-    scheduler = connector_scheduler(connector)
-    digests = None if scheduler is None else scheduler_state(scheduler).of(PromisedDigests)
+    digests = held_by(connector_scheduler(connector), PromisedDigests)
     return digests if digests is not None and digests.is_on else None
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    metadata, digests = wrapped(*args, **kwargs), _digests_of(instance)
-    if digests is not None:
-        digests.tell(metadata)
-    return metadata
+def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
+    digests = _digests_of(connector)
+    return None if digests is None else digests.tell
 
 
 def _request_finished(
@@ -130,10 +116,10 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_digests.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.bind_connector_metadata(facts): _bind_connector_metadata,
-        seams.transfer_results(facts): _transfer_results,
+        seams.bind_connector_metadata(facts): Step(bind_metadata, _bind_metadata),
+        seams.transfer_results(facts): Step(take_results, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
-        seams.connector_meta(facts): _build_connector_meta,
+        seams.connector_meta(facts): Step(build_metadata, _build_metadata),
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches

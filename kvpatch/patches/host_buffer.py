@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector import host_buffer_links as links
+from kvpatch.connector.engine_steps import build_metadata
 from kvpatch.connector.host_buffer import scheduler as schedulers
 from kvpatch.connector.host_buffer import worker as workers
 from kvpatch.connector.host_buffer.policy import is_wanted_here
@@ -130,19 +131,9 @@ def _get_num_new_matched_tokens(
     return matched(*args, **kwargs)
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    buffer = links.host_buffer_of(instance)
-    metadata = wrapped(*args, **kwargs)
-    if buffer is None:
-        return metadata
-
-    def plan(scheduler_output: Any) -> Any:
-        buffer.plan(scheduler_output, metadata)
-        return metadata
-
-    return plan(*args, **kwargs)
+def _build_metadata(connector: Any, output: Any) -> Callable[[Any], None] | None:
+    buffer = links.host_buffer_of(connector)
+    return None if buffer is None else partial(buffer.plan, output)
 
 
 def _request_finished(
@@ -199,7 +190,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.wait_for_save(facts): _wait_for_save,
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
-        seams.connector_meta(facts): _build_connector_meta,
+        seams.connector_meta(facts): Step(build_metadata, _build_metadata),
         seams.schedule(facts): partial(_schedule, facts=facts),
         seams.free_blocks(facts): _free,
     }

@@ -26,12 +26,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvpatch.connector.engine_steps import Around, take_results
 from kvpatch.connector.memory_usage import Usage
 from kvpatch.connector.metrics import payload
 from kvpatch.connector.metrics.prometheus import Shown
 from kvpatch.connector.state import front_end_state, scheduler_state, worker_state
 from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.telemetry import Telemetry
 
@@ -61,13 +62,9 @@ def _get_finished(
     return sent, received
 
 
-def _get_transfer_results(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    found = wrapped(*args, **kwargs)
+def _report_results(worker: Any, found: Any) -> None:
     if found.finished_recving:
-        worker_state(instance).book.report(found.finished_recving, found.failed_recving)
-    return found
+        worker_state(worker).book.report(found.finished_recving, found.failed_recving)
 
 
 def _handle_failed_transfer(
@@ -179,10 +176,10 @@ def _prom_observe(
     return observe(*args, **kwargs)
 
 
-def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.stats is None:
         return {}
-    found: dict[Site, Wrapper] = {
+    found: dict[Site, Wrapper | Step] = {
         seams.record_transfer(facts.stats): _record_transfer,
         seams.worker_stats(facts): _worker_stats,
         seams.stats_are_empty(facts.stats): _is_empty,
@@ -192,7 +189,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
         seams.prom_metrics_observe(facts.stats): _prom_observe,
     }
     if facts.failed_loads == "as failed":
-        found[seams.transfer_results(facts)] = _get_transfer_results
+        found[seams.transfer_results(facts)] = Step(take_results, Around(after=_report_results))
     else:
         found[seams.worker_get_finished(facts)] = _get_finished
     # There it leaves a request whose read broke off among those that were received.

@@ -32,10 +32,18 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kvpatch.connector import worker_holds
-from kvpatch.connector.holds.granted import GrantedHolds, state_table
+from kvpatch.connector.engine_steps import (
+    Around,
+    begin_loads,
+    bind_metadata,
+    build_metadata,
+    take_results,
+)
+from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table
 from kvpatch.connector.holds.hold import FIELD
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import (
@@ -62,43 +70,24 @@ def _get_handshake_metadata(
     return metadata
 
 
-def _bind_connector_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _bind_metadata(worker: Any, metadata: Any) -> None:
     """Writes words down before the model runs, which may take long: others wait for them."""
-    table = held_by(getattr(instance, "connector_worker", None), HoldTable)  # of any connector
-    if table is None:
-        return wrapped(*args, **kwargs)
-
-    def bind(connector_metadata: Any) -> Any:
-        worker_holds.hear(table, connector_metadata)
-        return wrapped(connector_metadata)
-
-    return bind(*args, **kwargs)
+    changes = changes_in(metadata)
+    table = held_by(worker, HoldTable) if changes else None
+    if table is not None:
+        worker_holds.hear(table, changes)
 
 
-def _start_load_kv(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def start(metadata: Any) -> Any:
-        thread = worker_holds.thread_of_shared_answers(instance, metadata)
-        if thread is None:
-            return wrapped(metadata)
-        with thread.paused():
-            return wrapped(metadata)
-
-    return start(*args, **kwargs)
+def _begin_loads(worker: Any, metadata: Any) -> AbstractContextManager[None] | None:
+    thread = worker_holds.thread_of_shared_answers(worker, metadata)
+    return None if thread is None else thread.paused()
 
 
-def _transfer_results(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    results = wrapped(*args, **kwargs)
+def _take_results(worker: Any, results: Any) -> None:
     # A pair <= 0.29, as both are named here from 0.30.
     sent = results[0] if isinstance(results, tuple) else results.finished_sending
     if sent:
-        worker_holds.end_all(instance, sent)
-    return results
+        worker_holds.end_all(worker, sent)
 
 
 def _unregister_kv_caches(
@@ -123,8 +112,7 @@ def _set_xfer_handshake_metadata(
 
 def _holds_of(connector: Any) -> GrantedHolds | None:
     """A connector's; None in workers, and where its workers have no tables."""
-    scheduler = connector_scheduler(connector)
-    holds = None if scheduler is None else scheduler_state(scheduler).of(GrantedHolds)
+    holds = held_by(connector_scheduler(connector), GrantedHolds)
     return holds if holds is not None and holds.is_on else None
 
 
@@ -140,13 +128,9 @@ def _update_state_after_alloc(
     return update(*args, **kwargs)
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    metadata, holds = wrapped(*args, **kwargs), _holds_of(instance)
-    if holds is not None:
-        holds.tell(metadata)
-    return metadata
+def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
+    holds = held_by(connector_scheduler(connector), GrantedHolds)
+    return holds.tell if holds is not None and holds.has_news else None  # in few steps
 
 
 def _request_finished(
@@ -171,12 +155,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_holds.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.bind_connector_metadata(facts): _bind_connector_metadata,
-        seams.start_load_kv(facts): _start_load_kv,
-        seams.transfer_results(facts): _transfer_results,
+        seams.bind_connector_metadata(facts): Step(bind_metadata, _bind_metadata),
+        seams.start_load_kv(facts): Step(begin_loads, _begin_loads),
+        seams.transfer_results(facts): Step(take_results, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.update_state_after_alloc(facts): _update_state_after_alloc,
-        seams.connector_meta(facts): _build_connector_meta,
+        seams.connector_meta(facts): Step(build_metadata, _build_metadata),
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches

@@ -59,6 +59,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector import read_request
+from kvpatch.connector.engine_steps import Around, build_metadata, take_results
 from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
@@ -102,12 +103,9 @@ def _read_blocks_for_req(
     return read(*args, **kwargs)
 
 
-def _transfer_results(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if held_by(instance, ReorderedLoads) is not None:  # it has met a peer
-        note_loads(instance)
-    return wrapped(*args, **kwargs)
+def _note_loads(worker: Any) -> None:
+    if held_by(worker, ReorderedLoads) is not None:  # it has met a peer
+        note_loads(worker)
 
 
 def _reorder_received(
@@ -120,28 +118,25 @@ def _reorder_received(
     return reorder(*args, **kwargs)
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    waiting = dict(instance._reqs_need_recv)
-    metadata = wrapped(*args, **kwargs)
-    if not metadata.reqs_to_recv:
-        return metadata  # as in most steps
-    state = scheduler_state(instance)
-    read_request.attach_read_requests(
-        instance,
-        waiting,
-        metadata,
-        state.facts,
-        equal_peers=state.equal_peers,
-        step=None if state.facts.states_kernel_blocks else _step(*args, **kwargs),
-    )
-    return metadata
+def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
+    if not scheduler._reqs_need_recv:
+        return None  # as in most steps
+    waiting = dict(scheduler._reqs_need_recv)
 
+    def attach(metadata: Any) -> None:
+        if not metadata.reqs_to_recv:
+            return
+        state = scheduler_state(scheduler)
+        read_request.attach_read_requests(
+            scheduler,
+            waiting,
+            metadata,
+            state.facts,
+            equal_peers=state.equal_peers,
+            step=None if state.facts.states_kernel_blocks else output,
+        )
 
-def _step(scheduler_output: Any) -> Any:
-    """The scheduler's output, by place or by name."""
-    return scheduler_output
+    return attach
 
 
 # --- how a CPU's keys lie, which no release says ---------------------------------------
@@ -213,12 +208,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         **registration_step(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
-        seams.build_connector_meta(facts): _build_connector_meta,
+        seams.build_connector_meta(facts): Step(build_metadata, _build_metadata),
         **old_releases.multi_rank_handshakes(facts),
         **old_releases.content_proof(facts),  # which has a registration step of its own
     }
     if facts.reorders_for_cpu:
-        found[seams.transfer_results(facts)] = _transfer_results
+        found[seams.transfer_results(facts)] = Step(take_results, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received
     for site, wrapper in _of_keys(facts).items():
         other = found.get(site)  # what an old release needs there

@@ -36,13 +36,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpatch.connector.state import connectors_of, scheduler_state, worker_state
+from kvpatch.connector.engine_steps import begin_loads, build_metadata
+from kvpatch.connector.state import connectors_of, held_by, scheduler_state, worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Releases, question_of
 from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.core import seams, settings
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import FACTS, ReleaseFacts
 
 _TOLD = "kvpatch_peer_releases"
@@ -61,31 +62,25 @@ def _add_request(
     return add(*args, **kwargs)
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    known = scheduler_state(instance).held(PeerReleases)
+def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
+    known = held_by(scheduler, PeerReleases)
     if known is None:  # no step of an engine that has loaded nothing is longer for it
-        return wrapped(*args, **kwargs)
-    asked = [request.kv_transfer_params for request, *_ in instance._reqs_need_recv.values()]
-    metadata = wrapped(*args, **kwargs)
-    engines = {str((params or {}).get("remote_engine_id")) for params in asked}
-    engines |= getattr(metadata, "heartbeat_by_engine", {}).keys()
-    if engines:
-        setattr(metadata, _TOLD, known.of(engines))
-    return metadata
+        return None
+    asked = [request.kv_transfer_params for request, *_ in scheduler._reqs_need_recv.values()]
+
+    def tell(metadata: Any) -> None:
+        engines = {str((params or {}).get("remote_engine_id")) for params in asked}
+        engines |= getattr(metadata, "heartbeat_by_engine", {}).keys()
+        if engines:
+            setattr(metadata, _TOLD, known.of(engines))
+
+    return tell
 
 
-def _start_load_kv(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def start(metadata: Any) -> Any:
-        told = getattr(metadata, _TOLD, None)
-        if told:
-            worker_state(instance).of(PeerReleases).take(told)
-        return wrapped(metadata)
-
-    return start(*args, **kwargs)
+def _begin_loads(worker: Any, metadata: Any) -> None:
+    told = getattr(metadata, _TOLD, None)
+    if told:
+        worker_state(worker).of(PeerReleases).take(told)
 
 
 def _nixl_handshake(
@@ -148,11 +143,11 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
     )
 
 
-def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
         seams.add_request(facts): _add_request,
-        seams.build_connector_meta(facts): _build_connector_meta,
-        seams.start_load_kv(facts): _start_load_kv,
+        seams.build_connector_meta(facts): Step(build_metadata, _build_metadata),
+        seams.start_load_kv(facts): Step(begin_loads, _begin_loads),
         seams.nixl_handshake(facts): _nixl_handshake,
     }
 

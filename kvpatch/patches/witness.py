@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvpatch.connector.engine_steps import Around, bind_metadata, build_metadata, take_results
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import held_by, scheduler_state
 from kvpatch.connector.witness.loads import ExpectedLoads
@@ -42,22 +43,18 @@ from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 
 
-def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    state = scheduler_state(instance)
+def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
+    state = scheduler_state(scheduler)
     loads = state.of(ExpectedLoads)
     if not loads.is_on:
-        return wrapped(*args, **kwargs)
+        return None
+    waiting = dict(scheduler._reqs_need_recv)
 
-    def build(scheduler_output: Any) -> Any:
-        waiting = dict(instance._reqs_need_recv)
-        metadata = wrapped(scheduler_output)
-        loads.tell(instance, scheduler_output, metadata, state.facts)
-        loads.expect(instance, waiting, metadata, state.facts)
-        return metadata
+    def expect(metadata: Any) -> None:
+        loads.tell(scheduler, output, metadata, state.facts)
+        loads.expect(scheduler, waiting, metadata, state.facts)
 
-    return build(*args, **kwargs)
+    return expect
 
 
 def _witness_of(connector: Any) -> Witness | None:
@@ -65,27 +62,16 @@ def _witness_of(connector: Any) -> Witness | None:
     return held_by(getattr(connector, "connector_worker", None), Witness)
 
 
-def _bind_connector_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    witness = _witness_of(instance)
-    if witness is None:
-        return wrapped(*args, **kwargs)
-
-    def bind(connector_metadata: Any) -> Any:
-        witness.before(connector_metadata)
-        return wrapped(connector_metadata)
-
-    return bind(*args, **kwargs)
+def _bind_metadata(worker: Any, metadata: Any) -> None:
+    witness = held_by(worker, Witness)
+    if witness is not None:
+        witness.before(metadata)
 
 
-def _transfer_results(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    witness = held_by(instance, Witness)
+def _before_results(worker: Any) -> None:
+    witness = held_by(worker, Witness)
     if witness is not None:
         witness.after()
-    return wrapped(*args, **kwargs)
 
 
 def _get_block_ids_with_load_errors(
@@ -111,9 +97,9 @@ def _update_requests_with_invalid_blocks(
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, set_up),
-        seams.build_connector_meta(facts): _build_connector_meta,
-        seams.bind_connector_metadata(facts): _bind_connector_metadata,
-        seams.transfer_results(facts): _transfer_results,
+        seams.build_connector_meta(facts): Step(build_metadata, _build_metadata),
+        seams.bind_connector_metadata(facts): Step(bind_metadata, _bind_metadata),
+        seams.transfer_results(facts): Step(take_results, Around(before=_before_results)),
     }
     if facts.failed_loads != "unknown":
         found[seams.get_block_ids_with_load_errors(facts)] = _get_block_ids_with_load_errors

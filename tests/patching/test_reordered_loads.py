@@ -10,7 +10,7 @@ from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.state import worker_state
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.patches.unlike_engines import _reorder_received, _transfer_results
+from kvpatch.patches.unlike_engines import _note_loads, _reorder_received
 
 LIKE, OTHER = "one like it", "one of rows"
 
@@ -48,7 +48,8 @@ class _Worker:
                 for blocks in arrived:
                     _reorder_received(self.reordered.append, self, (blocks,), {})
 
-        _transfer_results(results, self, (), {})
+        _note_loads(self)
+        results()
 
 
 @pytest.fixture

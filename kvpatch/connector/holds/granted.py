@@ -36,6 +36,11 @@ class GrantedHolds:
         """Whether its workers can write holds down."""
         return bool(self._tables)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether workers have to be told something."""
+        return bool(self._changes)
+
     def learn(self, metadata: Mapping[Any, Any]) -> None:
         """Takes where the ranks' tables are out of what the workers state at handshakes.
 

@@ -1,0 +1,115 @@
+"""What kvpatch adds to a step of D in which nothing is loaded, instrument by instrument.
+
+    python experiments/bench_idle_step.py [--release 0.33.0] [--check] [--json FILE]
+
+Like engines with the release's real connectors: scheduler's and worker's half, every call that
+vLLM makes of them in a step. "us" is what the thread that takes the steps takes of a processor; of
+50 steps at a time the least, since what else runs only makes a step longer. Every D has read one
+prompt before. "of it" is what an instrument adds to a D that has none of the three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experiments.goals import Goal, add_options, conclude, console_of
+from kvpatch.patches import SLUGS
+from tests.lab.case import EngineSpec
+from tests.lab.host import Lab
+from tests.lab.stage import Actor, Stage
+from tests.releases.fetch import fetch
+
+SPEC = EngineSpec(
+    "flash", "HND", block_tokens=16, layers=16, kv_heads=4, head_dim=64, planned_blocks=256
+)
+_STEPS, _ROUNDS, _TOKENS = 2000, 12, 256
+_MOST_US = 5.0
+_WITHOUT = tuple(slug for slug in SLUGS if slug not in ("stale_blocks", "digests", "witness"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One D: the least of its steps, and what it adds to :data:`BASE`'s; None of stock's."""
+
+    what: str
+    us: float
+    added_us: float | None = None
+
+
+def _with(patches: tuple[str, ...], **settings: str) -> EngineSpec:
+    own = tuple((f"KVPATCH_{name.upper()}", value) for name, value in settings.items())
+    return replace(SPEC, patched=True, patches=patches, settings=own)
+
+
+STOCK, BASE = "stock", "kvpatch without instruments"
+SIDES = {
+    STOCK: SPEC,
+    BASE: _with(_WITHOUT),
+    "holds (the default)": _with(SLUGS),
+    "holds and witness": _with(SLUGS, witness="log"),
+    "holds and digests": _with(SLUGS, digest="all"),
+}
+_WANTED = ("holds (the default)", "holds and witness")
+
+
+def measure(lab: Lab) -> list[Row]:
+    """Of each D."""
+    with Stage(lab) as stage:
+        prefill = stage.prefill(SPEC)
+        sides = {name: stage.start(spec) for name, spec in SIDES.items()}
+        for decode in sides.values():
+            _read_one(stage, prefill, decode)
+        found: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in track(range(_ROUNDS), "stepping"):
+            for name in random.sample(list(sides), len(sides)):
+                found[name].append(float(sides[name].call("idle", _STEPS)))
+    least = {name: 1e6 * min(each) for name, each in found.items()}
+    return [
+        Row(name, us, None if name == STOCK else us - least[BASE]) for name, us in least.items()
+    ]
+
+
+def _read_one(stage: Stage, prefill: Actor, decode: Actor) -> None:
+    prompt = stage.prompt(_TOKENS)
+    (ask,) = prefill.compute(prompt)
+    decode.ask(ask)
+    if decode.watch(prompt).received != {prompt.name}:
+        raise SystemExit(f"{decode.name} has not read a prompt")
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--release", default="0.33.0")
+    add_options(parser)
+    options = parser.parse_args()
+    console = console_of(120)
+    fetch([options.release])
+    with Lab(options.release) as lab:
+        rows = measure(lab)
+    shown = Table("D", "us", "of it", title=f"a step of vLLM {options.release}, nothing loaded")
+    for row in rows:
+        added = "" if row.added_us is None else f"{row.added_us:+.1f}"
+        shown.add_row(row.what, f"{row.us:.1f}", added)
+    console.print(shown)
+    goals = [
+        Goal(f"{row.what}: us added to a step", row.added_us or 0.0, _MOST_US)
+        for row in rows
+        if row.what in _WANTED
+    ]
+    conclude(rows, goals, options, console)
+
+
+if __name__ == "__main__":
+    main()
