@@ -2,10 +2,11 @@
 
     python experiments/bench_idle_step.py [--release 0.33.0] [--check] [--json FILE]
 
-Like engines with the release's real connectors: scheduler's and worker's half, every call that
-vLLM makes of them in a step. "us" is what the thread that takes the steps takes of a processor; of
-50 steps at a time the least, since what else runs only makes a step longer. Every D has read one
-prompt before. "of it" is what an instrument adds to a D that has none of the three.
+Like engines with the release's real connectors and its own scheduler: a step is what that plans
+when there is nothing to do, and every call that vLLM makes of both halves of the connector. "us" is
+what the thread that takes the steps takes of a processor; of 50 steps at a time the least, since
+what else runs only makes a step longer. Every D has read one prompt before, and answered it. "of
+it" is what an instrument adds to a D that has none of the three.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SPEC = EngineSpec(
     "flash", "HND", block_tokens=16, layers=16, kv_heads=4, head_dim=64, planned_blocks=256
 )
 _STEPS, _ROUNDS, _TOKENS = 2000, 12, 256
-_MOST_US = 5.0
+_MOST_US, _MOST_TICKS = 5.0, 50
 _WITHOUT = tuple(slug for slug in SLUGS if slug not in ("stale_blocks", "digests", "witness"))
 
 
@@ -47,12 +48,12 @@ class Row:
 
 def _with(patches: tuple[str, ...], **settings: str) -> EngineSpec:
     own = tuple((f"KVPATCH_{name.upper()}", value) for name, value in settings.items())
-    return replace(SPEC, patched=True, patches=patches, settings=own)
+    return replace(SPEC, patched=True, patches=patches, settings=own, own_scheduler=True)
 
 
 STOCK, BASE = "stock", "kvpatch without instruments"
 SIDES = {
-    STOCK: SPEC,
+    STOCK: replace(SPEC, own_scheduler=True),
     BASE: _with(_WITHOUT),
     "holds (the default)": _with(SLUGS),
     "holds and witness": _with(SLUGS, witness="log"),
@@ -84,6 +85,12 @@ def _read_one(stage: Stage, prefill: Actor, decode: Actor) -> None:
     decode.ask(ask)
     if decode.watch(prompt).received != {prompt.name}:
         raise SystemExit(f"{decode.name} has not read a prompt")
+    decode.call("loaded", [prompt.name])
+    for _ in range(_MOST_TICKS):  # what nobody waits for any more costs a step nothing
+        if decode.call("status", prompt.name).startswith("FINISHED"):
+            return
+        decode.call("tick")
+    raise SystemExit(f"{decode.name} does not answer a prompt that it has read")
 
 
 def main() -> None:

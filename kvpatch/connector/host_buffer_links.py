@@ -22,12 +22,16 @@ def host_buffer_of(connector: Any) -> HostBufferScheduler | None:
 
 
 def link(core: Any) -> None:
-    """Brings vLLM's scheduler and the buffers of its connectors together."""
+    """Brings vLLM's scheduler and the buffers of its connectors together, before its first step."""
+    state = engine_state(core)
+    if state.is_linked:
+        return
+    state.is_linked = True
     for connector in connectors_of(core):
         buffer = host_buffer_of(connector)
         if buffer is not None and not buffer.is_linked:
             buffer.link(core, connector.connector_scheduler)
-            engine_state(core).host_buffers.append(buffer)
+            state.host_buffers.append(buffer)
             share_with_manager(core)
 
 

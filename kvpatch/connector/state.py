@@ -99,9 +99,11 @@ class EngineState(_State):
 
     Attributes:
         host_buffers: as its connectors see them.
+        is_linked: whether these are all that there are.
     """
 
     host_buffers: list[HostBufferScheduler] = field(default_factory=list)
+    is_linked: bool = False
 
 
 @dataclass(eq=False)

@@ -69,6 +69,8 @@ def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
     asked = [request.kv_transfer_params for request, *_ in scheduler._reqs_need_recv.values()]
 
     def tell(metadata: Any) -> None:
+        if not asked and not getattr(metadata, "heartbeat_by_engine", None):
+            return  # as in most steps
         engines = {str((params or {}).get("remote_engine_id")) for params in asked}
         engines |= getattr(metadata, "heartbeat_by_engine", {}).keys()
         if engines:

@@ -44,11 +44,14 @@ from kvpatch.core.releases import ReleaseFacts
 
 
 def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
+    waiting = scheduler._reqs_need_recv
+    loads = held_by(scheduler, ExpectedLoads)
+    if not waiting and (loads is None or not loads.are_open):
+        return None  # as in most steps
     state = scheduler_state(scheduler)
-    loads = state.of(ExpectedLoads)
+    loads, waiting = state.of(ExpectedLoads), dict(waiting)
     if not loads.is_on:
         return None
-    waiting = dict(scheduler._reqs_need_recv)
 
     def expect(metadata: Any) -> None:
         loads.tell(scheduler, output, metadata, state.facts)
@@ -78,9 +81,8 @@ def _get_block_ids_with_load_errors(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     found, witness = wrapped(*args, **kwargs), _witness_of(instance)
-    if witness is None:
-        return found
-    return found | witness.take_invalid_blocks()
+    invalid = None if witness is None else witness.take_invalid_blocks()
+    return found | invalid if invalid else found
 
 
 def _update_requests_with_invalid_blocks(

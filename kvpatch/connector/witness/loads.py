@@ -49,6 +49,11 @@ class ExpectedLoads:
         self.is_on = settings.witness() != "off"
         self._loads: dict[str, Load] = {}
 
+    @property
+    def are_open(self) -> bool:
+        """Whether some have been asked for whose requests have not run yet."""
+        return bool(self._loads)
+
     def expect(
         self, scheduler: Any, waiting: Mapping[str, Any], metadata: Any, facts: ReleaseFacts
     ) -> None:
