@@ -32,7 +32,7 @@ from tests.releases.fetch import fetch
 SPEC = EngineSpec(
     "flash", "HND", block_tokens=16, layers=16, kv_heads=4, head_dim=64, planned_blocks=256
 )
-_STEPS, _ROUNDS, _TOKENS = 2000, 12, 256
+_STEPS, _ROUNDS, _TOKENS = 2000, 40, 256
 _MOST_US, _MOST_TICKS = 5.0, 50
 _WITHOUT = tuple(slug for slug in SLUGS if slug not in ("stale_blocks", "digests", "witness"))
 

@@ -230,7 +230,7 @@ async def _play_cost_once(
             return await load_costs.measure(client, pairs, words, turns, advance)
 
 
-_STARTS = 4
+_STARTS = 3
 """Of each pair's engines; turns are shared out over them."""
 
 
