@@ -26,13 +26,13 @@ def link(core: Any) -> None:
     state = engine_state(core)
     if state.is_linked:
         return
-    state.is_linked = True
     for connector in connectors_of(core):
         buffer = host_buffer_of(connector)
         if buffer is not None and not buffer.is_linked:
             buffer.link(core, connector.connector_scheduler)
             state.host_buffers.append(buffer)
             share_with_manager(core)
+    state.is_linked = True
 
 
 def freed(manager: Any, request_id: str) -> None:

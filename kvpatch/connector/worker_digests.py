@@ -97,7 +97,8 @@ def _tables(
         tables = finished_blocks(checks.ours, checks.groups, groups(order.blocks))
         extent = 0, order.tokens
         found = [covered.table(number, blocks, extent) for number, blocks in tables]
-        found += [covered.states(number, block) for number, block in _states(checks, order)]
+        for number, block in _states(checks, order):
+            found += covered.states(number, block)
     except _ERRORS as error:
         _LOG.debug("request %s gets no digest: %s", request_id, error)
         return []

@@ -186,7 +186,7 @@ class _Reading:
             model_dtype=model_dtype,
             dtype=dtype,
             item_bytes=_ITEM_BYTES.get(dtype, 1),
-            state_dtypes=self._state_dtypes(model_dtype),
+            state_dtypes=self._state_dtypes(model, model_dtype),
             drafted_tokens=self._drafted_tokens(model),
             key_order=self._key_order(backend, dtype, kernel_tokens, model),
             tp_size=arguments.number("tensor_parallel_size", 1),
@@ -303,7 +303,9 @@ class _Reading:
             )
         return found
 
-    def _state_dtypes(self, model_dtype: str) -> tuple[str, str]:
+    def _state_dtypes(self, model: Model, model_dtype: str) -> tuple[str, str]:
+        if model.states is None:
+            return model_dtype, model_dtype
         found, default = [], model_dtype
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
             asked = str(self._arguments.option(name, "auto"))

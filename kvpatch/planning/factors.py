@@ -97,6 +97,12 @@ def uncompared_factors(pair: Pair) -> Iterator[Factor]:
         yield from _unlike(pair, _OF_STATES)
 
 
+def is_of_states_alike_in_size(pair: Pair, factor: Factor) -> bool:
+    """Whether a factor is one of recurrent states that kvpatch cannot notice, by their bytes."""
+    names = [name for name, *_ in _OF_STATES]
+    return factor.name in names and pair.prefill.state_item_bytes == pair.decode.state_item_bytes
+
+
 def differing_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike."""
     yield from _unlike(pair, _FACTORS)

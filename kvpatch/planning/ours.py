@@ -31,7 +31,7 @@ from kvpatch.planning.accepted import named_difference
 from kvpatch.planning.arguments import whole_number
 from kvpatch.planning.caches import RankCache, planned_division, rank_cache
 from kvpatch.planning.engine import PlannedEngine
-from kvpatch.planning.factors import uncompared_factors
+from kvpatch.planning.factors import is_of_states_alike_in_size, uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
 from kvpatch.planning.stock import start_problem, stock_verdict, unregistered
 
@@ -60,6 +60,9 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
         if engine.backend.is_unregistered(engine.facts):
             return Judged(Verdict(Outcome.REFUSED_AT_START, *unregistered(engine)), "refused")
     unseen = next(uncompared_factors(pair), None)
+    if unseen is not None and is_of_states_alike_in_size(pair, unseen):
+        reason = f"{unseen}, of as many bytes, and nobody compares them"
+        return Judged(Verdict(Outcome.WRONG, reason, unseen.cure), "vLLM's own")
     if unseen is not None:
         return Judged(Verdict(Outcome.REFUSED, str(unseen), unseen.cure), "refused")
     try:

@@ -37,13 +37,6 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
         pair.decode.model.kv_heads
     ):
         raise CannotPlan("recurrent state over unlike ranks that share KV heads is not planned for")
-    p, d = pair.prefill, pair.decode
-    if d.model.states is not None and p.drafted_tokens != d.drafted_tokens:
-        raise CannotPlan(
-            f"P speculates with {p.drafted_tokens} tokens and D with {d.drafted_tokens}: nobody "
-            "has seen what stock does with a convolution's states, which differ in length then; "
-            "speculate alike on both sides"
-        )
     for engine in (pair.prefill, pair.decode):
         found = start_problem(engine) or _registers_otherwise(engine)
         if found is not None:
@@ -53,11 +46,23 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
         unseen = next(uncompared_factors(pair), None)
         if unseen is not None:
             return Verdict(Outcome.WRONG, f"{unseen}, and nobody compares them", unseen.cure)
+        _refuse_other_drafts(pair)
         return _read(pair, request)
     verdict = _reaction(pair, refusal)
     if verdict.outcome is not Outcome.CRASH and request.cached >= request.tokens:
         return replace(verdict, outcome=Outcome.NOT_TOLD)
     return verdict
+
+
+def _refuse_other_drafts(pair: Pair) -> None:
+    """Raises CannotPlan where convolutions have states of unlike lengths."""
+    p, d = pair.prefill, pair.decode
+    if d.model.states is not None and p.drafted_tokens != d.drafted_tokens:
+        raise CannotPlan(
+            f"P speculates with {p.drafted_tokens} tokens and D with {d.drafted_tokens}: nobody "
+            "has seen what stock does with a convolution's states, which differ in length then; "
+            "speculate alike on both sides"
+        )
 
 
 def _unlike_processors(pair: Pair) -> Verdict:

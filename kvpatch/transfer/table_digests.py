@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.geometry.digest_weights import Weights
 from kvpatch.geometry.digests import Digests, Extent
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.plane_heads import HeadName, planes_without
 from kvpatch.geometry.segments import BlockList
 from kvpatch.transfer.cache_digests import CacheDigests
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Of the cache at once: of no longer time is nothing else done by who makes them.
-_LOT_BYTES = 16 * 1024**2
+LOT_BYTES = 16 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,11 @@ class TableTokens:
             return self
         return replace(self, planes=tuple(planes_without(self.planes, heads)))
 
+    def without_content(self, content: Content) -> TableTokens:
+        """The same without planes of one kind."""
+        planes = tuple(plane for plane in self.planes if plane.content is not content)
+        return replace(self, planes=planes)
+
     def without_open_blocks(self) -> list[TableTokens]:
         """The same without the last block of planes that move whole, where it is not full.
 
@@ -82,7 +87,7 @@ class TableTokens:
         token_bytes = sum(
             plane.counts.heads * plane.counts.channels * plane.item_bytes for plane in self.planes
         )
-        ranges = max(1, _LOT_BYTES // (token_bytes * range_tokens))
+        ranges = max(1, LOT_BYTES // (token_bytes * range_tokens))
         for first, end in extents:
             start = first
             while start < end:

@@ -425,3 +425,31 @@ def test_states_of_other_ranks_are_not_and_attention_is(lab: Lab, ranks: tuple[i
         found.decode.ask(ask)
         assert found.decode.watch(prompt).failed == names([prompt])
         found.assert_counted(**times(ALARM, ranks[1]))
+
+
+def test_latents_of_a_rank_that_is_read_for_its_states_are_no_alarm(lab: Lab) -> None:
+    """Each of P's ranks has a latent whole, with bits of its own, and D has one of them."""
+    if not FACTS[lab.release].reads_states_by_latents:
+        pytest.skip("this release reads one of P's ranks alone")
+    p, d = (
+        replace(
+            _STATES,
+            tp_size=size,
+            state_kind="kimi delta attention",
+            family="mla",
+            layout="NHD",
+            head_dim=64,
+            dtype="float32",
+        )
+        for size in (2, 1)
+    )
+    with Stage(lab) as stage:
+        found = scene(lab, stage, p, d)
+        found.prefill.call("part_copies")
+        for _ in range(3):
+            prompt, ask = found.fresh()
+            assert found.prefill.call("make_digests", prompt.name) == "made"
+            found.decode.ask(ask)
+            seen = found.decode.watch(prompt)
+            assert seen.received == names([prompt]), seen
+        assert found.decode.call("checked")["alarm"] == 0

@@ -434,7 +434,10 @@ class TestDigests:
         if wrong is not None:
             pages[wrong[0], 2, wrong[1]] ^= 1
         of_both = (covered.states(1, block) for covered, block in ((theirs, 4), (ours, 2)))
-        (theirs,), (ours,) = (list(one.made([(0, 1)], 16, Weights(b"seed"))) for one in of_both)
+        (theirs,), (ours,) = (
+            [found for lot in lots for found in lot.made([(0, 1)], 16, Weights(b"seed"))]
+            for lots in of_both
+        )
         return compare(theirs, ours)
 
     @pytest.mark.parametrize("rank", [Rank(0, 1), Rank(1, 3)])
@@ -448,6 +451,15 @@ class TestDigests:
         found = self._compared((layer, byte), (Rank(0, 2), Rank(0, 2)))
         assert [str(one) for one in found.wrong] == [
             f"layer 'layers.{1 + 2 * layer}', its recurrent state"
+        ]
+
+    def test_some_layers_at_a_time(self, monkeypatch):
+        monkeypatch.setattr("kvpatch.connector.digests.covered.LOT_BYTES", sum(SIZES))
+        _, covered = self._worker(4, Rank(0, 1), is_apart=True)
+        lots = covered.states(1, 4)
+        assert [[plane.layer for plane in lot.planes] for lot in lots] == [
+            ["layers.1"],
+            ["layers.3"],
         ]
 
     def test_what_is_behind_them_in_a_page_is_nobodys(self):

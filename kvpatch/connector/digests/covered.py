@@ -17,7 +17,7 @@ from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.cache_digests import memories_of
 from kvpatch.transfer.one_memory import Bytes
-from kvpatch.transfer.table_digests import DigestStream, TableTokens
+from kvpatch.transfer.table_digests import LOT_BYTES, DigestStream, TableTokens
 
 
 class CoveredCaches:
@@ -76,11 +76,16 @@ class CoveredCaches:
             return None
         return TableTokens(self._tensors, self._memories, planes, blocks, first, end)
 
-    def states(self, number: int, block: int) -> TableTokens:
-        """A group's recurrent states of a request: all of them are one token of one block."""
-        planes = tuple(self._states[layer] for layer in sorted(self._groups[number].layers))
+    def states(self, number: int, block: int) -> list[TableTokens]:
+        """A group's recurrent states of a request, some layers at a time.
+
+        A layer's are one token of one block.
+        """
+        planes = [self._states[layer] for layer in sorted(self._groups[number].layers)]
         blocks = BlockList(np.array([block]), 1)
-        return TableTokens(self._tensors, self._memories, planes, blocks, 0, 1)
+        at_once = max(1, LOT_BYTES // max(plane.counts.channels for plane in planes))
+        lots = (tuple(planes[at : at + at_once]) for at in range(0, len(planes), at_once))
+        return [TableTokens(self._tensors, self._memories, lot, blocks, 0, 1) for lot in lots]
 
 
 def _state_plane(layer: str, pages: StatePages, rank: Rank, memory: Memory) -> Plane:

@@ -57,9 +57,8 @@ class PromisedDigests:
         if hold is None:
             return params
         held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21 on
-        order = DigestOrder(
-            hold.generation, block_ids, _tokens(request, held), params["remote_block_ids"], held
-        )
+        named = params.get("remote_block_ids") or ()
+        order = DigestOrder(hold.generation, block_ids, _tokens(request, held), named, held)
         self._orders[request.request_id] = tuple(order)
         return {**params, FIELD: str(Promise(self._tables))}
 

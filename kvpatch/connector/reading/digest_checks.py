@@ -13,6 +13,7 @@ from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import filled_state, loaded_tokens
 from kvpatch.core.errors import KvpatchError
+from kvpatch.geometry.plane import Content
 from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.digest_read import DigestRead
@@ -96,10 +97,19 @@ class DigestChecks:
             blocks = request.local_blocks[number] if group.has_state else ()
             filled = filled_state(blocks)
             if filled is not None:
-                tables.append(covered.states(number, filled))
+                tables += covered.states(number, filled)
             elif blocks:
                 proof.leave(Proof.UNCHECKED)
         return LoadDigest(promise, tables, proof)
+
+    def _brings_states_alone(self, rank: PeersRank, ranks: int) -> bool:
+        """Whether the release reads a rank for its share of states, and latents from another.
+
+        Every rank has all of a latent, and copies need not be the same to the last bit.
+        """
+        has_states = any(group.has_state for group in self.groups)
+        is_of_many = has_states and ranks > self.ours.tp_size
+        return is_of_many and rank.number != self.ours.tp_rank * ranks // self.ours.tp_size
 
     def check(self, load: LoadDigest, rank: PeersRank) -> DigestCheck | None:
         """Of what is read of one rank; None where nothing checks it."""
@@ -110,6 +120,8 @@ class DigestChecks:
             load.proof.leave(Proof.UNCHECKED)
             return None
         filled = [table.without_heads(rank.taken or ()) for table in load.tables]
+        if rank.taken is None and self._brings_states_alone(rank, len(promise.tables)):
+            filled = [table.without_content(Content.LATENT) for table in filled]
         tables = [table for table in filled if table.planes]
         if not tables:
             return None
