@@ -32,6 +32,8 @@ SINCE = {
     "prefill_context_parallel_size": "0.12.0",
     "decode_context_parallel_size": "0.10.2",
     "nnodes": "0.11.1",
+    "mamba_cache_dtype": "0.10.1",
+    "mamba_ssm_cache_dtype": "0.10.1",
 }
 _ENTRY = re.compile(r"(\w+) = \(?\s*\"[\w.]+\.(\w+)\"", re.MULTILINE)
 
