@@ -166,8 +166,9 @@ def connector_scheduler(connector: Any) -> Any:
 
 
 def _state(owner: Any, kind: type[_Kind]) -> _Kind:
-    found = owner.__dict__.get(_NAME)
+    held = vars(owner)
+    found = held.get(_NAME)
     if found is None:  # handshakes have threads of their own: one of two that ask wins
-        found = vars(owner).setdefault(_NAME, kind())
+        found = held.setdefault(_NAME, kind())
     state: _Kind = found
     return state

@@ -129,7 +129,7 @@ def _update_state_after_alloc(
 
 
 def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
-    holds = held_by(connector_scheduler(connector), GrantedHolds)
+    holds = _holds_of(connector)
     return holds.tell if holds is not None and holds.has_news else None  # in few steps
 
 

@@ -75,6 +75,13 @@ class Scene:
         (ask,) = self.prefill.compute(prompt)
         return prompt, ask
 
+    def load_rightly(self) -> None:
+        """A fresh prompt, which is received and is what P has."""
+        prompt, ask = self.fresh()
+        self.decode.ask(ask)
+        assert self.decode.watch(prompt).received == names([prompt])
+        assert self.decode.wrong(prompt)[0] == 0
+
     def assert_counted(self, **found: int) -> None:
         """What D's ranks have counted since the last time, each for itself."""
         found = {"partly": 0, **found}
@@ -172,10 +179,7 @@ def test_heads_that_several_ranks_share_are_checked(lab: Lab, ranks: tuple[int, 
     """Whichever of them they were read from."""
     with Stage(lab) as stage:
         found = scene(lab, stage, *(spec(tp_size=size) for size in ranks))
-        prompt, ask = found.fresh()
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).received == names([prompt])
-        assert found.decode.wrong(prompt)[0] == 0
+        found.load_rightly()
         found.assert_counted(**times(CHECKED, ranks[1]))
 
 
@@ -214,10 +218,7 @@ def test_blocks_that_move_whole_are_checked(lab: Lab, ranks: tuple[int, int]) ->
     with Stage(lab) as stage:
         p, d = (replace(WHOLE, tp_size=size) for size in ranks)
         found = scene(lab, stage, p, d, 300)
-        prompt, ask = found.fresh()
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).received == names([prompt])
-        assert found.decode.wrong(prompt)[0] == 0
+        found.load_rightly()
         # The last block is left out where nobody knows whose it is.
         found.assert_counted(**times(PARTLY if ranks[0] > ranks[1] else CHECKED, ranks[1]))
         prompt, ask = found.fresh()
@@ -379,9 +380,7 @@ def _states_scene(lab: Lab, stage: Stage, ranks: tuple[int, int], tokens: int) -
         pytest.skip("this release's states are not read from other numbers of ranks")
     p, d = (replace(_STATES, tp_size=size) for size in ranks)
     found = scene(lab, stage, p, replace(d, block_tokens=tokens))
-    prompt, ask = found.fresh()  # before 0.20 what introduced P may be loaded only now
-    found.decode.ask(ask)
-    assert found.decode.watch(prompt).received == names([prompt])
+    found.load_rightly()  # before 0.20 what introduced P may be loaded only now
     found.counted = found.decode.call("checked")
     return found
 
@@ -392,10 +391,7 @@ def test_recurrent_states_are_checked(lab: Lab, ranks: tuple[int, int], tokens: 
     """A wrong bit in the last layer's fails the load, as one of attention's does."""
     with Stage(lab) as stage:
         found = _states_scene(lab, stage, ranks, tokens)
-        prompt, ask = found.fresh()
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).received == names([prompt])
-        assert found.decode.wrong(prompt)[0] == 0
+        found.load_rightly()
         found.assert_counted(**times(CHECKED, ranks[1]))
 
         prompt, ask = found.fresh()
@@ -413,10 +409,7 @@ def test_states_of_other_ranks_are_not_and_attention_is(lab: Lab, ranks: tuple[i
     """Each rank has its own share of a state: the load is called unchecked, unless it is wrong."""
     with Stage(lab) as stage:
         found = _states_scene(lab, stage, ranks, 64)
-        prompt, ask = found.fresh()
-        found.decode.ask(ask)
-        assert found.decode.watch(prompt).received == names([prompt])
-        assert found.decode.wrong(prompt)[0] == 0
+        found.load_rightly()
         found.assert_counted(**times(UNCHECKED, ranks[1]))
 
         prompt, ask = found.fresh()
