@@ -39,14 +39,17 @@ fi
 # Each process takes whole releases, and about 3 GB.
 processes="$(nproc)"
 processes=$((processes < 2 ? 2 : processes > 4 ? 4 : processes))
+# A process that dies ends the run with the name of its test: pytest-xdist would begin another, and
+# with loadscope may wait for that for ever.
 play_without_engines() {
-    "$python" -m pytest -q -m "$1" --numprocesses "$processes" --dist loadscope
+    "$python" -m pytest -q -m "$1" --numprocesses "$processes" --dist loadscope --max-worker-restart 0
 }
 # Two tests at once: an engine that starts waits half of its time, and takes 2.2 GiB. The threads of
 # NIXL sleep between two looks: each would take a core for itself.
 play_engines() {
     PYTHONPATH="$root/tests/serving/patient${PYTHONPATH:+:$PYTHONPATH}" \
-        "${@:2}" "$python" -m pytest -q tests/serving -m "$1" --numprocesses 2 --dist worksteal
+        "${@:2}" "$python" -m pytest -q tests/serving -m "$1" --numprocesses 2 --dist worksteal \
+        --max-worker-restart 0
 }
 # Of an engine's start three quarters are imports of what is not vLLM's.
 play_forked_engines() { play_engines "$1" "$python" -m tests.serving.engine_ancestor; }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
-from .staged_world import World, make_world
+from .staged_world import World, connected_world
 
 
 @pytest.fixture
-def world() -> World:
-    return make_world()
+def world() -> Iterator[World]:
+    with connected_world() as world:
+        yield world

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.nixl import Ends
+from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
@@ -55,6 +56,8 @@ class World:
     source: torch.Tensor
     target: torch.Tensor
     ends: Ends
+    #: Memory that something may still be read to after the test has let go of it.
+    kept: list[torch.Tensor] = field(default_factory=list)
 
     def read(
         self, pool: StagingPool, agent: Any = None, *, into: torch.Tensor | None = None, **how: Any
@@ -110,6 +113,22 @@ class World:
 
         return StagingPool(size_bytes, make)
 
+    def settle(self) -> None:
+        """Waits for what was cancelled, by a read that comes behind it.
+
+        NIXL forgets what it has cancelled, and UCX does not: of a connection that is closed with
+        some of that left it ends the process (``ucs_arbiter_group_is_empty``).
+        """
+        memory = (self.source, self.target)
+        places = (np.array([one.data_ptr()], dtype=np.uint64) for one in memory)
+        handle = prepare_read(self.decode, self.ends, *places, np.array([self.target.numel()]))
+        agent = type(self.decode)  # a test may have made up what this one says
+        state, end = agent.transfer(self.decode, handle), time.monotonic() + SECONDS
+        while state == "PROC" and time.monotonic() < end:
+            state = agent.check_xfer_state(self.decode, handle)
+        if state != "DONE":
+            raise RuntimeError(f"the last read of a test ended as {state}")
+
     def is_identical(self, into: torch.Tensor | None = None) -> bool:
         """Whether D's cache holds what P's does, at every token, head and channel."""
         target = self.target if into is None else into
@@ -129,7 +148,15 @@ def block_ids(count: int, of: int) -> np.ndarray:
     return np.random.default_rng(count).permutation(of)[:count]
 
 
-def make_world() -> World:
+@contextmanager
+def connected_world() -> Iterator[World]:
+    """P and D; they part when nothing is on its way any more."""
+    world = _make_world()
+    yield world
+    world.settle()
+
+
+def _make_world() -> World:
     """Two agents that know each other, and a cache of noise each."""
     from nixl._api import nixl_agent, nixl_agent_config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -22,7 +22,7 @@ from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 
-from .staged_world import SECONDS, World, finish, make_world, notifications
+from .staged_world import SECONDS, World, connected_world, finish, notifications
 
 pytestmark = pytest.mark.lab
 
@@ -58,7 +58,7 @@ def answer(check: HoldCheck, world: World) -> bool:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
     """Registered before the agents hear of each other, as workers do."""
     made: list[HoldTable] = []
     import nixl._api
@@ -70,9 +70,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
         return plain(agent)
 
     monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
-    world = make_world()
-    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
-    return Tables(made[0], HoldTable(world.decode), world)
+    with connected_world() as world:
+        monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
+        yield Tables(made[0], HoldTable(world.decode), world)
 
 
 def test_a_hold_stands_until_it_is_ended(tables):

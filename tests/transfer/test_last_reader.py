@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from collections.abc import Iterator
 
 import pytest
 import wrapt
@@ -18,14 +19,15 @@ from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted
-from tests.transfer.staged_world import Failing, World, finish, make_world, notifications
+from tests.transfer.staged_world import Failing, World, connected_world, finish, notifications
 
 P, MESSAGE = "P", b"a:1"
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return make_world()
+def world() -> Iterator[World]:
+    with connected_world() as world:
+        yield world
 
 
 def _reads(world: World, readers: LastReaders, *agents: object):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from threading import Event, Thread
 
@@ -22,7 +23,7 @@ from kvpatch.transfer.load_proof import DigestCounts, LoadProof, Proof
 from kvpatch.transfer.table_digests import DigestStream, TableTokens
 
 from .digest_world import Engine, Rank, request_of
-from .staged_world import SECONDS, World, make_world
+from .staged_world import SECONDS, World, connected_world
 
 pytestmark = pytest.mark.lab
 
@@ -54,7 +55,7 @@ class Tables:
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
+def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tables]:
     """Registered before the agents hear of each other, as workers do."""
     made: list[DigestTable] = []
     import nixl._api
@@ -66,9 +67,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Tables:
         return plain(agent)
 
     monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", with_table)
-    world = make_world()
-    monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
-    return Tables(made[0], DigestTable(world.decode), world)
+    with connected_world() as world:
+        monkeypatch.setattr(nixl._api.nixl_agent, "get_agent_metadata", plain)
+        yield Tables(made[0], DigestTable(world.decode), world)
 
 
 def test_what_is_written_is_read(tables):

@@ -530,6 +530,7 @@ def test_reads_and_aborts_of_many_requests_in_any_order(world, make):
 
     def fresh() -> torch.Tensor:
         made = noise.clone()
+        world.kept.append(made)
         world.decode.register_memory([(made.data_ptr(), made.numel(), 0, "")], "DRAM")
         return made
 
