@@ -1,27 +1,42 @@
 """The calls that vLLM makes of a connector in each step of the engine, and patches' parts in them.
 
-A step in which nothing is loaded takes a connector some tens of microseconds. A wrapper takes one
-of its own, however little it does, so that patches share one for each call:
+A step in which nothing is loaded takes a connector some tens of microseconds. What wrapt puts in a
+method's place takes two or three of its own, however little it does, and a plain function a tenth
+of that: so what is called in every step is replaced by one, which all patches share that have a
+part there, and which looks at nothing but these parts.
 
-build_connector_meta     the scheduler's: what the workers are told
-bind_connector_metadata  the worker's, before the model runs
-start_load_kv            the worker's, which begins reads; behind the model's part from 0.29 on
-get_transfer_results     the worker's: what was sent, received and failed (``get_finished`` before)
+=================================  =======================================================  ========
+call                               of                                                       made by
+=================================  =======================================================  ========
+``schedule``                       vLLM's scheduler, first of all                           around
+``build_connector_meta``           the scheduler's halves: what the workers are told        build
+``bind_connector_metadata``        a worker's, before the model runs                        bind
+``start_load_kv``                  a worker's, which begins reads; from 0.29 on behind the  begin
+                                   model's part
+``wait_for_save``                  a worker's, once the model has run                       around
+``get_transfer_results``           a worker's: what was sent, received and failed           around
+                                   (``get_finished`` before 0.30)
+``get_block_ids_with_load_errors`` a worker's: blocks that could not be loaded              amend
+``get_kv_connector_stats``         both halves: what they have counted                      around,
+                                                                                            amend
+=================================  =======================================================  ========
 
-Where several have a part they take it in the order of ``kvpatch.patches.SLUGS``.
+Where several patches have a part they take it in the order of ``kvpatch.patches.SLUGS``. A name in
+the last column is a function here, as :class:`kvpatch.core.ledger.Step` takes it: of a method and
+the parts that are on it makes what stands in the method's place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
-_Parts = Mapping[str, Any]
+from kvpatch.core.ledger import Method, Parts
 
 
 class Around(NamedTuple):
-    """A patch's part in a call.
+    """A patch's part in a call that :func:`around` replaces.
 
     Attributes:
         before: (owner) -> nothing; None where there is nothing to do.
@@ -32,94 +47,89 @@ class Around(NamedTuple):
     after: Callable[[Any, Any], None] | None = None
 
 
-def take_results(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    steps: _Parts,
-) -> Any:
-    """Wraps ``get_transfer_results`` and ``get_finished``; parts are :class:`Around`."""
-    for part in steps.values():
-        if part.before is not None:
-            part.before(instance)
-    found = wrapped(*args, **kwargs)
-    for part in steps.values():
-        if part.after is not None:
-            part.after(instance, found)
-    return found
+def around(method: Method, parts: Parts) -> Method:
+    """Has something done before a call and behind it; parts are :class:`Around`."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken = parts.on
+        for part in taken:
+            if part.before is not None:
+                part.before(self)
+        found = method(self, *args, **kwargs)
+        for part in taken:
+            if part.after is not None:
+                part.after(self, found)
+        return found
+
+    return call
 
 
-def bind_metadata(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    steps: _Parts,
-) -> Any:
-    """Wraps ``bind_connector_metadata``; a part is (worker, metadata) -> nothing.
+def amend(method: Method, parts: Parts) -> Method:
+    """Has something else returned; a part is (owner, what was returned) -> what is instead."""
+
+    @wraps(method)
+    def call(self: Any) -> Any:
+        found = method(self)
+        for part in parts.on:
+            found = part(self, found)
+        return found
+
+    return call
+
+
+def bind(method: Method, parts: Parts) -> Method:
+    """Of ``bind_connector_metadata``; a part is (worker, metadata) -> nothing.
 
     It is every connector's: a worker may be another one's than NIXL's, and there may be none.
     """
-    worker = getattr(instance, "connector_worker", None)
-    if worker is None:
-        return wrapped(*args, **kwargs)
 
-    def bind(connector_metadata: Any) -> Any:
-        for part in steps.values():
-            part(worker, connector_metadata)
-        return wrapped(connector_metadata)
+    @wraps(method)
+    def bind_connector_metadata(self: Any, connector_metadata: Any) -> Any:
+        worker = getattr(self, "connector_worker", None)
+        if worker is not None:
+            for part in parts.on:
+                part(worker, connector_metadata)
+        return method(self, connector_metadata)
 
-    return bind(*args, **kwargs)
+    return bind_connector_metadata
 
 
-def begin_loads(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    steps: _Parts,
-) -> Any:
-    """Wraps ``start_load_kv``.
+def begin(method: Method, parts: Parts) -> Method:
+    """Of ``start_load_kv``.
 
     A part is (worker, metadata) -> what is to be entered meanwhile, or None; one patch has some.
     """
 
-    def start(metadata: Any) -> Any:
-        meanwhile: AbstractContextManager[None] | None = None
-        for part in steps.values():
-            meanwhile = part(instance, metadata) or meanwhile
+    @wraps(method)
+    def start_load_kv(self: Any, metadata: Any) -> Any:
+        meanwhile = None
+        for part in parts.on:
+            meanwhile = part(self, metadata) or meanwhile
         if meanwhile is None:
-            return wrapped(metadata)
+            return method(self, metadata)
         with meanwhile:
-            return wrapped(metadata)
+            return method(self, metadata)
 
-    return start(*args, **kwargs)
+    return start_load_kv
 
 
-def build_metadata(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    steps: _Parts,
-) -> Any:
-    """Wraps ``build_connector_meta``, of a connector or of its scheduler.
+def build(method: Method, parts: Parts) -> Method:
+    """Of ``build_connector_meta``, of a connector or of its scheduler.
 
     A part is (owner, scheduler's output) -> what is done with the metadata, or None.
     """
 
-    def build(scheduler_output: Any) -> Any:
-        ends = [
-            end for part in steps.values() if (end := part(instance, scheduler_output)) is not None
-        ]
-        metadata = wrapped(scheduler_output)
+    @wraps(method)
+    def build_connector_meta(self: Any, scheduler_output: Any) -> Any:
+        ends = []
+        for part in parts.on:
+            end = part(self, scheduler_output)
+            if end is not None:
+                ends.append(end)
+        metadata = method(self, scheduler_output)
         for end in ends:
             end(metadata)
         return metadata
 
-    return build(*args, **kwargs)
+    return build_connector_meta

@@ -19,7 +19,7 @@ Each is a patch's, and is left out where that is off or not needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from kvpatch.connector.block_counts import count_blocks
@@ -32,14 +32,14 @@ from kvpatch.connector.shown_tensors import Register, register_as_they_lie, regi
 from kvpatch.connector.state import release_worker, worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import HostBufferRefused
-from kvpatch.core.ledger import Site, Step
+from kvpatch.core.ledger import Method, Parts, Site, Step
 from kvpatch.core.releases import ReleaseFacts
 
 
 def registration_step(
     facts: ReleaseFacts, part: Callable[..., None] | None = None
 ) -> dict[Site, Step]:
-    """A patch's part in the wrapper; which part that is its slug says.
+    """A patch's part in the call; which part that is its slug says.
 
     Args:
         part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what proves of
@@ -49,24 +49,15 @@ def registration_step(
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
 
-def register_kv_caches(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    steps: Mapping[str, Any],
-) -> Any:
-    """Wraps a worker's own.
+def register_kv_caches(method: Method, parts: Parts) -> Method:
+    """Takes the place of a worker's own, with the steps of the patches that are on."""
 
-    Args:
-        steps: the patches whose steps are taken, and their parts.
-    """
+    @wraps(method)
+    def register_kv_caches(self: Any, kv_caches: Mapping[str, Any]) -> Any:
+        register = partial(method, self)
+        return _register(release_worker(self), parts.by_slug, register, kv_caches)
 
-    def register(kv_caches: Mapping[str, Any]) -> Any:
-        return _register(release_worker(instance), steps, wrapped, kv_caches)
-
-    return register(*args, **kwargs)
+    return register_kv_caches
 
 
 def _register(

@@ -13,8 +13,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from types import ModuleType
+from functools import wraps
+from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import wrapt
@@ -27,17 +27,47 @@ from kvpatch.core.releases import ReleaseFacts
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-@dataclass(frozen=True)
-class Step:
-    """A patch's part in a wrapper that several patches share, and which is set once.
+#: A function, called with the object that it is a method of.
+Method = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class Parts:
+    """Patches' parts in a call that they share, in the order in which the patches were applied.
+
+    Both are replaced as a whole: a call that is under way has those with which it began.
 
     Attributes:
-        pipeline: the shared one: as a :data:`Wrapper`, and ``steps``, the parts that are on, by
-            the slugs of their patches.
-        part: what the pipeline is handed of the patch, where it asks for something.
+        by_slug: by the slugs of their patches.
+        on: the same without them.
     """
 
-    pipeline: Callable[..., Any]
+    by_slug: Mapping[str, Any] = field(default_factory=dict)
+    on: tuple[Any, ...] = ()
+
+    def put(self, slug: str, part: Any) -> None:
+        """Turns a patch's on."""
+        self.by_slug = {**self.by_slug, slug: part}
+        self.on = tuple(self.by_slug.values())
+
+    def clear(self) -> None:
+        """Turns all off."""
+        self.by_slug, self.on = {}, ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """A patch's part in a call that is made in every step of the engine.
+
+    A plain function takes the place of the method, once for all patches: what wrapt makes takes
+    ten times as long.
+
+    Attributes:
+        replace: of the method, and of the parts that are on, makes that function.
+        part: the patch's, as the function takes it.
+    """
+
+    replace: Callable[[Method, Parts], Method]
     part: Any = None
 
 
@@ -106,7 +136,7 @@ class _Change:
     """One thing that was set.
 
     Attributes:
-        steps: of a shared wrapper, the parts that are on; None of any other.
+        parts: of a shared function, those that are on; None of a wrapper.
         enabled: something while a wrapper is on, and nothing in one that could not be taken out
             and does nothing: wrapt looks whether a list is empty in a tenth of the time that it
             takes to ask a function, at every call.
@@ -118,7 +148,7 @@ class _Change:
     before: Any
     site: Site | None
     ours: Any = None
-    steps: dict[str, Any] | None = None
+    parts: Parts | None = None
     enabled: list[str] = field(default_factory=lambda: ["on"])
 
     def turn_on(self) -> None:
@@ -126,6 +156,8 @@ class _Change:
 
     def turn_off(self) -> None:
         self.enabled.clear()
+        if self.parts is not None:
+            self.parts.clear()
 
 
 @dataclass
@@ -139,7 +171,7 @@ class Ledger:
     ) -> list[str]:
         """Wraps all of `sites`, or none; what it has wrapped before is not wrapped again.
 
-        Where a site takes a :class:`Step`, the patches that have one there share a wrapper.
+        Where a site takes a :class:`Step`, the patches that have one there share a function.
 
         Args:
             supersede: whether what kvcached's own patch has replaced is wrapped in place of
@@ -163,9 +195,8 @@ class Ledger:
         behind = [str(s) for owner, target, s, _ in new if vars(owner)[s.name] is not target]
         for owner, target, site, wrapper in new:
             self._wrap(slug, owner, site.name, target, wrapper, site)
-        for change, (steps, step) in self._shared_by(sites).items():
-            change.turn_on()
-            steps[slug] = step.part
+        for parts, step in self._shared_by(sites).values():
+            parts.put(slug, step.part)
         return behind
 
     def guard(self, slug: str, owner: type, wrapper: Wrapper) -> None:
@@ -221,8 +252,6 @@ class Ledger:
         left: list[_Change] = []
         for change in reversed(self._changes):
             change.turn_off()
-            if change.steps is not None:
-                change.steps.clear()
             if vars(change.owner).get(change.name, _MISSING) is not change.ours:
                 left.append(change)
             elif change.before is _MISSING:
@@ -232,15 +261,13 @@ class Ledger:
         self._changes = left[::-1]
         return [f"{_named(c.owner)}.{c.name}" for c in left]
 
-    def _shared_by(
-        self, sites: Mapping[Site, Wrapper | Step]
-    ) -> dict[_Change, tuple[dict[str, Any], Step]]:
-        """The shared wrappers that stand where these sites take a step: what is on, the step."""
+    def _shared_by(self, sites: Mapping[Site, Wrapper | Step]) -> dict[_Change, tuple[Parts, Step]]:
+        """The shared functions that stand where these sites have a part: what is on, the part."""
         taken = {site: step for site, step in sites.items() if isinstance(step, Step)}
         return {
-            change: (change.steps, taken[change.site])
+            change: (change.parts, taken[change.site])
             for change in self._changes
-            if change.steps is not None and change.site in taken
+            if change.parts is not None and change.site in taken
         }
 
     def _of(self, slug: str) -> list[_Change]:
@@ -256,11 +283,11 @@ class Ledger:
         site: Site | None = None,
     ) -> None:
         change = _Change(slug, owner, name, vars(owner).get(name, _MISSING), site)
-        if isinstance(wrapper, Step):
-            change.steps = {}
-            wrapper = partial(wrapper.pipeline, steps=change.steps)
         enabled: Any = change.enabled
-        if kind_of(target) == "staticmethod":
+        if isinstance(wrapper, Step):
+            change.parts = Parts()
+            change.ours = wrapper.replace(_as_function(target), change.parts)
+        elif kind_of(target) == "staticmethod":
             # Else what an instance looks up holds that instance: the thread that a worker
             # starts on its static listener would keep the worker for ever.
             function = wrapt.FunctionWrapper(target.__func__, wrapper, enabled=enabled)
@@ -269,6 +296,18 @@ class Ledger:
             change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=enabled)
         setattr(owner, name, change.ours)
         self._changes.append(change)
+
+
+def _as_function(target: Any) -> Method:
+    """What can be called with the object first: a wrapper of somebody's binds itself to it."""
+    if isinstance(target, FunctionType):
+        return target
+
+    @wraps(target)
+    def bound(instance: Any, *args: Any, **kwargs: Any) -> Any:
+        return target.__get__(instance, type(instance))(*args, **kwargs)
+
+    return bound
 
 
 def _named(owner: type | ModuleType) -> str:

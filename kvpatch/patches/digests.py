@@ -30,7 +30,7 @@ from typing import Any
 
 from kvpatch.connector import worker_digests
 from kvpatch.connector.digests.promised import PromisedDigests, state_table
-from kvpatch.connector.engine_steps import Around, bind_metadata, build_metadata, take_results
+from kvpatch.connector.engine_steps import Around, around, bind, build
 from kvpatch.connector.holds.hold import FIELD as HOLD
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import connector_scheduler, held_by, scheduler_state
@@ -116,10 +116,10 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_digests.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.bind_connector_metadata(facts): Step(bind_metadata, _bind_metadata),
-        seams.transfer_results(facts): Step(take_results, Around(after=_take_results)),
+        seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
+        seams.transfer_results(facts): Step(around, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
-        seams.connector_meta(facts): Step(build_metadata, _build_metadata),
+        seams.connector_meta(facts): Step(build, _build_metadata),
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector import host_buffer_links as links
-from kvpatch.connector.engine_steps import build_metadata
+from kvpatch.connector.engine_steps import Around, around, build
 from kvpatch.connector.host_buffer import scheduler as schedulers
 from kvpatch.connector.host_buffer import worker as workers
 from kvpatch.connector.host_buffer.policy import is_wanted_here
@@ -64,15 +64,12 @@ def _worker_init(
     init(*args, **kwargs)
 
 
-def _wait_for_save(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    result = wrapped(*args, **kwargs)
-    buffer = _buffer_of(instance)
-    copies = schedulers.saves_of_step(instance._connector_metadata)
+def _save(connector: Any, _: Any) -> None:
+    """Once vLLM has waited for its own."""
+    buffer = _buffer_of(connector)
+    copies = None if buffer is None else schedulers.saves_of_step(connector._connector_metadata)
     if buffer is not None and copies is not None:
         buffer.save(copies)
-    return result
 
 
 def _set_host_xfer_buffer_ops(
@@ -153,15 +150,11 @@ def _request_finished(
 
 
 def _schedule(
-    wrapped: Callable[..., Any],
-    instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    facts: ReleaseFacts,
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Of a release whose connectors cannot say that they know later (<= 0.10.1)."""
     links.link(instance)
-    held = [] if facts.can_answer_later else links.without_room(instance)
+    held = links.without_room(instance)
     if not held:
         return wrapped(*args, **kwargs)
     order = list(instance.waiting)
@@ -187,11 +180,13 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         seams.worker_init(facts): partial(_worker_init, facts=facts),
         **registration_step(facts),
-        seams.wait_for_save(facts): _wait_for_save,
+        seams.wait_for_save(facts): Step(around, Around(after=_save)),
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
-        seams.connector_meta(facts): Step(build_metadata, _build_metadata),
-        seams.schedule(facts): partial(_schedule, facts=facts),
+        seams.connector_meta(facts): Step(build, _build_metadata),
+        seams.schedule(facts): (
+            Step(around, Around(before=links.link)) if facts.can_answer_later else _schedule
+        ),
         seams.free_blocks(facts): _free,
     }
     found |= dict.fromkeys(seams.request_finished(facts), _request_finished)

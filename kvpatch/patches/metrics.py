@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector.engine_steps import Around, take_results
+from kvpatch.connector.engine_steps import Around, amend, around
 from kvpatch.connector.memory_usage import Usage
 from kvpatch.connector.metrics import payload
 from kvpatch.connector.metrics.prometheus import Shown
@@ -77,22 +77,22 @@ def _handle_failed_transfer(
     return handle_failed(*args, **kwargs)
 
 
-def _worker_stats(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    state = worker_state(instance)
+def _count(worker: Any) -> None:
+    """What a worker tells, before the release looks at its own counts."""
+    state = worker_state(worker)
     if state.reader is not None and state.of(Usage).has_changed(state.reader.pool):
-        rank = str(instance.vllm_config.parallel_config.rank)
+        rank = str(worker.vllm_config.parallel_config.rank)
         state.of(Usage).look_at_pool(state.reader.pool, rank, state.book)
     if state.host_buffer is not None:
         state.of(Usage).look_at_saves(state.host_buffer.costs, state.book)
     samples = state.book.take()
     if samples:
-        payload.put(instance.xfer_stats, samples)
-    found = wrapped(*args, **kwargs)
-    if found is not None:
-        payload.put(found, ())
-    return found
+        payload.put(worker.xfer_stats, samples)
+
+
+def _name_ours(_: Any, stats: Any) -> None:
+    if stats is not None:
+        payload.put(stats, ())
 
 
 # --- the release's statistics ---------------------------------------------------------
@@ -119,11 +119,9 @@ def _aggregate(
 # --- the scheduler --------------------------------------------------------------------
 
 
-def _scheduler_stats(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    found = wrapped(*args, **kwargs)
-    scheduler = instance.connector_scheduler
+def _add_schedulers(connector: Any, found: Any) -> Any:
+    """What the scheduler's half tells, beside what the release has counted."""
+    scheduler = connector.connector_scheduler
     if scheduler is None:
         return found
     state = scheduler_state(scheduler)
@@ -131,7 +129,7 @@ def _scheduler_stats(
         state.of(Usage).look_at_host_blocks(state.host_buffer.table, state.book)
     samples = state.book.take()
     if samples and found is None:
-        found = type(instance).build_kv_connector_stats()
+        found = type(connector).build_kv_connector_stats()
     if samples:
         payload.put(found, samples)
     return found
@@ -181,7 +179,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         return {}
     found: dict[Site, Wrapper | Step] = {
         seams.record_transfer(facts.stats): _record_transfer,
-        seams.worker_stats(facts): _worker_stats,
+        seams.worker_stats(facts): Step(around, Around(_count, _name_ours)),
         seams.stats_are_empty(facts.stats): _is_empty,
         seams.aggregate_stats(facts.stats): _aggregate,
         seams.build_connector_stats(facts): _build_kv_connector_stats,
@@ -189,14 +187,14 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.prom_metrics_observe(facts.stats): _prom_observe,
     }
     if facts.failed_loads == "as failed":
-        found[seams.transfer_results(facts)] = Step(take_results, Around(after=_report_results))
-    else:
+        found[seams.transfer_results(facts)] = Step(around, Around(after=_report_results))
+    else:  # what failed_loads has changed is behind a wrapper of its own
         found[seams.worker_get_finished(facts)] = _get_finished
     # There it leaves a request whose read broke off among those that were received.
     if facts.failed_loads == "as received" and not facts.forgets_failed_reads:
         found[seams.handle_failed_transfer(facts)] = _handle_failed_transfer
     if facts.asks_scheduler_for_stats:
-        found[seams.connector_stats(facts)] = _scheduler_stats
+        found[seams.connector_stats(facts)] = Step(amend, _add_schedulers)
     return found
 
 

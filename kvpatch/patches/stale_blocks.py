@@ -36,13 +36,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from kvpatch.connector import worker_holds
-from kvpatch.connector.engine_steps import (
-    Around,
-    begin_loads,
-    bind_metadata,
-    build_metadata,
-    take_results,
-)
+from kvpatch.connector.engine_steps import Around, around, begin, bind, build
 from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table
 from kvpatch.connector.holds.hold import FIELD
 from kvpatch.connector.registration import registration_step
@@ -155,12 +149,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_holds.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.bind_connector_metadata(facts): Step(bind_metadata, _bind_metadata),
-        seams.start_load_kv(facts): Step(begin_loads, _begin_loads),
-        seams.transfer_results(facts): Step(take_results, Around(after=_take_results)),
+        seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
+        seams.start_load_kv(facts): Step(begin, _begin_loads),
+        seams.transfer_results(facts): Step(around, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.update_state_after_alloc(facts): _update_state_after_alloc,
-        seams.connector_meta(facts): Step(build_metadata, _build_metadata),
+        seams.connector_meta(facts): Step(build, _build_metadata),
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches

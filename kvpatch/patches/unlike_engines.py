@@ -59,7 +59,7 @@ from functools import partial
 from typing import Any
 
 from kvpatch.connector import read_request
-from kvpatch.connector.engine_steps import Around, build_metadata, take_results
+from kvpatch.connector.engine_steps import Around, around, build
 from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
@@ -208,12 +208,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         **registration_step(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
-        seams.build_connector_meta(facts): Step(build_metadata, _build_metadata),
+        seams.build_connector_meta(facts): Step(build, _build_metadata),
         **old_releases.multi_rank_handshakes(facts),
         **old_releases.content_proof(facts),  # which has a registration step of its own
     }
     if facts.reorders_for_cpu:
-        found[seams.transfer_results(facts)] = Step(take_results, Around(before=_note_loads))
+        found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received
     for site, wrapper in _of_keys(facts).items():
         other = found.get(site)  # what an old release needs there

@@ -36,7 +36,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpatch.connector.engine_steps import begin_loads, build_metadata
+from kvpatch.connector.engine_steps import begin, build
 from kvpatch.connector.state import connectors_of, held_by, scheduler_state, worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Releases, question_of
@@ -148,8 +148,8 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
         seams.add_request(facts): _add_request,
-        seams.build_connector_meta(facts): Step(build_metadata, _build_metadata),
-        seams.start_load_kv(facts): Step(begin_loads, _begin_loads),
+        seams.build_connector_meta(facts): Step(build, _build_metadata),
+        seams.start_load_kv(facts): Step(begin, _begin_loads),
         seams.nixl_handshake(facts): _nixl_handshake,
     }
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector.engine_steps import Around, bind_metadata, build_metadata, take_results
+from kvpatch.connector.engine_steps import Around, amend, around, bind, build
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import held_by, scheduler_state
 from kvpatch.connector.witness.loads import ExpectedLoads
@@ -77,12 +77,10 @@ def _before_results(worker: Any) -> None:
         witness.after()
 
 
-def _get_block_ids_with_load_errors(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    found, witness = wrapped(*args, **kwargs), _witness_of(instance)
+def _load_errors(connector: Any, blocks: set[int]) -> set[int]:
+    witness = _witness_of(connector)
     invalid = None if witness is None else witness.take_invalid_blocks()
-    return found | invalid if invalid else found
+    return blocks | invalid if invalid else blocks
 
 
 def _update_requests_with_invalid_blocks(
@@ -99,12 +97,12 @@ def _update_requests_with_invalid_blocks(
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, set_up),
-        seams.build_connector_meta(facts): Step(build_metadata, _build_metadata),
-        seams.bind_connector_metadata(facts): Step(bind_metadata, _bind_metadata),
-        seams.transfer_results(facts): Step(take_results, Around(before=_before_results)),
+        seams.build_connector_meta(facts): Step(build, _build_metadata),
+        seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
+        seams.transfer_results(facts): Step(around, Around(before=_before_results)),
     }
     if facts.failed_loads != "unknown":
-        found[seams.get_block_ids_with_load_errors(facts)] = _get_block_ids_with_load_errors
+        found[seams.get_block_ids_with_load_errors(facts)] = Step(amend, _load_errors)
     if facts.evicts_failed_blocks:
         site = seams.update_requests_with_invalid_blocks(facts)
         found[site] = _update_requests_with_invalid_blocks

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpatch.connector.engine_steps import (
-    Around,
-    begin_loads,
-    bind_metadata,
-    build_metadata,
-    take_results,
-)
+from kvpatch.connector.engine_steps import Around, amend, around, begin, bind, build
+from kvpatch.core.ledger import Parts
 
 pytestmark = pytest.mark.patching
 
@@ -27,47 +22,68 @@ def _nothing_said() -> None:
     SAID.clear()
 
 
-def _wrapped(*found: Any) -> Any:
-    SAID.append(f"vLLM {found}")
+def vllms(owner: Any, *given: Any) -> Any:
+    SAID.append(f"vLLM {owner} {given}")
     return "what vLLM returns"
 
 
-def test_results_are_taken_by_each_before_and_behind() -> None:
-    steps = {
-        "first": Around(after=lambda worker, found: SAID.append(f"first {worker}: {found}")),
-        "second": Around(before=lambda worker: SAID.append(f"second {worker}")),
-        "third": Around(after=lambda worker, found: SAID.append(f"third {worker}: {found}")),
-    }
+def replaced(how: Callable[..., Any], **parts: Any) -> Any:
+    """vLLM's method with these parts."""
+    held = Parts()
+    for slug, part in parts.items():
+        held.put(slug, part)
+    return how(vllms, held)
 
-    assert take_results(_wrapped, "worker", (), {}, steps=steps) == "what vLLM returns"
+
+def test_results_are_taken_by_each_before_and_behind() -> None:
+    call = replaced(
+        around,
+        first=Around(after=lambda worker, found: SAID.append(f"first {worker}: {found}")),
+        second=Around(before=lambda worker: SAID.append(f"second {worker}")),
+        third=Around(after=lambda worker, found: SAID.append(f"third {worker}: {found}")),
+    )
+
+    assert call("worker", 1) == "what vLLM returns"
 
     assert SAID == [
         "second worker",
-        "vLLM ()",
+        "vLLM worker (1,)",
         "first worker: what vLLM returns",
         "third worker: what vLLM returns",
     ]
 
 
+def test_what_is_returned_is_amended_by_one_after_the_other() -> None:
+    call = replaced(
+        amend,
+        first=lambda owner, found: f"{found}, first of {owner}",
+        second=lambda owner, found: f"{found}, second of {owner}",
+    )
+
+    assert call("worker") == "what vLLM returns, first of worker, second of worker"
+
+
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_worker_hears_of_metadata_before_it_is_bound(by_name: bool) -> None:
-    steps = {
-        slug: lambda worker, metadata, slug=slug: SAID.append(f"{slug} {worker} {metadata}")
-        for slug in ("first", "second")
-    }
-    instance = SimpleNamespace(connector_worker="worker")
-    args, kwargs = ((), {"connector_metadata": 7}) if by_name else ((7,), {})
+    call = replaced(
+        bind,
+        first=lambda worker, metadata: SAID.append(f"first {worker} {metadata}"),
+        second=lambda worker, metadata: SAID.append(f"second {worker} {metadata}"),
+    )
+    connector = SimpleNamespace(connector_worker="worker")
 
-    bind_metadata(_wrapped, instance, args, kwargs, steps=steps)
+    found = call(connector, connector_metadata=7) if by_name else call(connector, 7)
 
-    assert SAID == ["first worker 7", "second worker 7", "vLLM (7,)"]
+    assert found == "what vLLM returns"
+    assert ["first worker 7", "second worker 7", f"vLLM {connector} (7,)"] == SAID
 
 
-@pytest.mark.parametrize("instance", [SimpleNamespace(), SimpleNamespace(connector_worker=None)])
-def test_a_connector_without_a_worker_is_left_alone(instance: Any) -> None:
-    steps = {"first": lambda *_: SAID.append("first")}
-    assert bind_metadata(_wrapped, instance, (7,), {}, steps=steps) == "what vLLM returns"
-    assert SAID == ["vLLM (7,)"]
+@pytest.mark.parametrize("connector", [SimpleNamespace(), SimpleNamespace(connector_worker=None)])
+def test_a_connector_without_a_worker_is_left_alone(connector: Any) -> None:
+    call = replaced(bind, first=lambda *_: SAID.append("first"))
+
+    assert call(connector, 7) == "what vLLM returns"
+    assert [f"vLLM {connector} (7,)"] == SAID
 
 
 @pytest.mark.parametrize("enters", [False, True])
@@ -78,33 +94,37 @@ def test_loads_begin_inside_of_what_one_patch_asks_for(enters: bool) -> None:
         yield
         SAID.append("leave")
 
-    steps = {
-        "first": lambda *_: meanwhile() if enters else None,
-        "second": lambda *_: SAID.append("second"),  # which returns nothing
-    }
+    call = replaced(
+        begin,
+        first=lambda *_: meanwhile() if enters else None,
+        second=lambda *_: SAID.append("second"),  # which returns nothing
+    )
 
-    begin_loads(_wrapped, "worker", (7,), {}, steps=steps)
+    call("worker", metadata=7)
 
-    inside = ["vLLM (7,)"]
+    inside = ["vLLM worker (7,)"]
     assert ["second", *(["enter", *inside, "leave"] if enters else inside)] == SAID
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_metadata_is_built_once_and_told_by_those_who_have_something(by_name: bool) -> None:
-    steps = {
-        "first": lambda owner, output: lambda metadata: SAID.append(f"{owner} {output} {metadata}"),
-        "second": lambda owner, output: SAID.append("nothing to tell"),
-    }
-    args, kwargs = ((), {"scheduler_output": 5}) if by_name else ((5,), {})
+    call = replaced(
+        build,
+        first=lambda owner, output: lambda metadata: SAID.append(f"{owner} {output} {metadata}"),
+        second=lambda owner, output: SAID.append("nothing to tell"),
+    )
 
-    found = build_metadata(_wrapped, "owner", args, kwargs, steps=steps)
+    found = call("owner", scheduler_output=5) if by_name else call("owner", 5)
 
     assert found == "what vLLM returns"
-    assert SAID == ["nothing to tell", "vLLM (5,)", "owner 5 what vLLM returns"]
+    assert SAID == ["nothing to tell", "vLLM owner (5,)", "owner 5 what vLLM returns"]
 
 
 def test_without_parts_a_call_is_as_it_was() -> None:
     """As where kvpatch was switched off and somebody else has wrapped the call since."""
-    assert take_results(_wrapped, "worker", (), {}, steps={}) == "what vLLM returns"
-    assert begin_loads(_wrapped, "worker", (7,), {}, steps={}) == "what vLLM returns"
-    assert build_metadata(_wrapped, "owner", (5,), {}, steps={}) == "what vLLM returns"
+    assert replaced(around)("worker") == "what vLLM returns"
+    assert replaced(amend)("worker") == "what vLLM returns"
+    assert replaced(begin)("worker", 7) == "what vLLM returns"
+    assert replaced(build)("owner", 5) == "what vLLM returns"
+    worker = SimpleNamespace(connector_worker="worker")
+    assert replaced(bind)(worker, 7) == "what vLLM returns"

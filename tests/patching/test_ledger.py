@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import types
 import weakref
+from functools import wraps
 
 import pytest
 import wrapt
 
 from kvpatch.core.errors import SiteDrifted
-from kvpatch.core.ledger import Ledger, Site, Step, resolve
+from kvpatch.core.ledger import Ledger, Parts, Site, Step, resolve
 
 pytestmark = pytest.mark.patching
 
@@ -189,8 +191,12 @@ def test_what_an_instance_looks_up_of_a_static_method_does_not_hold_it():
     assert found(1) == 2
 
 
-def _steps(wrapped, instance, args, kwargs, *, steps):
-    return sorted(steps), wrapped(*args, **kwargs)
+def _steps(method, parts):
+    @wraps(method)
+    def shared(self, *args, **kwargs):
+        return sorted(parts.by_slug), method(self, *args, **kwargs)
+
+    return shared
 
 
 _STEP = {METHOD: Step(_steps)}
@@ -217,6 +223,47 @@ def test_a_wrapper_of_its_own_goes_over_a_shared_one():
     ledger.apply("q", {METHOD: lambda wrapped, instance, args, kwargs: ("over", wrapped(*args))})
 
     assert Target().method(1) == ("over", (["p"], 1))
+
+
+def test_a_shared_function_goes_over_a_wrapper():
+    seen = []
+
+    def note(wrapped, instance, args, kwargs):
+        seen.append(instance)
+        return "under", wrapped(*args, **kwargs)
+
+    ledger, target = Ledger(), Target()
+    ledger.apply("q", {METHOD: note})
+    ledger.apply("p", _STEP)
+
+    assert target.method(1) == (["p"], ("under", 1))
+    assert seen == [target]
+    ledger.undo()
+    assert target.method(1) == 1
+
+
+def test_a_shared_function_is_what_it_stands_for():
+    """For whoever pickles it, reads its parameters, or asks for its name."""
+    original = vars(Target)["method"]
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    shared = vars(Target)["method"]
+
+    assert inspect.isfunction(shared)
+    assert inspect.signature(shared) == inspect.signature(original)
+    assert (shared.__qualname__, shared.__doc__) == (original.__qualname__, original.__doc__)
+    ledger.undo()
+
+
+def test_a_call_that_is_under_way_keeps_the_parts_with_which_it_began():
+    parts = Parts()
+    parts.put("p", 1)
+    by_slug, on = parts.by_slug, parts.on
+    parts.put("q", 2)
+    parts.clear()
+
+    assert (by_slug, on) == ({"p": 1}, (1,))
+    assert (parts.by_slug, parts.on) == ({}, ())
 
 
 def test_a_patch_that_drifted_elsewhere_has_no_step():
