@@ -3,7 +3,7 @@
     python experiments/bench_idle_step.py [--release 0.33.0] [--check] [--json FILE]
 
 Like engines with the release's real connectors and its own scheduler: a step is what that plans
-when there is nothing to do, and every call that vLLM makes of both halves of the connector. "us" is
+when there is nothing to do, and what vLLM calls of both halves of the connector in it. "us" is
 what the thread that takes the steps takes of a processor; of 50 steps at a time the least, since
 what else runs only makes a step longer. Every D has read one prompt before, and answered it. "of
 it" is what an instrument adds to a D that has none of the three.
@@ -72,7 +72,7 @@ def measure(lab: Lab) -> list[Row]:
         found: dict[str, list[float]] = {name: [] for name in sides}
         for _ in track(range(_ROUNDS), "stepping"):
             for name in random.sample(list(sides), len(sides)):
-                found[name].append(float(sides[name].call("idle", _STEPS)))
+                found[name].append(float(sides[name].call("idle", _STEPS, True)))
     least = {name: 1e6 * min(each) for name, each in found.items()}
     return [
         Row(name, us, None if name == STOCK else us - least[BASE]) for name, us in least.items()

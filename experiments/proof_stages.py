@@ -30,7 +30,7 @@ from experiments.proof_shown import cost_table, fault_table, good_table, lease_t
 from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, small_engine
 
-STAGES = ("good", "faults", "lease", "cost")
+STAGES = ("good", "faults", "lease", "cost", "switched")
 DTYPES = ("float32", "bfloat16")
 _SEED = 14
 
@@ -230,6 +230,31 @@ async def _play_cost_once(
             return await load_costs.measure(client, pairs, words, turns, advance)
 
 
+async def play_switched(run: Run, dtype: str) -> list[Any]:
+    """What is done for single loads, each instrument's in a pair of its own."""
+    asking, rows = run.asking, list[Any]()
+    pair, *_ = [pair for pair in PAIRS if pair.is_like]
+    settings = {"holds": "holds", "witness": "holds and witness"}
+    for what, switch in load_costs.SWITCHED.items():
+        (setting,) = (one for one in COSTS if one.name == settings[what])
+        played = Played(pair, setting, asking.model, dtype)
+        async with (
+            connections() as client,
+            running((played.prefill(), played.decode()), client, run.options, run.console) as two,
+        ):
+            await require_kvpatch_as_asked(client, two)
+            await two[1].rpc(client, "kvpatch_look_away")
+            words = sorted(set(await vocabulary(client, two[0])))
+            with progress_bar(run.console) as progress:
+                advance = bar(progress, f"{what}: turns", load_costs.WARM_UP + asking.each)
+                found = await load_costs.measure_switched(
+                    client, (two[0], two[1]), words, switch, asking.each, advance
+                )
+        rows.append(load_costs.row_of(what, dtype, asking.model_name, [found], "switched"))
+        run.console.print(cost_table(rows))
+    return rows
+
+
 _STARTS = 3
 """Of each pair's engines; turns are shared out over them."""
 
@@ -243,6 +268,9 @@ async def play(run: Run) -> list[Any]:
             await play_dtype(run, dtype, rows)
         if "cost" in stages:
             rows += await play_cost(run, dtype)
+            run.keep(rows)
+        if "switched" in stages:
+            rows += await play_switched(run, dtype)
             run.keep(rows)
     if "lease" in stages:
         rows += await play_lease(run)

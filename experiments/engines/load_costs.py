@@ -1,7 +1,12 @@
-"""Time to first token of a like pair with instruments, beside one without, by turns.
+"""What instruments cost of the time to a like pair's first token.
 
-The pair whose turn it is not is stopped by a signal: its threads, NIXL's among them, which never
-sleep, take nothing of the cores then.
+``measure``: beside a pair without them, by turns. The pair whose turn it is not is stopped by a
+signal: its threads, NIXL's among them, which never sleep, take nothing of the cores then. Pairs
+differ by percents from one start of the engines to the next, alike ones too.
+
+``measure_switched``: within one pair, where an instrument looks at every other load, by chance. All
+that an instrument does for a load is in it, and no start of engines; what it does whether or not
+there is a load is not (``bench_idle_step.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import os
 import random
 import signal
 import statistics
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +23,10 @@ from dataclasses import dataclass
 
 import httpx
 
+from experiments.engines.proof_probe import unseen
+from kvpatch.connector.holds.hold import FIELD as HOLD
+from kvpatch.verify import handoff
 from kvpatch.verify.engine import Engine
-from kvpatch.verify.handoff import prefill_then_decode
 
 PROMPT_TOKENS = 900
 WARM_UP = 70
@@ -55,6 +63,27 @@ class Row:
     stage: str = "cost"
 
 
+@dataclass(frozen=True)
+class Switch:
+    """How one load is kept from an instrument.
+
+    Attributes:
+        unnamed: what is taken out of P's answer.
+        begins: what the request's name begins with.
+    """
+
+    unnamed: str = ""
+    begins: str = ""
+
+
+SWITCHED = {
+    # As of a P without kvpatch: D asks for no word, and waits for none.
+    "holds": Switch(unnamed=HOLD),
+    "witness": Switch(begins=unseen()),
+}
+"""By the setting that has the instrument on."""
+
+
 Pair = tuple[Engine, Engine]
 
 
@@ -71,13 +100,6 @@ async def measure(
     """
     chance = random.Random(31)
 
-    async def one(pair: Pair, tokens: tuple[int, ...]) -> float:
-        prefill, decode = pair
-        urls, model = (prefill.url, decode.url), prefill.spec.model
-        name = f"proof{uuid.uuid4().hex}"
-        answer = await prefill_then_decode(client, *urls, model, tokens, _ANSWER_TOKENS, name)
-        return answer.first_token_s
-
     found = []
     for turn in range(WARM_UP + turns):
         waking, timed = (
@@ -86,12 +108,49 @@ async def measure(
         seconds: dict[int, float] = {}
         for number in chance.sample((0, 1), 2):
             with _at_rest(pairs[1 - number]):
-                await one(pairs[number], waking)
-                seconds[number] = await one(pairs[number], timed)
+                await _seconds(client, pairs[number], waking, None)
+                seconds[number] = await _seconds(client, pairs[number], timed, None)
         if turn >= WARM_UP:
             found.append((seconds[0], seconds[1]))
         advance()
     return found
+
+
+async def measure_switched(
+    client: httpx.AsyncClient,
+    pair: Pair,
+    words: Sequence[int],
+    switch: Switch,
+    turns: int,
+    advance: Callable[[], None],
+) -> list[tuple[float, float]]:
+    """As :func:`measure`; both loads of a turn are one pair's, of other prompts as long."""
+    chance = random.Random(31)
+    found = []
+    for turn in range(WARM_UP + turns):
+        seconds: dict[bool, float] = {}
+        for is_on in chance.sample((False, True), 2):
+            tokens = tuple(chance.choices(words, k=PROMPT_TOKENS))
+            seconds[is_on] = await _seconds(client, pair, tokens, None if is_on else switch)
+        if turn >= WARM_UP:
+            found.append((seconds[False], seconds[True]))
+        advance()
+    return found
+
+
+async def _seconds(
+    client: httpx.AsyncClient, pair: Pair, tokens: tuple[int, ...], switch: Switch | None
+) -> float:
+    """To the first token, of P and D together; with a switch the instrument sees nothing of it."""
+    (prefill, decode), off = pair, switch or Switch()
+    model, name = prefill.spec.model, f"{off.begins}proof{uuid.uuid4().hex}"
+    started = time.perf_counter()
+    params = await handoff.prefill(client, prefill.url, model, tokens, name)
+    if off.unnamed:
+        del params[off.unnamed]
+    between = time.perf_counter() - started
+    answer = await handoff.decode(client, decode.url, model, tokens, _ANSWER_TOKENS, name, params)
+    return between + answer.first_token_s
 
 
 @contextmanager
@@ -108,7 +167,11 @@ def _at_rest(pair: Pair) -> Iterator[None]:
 
 
 def row_of(
-    what: str, dtype: str, model: str, starts: Sequence[Sequence[tuple[float, float]]]
+    what: str,
+    dtype: str,
+    model: str,
+    starts: Sequence[Sequence[tuple[float, float]]],
+    stage: str = "cost",
 ) -> Row:
     """The ratio over all turns of all starts, and how sure it is."""
     of_starts = [[with_it / without for without, with_it in found] for found in starts]
@@ -125,4 +188,5 @@ def row_of(
         *(what, dtype, model, len(ratios), statistics.median(ratios)),
         *(drawn[int(0.025 * _DRAWINGS)], drawn[int(0.975 * _DRAWINGS)], without, with_it),
         [statistics.median(its) for its in of_starts],
+        stage,
     )

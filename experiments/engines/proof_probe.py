@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.engines.lab_probe import LabProbe
 from experiments.engines.load_faults import FAULTS, Layer, Load
+from kvpatch.connector.witness.loads import loads_in
 from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.transfer.plane_bytes import plane_view
 from kvpatch.verify.caches import LayerCache, layer_caches
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 LANDED, LOADED, HELD = "D", "L", "P"
 _MARK = re.compile(r"kvfault([DLP])(\d+)x(\d+)x")
 _OTHER = re.compile(r"kvother(\d+)x")
+_UNSEEN = "kvunseenx"
 _MOST_OTHERS = 16
 NAME = re.compile(_MARK.pattern + "[0-9a-f]{32}")
 """The name that a client gave such a request, in the one that an engine has for it."""
@@ -47,6 +49,11 @@ def marked(fault: str, moment: str, number: int) -> str:
 def is_other(number: int) -> str:
     """What begins the name of a request whose cache is kept as another prompt's of that number."""
     return f"kvother{number}x"
+
+
+def unseen() -> str:
+    """What begins the name of a request that D's witness is not told of."""
+    return _UNSEEN
 
 
 @dataclass
@@ -156,6 +163,19 @@ class ProofProbe(LabProbe):
         else:
             _beside_the_witness(spoiler)
             _before_digests(spoiler)
+        return True
+
+    def kvpatch_look_away(self) -> bool:
+        """From now on the witness does not hear of loads whose names say so."""
+        from kvpatch.connector.witness.witness import Witness
+
+        before = Witness.before
+
+        def heard(self: Any, metadata: Any) -> None:
+            if not any(_UNSEEN in load.request_id for load in loads_in(metadata)):
+                before(self, metadata)
+
+        Witness.before = heard  # type: ignore[method-assign]
         return True
 
     def kvpatch_spoil(self, name: str) -> list[str]:

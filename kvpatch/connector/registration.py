@@ -55,6 +55,8 @@ def register_kv_caches(method: Method, parts: Parts) -> Method:
     @wraps(method)
     def register_kv_caches(self: Any, kv_caches: Mapping[str, Any]) -> Any:
         register = partial(method, self)
+        if not parts.on:
+            return register(kv_caches)
         return _register(release_worker(self), parts.by_slug, register, kv_caches)
 
     return register_kv_caches

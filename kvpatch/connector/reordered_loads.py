@@ -60,9 +60,7 @@ def note_peer(worker: Any, metadata: Any) -> None:
 
 
 def note_loads(worker: Any) -> None:
-    """Before the release looks at what has arrived: whose loads are on their way."""
-    if not worker.enable_heterogeneous_attn_post_process:
-        return
+    """Before the release looks at what has arrived, and may reorder: whose loads are coming."""
     state = worker_state(worker)
     loads = state.of(ReorderedLoads)
     loads.arriving = [

@@ -29,9 +29,13 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(eq=False)
 class _State:
-    """What has a state, with room for what only old releases need (``kvpatch.legacy``)."""
+    """What has a state, with room for what only old releases need (``kvpatch.legacy``).
 
-    _kept: dict[type, Any] = field(default_factory=dict, init=False)
+    Attributes:
+        kept: its objects of each kind.
+    """
+
+    kept: dict[type, Any] = field(default_factory=dict, init=False)
 
     @cached_property
     def facts(self) -> ReleaseFacts:
@@ -40,17 +44,17 @@ class _State:
 
     def of(self, kind: type[_Kind]) -> _Kind:
         """Its one object of a kind; made when it is first asked for."""
-        found: _Kind | None = self._kept.get(kind)
+        found: _Kind | None = self.kept.get(kind)
         # Handshakes have threads of their own: one of two that ask wins.
-        return self._kept.setdefault(kind, kind()) if found is None else found
+        return self.kept.setdefault(kind, kind()) if found is None else found
 
     def held(self, kind: type[_Kind]) -> _Kind | None:
         """Its object of a kind; None where it was neither asked for nor handed one."""
-        return self._kept.get(kind)
+        return self.kept.get(kind)
 
     def hold(self, value: object) -> None:
         """Hands it an object of another's state."""
-        self._kept[type(value)] = value
+        self.kept[type(value)] = value
 
 
 @dataclass(eq=False)
@@ -119,7 +123,7 @@ def worker_state(worker: Any) -> WorkerState:
 def held_by(owner: Any, kind: type[_Kind]) -> _Kind | None:
     """An owner's object of a kind; None too of what has no state, which none is made for."""
     state: _State | None = getattr(owner, _NAME, None)
-    return None if state is None else state.held(kind)
+    return None if state is None else state.kept.get(kind)  # held(), in every step
 
 
 def release_worker(worker: Any) -> ReleaseWorker:

@@ -52,18 +52,15 @@ def thread_of_shared_answers(worker: Any, metadata: Any) -> ProgressThread | Non
     The last of those that are open tells P that they are over: what the first one says before
     there is a second has P give away what that one reads.
     """
-    if not _may_share(worker, metadata):
+    waited = worker._ready_requests.queue  # for hands to be shaken
+    if not waited and (len(metadata.reqs_to_recv) < 2 or not _shares(metadata)):  # noqa: PLR2004
         return None
     reader = worker_state(worker).reader
     return None if reader is None else reader.thread
 
 
-def _may_share(worker: Any, metadata: Any) -> bool:
-    """Whether reads of one answer may begin in a step: in few there is more than one read."""
-    if worker._ready_requests.queue:  # those that have waited for hands to be shaken
-        return True
-    if len(metadata.reqs_to_recv) < 2:  # noqa: PLR2004
-        return False
+def _shares(metadata: Any) -> bool:
+    """Whether two reads of one answer begin in a step."""
     words = [read.stated_hold for _, read in read_requests_of(metadata) if read.stated_hold]
     return len(set(words)) < len(words)
 

@@ -63,7 +63,8 @@ class Step:
     ten times as long.
 
     Attributes:
-        replace: of the method, and of the parts that are on, makes that function.
+        replace: of the method, and of the parts that are on, makes that function, which calls the
+            method and does nothing else where no part is: it may have to be left behind.
         part: the patch's, as the function takes it.
     """
 
@@ -300,7 +301,7 @@ class Ledger:
 
 def _as_function(target: Any) -> Method:
     """What can be called with the object first: a wrapper of somebody's binds itself to it."""
-    if isinstance(target, FunctionType):
+    if type(target) is FunctionType:  # as a wrapper says of itself that it is
         return target
 
     @wraps(target)

@@ -107,7 +107,7 @@ def _init_parameters(facts: ReleaseFacts) -> tuple[str, ...]:
 
 
 def build_connector_meta(facts: ReleaseFacts) -> Site:
-    """Where the scheduler writes what the workers will read."""
+    """Where the scheduler writes what the workers will read, in pull and in push mode."""
     return _site(facts.scheduler, "build_connector_meta", "scheduler_output")
 
 
@@ -166,11 +166,6 @@ def update_state_after_alloc(facts: ReleaseFacts) -> Site:
     """Where vLLM says that a request has got its blocks."""
     got = ("request", "blocks", "num_external_tokens")
     return _site(facts.connector, "update_state_after_alloc", *got)
-
-
-def connector_meta(facts: ReleaseFacts) -> Site:
-    """Where vLLM asks for a step's metadata, in pull and in push mode."""
-    return _site(facts.connector, "build_connector_meta", "scheduler_output")
 
 
 def get_finished(facts: ReleaseFacts) -> Site:

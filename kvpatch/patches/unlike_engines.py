@@ -104,7 +104,8 @@ def _read_blocks_for_req(
 
 
 def _note_loads(worker: Any) -> None:
-    if held_by(worker, ReorderedLoads) is not None:  # it has met a peer
+    # In few engines, and once they have met a peer.
+    if worker.enable_heterogeneous_attn_post_process and held_by(worker, ReorderedLoads):
         note_loads(worker)
 
 

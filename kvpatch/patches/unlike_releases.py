@@ -32,7 +32,7 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -66,17 +66,19 @@ def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
     known = held_by(scheduler, PeerReleases)
     if known is None:  # no step of an engine that has loaded nothing is longer for it
         return None
-    asked = [request.kv_transfer_params for request, *_ in scheduler._reqs_need_recv.values()]
+    waiting = scheduler._reqs_need_recv
+    if not waiting:  # as in most steps
+        return partial(_tell, known, ())
+    params = [request.kv_transfer_params or {} for request, *_ in waiting.values()]
+    return partial(_tell, known, [str(one.get("remote_engine_id")) for one in params])
 
-    def tell(metadata: Any) -> None:
-        if not asked and not getattr(metadata, "heartbeat_by_engine", None):
-            return  # as in most steps
-        engines = {str((params or {}).get("remote_engine_id")) for params in asked}
-        engines |= getattr(metadata, "heartbeat_by_engine", {}).keys()
-        if engines:
-            setattr(metadata, _TOLD, known.of(engines))
 
-    return tell
+def _tell(known: PeerReleases, asked: Collection[str], metadata: Any) -> None:
+    """Writes the releases of those that a step asks or greets onto what its workers are told."""
+    greeted = getattr(metadata, "heartbeat_by_engine", None)
+    engines = {*asked, *greeted} if greeted else asked
+    if engines:
+        setattr(metadata, _TOLD, known.of(engines))
 
 
 def _begin_loads(worker: Any, metadata: Any) -> None:

@@ -36,7 +36,7 @@ from typing import Any
 from kvpatch.connector.engine_steps import Around, amend, around, bind, build
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.state import held_by, scheduler_state
-from kvpatch.connector.witness.loads import ExpectedLoads
+from kvpatch.connector.witness.loads import ExpectedLoads, has_loads
 from kvpatch.connector.witness.witness import Witness, set_up
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
@@ -67,20 +67,21 @@ def _witness_of(connector: Any) -> Witness | None:
 
 def _bind_metadata(worker: Any, metadata: Any) -> None:
     witness = held_by(worker, Witness)
-    if witness is not None:
+    if witness is not None and (witness.waits_for_device or has_loads(metadata)):  # in few steps
         witness.before(metadata)
 
 
 def _before_results(worker: Any) -> None:
     witness = held_by(worker, Witness)
-    if witness is not None:
+    if witness is not None and witness.has_taken:
         witness.after()
 
 
 def _load_errors(connector: Any, blocks: set[int]) -> set[int]:
     witness = _witness_of(connector)
-    invalid = None if witness is None else witness.take_invalid_blocks()
-    return blocks | invalid if invalid else blocks
+    if witness is None or not witness.has_invalid_blocks:
+        return blocks
+    return blocks | witness.take_invalid_blocks()
 
 
 def _update_requests_with_invalid_blocks(
@@ -89,7 +90,7 @@ def _update_requests_with_invalid_blocks(
     found = wrapped(*args, **kwargs)
     affected, _, blocks = found
     # vLLM lets others have blocks that it computes again, which may take several steps.
-    if affected and blocks and settings.witness() == "enforce":
+    if affected and blocks:
         instance.kv_cache_manager.evict_blocks(blocks)
     return found
 
@@ -101,6 +102,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
         seams.transfer_results(facts): Step(around, Around(before=_before_results)),
     }
+    if settings.witness() == "log":
+        return found  # which takes no load back
     if facts.failed_loads != "unknown":
         found[seams.get_block_ids_with_load_errors(facts)] = Step(amend, _load_errors)
     if facts.evicts_failed_blocks:

@@ -48,7 +48,7 @@ def tree(facts, tmp_path):
 
 
 #: What is off by its own variable where nobody says otherwise.
-ALL_ON = {"KVPATCH_DIGEST": "all", "KVPATCH_WITNESS": "log"}
+ALL_ON = {"KVPATCH_DIGEST": "all", "KVPATCH_WITNESS": "enforce"}
 ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
 IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
 

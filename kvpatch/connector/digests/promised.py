@@ -62,6 +62,11 @@ class PromisedDigests:
         self._orders[request.request_id] = tuple(order)
         return {**params, FIELD: str(Promise(self._tables))}
 
+    @property
+    def has_news(self) -> bool:
+        """Whether workers have to be told something."""
+        return bool(self._orders)
+
     def tell(self, metadata: Any) -> None:
         """Writes what is new onto what the workers are told in a step."""
         if self._orders:

@@ -92,6 +92,11 @@ class ExpectedLoads:
             setattr(metadata, _LOADS, [tuple(load) for load in found])
 
 
+def has_loads(metadata: Any) -> bool:
+    """Whether a step's metadata has any; in few steps."""
+    return hasattr(metadata, _LOADS)
+
+
 def loads_in(metadata: Any) -> list[Load]:
     """What a step's metadata has of them; none in most steps."""
     return [Load(*told) for told in getattr(metadata, _LOADS, ())]

@@ -72,6 +72,21 @@ class Witness:
             self._peers.clear()
         self._lens, self._taken = lens, None
 
+    @property
+    def waits_for_device(self) -> bool:
+        """Whether a device has not said yet what it has compared."""
+        return bool(self._pending)
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether there is something to compare once the model has run."""
+        return self._taken is not None
+
+    @property
+    def has_invalid_blocks(self) -> bool:
+        """Whether a step's load was bad, and is to be taken back."""
+        return bool(self._invalid)
+
     def before(self, metadata: Any) -> None:
         """Takes what P has sent of the tokens that the model is about to compute."""
         if self._pending:
