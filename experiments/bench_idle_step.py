@@ -3,7 +3,8 @@
     python experiments/bench_idle_step.py [--release 0.33.0] [--check] [--json FILE]
 
 Like engines with the release's real connectors and its own scheduler: a step is what that plans
-when there is nothing to do, and what vLLM calls of both halves of the connector in it. "us" is
+when there is nothing to do, and what vLLM calls of both halves of the connector in it (what both
+have counted from 0.24 on, where the scheduler's half is asked for it). "us" is
 what the thread that takes the steps takes of a processor; of 50 steps at a time the least, since
 what else runs only makes a step longer. Every D has read one prompt before, and answered it. "of
 it" is what an instrument adds to a D that has none of the three.
@@ -23,6 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.goals import Goal, add_options, conclude, console_of
+from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 from tests.lab.case import EngineSpec
 from tests.lab.host import Lab
@@ -70,9 +72,10 @@ def measure(lab: Lab) -> list[Row]:
         for decode in sides.values():
             _read_one(stage, prefill, decode)
         found: dict[str, list[float]] = {name: [] for name in sides}
+        counts = FACTS[lab.release].asks_scheduler_for_stats
         for _ in track(range(_ROUNDS), "stepping"):
             for name in random.sample(list(sides), len(sides)):
-                found[name].append(float(sides[name].call("idle", _STEPS, True)))
+                found[name].append(float(sides[name].call("idle", _STEPS, counts)))
     least = {name: 1e6 * min(each) for name, each in found.items()}
     return [
         Row(name, us, None if name == STOCK else us - least[BASE]) for name, us in least.items()

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from proof_tables import cost_rows, fault_rows, good_rows, lease_rows, recovery_rows
+from proof_tables import clocked_rows, cost_rows, fault_rows, good_rows, lease_rows, recovery_rows
 
 Raw = Any
 """What a benchmark has written, read back."""
@@ -192,4 +192,5 @@ TABLES: dict[str, Callable[[Raw], Made]] = {
     "proof_recovery": lambda raw: Made(*recovery_rows(raw)),
     "proof_lease": lambda raw: Made(*lease_rows(raw)),
     "proof_cost": lambda raw: Made(*cost_rows(raw)),
+    "proof_clocked": lambda raw: Made(*clocked_rows(raw)),
 }

@@ -10,6 +10,7 @@ vLLM's servers on the CPU, with a tiny random Llama or with ``--model``:
 ``lease``     P's lease of 2 s ends while D is held up, and others' prompts take the blocks.
 ``cost``      time to first token of a like pair with each instrument, beside a stock pair by turns.
 ``switched``  the same within one pair, of loads that an instrument looks at and others.
+``clocked``   what instruments take of it, by a clock around what they do for a load.
 
 Wrong bytes are put there by a probe in the engines' workers (``engines/proof_probe.py``) between a
 load's last byte and whoever looks at it first. With --check the exit status is 1 where a goal is

@@ -71,6 +71,18 @@ def cost_table(rows: Sequence[load_costs.Row]) -> Table:
     return shown
 
 
+def clocked_table(rows: Sequence[load_costs.ClockedRow]) -> Table:
+    """What each instrument does for a load."""
+    shown = Table("instrument", "type", "loads", "first token, ms", "of it at P, ms", "at D, ms",
+                  "share", title="by a clock")  # fmt: skip
+    for row in rows:
+        shown.add_row(
+            *(row.what, row.dtype, str(row.loads), f"{row.first_token_ms:.1f}"),
+            *(f"{row.of_p_ms:.3f}", f"{row.of_d_ms:.3f}", f"{100 * row.share:.3f} %"),
+        )
+    return shown
+
+
 def by_fault(rows: Sequence[fault_loads.Row]) -> dict[tuple[str, ...], list[fault_loads.Row]]:
     """All lengths of each fault of each pair in each setting."""
     found: dict[tuple[str, ...], list[fault_loads.Row]] = {}
@@ -120,6 +132,8 @@ def goals(rows: Sequence[Any]) -> list[Goal]:
     for row in (one for one in rows if one.stage == "cost"):
         if row.what in ("holds", "holds and witness"):
             found.append(Goal(f"{row.what}: time to first token, of stock's", row.ratio, 1.01))
+    for row in (one for one in rows if one.stage == "clocked"):
+        found.append(Goal(f"{row.what}: of the time to first token, by a clock", row.share, 0.01))
     return found
 
 

@@ -26,11 +26,11 @@ from experiments.engines.proof_pairs import (
 )
 from experiments.engines.references import Prompt
 from experiments.engines.routed import Play, connections, references
-from experiments.proof_shown import cost_table, fault_table, good_table, lease_table
+from experiments.proof_shown import clocked_table, cost_table, fault_table, good_table, lease_table
 from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, small_engine
 
-STAGES = ("good", "faults", "lease", "cost", "switched")
+STAGES = ("good", "faults", "lease", "cost", "switched", "clocked")
 DTYPES = ("float32", "bfloat16")
 _SEED = 14
 
@@ -255,6 +255,30 @@ async def play_switched(run: Run, dtype: str) -> list[Any]:
     return rows
 
 
+async def play_clocked(run: Run, dtype: str) -> list[Any]:
+    """Both instruments in one pair, by a clock."""
+    asking = run.asking
+    pair, *_ = [pair for pair in PAIRS if pair.is_like]
+    (setting,) = (one for one in COSTS if one.name == "holds and witness")
+    played = Played(pair, setting, asking.model, dtype)
+    async with (
+        connections() as client,
+        running((played.prefill(), played.decode()), client, run.options, run.console) as two,
+    ):
+        await require_kvpatch_as_asked(client, two)
+        for engine in two:
+            await engine.rpc(client, "kvpatch_clock")
+        words = sorted(set(await vocabulary(client, two[0])))
+        with progress_bar(run.console) as progress:
+            advance = bar(progress, "clocked loads", load_costs.WARM_UP + asking.each)
+            seconds, sums = await load_costs.measure_clocked(
+                client, (two[0], two[1]), words, asking.each, advance
+            )
+    rows = load_costs.clocked_rows(dtype, asking.model_name, seconds, sums)
+    run.console.print(clocked_table(rows))
+    return list(rows)
+
+
 _STARTS = 3
 """Of each pair's engines; turns are shared out over them."""
 
@@ -271,6 +295,9 @@ async def play(run: Run) -> list[Any]:
             run.keep(rows)
         if "switched" in stages:
             rows += await play_switched(run, dtype)
+            run.keep(rows)
+        if "clocked" in stages:
+            rows += await play_clocked(run, dtype)
             run.keep(rows)
     if "lease" in stages:
         rows += await play_lease(run)

@@ -104,19 +104,36 @@ def lease_rows(raw: Raw) -> tuple[tuple[str, ...], list[list[str]]]:
 _OUTCOMES = ("requests", "right", "wrong", "failed")
 
 
+_WHAT = {"cost": "{}", "switched": "{}, in one pair, of every other load"}
+
+
 def cost_rows(raw: Raw) -> tuple[tuple[str, ...], list[list[str]]]:
     """A row for each instrument."""
     rows = [
         [
-            row["what"], row["dtype"], str(row["turns"]), f"{row['without_ms']:.1f}",
-            f"{row['with_ms']:.1f}", f"{row['ratio']:.3f}",
+            _WHAT[row["stage"]].format(row["what"]), row["dtype"], str(row["turns"]),
+            f"{row['without_ms']:.1f}", f"{row['with_ms']:.1f}", f"{row['ratio']:.3f}",
             f"{row['low']:.3f} to {row['high']:.3f}",
         ]
         for row in raw
-        if row["stage"] == "cost"
+        if row["stage"] in _WHAT
     ]  # fmt: skip
     columns = ("pair", "type", "turns", "stock beside it, ms", "first token, ms", "of stock's time",
                "interval, 95 of 100 drawings")  # fmt: skip
+    return columns, rows
+
+
+def clocked_rows(raw: Raw) -> tuple[tuple[str, ...], list[list[str]]]:
+    """A row for each instrument."""
+    rows = []
+    for row in (one for one in raw if one["stage"] == "clocked"):
+        share = (row["of_p_ms"] + row["of_d_ms"]) / row["first_token_ms"]
+        rows.append([
+            row["what"], row["dtype"], str(row["loads"]), f"{row['first_token_ms']:.0f}",
+            f"{1e3 * row['of_p_ms']:.0f}", f"{1e3 * row['of_d_ms']:.0f}", f"{100 * share:.2f} %",
+        ])  # fmt: skip
+    columns = ("instrument", "type", "loads", "first token, ms", "of it at P, µs", "at D, µs",
+               "of the time to first token")  # fmt: skip
     return columns, rows
 
 

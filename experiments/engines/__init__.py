@@ -16,5 +16,5 @@ through P and D, judged), ``faults`` (engines are held up, killed and started ag
 
 The proofs': ``proof_pairs`` (which engines, and what is on in them), ``proof_probe`` (in their
 workers: wrong bytes on purpose), ``load_faults`` (which), ``good_loads``, ``fault_loads``,
-``lease_loads``, ``load_costs``.
+``lease_loads``, ``load_costs``, ``clock``.
 """

@@ -4,9 +4,14 @@
 signal: its threads, NIXL's among them, which never sleep, take nothing of the cores then. Pairs
 differ by percents from one start of the engines to the next, alike ones too.
 
-``measure_switched``: within one pair, where an instrument looks at every other load, by chance. All
-that an instrument does for a load is in it, and no start of engines; what it does whether or not
-there is a load is not (``bench_idle_step.py``).
+``measure_switched``: within one pair, where an instrument looks at every other load, by chance. No
+start of engines is in it, nor what an instrument does for every load before it looks at one: that,
+too, is in what a clock says.
+
+``measure_clocked``: by a clock around what instruments do for single loads, which tells
+microseconds where the others tell percents (``clock.py``).
+
+What they do whether or not there is a load is in ``bench_idle_step.py``.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import signal
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 
+from experiments.engines.clock import HOLDS, WITNESS
 from experiments.engines.proof_probe import unseen
 from kvpatch.connector.holds.hold import FIELD as HOLD
 from kvpatch.verify import handoff
@@ -61,6 +67,30 @@ class Row:
     with_ms: float
     of_starts: Sequence[float]
     stage: str = "cost"
+
+
+@dataclass(frozen=True)
+class ClockedRow:
+    """One instrument, by a clock around what it does for a load.
+
+    Attributes:
+        first_token_ms: the median over loads, of P and D together.
+        of_p_ms, of_d_ms: the instrument's at either side, the mean over loads.
+    """
+
+    what: str
+    dtype: str
+    model: str
+    loads: int
+    first_token_ms: float
+    of_p_ms: float
+    of_d_ms: float
+    stage: str = "clocked"
+
+    @property
+    def share(self) -> float:
+        """Of the time to the first token."""
+        return (self.of_p_ms + self.of_d_ms) / self.first_token_ms
 
 
 @dataclass(frozen=True)
@@ -135,6 +165,40 @@ async def measure_switched(
         if turn >= WARM_UP:
             found.append((seconds[False], seconds[True]))
         advance()
+    return found
+
+
+async def measure_clocked(
+    client: httpx.AsyncClient,
+    pair: Pair,
+    words: Sequence[int],
+    loads: int,
+    advance: Callable[[], None],
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Seconds to the first token of each load, and by instrument of P and of D, of all."""
+    chance, found = random.Random(31), []
+    for load in range(WARM_UP + loads):
+        if load == WARM_UP:
+            for engine in pair:
+                await engine.rpc(client, "kvpatch_clocked")
+        tokens = tuple(chance.choices(words, k=PROMPT_TOKENS))
+        seconds = await _seconds(client, pair, tokens, None)
+        if load >= WARM_UP:
+            found.append(seconds)
+        advance()
+    sums = [(await engine.rpc(client, "kvpatch_clocked"))[0] for engine in pair]
+    return found, sums
+
+
+def clocked_rows(
+    dtype: str, model: str, seconds: Sequence[float], sums: Sequence[Mapping[str, float]]
+) -> list[ClockedRow]:
+    """A row for each instrument."""
+    loads, first_ms = len(seconds), 1e3 * statistics.median(seconds)
+    found = []
+    for what in (HOLDS, WITNESS):
+        of_p_ms, of_d_ms = (1e3 * side[what] / loads for side in sums)
+        found.append(ClockedRow(what, dtype, model, loads, first_ms, of_p_ms, of_d_ms))
     return found
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from experiments.engines.clock import Clock
 from experiments.engines.lab_probe import LabProbe
 from experiments.engines.load_faults import FAULTS, Layer, Load
 from kvpatch.connector.witness.loads import loads_in
@@ -146,7 +147,7 @@ def _by_token(kept: torch.Tensor, plane: Plane) -> torch.Tensor:
     return kept.view(shape).transpose(1, 2)
 
 
-_SPOILER = "_kvpatch_spoiler"
+_SPOILER, _CLOCK = "_kvpatch_spoiler", "_kvpatch_clock"
 
 
 class ProofProbe(LabProbe):
@@ -177,6 +178,18 @@ class ProofProbe(LabProbe):
 
         Witness.before = heard  # type: ignore[method-assign]
         return True
+
+    def kvpatch_clock(self) -> bool:
+        """From now on what instruments do for single loads is timed."""
+        clock = Clock()
+        clock.start()
+        setattr(self, _CLOCK, clock)
+        return True
+
+    def kvpatch_clocked(self) -> dict[str, float]:
+        """Seconds by instrument, since the last call."""
+        clock: Clock = getattr(self, _CLOCK)
+        return clock.take()
 
     def kvpatch_spoil(self, name: str) -> list[str]:
         """Has the fault come over what P holds of a request; its name, or nothing where it is not

@@ -2,14 +2,16 @@
 
 A step in which nothing is loaded takes a connector some tens of microseconds. What wrapt puts in a
 method's place takes two or three of its own, however little it does, and a plain function a tenth
-of that: so what is called in every step is replaced by one, which all patches share that have a
-part there, and which looks at nothing but these parts.
+of that: so what the newest releases call in every step is replaced by one, which all patches share
+that have a part there, and which looks at nothing but these parts. What older releases need beside
+that is wrapped (``kvpatch.legacy``).
 
 =================================  =======================================================  ========
 call                               of                                                       made by
 =================================  =======================================================  ========
 ``schedule``                       vLLM's scheduler, first of all                           around
-``build_connector_meta``           the scheduler's halves: what the workers are told        build
+``build_connector_meta``           a connector's, and its scheduler's: what workers are     build
+                                   told
 ``bind_connector_metadata``        a worker's, before the model runs                        bind
 ``start_load_kv``                  a worker's, which begins reads; from 0.29 on behind the  begin
                                    model's part
@@ -19,6 +21,7 @@ call                               of                                           
 ``get_block_ids_with_load_errors`` a worker's: blocks that could not be loaded              amend
 ``get_kv_connector_stats``         both halves: what they have counted                      around,
                                                                                             amend
+``is_empty``                       the release's statistics, of a step                      amend
 =================================  =======================================================  ========
 
 Where several patches have a part they take it in the order of ``kvpatch.patches.SLUGS``. A name in
@@ -81,8 +84,9 @@ def amend(method: Method, parts: Parts) -> Method:
 
     @wraps(method)
     def call(self: Any) -> Any:
+        on = parts.on
         found = method(self)
-        for part in parts.on:
+        for part in on:
             found = part(self, found)
         return found
 

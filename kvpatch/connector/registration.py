@@ -54,10 +54,10 @@ def register_kv_caches(method: Method, parts: Parts) -> Method:
 
     @wraps(method)
     def register_kv_caches(self: Any, kv_caches: Mapping[str, Any]) -> Any:
-        register = partial(method, self)
-        if not parts.on:
+        register, steps = partial(method, self), parts.by_slug
+        if not steps:
             return register(kv_caches)
-        return _register(release_worker(self), parts.by_slug, register, kv_caches)
+        return _register(release_worker(self), steps, register, kv_caches)
 
     return register_kv_caches
 

@@ -196,7 +196,8 @@ class Ledger:
         behind = [str(s) for owner, target, s, _ in new if vars(owner)[s.name] is not target]
         for owner, target, site, wrapper in new:
             self._wrap(slug, owner, site.name, target, wrapper, site)
-        for parts, step in self._shared_by(sites).values():
+        for change, (parts, step) in self._shared_by(sites).items():
+            change.turn_on()
             parts.put(slug, step.part)
         return behind
 

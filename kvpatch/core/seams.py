@@ -168,6 +168,11 @@ def update_state_after_alloc(facts: ReleaseFacts) -> Site:
     return _site(facts.connector, "update_state_after_alloc", *got)
 
 
+def connector_meta(facts: ReleaseFacts) -> Site:
+    """Where vLLM asks for a step's metadata, whichever scheduler half writes it."""
+    return _site(facts.connector, "build_connector_meta", "scheduler_output")
+
+
 def get_finished(facts: ReleaseFacts) -> Site:
     """Where vLLM asks which requests have been sent and received."""
     return _site(facts.connector, "get_finished", "finished_req_ids")

@@ -92,8 +92,8 @@ def _digests_of(connector: Any) -> PromisedDigests | None:
     return digests if digests is not None and digests.is_on else None
 
 
-def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
-    digests = held_by(scheduler, PromisedDigests)
+def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
+    digests = held_by(connector_scheduler(connector), PromisedDigests)
     return digests.tell if digests is not None and digests.has_news else None  # in few steps
 
 
@@ -119,7 +119,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
         seams.transfer_results(facts): Step(around, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
-        seams.build_connector_meta(facts): Step(build, _build_metadata),
+        seams.connector_meta(facts): Step(build, _build_metadata),
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches

@@ -128,8 +128,8 @@ def _get_num_new_matched_tokens(
     return matched(*args, **kwargs)
 
 
-def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
-    buffer = scheduler_state(scheduler).host_buffer
+def _build_metadata(connector: Any, output: Any) -> Callable[[Any], None] | None:
+    buffer = links.host_buffer_of(connector)
     return None if buffer is None else partial(buffer.plan, output)
 
 
@@ -183,7 +183,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.wait_for_save(facts): Step(around, Around(after=_save)),
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
-        seams.build_connector_meta(facts): Step(build, _build_metadata),
+        seams.connector_meta(facts): Step(build, _build_metadata),
         seams.schedule(facts): (
             Step(around, Around(before=links.link)) if facts.can_answer_later else _schedule
         ),

@@ -98,10 +98,8 @@ def _name_ours(_: Any, stats: Any) -> None:
 # --- the release's statistics ---------------------------------------------------------
 
 
-def _is_empty(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return wrapped(*args, **kwargs) and not payload.samples_of(instance.data)
+def _is_empty(stats: Any, is_empty: Any) -> Any:
+    return is_empty and not payload.samples_of(stats.data)
 
 
 def _aggregate(
@@ -180,7 +178,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         seams.record_transfer(facts.stats): _record_transfer,
         seams.worker_stats(facts): Step(around, Around(_count, _name_ours)),
-        seams.stats_are_empty(facts.stats): _is_empty,
+        seams.stats_are_empty(facts.stats): Step(amend, _is_empty),
         seams.aggregate_stats(facts.stats): _aggregate,
         seams.build_connector_stats(facts): _build_kv_connector_stats,
         seams.prom_metrics_init(facts.stats): _prom_init,

@@ -122,8 +122,8 @@ def _update_state_after_alloc(
     return update(*args, **kwargs)
 
 
-def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
-    holds = held_by(scheduler, GrantedHolds)
+def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
+    holds = held_by(connector_scheduler(connector), GrantedHolds)
     return holds.tell if holds is not None and holds.has_news else None  # in few steps
 
 
@@ -154,7 +154,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.transfer_results(facts): Step(around, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.update_state_after_alloc(facts): _update_state_after_alloc,
-        seams.build_connector_meta(facts): Step(build, _build_metadata),
+        seams.connector_meta(facts): Step(build, _build_metadata),
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches

@@ -104,8 +104,8 @@ def _read_blocks_for_req(
 
 
 def _note_loads(worker: Any) -> None:
-    # In few engines, and once they have met a peer.
-    if worker.enable_heterogeneous_attn_post_process and held_by(worker, ReorderedLoads):
+    # Once it has met a peer.
+    if held_by(worker, ReorderedLoads) and worker.enable_heterogeneous_attn_post_process:
         note_loads(worker)
 
 

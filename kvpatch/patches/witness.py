@@ -31,6 +31,7 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvpatch.connector.engine_steps import Around, amend, around, bind, build
@@ -90,19 +91,20 @@ def _update_requests_with_invalid_blocks(
     found = wrapped(*args, **kwargs)
     affected, _, blocks = found
     # vLLM lets others have blocks that it computes again, which may take several steps.
-    if affected and blocks:
+    if affected and blocks and settings.witness() == "enforce":
         instance.kv_cache_manager.evict_blocks(blocks)
     return found
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    wish = settings.witness()
     found: dict[Site, Wrapper | Step] = {
-        **registration_step(facts, set_up),
+        **registration_step(facts, partial(set_up, wish=wish)),
         seams.build_connector_meta(facts): Step(build, _build_metadata),
         seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
         seams.transfer_results(facts): Step(around, Around(before=_before_results)),
     }
-    if settings.witness() == "log":
+    if wish == "log":
         return found  # which takes no load back
     if facts.failed_loads != "unknown":
         found[seams.get_block_ids_with_load_errors(facts)] = Step(amend, _load_errors)

@@ -27,6 +27,10 @@ def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:
         found.append((worker.module, f"{worker.owner}._nixl_handshake"))
     if facts.listens_in_scheduler:  # from 0.11.1: by which a CPU's keys lie
         found.append(("vllm.v1.attention.backends.cpu_attn", "_get_attn_isa"))
+    package, _, module = facts.scheduler.module.rpartition(".")
+    if module == "base_scheduler":  # in push mode another calls the one that is replaced
+        push = f"{package}.push_scheduler"
+        found.append((push, "NixlPushConnectorScheduler.build_connector_meta"))
     if not facts.keeps_aborted_blocks:
         blocks = "SingleTypeKVCacheManager.free"
         found.append(("vllm.v1.core.single_type_kv_cache_manager", blocks))

@@ -120,6 +120,34 @@ def test_metadata_is_built_once_and_told_by_those_who_have_something(by_name: bo
     assert SAID == ["nothing to tell", "vLLM owner (5,)", "owner 5 what vLLM returns"]
 
 
+def test_parts_come_and_go_while_the_function_stands() -> None:
+    held, part = Parts(), Around(before=lambda worker: SAID.append("before"))
+    call = around(vllms, held)
+    called = "vLLM worker ()"
+
+    for change, expected in (
+        (lambda: held.put("first", part), ["before", called]),
+        (lambda: held.put("second", part), ["before", "before", called]),
+        (held.clear, [called]),
+        (lambda: held.put("second", part), ["before", called]),
+    ):
+        SAID.clear()
+        change()
+        call("worker")
+        assert expected == SAID
+
+
+def test_an_answer_is_amended_by_those_who_were_on_when_it_was_asked_for() -> None:
+    held = Parts()
+
+    def switched_off_meanwhile(owner: Any) -> str:
+        held.clear()
+        return "found"
+
+    held.put("first", lambda owner, found: f"{found}, amended")
+    assert amend(switched_off_meanwhile, held)("worker") == "found, amended"
+
+
 def test_without_parts_a_call_is_as_it_was() -> None:
     """As where kvpatch was switched off and somebody else has wrapped the call since."""
     assert replaced(around)("worker") == "what vLLM returns"

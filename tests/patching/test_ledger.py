@@ -276,6 +276,21 @@ def test_a_patch_that_drifted_elsewhere_has_no_step():
     assert Target().method(1) == (["p"], 1)
 
 
+def test_a_shared_function_that_was_left_behind_is_on_for_whoever_comes_next():
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    Target.method = wrapt.FunctionWrapper(
+        vars(Target)["method"], lambda wrapped, instance, args, kwargs: wrapped(*args)
+    )
+    assert ledger.undo()
+    assert not any(change.enabled for change in ledger._changes)
+
+    ledger.apply("q", _STEP)
+
+    assert Target().method(1) == (["q"], 1)
+    assert all(change.enabled for change in ledger._changes), "what kvcached does over it counts"
+
+
 def test_undo_switches_all_steps_off_below_a_foreign_wrapper():
     ledger = Ledger()
     ledger.apply("p", _STEP)

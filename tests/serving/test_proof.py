@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("httpx", reason="httpx is not installed")
 
 from experiments import proof_shown, proof_tables  # noqa: E402
-from experiments.engines import fault_loads, good_loads, lease_loads, load_costs  # noqa: E402
+from experiments.engines import clock, fault_loads, good_loads, lease_loads, load_costs  # noqa: E402
 from experiments.engines.load_faults import FAULTS, Layer, Load  # noqa: E402
 from experiments.engines.prompt_tokens import Excerpts, Words  # noqa: E402
 from experiments.engines.proof_probe import (  # noqa: E402
@@ -309,11 +309,44 @@ def test_each_number_that_is_shown_has_a_name() -> None:
         proof_shown.cost_table([cost]),
     ):
         assert all(column.header and list(column.cells) for column in table.columns)
-    for rows in (proof_tables.lease_rows, proof_tables.cost_rows):
-        columns, (shown,) = rows([asdict(late), asdict(cost)])
+    sums = ({"holds": 2e-5, "witness": 0.0}, {"holds": 4e-5, "witness": 4e-3})
+    clocked = load_costs.clocked_rows("float32", "m", [0.1, 0.1, 0.3, 0.1], sums)
+    assert [round(1e6 * row.share) for row in clocked] == [150, 10000]
+    assert proof_shown.clocked_table(clocked).row_count == 2
+    for rows in (proof_tables.lease_rows, proof_tables.cost_rows, proof_tables.clocked_rows):
+        columns, (shown, *_) = rows([asdict(late), asdict(cost), *map(asdict, clocked)])
         assert len(columns) == len(shown)
-    assert _missed(late, cost) == ["time to first token, of stock's"]
+    assert _missed(late, cost, *clocked) == ["time to first token, of stock's"]
+    assert _missed(replace(clocked[1], of_d_ms=1.1)) == ["of the time to first token, by a clock"]
     assert _missed(replace(late, wrong=1)) == ["wrong answers"]
+
+
+def test_a_clock_has_the_wait_for_an_answer_from_the_first_time_it_is_asked_for() -> None:
+    """And of what is called in a step the call alone."""
+
+    class Check:
+        looks = 0
+
+        def answer(self, nixl: Any) -> bool | None:
+            self.looks += 1
+            return True if self.looks == 2 else None
+
+    watch, check = clock.Clock(), Check()
+    answer = watch._waited_for(Check.answer)
+    assert answer(check, None) is None
+    assert watch.take()["holds"] == 0.0
+    time.sleep(0.02)
+    assert answer(check, None)
+    assert watch.take()["holds"] >= 0.02
+    assert watch._timed("witness", lambda: time.sleep(0.01) or 7)() == 7
+    assert watch.take()["witness"] >= 0.01
+    assert watch.take() == {"holds": 0.0, "witness": 0.0}
+
+
+def test_what_a_clock_is_set_around_is_there() -> None:
+    for calls in clock._calls().values():
+        for owner, names in calls.items():
+            assert all(callable(getattr(owner, name)) for name in names)
 
 
 def test_tables_tell_digests_from_the_witness() -> None:

@@ -21,7 +21,6 @@ from kvpatch.connector.witness.counts import Alarm, WitnessCounts
 from kvpatch.connector.witness.enforcement import why_not_enforced
 from kvpatch.connector.witness.lens import Lens, lens_of
 from kvpatch.connector.witness.loads import Load, loads_in
-from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry, WitnessRefused
 from kvpatch.core.text import one_line
 from kvpatch.geometry.segments import Int64Array
@@ -178,9 +177,13 @@ class Witness:
         return found
 
 
-def set_up(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> None:
-    """Gives a worker its witness, where one is asked for, of the tensors that it registers."""
-    wish = settings.witness()
+def set_up(release: ReleaseWorker, kv_caches: Mapping[str, Any], wish: str) -> None:
+    """Gives a worker its witness, where one is asked for, of the tensors that it registers.
+
+    Args:
+        wish: ``off``, ``log`` or ``enforce``, as it was when vLLM's calls were replaced: by that
+            somebody hands over the blocks of bad loads, or nobody does.
+    """
     if wish == "off" or not release.pulls:
         return
     lens: Lens | str
