@@ -19,7 +19,7 @@ from kvpatch.connector.handshake.agent_metadata import (
     read_agent_metadata,
     state_bytes_of,
 )
-from kvpatch.connector.handshake.cpu_keys import may_be_tiled
+from kvpatch.connector.handshake.cpu_keys import may_be_tiled, order_of
 from kvpatch.connector.handshake.decision import Decision, LocalCache, Prove, Read, Refuse
 from kvpatch.connector.handshake.homogeneous_view import (
     block_bytes_as_ours,
@@ -46,12 +46,13 @@ from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.shared_rows import Region, regions_of, shared_rows
 from kvpatch.connector.local.state_division import divided_states
+from kvpatch.connector.local.whole_blocks import check_contents, contents_of
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.connector.state import WorkerState, worker_state
-from kvpatch.connector.stated_keys import SideChannels
+from kvpatch.connector.stated_words import CONTENTS, KEYS, SideChannels
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
 from kvpatch.connector.unlike_releases.stated import read_statement
 from kvpatch.core.errors import PeerRefused
@@ -177,6 +178,8 @@ class Handshake:
                 "use one of each on both sides",
             )
         statement = self._statement()
+        if statement is None:
+            self._check_contents()
         if isinstance(local, UnreadCache) and statement is not None:
             raise PeerRefused(
                 "this engine's cache is not one that kvpatch reads into, and it is of another "
@@ -207,10 +210,23 @@ class Handshake:
         shares_tokens = any(size != 1 for size in self.contexts)
         peer = replace(peer, shares_tokens=shares_tokens, named=named)
         if statement is None and isinstance(local, LocalCache) and asks_for_keys(local, peer):
-            channels = worker_state(self.worker).of(SideChannels)
-            keys = channels.keys_of(self.metadata.engine_id, self.tp_rank, self.facts)
-            peer = replace(peer, stated_keys=keys)
+            peer = replace(peer, stated_keys=order_of(self._word(KEYS)))
         return peer
+
+    def _word(self, name: str) -> object:
+        """What the rank's own kvpatch says; None where nobody says it."""
+        channels = worker_state(self.worker).of(SideChannels)
+        return channels.word(name, self.metadata.engine_id, self.tp_rank, self.facts)
+
+    def _check_contents(self) -> None:
+        """Of blocks that are no rows of tokens, where ours has some.
+
+        Raises:
+            PeerRefused: P's hold something else.
+        """
+        ours = contents_of(ReleaseWorker(self.worker, self.facts))
+        if ours is not None:
+            check_contents(ours, self._word(CONTENTS))
 
     def _regions(self) -> tuple[Region, ...]:
         """The peer's, where rows may hold layers of unlike kinds (from 0.29)."""

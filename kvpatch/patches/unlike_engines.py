@@ -66,7 +66,7 @@ from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.connector.state import held_by, release_worker, scheduler_state, worker_state
-from kvpatch.connector.stated_keys import SideChannels, state_keys, with_stated_keys
+from kvpatch.connector.stated_words import SideChannels, state_words, with_stated_words
 from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
@@ -140,7 +140,7 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
     return attach
 
 
-# --- how a CPU's keys lie, which no release says ---------------------------------------
+# --- what no release says --------------------------------------------------------------
 
 
 def _get_handshake_metadata(
@@ -148,7 +148,7 @@ def _get_handshake_metadata(
 ) -> Any:
     metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
     if metadata is not None and worker is not None:
-        state_keys(release_worker(worker), metadata)
+        state_words(release_worker(worker), metadata)
     return metadata
 
 
@@ -156,7 +156,7 @@ def _set_xfer_handshake_metadata(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def take(metadata: Any) -> Any:
-        return wrapped(with_stated_keys(metadata))
+        return wrapped(with_stated_words(metadata))
 
     return take(*args, **kwargs)
 
@@ -179,7 +179,7 @@ def _nixl_handshake(
     return shake_hands(*args, **kwargs)
 
 
-def _of_keys(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+def _of_words(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     """Where answers at the side channel are maps of names, to which one can be added."""
     if not facts.encodes_metadata:
         return {}
@@ -216,7 +216,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received
-    for site, wrapper in _of_keys(facts).items():
+    for site, wrapper in _of_words(facts).items():
         other = found.get(site)  # what an old release needs there
         if other is None or isinstance(other, Step):
             found[site] = wrapper

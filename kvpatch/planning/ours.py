@@ -60,7 +60,7 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
         if engine.backend.is_unregistered(engine.facts):
             return Judged(Verdict(Outcome.REFUSED_AT_START, *unregistered(engine)), "refused")
     unseen = next(uncompared_factors(pair), None)
-    if unseen is not None and is_of_states_alike_in_size(pair, unseen):
+    if unseen is not None and is_of_states_alike_in_size(pair, unseen) and not _says_types(pair):
         reason = f"{unseen}, of as many bytes, and nobody compares them"
         return Judged(Verdict(Outcome.WRONG, reason, unseen.cure), "vLLM's own")
     if unseen is not None:
@@ -93,6 +93,12 @@ def _stated_keys(engine: PlannedEngine) -> KeyOrder | None:
     """What P's own kvpatch says, where its processor has the say."""
     is_told = engine.has_kvpatch and engine.facts.encodes_metadata
     return engine.key_order if is_told and word_of(engine.key_order) else None
+
+
+def _says_types(pair: Pair) -> bool:
+    """Whether P's own kvpatch tells D of which types its states are."""
+    p, facts = pair.prefill, pair.decode.facts
+    return p.has_kvpatch and facts.encodes_metadata and p.facts.release == facts.release
 
 
 def _wrong_keys(pair: Pair, decisions: Iterable[Decision]) -> Verdict | None:

@@ -103,6 +103,8 @@ class EngineSpec:
     #: Where the prefix cache keeps states: nowhere, so that there is no such cache, at some
     #: blocks' ends, or at all.
     state_mode: StateMode = "none"
+    #: Slots of a ring of keys; as many as its kind has where it is 0.
+    ring_tokens: int = 0
     #: Of the only block of recurrent state that a request has: the longest request.
     state_tokens: int = STATE_TOKENS
     #: Whether the first layer is such a one, and not the second.
@@ -258,6 +260,8 @@ class EngineSpec:
         """Tokens of a block of a layer's."""
         if self.is_state(layer):
             return self.state_tokens if self.state_mode == "none" else self.block_tokens
+        if self.kind_of(layer) == "ring" and self.ring_tokens:
+            return self.ring_tokens
         if self.kind_of(layer):
             return OWN_BLOCK_TOKENS.get(self.kind_of(layer), self.block_tokens)
         if self.packs_pages:

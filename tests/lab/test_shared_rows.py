@@ -51,6 +51,10 @@ def _case(name: str, ranks: tuple[int, int], heads: int = _HEADS_ON_EACH) -> Cas
     return Case(f"{name} of {heads} heads, TP{ranks[0]} to TP{ranks[1]}", p, d, _PROMPT_TOKENS)
 
 
+def _sides(case: Case) -> tuple[EngineSpec, EngineSpec]:
+    return case.prefill, case.decode
+
+
 def _ours(lab: Lab, case: Case, sabotage: Sabotage | StateSabotage | None = None) -> Report:
     return lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
 
@@ -182,3 +186,32 @@ def test_states_inside_blocks(lab: Lab, kind: str, ranks: tuple[int, int]) -> No
     assert stock.outcome == ("corrupt" if kind == "mamba2, one group" else "identical")
     if stock.outcome == "corrupt":
         assert "every rank has whole" in ours.detail
+
+
+@pytest.mark.parametrize("says", [True, False])
+@pytest.mark.parametrize("slots", [(8, 16), (16, 8)], ids=str)
+def test_rings_of_unlike_lengths(lab: Lab, slots: tuple[int, int], says: bool) -> None:
+    """P and D draft unlike numbers of tokens: no handshake says it, but P's kvpatch does.
+
+    Of several such layers the pages do not fit; of one they do, and are read for what they are not:
+    a token is in another slot of each. The lab fills all slots, and sees it where D has more.
+    """
+    name = "one attention layer"
+    if Version(lab.release) < Version("0.30"):
+        pytest.skip("this release takes no such model without a whole state")
+    case = _case(name, (1, 1))
+    p, d = (replace(s, ring_tokens=n) for s, n in zip(_sides(case), slots, strict=True))
+    case = replace(case, prefill=p, decode=d)
+
+    report = lab.run(case.patched(*SLUGS, prefill=says))
+
+    seen = "corrupt" if slots[0] < slots[1] else "identical"
+    assert lab.run(case.stock()).outcome == seen
+    if says:
+        assert report.outcome == "refused", report
+        assert f"a ring of {slots[1]} here" in report.detail
+        assert "have them draft as many tokens" in report.detail
+    else:
+        assert report.outcome == seen, "docs/reference/limits.md"
+    like = replace(case, prefill=d)
+    assert lab.run(like.patched(*SLUGS)).outcome == "identical"

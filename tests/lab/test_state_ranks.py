@@ -179,3 +179,27 @@ def test_other_types_of_states(lab: Lab, side: str) -> None:
     assert "its recurrent states take" in report.detail
     assert "--mamba-ssm-cache-dtype" in report.detail
     assert lab.run(case.stock()).outcome == "corrupt"
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_types_of_states_of_as_many_bytes(lab: Lab, says: bool) -> None:
+    """float16 beside bfloat16: P's bytes arrive, and are numbers of another kind to D.
+
+    No handshake has a word for it (<= 0.33); P's kvpatch has.
+    """
+    case = _case(lab, (1, 1), "mamba2")
+    p = replace(case.prefill, state_dtype="float16", patched=says)
+    case = _ours(replace(case, prefill=p))
+    case = replace(case, prefill=replace(case.prefill, patched=says))
+
+    report = lab.run(case)
+
+    if says and FACTS[lab.release].encodes_metadata:
+        assert report.outcome == "refused", report
+        assert "hold states of bfloat16,bfloat16 here, and 'states of float16" in report.detail
+        assert "--mamba-ssm-cache-dtype" in report.detail
+    else:
+        assert report.outcome == "identical", report
+    like = replace(case, decode=replace(case.decode, state_dtype="float16"))
+    assert lab.run(like).outcome == "identical"
+    assert lab.run(case.stock()).outcome == "identical", "byte by byte"

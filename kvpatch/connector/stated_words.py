@@ -1,0 +1,87 @@
+"""What P's kvpatch states beside all that its release does; and how D hears it.
+
+A release's handshake has no word for how a CPU's keys lie, nor for the types of recurrent states or
+the slots of a ring of keys. P's answer at its side channel is a map of names, of which each release
+takes those that it knows: P's kvpatch adds some. D's release lets go of them, so that D's kvpatch
+asks once more where it has to know.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any
+
+from kvpatch.connector.handshake.cpu_keys import word_of
+from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.connector.local.whole_blocks import contents_of
+from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+#: In P's answer: how a CPU's keys lie, and what is in blocks that are no rows of tokens.
+KEYS, CONTENTS = "kvpatch_keys", "kvpatch_contents"
+#: Of a worker's metadata, on its way to its scheduler.
+_WORDS = "_kvpatch_words"
+
+# --- the side that is read --------------------------------------------------------
+
+
+def state_words(release: ReleaseWorker, metadata: Any) -> None:
+    """Writes what no release says onto what a worker states, where there is something to say."""
+    order = release.key_order() if release.tiles_on_amx else None
+    words = {
+        KEYS: None if order is None else word_of(order),
+        CONTENTS: contents_of(release),
+    }
+    found = {name: word for name, word in words.items() if word is not None}
+    if found:
+        setattr(metadata, _WORDS, found)
+
+
+def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What workers state, as their scheduler encodes it for peers: with some names more."""
+    return {rank: _with_words(stated) for rank, stated in metadata.items()}
+
+
+def _with_words(stated: Any) -> Any:
+    words: dict[str, str] = vars(stated).pop(_WORDS, {})
+    if not words:
+        return stated
+    kind = type(stated)
+    more = [(name, str, field(default="")) for name in words]
+    with_fields = make_dataclass(kind.__name__, more, bases=(kind,))
+    known = {one.name: getattr(stated, one.name) for one in fields(stated)}
+    found = with_fields(**known, **words)
+    # What other patches have written onto it, for their own parts of the scheduler.
+    vars(found).update({n: v for n, v in vars(stated).items() if n not in known})
+    return found
+
+
+# --- the side that reads ----------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SideChannels:
+    """Where a worker's peers answer, by engine id."""
+
+    found: RecentEngines[Address] = field(default_factory=RecentEngines)
+
+    def word(self, name: str, engine_id: str, tp_rank: int, facts: ReleaseFacts) -> object:
+        """What a rank's own kvpatch says under a name; None where nobody says it."""
+        import msgspec
+
+        address = self.found.get(engine_id)
+        if address is None or not facts.encodes_metadata:
+            return None
+        try:
+            payload, *_ = ask(address, question_for(facts.question, tp_rank))
+            stated = msgspec.msgpack.decode(payload, type=dict[str, Any])
+        except (PeerRefused, msgspec.MsgspecError) as error:
+            _LOG.debug("engine %.200r does not say its %s: %s", engine_id, name, error)
+            return None
+        return stated.get(name)

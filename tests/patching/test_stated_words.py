@@ -1,0 +1,152 @@
+"""What P's kvpatch says beside its release: on its way out, and as D takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from kvpatch.connector.local.whole_blocks import check_contents, contents_of
+from kvpatch.connector.stated_words import (
+    CONTENTS,
+    KEYS,
+    SideChannels,
+    state_words,
+    with_stated_words,
+)
+from kvpatch.connector.unlike_releases.side_channel import Address
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import FACTS
+
+from .release_workers import worker_of
+
+pytestmark = pytest.mark.patching
+
+_RELEASE = "0.33.0"
+
+
+@dataclass
+class Stated:
+    """As a release's worker states itself."""
+
+    engine_id: str
+    blocks: list[int] = field(default_factory=list)
+
+
+class CircularBufferSpec:
+    """As vLLM's, as far as anybody looks."""
+
+    block_size = 13
+
+
+def _states(*dtypes: torch.dtype) -> Any:
+    return SimpleNamespace(shapes=[(2, 3)] * len(dtypes), dtypes=dtypes)
+
+
+def _worker(*specs: Any, release: str = _RELEASE) -> Any:
+    return worker_of(release, _layer_specs={f"layer {n}": spec for n, spec in enumerate(specs)})
+
+
+_HYBRID = (object(), _states(torch.bfloat16, torch.float32), _states(torch.bfloat16, torch.float32))
+
+
+def test_types_and_slots_are_said_of_all_layers_once() -> None:
+    assert contents_of(_worker(*_HYBRID)) == "states of bfloat16,float32"
+    both = _worker(*_HYBRID, _states(torch.float16), CircularBufferSpec(), CircularBufferSpec())
+    assert contents_of(both) == "states of bfloat16,float32; states of float16; a ring of 13"
+
+
+def test_of_rows_of_tokens_there_is_nothing_to_say() -> None:
+    assert contents_of(_worker(object(), object())) is None
+    assert contents_of(_worker(*_HYBRID, release="0.17.0")) is None, "which has no plan of groups"
+
+
+def test_a_peer_that_says_nothing_is_taken_as_it_is() -> None:
+    check_contents("states of float16", None)
+    check_contents("states of float16", "states of float16")
+
+
+@pytest.mark.parametrize("theirs", ["states of bfloat16", "", 7, ["states of float16"], "x" * 9999])
+def test_a_peer_that_says_anything_else_is_refused(theirs: object) -> None:
+    with pytest.raises(PeerRefused, match="hold states of float16 here") as found:
+        check_contents("states of float16", theirs)
+    assert len(str(found.value)) < 1000
+    assert "--mamba-ssm-cache-dtype" in str(found.value)
+
+
+def test_words_are_names_more_which_a_release_lets_go_of() -> None:
+    plain, said = Stated("p", [1]), Stated("p", [2])
+    said.__dict__["_kvpatch_of_another_patch"] = 5
+    setattr(said, "_kvpatch_words", {KEYS: "tiles", CONTENTS: "states of float16"})  # noqa: B010
+
+    found = with_stated_words({0: plain, 1: said})
+
+    assert found[0] is plain
+    assert vars(found[1])["_kvpatch_of_another_patch"] == 5
+    encoded = msgspec.msgpack.encode(found[1])
+    assert msgspec.msgpack.decode(encoded) == {
+        "engine_id": "p", "blocks": [2], KEYS: "tiles", CONTENTS: "states of float16",
+    }  # fmt: skip
+    assert msgspec.msgpack.decode(encoded, type=Stated) == Stated("p", [2])
+
+
+def test_a_worker_writes_what_it_has_to_say() -> None:
+    class Worker(type(_worker())):  # type: ignore[misc]
+        tiles_on_amx = False
+
+    stated = Stated("p")
+    hybrid = _worker(*_HYBRID)
+    state_words(Worker(hybrid.worker, hybrid.facts), stated)
+    assert vars(with_stated_words({0: stated})[0])[CONTENTS] == "states of bfloat16,float32"
+    plain = _worker(object())
+    state_words(Worker(plain.worker, plain.facts), other := Stated("p"))
+    assert with_stated_words({0: other})[0] is other
+
+
+@pytest.fixture
+def answering() -> Iterator[dict[str, Any]]:
+    """A listener, and what it answers."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.REP)
+    answer: dict[str, Any] = {"port": socket.bind_to_random_port("tcp://127.0.0.1")}
+
+    def serve() -> None:
+        while not answer.get("over") and socket.poll(50) is not None:
+            if socket.poll(50):
+                socket.recv()
+                socket.send(answer["payload"])
+
+    thread = Thread(target=serve)
+    thread.start()
+    yield answer
+    answer["over"] = True
+    thread.join()
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("payload", "word"),
+    [
+        (msgspec.msgpack.encode({CONTENTS: "states of float16"}), "states of float16"),
+        (msgspec.msgpack.encode({"engine_id": "p"}), None),
+        (msgspec.msgpack.encode(7), None),
+        (b"\xc1", None),
+    ],
+)
+def test_a_word_is_asked_for_where_p_answers(
+    answering: dict[str, Any], payload: bytes, word: object
+) -> None:
+    answering["payload"] = payload
+    channels, facts = SideChannels(), FACTS[_RELEASE]
+    assert channels.word(CONTENTS, "p", 0, facts) is None, "nobody has said where P answers"
+    channels.found["p"] = Address("127.0.0.1", answering["port"])
+
+    assert channels.word(CONTENTS, "p", 0, facts) == word
+    assert channels.word(CONTENTS, "p", 0, FACTS["0.12.0"]) is None
