@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from kvpatch.connector.divided_block_handles import blocks_undivided
@@ -210,13 +210,14 @@ class Handshake:
         shares_tokens = any(size != 1 for size in self.contexts)
         peer = replace(peer, shares_tokens=shares_tokens, named=named)
         if statement is None and isinstance(local, LocalCache) and asks_for_keys(local, peer):
-            peer = replace(peer, stated_keys=order_of(self._word(KEYS)))
+            peer = replace(peer, stated_keys=order_of(self._words.get(KEYS)))
         return peer
 
-    def _word(self, name: str) -> object:
-        """What the rank's own kvpatch says; None where nobody says it."""
+    @cached_property
+    def _words(self) -> Mapping[str, object]:
+        """What the rank answers, its own kvpatch's words among it; asked for once."""
         channels = worker_state(self.worker).of(SideChannels)
-        return channels.word(name, self.metadata.engine_id, self.tp_rank, self.facts)
+        return channels.words(self.metadata.engine_id, self.tp_rank, self.facts)
 
     def _check_contents(self) -> None:
         """Of blocks that are no rows of tokens, where ours has some.
@@ -226,7 +227,7 @@ class Handshake:
         """
         ours = contents_of(ReleaseWorker(self.worker, self.facts))
         if ours is not None:
-            check_contents(ours, self._word(CONTENTS))
+            check_contents(ours, self._words.get(CONTENTS))
 
     def _regions(self) -> tuple[Region, ...]:
         """The peer's, where rows may hold layers of unlike kinds (from 0.29)."""

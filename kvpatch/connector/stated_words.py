@@ -49,7 +49,7 @@ def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_words(stated: Any) -> Any:
-    words: dict[str, str] = vars(stated).pop(_WORDS, {})
+    words: dict[str, str] = vars(stated).get(_WORDS, {})  # a MultiConnector hands it to several
     if not words:
         return stated
     kind = type(stated)
@@ -71,17 +71,22 @@ class SideChannels:
 
     found: RecentEngines[Address] = field(default_factory=RecentEngines)
 
-    def word(self, name: str, engine_id: str, tp_rank: int, facts: ReleaseFacts) -> object:
-        """What a rank's own kvpatch says under a name; None where nobody says it."""
+    def words(self, engine_id: str, tp_rank: int, facts: ReleaseFacts) -> Mapping[str, object]:
+        """All that a rank answers, by name; nothing where it does not answer, as a map."""
         import msgspec
+        import zmq
 
         address = self.found.get(engine_id)
         if address is None or not facts.encodes_metadata:
-            return None
+            return {}
         try:
             payload, *_ = ask(address, question_for(facts.question, tp_rank))
-            stated = msgspec.msgpack.decode(payload, type=dict[str, Any])
-        except (PeerRefused, msgspec.MsgspecError) as error:
-            _LOG.debug("engine %.200r does not say its %s: %s", engine_id, name, error)
-            return None
-        return stated.get(name)
+            stated: Mapping[str, object] = msgspec.msgpack.decode(payload, type=dict[str, Any])
+        except (PeerRefused, msgspec.MsgspecError, zmq.ZMQError) as error:
+            _LOG.warning(
+                "engine %.200r was asked for what its kvpatch says of its cache, and is taken for "
+                "one without: %s",
+                *(engine_id, error),
+            )
+            return {}
+        return stated

@@ -24,6 +24,7 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.connector.smaller_blocks_admission import JoiningCache, why_joined_wrongly
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
+from kvpatch.connector.unlike_releases.peer_releases import speak_alike
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -98,7 +99,8 @@ def _stated_keys(engine: PlannedEngine) -> KeyOrder | None:
 def _says_types(pair: Pair) -> bool:
     """Whether P's own kvpatch tells D of which types its states are."""
     p, facts = pair.prefill, pair.decode.facts
-    return p.has_kvpatch and facts.encodes_metadata and p.facts.release == facts.release
+    is_asked = facts.encodes_metadata and speak_alike((p.facts.release,), facts)
+    return p.has_kvpatch and is_asked
 
 
 def _wrong_keys(pair: Pair, decisions: Iterable[Decision]) -> Verdict | None:

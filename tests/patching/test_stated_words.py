@@ -21,6 +21,7 @@ from kvpatch.connector.stated_words import (
     state_words,
     with_stated_words,
 )
+from kvpatch.connector.unlike_releases import side_channel
 from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
@@ -89,6 +90,8 @@ def test_words_are_names_more_which_a_release_lets_go_of() -> None:
     found = with_stated_words({0: plain, 1: said})
 
     assert found[0] is plain
+    again = with_stated_words({1: said})[1]
+    assert vars(again)[KEYS] == "tiles", "a MultiConnector hands it to several"
     assert vars(found[1])["_kvpatch_of_another_patch"] == 5
     encoded = msgspec.msgpack.encode(found[1])
     assert msgspec.msgpack.decode(encoded) == {
@@ -145,8 +148,25 @@ def test_a_word_is_asked_for_where_p_answers(
 ) -> None:
     answering["payload"] = payload
     channels, facts = SideChannels(), FACTS[_RELEASE]
-    assert channels.word(CONTENTS, "p", 0, facts) is None, "nobody has said where P answers"
+    assert channels.words("p", 0, facts) == {}, "nobody has said where P answers"
     channels.found["p"] = Address("127.0.0.1", answering["port"])
 
-    assert channels.word(CONTENTS, "p", 0, facts) == word
-    assert channels.word(CONTENTS, "p", 0, FACTS["0.12.0"]) is None
+    assert channels.words("p", 0, facts).get(CONTENTS) == word
+    assert channels.words("p", 0, FACTS["0.12.0"]) == {}
+
+
+def test_a_peer_that_nobody_reaches_is_taken_for_one_without_kvpatch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_channel, "ANSWER_MS", 50)
+    channels = SideChannels()
+    for host in ("127.0.0.1", "no such host"):
+        channels.found["p"] = Address(host, 1)
+        caplog.clear()
+        assert channels.words("p", 0, FACTS[_RELEASE]) == {}
+        assert "is taken for one without" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_is_written_as_vllm_takes_it(host: str) -> None:
+    assert Address(host, 5600).path == "tcp://[::1]:5600"

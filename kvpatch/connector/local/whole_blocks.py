@@ -6,7 +6,8 @@ from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.text import shown
 
-#: vLLM's spec of a ring whose slots are as many as the model and the drafted tokens ask for.
+#: vLLM's spec of a ring of keys. Its blocks' tokens are its slots, as many as the model and the
+#: drafted tokens ask for, but of Step5 (0.33), whose slots follow from pages.
 _RING = "CircularBufferSpec"
 
 
@@ -43,6 +44,6 @@ def check_contents(ours: str, theirs: object) -> None:
     if theirs is not None and theirs != ours:
         raise PeerRefused(
             f"blocks that are no rows of tokens hold {ours} here, and {shown(theirs)} at P",
-            "give both sides one --mamba-cache-dtype and one --mamba-ssm-cache-dtype, and have "
-            "them draft as many tokens",
+            "give both sides one --mamba-cache-dtype, --mamba-ssm-cache-dtype and --block-size, "
+            "and have them draft as many tokens",
         )

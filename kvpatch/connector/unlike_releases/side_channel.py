@@ -24,7 +24,8 @@ class Address:
     @property
     def path(self) -> str:
         """As ZMQ has it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        is_bare = ":" in self.host and not self.host.startswith("[")  # vLLM takes both
+        host = f"[{self.host}]" if is_bare else self.host
         return f"tcp://{host}:{self.port}"
 
 
