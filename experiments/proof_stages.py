@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -232,51 +232,51 @@ async def _play_cost_once(
 
 async def play_switched(run: Run, dtype: str) -> list[Any]:
     """What is done for single loads, each instrument's in a pair of its own."""
-    asking, rows = run.asking, list[Any]()
-    pair, *_ = [pair for pair in PAIRS if pair.is_like]
+    rows = list[Any]()
     settings = {"holds": "holds", "witness": "holds and witness"}
     for what, switch in load_costs.SWITCHED.items():
-        (setting,) = (one for one in COSTS if one.name == settings[what])
-        played = Played(pair, setting, asking.model, dtype)
-        async with (
-            connections() as client,
-            running((played.prefill(), played.decode()), client, run.options, run.console) as two,
-        ):
-            await require_kvpatch_as_asked(client, two)
-            await two[1].rpc(client, "kvpatch_look_away")
-            words = sorted(set(await vocabulary(client, two[0])))
+        async with _like_pair(run, settings[what], dtype) as (client, pair, words):
+            await pair[1].rpc(client, "kvpatch_look_away")
             with progress_bar(run.console) as progress:
-                advance = bar(progress, f"{what}: turns", load_costs.WARM_UP + asking.each)
+                advance = bar(progress, f"{what}: turns", load_costs.WARM_UP + run.asking.each)
                 found = await load_costs.measure_switched(
-                    client, (two[0], two[1]), words, switch, asking.each, advance
+                    client, pair, words, switch, run.asking.each, advance
                 )
-        rows.append(load_costs.row_of(what, dtype, asking.model_name, [found], "switched"))
+        rows.append(load_costs.row_of(what, dtype, run.asking.model_name, [found], "switched"))
         run.console.print(cost_table(rows))
     return rows
 
 
 async def play_clocked(run: Run, dtype: str) -> list[Any]:
     """Both instruments in one pair, by a clock."""
-    asking = run.asking
-    pair, *_ = [pair for pair in PAIRS if pair.is_like]
-    (setting,) = (one for one in COSTS if one.name == "holds and witness")
-    played = Played(pair, setting, asking.model, dtype)
-    async with (
-        connections() as client,
-        running((played.prefill(), played.decode()), client, run.options, run.console) as two,
-    ):
-        await require_kvpatch_as_asked(client, two)
-        for engine in two:
+    async with _like_pair(run, "holds and witness", dtype) as (client, pair, words):
+        for engine in pair:
             await engine.rpc(client, "kvpatch_clock")
-        words = sorted(set(await vocabulary(client, two[0])))
         with progress_bar(run.console) as progress:
-            advance = bar(progress, "clocked loads", load_costs.WARM_UP + asking.each)
+            advance = bar(progress, "clocked loads", load_costs.WARM_UP + run.asking.each)
             seconds, sums = await load_costs.measure_clocked(
-                client, (two[0], two[1]), words, asking.each, advance
+                client, pair, words, run.asking.each, advance
             )
-    rows = load_costs.clocked_rows(dtype, asking.model_name, seconds, sums)
+    rows = load_costs.clocked_rows(dtype, run.asking.model_name, seconds, sums)
     run.console.print(clocked_table(rows))
     return list(rows)
+
+
+@asynccontextmanager
+async def _like_pair(
+    run: Run, setting_name: str, dtype: str
+) -> AsyncIterator[tuple[httpx.AsyncClient, load_costs.Pair, list[int]]]:
+    """(client, P and D, words of their vocabulary), of the like pair in one of :data:`COSTS`."""
+    (setting,) = (one for one in COSTS if one.name == setting_name)
+    like, *_ = [pair for pair in PAIRS if pair.is_like]
+    played = Played(like, setting, run.asking.model, dtype)
+    specs = played.prefill(), played.decode()
+    async with (
+        connections() as client,
+        running(specs, client, run.options, run.console) as (prefill, decode),
+    ):
+        await require_kvpatch_as_asked(client, (prefill, decode))
+        yield client, (prefill, decode), sorted(set(await vocabulary(client, prefill)))
 
 
 _STARTS = 3
