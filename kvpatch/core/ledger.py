@@ -57,7 +57,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Step:
-    """A patch's part in a call that is made in every step of the engine.
+    """A patch's part in a call that several share, or that is made in every step of the engine.
 
     A plain function takes the place of the method, once for all patches: what wrapt makes takes
     ten times as long.
