@@ -4,10 +4,10 @@
 
 Like engines with the release's real connectors and its own scheduler: a step is what that plans
 when there is nothing to do, and what vLLM calls of both halves of the connector in it (what both
-have counted from 0.24 on, where the scheduler's half is asked for it). "us" is
-what the thread that takes the steps takes of a processor; of 50 steps at a time the least, since
-what else runs only makes a step longer. Every D has read one prompt before, and answered it. "of
-it" is what an instrument adds to a D that has none of the three.
+have counted from 0.24 on, where the scheduler's half is asked for it). "us" is what the thread that
+takes the steps takes of a processor; of 50 steps at a time the least, since what else runs only
+makes a step longer. Every D has read one prompt before, and answered it. "of it" is what an
+instrument adds to a D that has none of the three.
 """
 
 from __future__ import annotations

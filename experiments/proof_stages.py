@@ -233,9 +233,8 @@ async def _play_cost_once(
 async def play_switched(run: Run, dtype: str) -> list[Any]:
     """What is done for single loads, each instrument's in a pair of its own."""
     rows = list[Any]()
-    settings = {"holds": "holds", "witness": "holds and witness"}
     for what, switch in load_costs.SWITCHED.items():
-        async with _like_pair(run, settings[what], dtype) as (client, pair, words):
+        async with _like_pair(run, switch.setting, dtype) as (client, pair, words):
             await pair[1].rpc(client, "kvpatch_look_away")
             with progress_bar(run.console) as progress:
                 advance = bar(progress, f"{what}: turns", load_costs.WARM_UP + run.asking.each)

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import httpx
 
 from experiments.engines.clock import HOLDS, WITNESS
-from experiments.engines.proof_probe import unseen
+from experiments.engines.proof_probe import UNSEEN
 from kvpatch.connector.holds.hold import FIELD as HOLD
 from kvpatch.verify import handoff
 from kvpatch.verify.engine import Engine
@@ -98,20 +98,22 @@ class Switch:
     """How one load is kept from an instrument.
 
     Attributes:
+        setting: that has the instrument on, by its name in ``proof_pairs.COSTS``.
         unnamed: what is taken out of P's answer.
         begins: what the request's name begins with.
     """
 
+    setting: str
     unnamed: str = ""
     begins: str = ""
 
 
 SWITCHED = {
     # As of a P without kvpatch: D asks for no word, and waits for none.
-    "holds": Switch(unnamed=HOLD),
-    "witness": Switch(begins=unseen()),
+    HOLDS: Switch("holds", unnamed=HOLD),
+    WITNESS: Switch("holds and witness", begins=UNSEEN),
 }
-"""By the setting that has the instrument on."""
+"""By instrument."""
 
 
 Pair = tuple[Engine, Engine]
@@ -206,12 +208,13 @@ async def _seconds(
     client: httpx.AsyncClient, pair: Pair, tokens: tuple[int, ...], switch: Switch | None
 ) -> float:
     """To the first token, of P and D together; with a switch the instrument sees nothing of it."""
-    (prefill, decode), off = pair, switch or Switch()
-    model, name = prefill.spec.model, f"{off.begins}proof{uuid.uuid4().hex}"
+    prefill, decode = pair
+    begins = "" if switch is None else switch.begins
+    model, name = prefill.spec.model, f"{begins}proof{uuid.uuid4().hex}"
     started = time.perf_counter()
     params = await handoff.prefill(client, prefill.url, model, tokens, name)
-    if off.unnamed:
-        del params[off.unnamed]
+    if switch is not None and switch.unnamed:
+        del params[switch.unnamed]
     between = time.perf_counter() - started
     answer = await handoff.decode(client, decode.url, model, tokens, _ANSWER_TOKENS, name, params)
     return between + answer.first_token_s

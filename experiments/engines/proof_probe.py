@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 LANDED, LOADED, HELD = "D", "L", "P"
 _MARK = re.compile(r"kvfault([DLP])(\d+)x(\d+)x")
 _OTHER = re.compile(r"kvother(\d+)x")
-_UNSEEN = "kvunseenx"
+UNSEEN = "kvunseenx"
+"""What begins the name of a request that D's witness is not told of."""
+
 _MOST_OTHERS = 16
 NAME = re.compile(_MARK.pattern + "[0-9a-f]{32}")
 """The name that a client gave such a request, in the one that an engine has for it."""
@@ -50,11 +52,6 @@ def marked(fault: str, moment: str, number: int) -> str:
 def is_other(number: int) -> str:
     """What begins the name of a request whose cache is kept as another prompt's of that number."""
     return f"kvother{number}x"
-
-
-def unseen() -> str:
-    """What begins the name of a request that D's witness is not told of."""
-    return _UNSEEN
 
 
 @dataclass
@@ -173,7 +170,7 @@ class ProofProbe(LabProbe):
         before = Witness.before
 
         def heard(self: Any, metadata: Any) -> None:
-            if not any(_UNSEEN in load.request_id for load in loads_in(metadata)):
+            if not any(UNSEEN in load.request_id for load in loads_in(metadata)):
                 before(self, metadata)
 
         Witness.before = heard  # type: ignore[method-assign]
