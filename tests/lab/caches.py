@@ -7,7 +7,6 @@ and one for values (or one latent), which are all that the comparison sees.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import math
 import os
@@ -287,12 +286,10 @@ def _state_cache(
     """Each state as [block, token, head, channel] of one token and head."""
     first = tensor[0] if isinstance(tensor, list) else tensor
     raw = first.view(_RAW[first.element_size()]).numpy()
-    page_bytes = 2 * spec.block_tokens * math.prod(spec.shape_of(0)) * spec.item_bytes
-    start, stride = raw.__array_interface__["data"][0], raw.strides[0]
-    reach = (ctypes.c_uint8 * ((raw.shape[0] - 1) * stride + page_bytes)).from_address(start)
-    pages = np.lib.stride_tricks.as_strided(
-        np.frombuffer(reach, dtype=np.uint8), (raw.shape[0], page_bytes), (stride, 1)
-    )
+    contents = 1 if spec.family == "mla" else 2
+    page_bytes = contents * spec.block_tokens * math.prod(spec.shape_of(0)) * spec.item_bytes
+    start = first.data_ptr() - first.untyped_storage().data_ptr()
+    pages = rows_of(first, start, raw.strides[0], page_bytes)
     planes, offset = [], 0
     for shape in spec.states_of(layer).shapes(spec.tp_size):
         size = math.prod(shape) * spec.state_item_bytes
@@ -441,11 +438,26 @@ def _by_release(spec: EngineSpec, dims: tuple[str, ...], layout: str, plan: Any)
 
 def _pages(tensor: torch.Tensor) -> Array:
     """[block, byte] of all that a whole block has, or shares with layers beside it."""
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
     stride = tensor.stride(0) * tensor.element_size()
     start = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
-    start -= start % stride if stride * tensor.shape[0] == whole.size else 0
-    return np.lib.stride_tricks.as_strided(whole[start:], (tensor.shape[0], stride), (stride, 1))
+    has_rows = stride * tensor.shape[0] == tensor.untyped_storage().nbytes()
+    return rows_of(tensor, start - start % stride if has_rows else start, stride, stride)
+
+
+def rows_of(tensor: torch.Tensor, start: int, stride: int, width: int) -> Array:
+    """[block, byte] of `width` bytes each, `stride` apart, from a place in a tensor's storage on.
+
+    What is checked is written to by way of them: past the end it would be another's memory.
+    """
+    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+    blocks = tensor.shape[0]
+    end = start + (blocks - 1) * stride + width
+    if start < 0 or width > stride or end > whole.size:
+        raise UnknownShape(
+            f"{blocks} rows of {width} bytes, {stride} apart, in bytes {start} to {end} of "
+            f"{whole.size}"
+        )
+    return np.lib.stride_tricks.as_strided(whole[start:], (blocks, width), (stride, 1))
 
 
 def _kernel_block_tokens(spec: EngineSpec, plan: Any) -> list[int]:

@@ -38,6 +38,8 @@ _TRANSFER_SECONDS = 30.0
 _NOTIFICATION_SECONDS = 10.0
 _SETTLE_SECONDS = 0.02
 _TAIL_CHARACTERS = 3000
+#: How faulthandler begins; the stacks of all threads behind it are longer than a tail.
+_FATAL = "Fatal Python error"
 #: What kvpatch on D says of a request whose parameters it does not take.
 _COMPUTED = "is taken without its parameters, and computed here"
 _DUMP_SECONDS = 0.5
@@ -53,7 +55,7 @@ Kind = tuple[bool, tuple[str, ...], tuple[tuple[str, str], ...]]
 
 
 class Crashed(RuntimeError):
-    """An engine process died or hung; the message ends with its stderr."""
+    """An engine process died or hung; the message ends with what its stderr says of it."""
 
 
 class Engine:
@@ -91,8 +93,13 @@ class Engine:
             time.sleep(_DUMP_SECONDS)
 
     def tail(self) -> str:
+        """What it wrote since the last call, at its end or around what killed it."""
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return text[self._written :][-_TAIL_CHARACTERS:]
+        text = text[self._written :]
+        fatal = text.find(_FATAL)
+        if fatal < 0:
+            return text[-_TAIL_CHARACTERS:]
+        return text[max(0, fatal - _TAIL_CHARACTERS // 2) :][:_TAIL_CHARACTERS]
 
     def kill(self) -> None:
         self._connection.close()
