@@ -98,7 +98,7 @@ async def single_answers(run: Run, client: httpx.AsyncClient, dtype: str) -> Ans
                 advance = bar(progress, "answers to good loads", sampled)
                 good = await good_loads.ask_single(client, alone, drawn, dtype, advance)
             if "faults" in asking.stages:
-                each = len(fault_loads.kinds()) * -(-asking.each // len(asking.lengths))
+                each = -(-asking.each // len(asking.lengths))
                 wanted = fault_loads.Wanted(asking.lengths, each, fault_loads.MARGINS[dtype])
                 advance = bar(progress, "answers to faults' prompts", each * len(asking.lengths))
                 prompts = await fault_loads.references(client, alone, words, wanted, advance)
@@ -142,9 +142,8 @@ async def play_pair(
                     await good_loads.serve(client, played, engines, answers.good, advance, until)
                 ]
             if played.pair.prefill_ranks == 1 and "faults" in asking.stages:
-                fresh = [iter(of_length) for of_length in answers.prompts]
                 faults = fault_loads.Faults(
-                    client, played, prefill, decode, answers.words, fresh, asking.lengths
+                    client, played, prefill, decode, answers.words, answers.prompts, asking.lengths
                 )
                 await faults.begin()
                 kinds = fault_loads.kinds()

@@ -1,4 +1,8 @@
-"""Wrong bytes come over loads, fault by fault: who notices them, and what becomes of the rest."""
+"""Wrong bytes come over loads, fault by fault: who notices them, and what becomes of the rest.
+
+Each fault comes over loads of the same prompts. A salt of its own has both engines compute and load
+each of them anew.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import random
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,7 +121,7 @@ class Faults:
     """One pair, and loads through it.
 
     Attributes:
-        prompts: by length, ones that nobody has been asked yet.
+        prompts: by length, those of every fault.
         lengths: some of :data:`LENGTHS`.
     """
 
@@ -126,7 +130,7 @@ class Faults:
     prefill: Engine
     decode: Engine
     words: PromptTokens
-    prompts: Sequence[Iterator[Prompt]]
+    prompts: Sequence[Sequence[Prompt]]
     lengths: Sequence[tuple[int, int]] = LENGTHS
     chance: random.Random = field(default_factory=lambda: random.Random(7))
 
@@ -157,13 +161,17 @@ class Faults:
         return await self._answer(name, tokens, _nothing)
 
     async def _answer(
-        self, name: str, tokens: tuple[int, ...], between: Callable[[str], Awaitable[None]]
+        self,
+        name: str,
+        tokens: tuple[int, ...],
+        between: Callable[[str], Awaitable[None]],
+        salt: str = "",
     ) -> tuple[int, ...]:
         client, model = self.client, self.played.model
-        params = await prefill(client, self.prefill.url, model, tokens, name)
+        params = await prefill(client, self.prefill.url, model, tokens, name, salt)
         await between(name)
         url = self.decode.url
-        answer = await decode(client, url, model, tokens, ANSWER_TOKENS, name, params)
+        answer = await decode(client, url, model, tokens, ANSWER_TOKENS, name, params, salt)
         return answer.token_ids
 
     async def _spoil_at_p(self, name: str) -> None:
@@ -179,16 +187,16 @@ class Faults:
         raise EngineFailed(f"{self.prefill.spec.name} has not digested {name}")
 
     async def one(self, fault: str, moment: str, number: int) -> Served:
-        """One load that a fault comes over; its number draws its places."""
+        """One load that a fault comes over; its number, from 1, draws its places."""
         length = number % len(self.lengths)
-        prompt = next(self.prompts[length])
+        prompt = self.prompts[length][(number - 1) // len(self.lengths)]
         name = f"{marked(fault, moment, number)}{uuid.uuid4().hex}"
         try:
             if fault in TWINS:
                 twin = (*self.random_tokens(len(prompt.token_ids) - 1), prompt.token_ids[-1])
                 await self.through(is_other(number), twin)
             between = self._spoil_at_p if moment == HELD else _nothing
-            answering = self._answer(name, prompt.token_ids, between)
+            answering = self._answer(name, prompt.token_ids, between, f"{fault}, {moment}")
             answer = await asyncio.wait_for(answering, _PATIENCE_S)
         except (RequestFailed, httpx.HTTPError, asyncio.TimeoutError) as error:
             said = f"{type(error).__name__}: {str(error).partition(': ')[2]}"

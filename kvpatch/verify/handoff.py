@@ -75,10 +75,20 @@ async def prefill_then_decode(
 
 
 async def prefill(
-    client: httpx.AsyncClient, url: str, model: str, token_ids: tuple[int, ...], request_id: str
+    client: httpx.AsyncClient,
+    url: str,
+    model: str,
+    token_ids: tuple[int, ...],
+    request_id: str,
+    cache_salt: str = "",
 ) -> dict[str, Any]:
-    """Prefill on one engine; returns the ``kv_transfer_params`` that a decode engine is sent."""
-    ask = {**_request(model, token_ids, 1), "kv_transfer_params": dict(_ASK_PREFILL)}
+    """Prefill on one engine; returns the ``kv_transfer_params`` that a decode engine is sent.
+
+    Args:
+        cache_salt: requests of unlike ones share no prefix.
+    """
+    request = _request(model, token_ids, 1, cache_salt)
+    ask = {**request, "kv_transfer_params": dict(_ASK_PREFILL)}
     prefilled = await _post(client, url, ask, request_id)
     params: dict[str, Any] | None = prefilled.get("kv_transfer_params")
     if not params:
@@ -97,14 +107,24 @@ async def decode(
     max_tokens: int,
     request_id: str,
     params: Mapping[str, Any],
+    cache_salt: str = "",
 ) -> Completion:
-    """Complete on one engine what another has prefilled, which answered ``params``."""
-    body = {**_request(model, token_ids, max_tokens), "kv_transfer_params": params}
+    """Complete on one engine what another has prefilled, which answered ``params``.
+
+    Args:
+        cache_salt: the one that the prefill was asked with.
+    """
+    request = _request(model, token_ids, max_tokens, cache_salt)
+    body = {**request, "kv_transfer_params": params}
     return await _stream(client, url, body, request_id)
 
 
-def _request(model: str, token_ids: tuple[int, ...], max_tokens: int) -> dict[str, Any]:
+def _request(
+    model: str, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str = ""
+) -> dict[str, Any]:
+    salted = {"cache_salt": cache_salt} if cache_salt else {}
     return {
+        **salted,
         "model": model,
         "prompt": list(token_ids),
         "max_tokens": max_tokens,

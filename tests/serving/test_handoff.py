@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import RequestFailed
-from kvpatch.verify.handoff import Completion, complete, prefill_then_decode
+from kvpatch.verify.handoff import Completion, complete, decode, prefill, prefill_then_decode
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
@@ -20,7 +20,9 @@ def _chunk(token_ids: list[int] | None, text: str, finish: str | None = None) ->
     return {"choices": [{"token_ids": token_ids, "text": text, "finish_reason": finish}]}
 
 
-def _ask(events: list[dict[str, Any]] | int, *, pair: bool = False) -> tuple[Completion, list[Any]]:
+def _ask(
+    events: list[dict[str, Any]] | int, *, pair: bool = False, salt: str = ""
+) -> tuple[Completion, list[Any]]:
     """The completion, and the bodies that the stand-in server was sent."""
     bodies: list[Any] = []
 
@@ -36,6 +38,10 @@ def _ask(events: list[dict[str, Any]] | int, *, pair: bool = False) -> tuple[Com
 
     async def ask() -> Completion:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+            if salt:
+                of = "model", (1, 2)
+                params = await prefill(client, "http://p", *of, "id", salt)
+                return await decode(client, "http://d", *of, 3, "id", params, salt)
             if pair:
                 return await prefill_then_decode(
                     client, "http://p", "http://d", "model", (1, 2), 3, "id"
@@ -56,6 +62,12 @@ def test_the_decode_engine_gets_what_the_prefill_engine_answered() -> None:
     assert completion.token_ids == (5,)
     assert first["max_tokens"] == 1 and first["kv_transfer_params"]["do_remote_decode"] is True
     assert second["max_tokens"] == 3 and second["kv_transfer_params"] == {"remote_port": 7}
+    assert "cache_salt" not in first and "cache_salt" not in second
+
+
+def test_both_engines_keep_a_salted_prompt_apart() -> None:
+    _, (first, second) = _ask([_chunk([5], "a")], salt="own")
+    assert first["cache_salt"] == second["cache_salt"] == "own"
 
 
 @pytest.mark.parametrize(

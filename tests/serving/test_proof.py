@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,25 +373,46 @@ def test_tables_tell_digests_from_the_witness() -> None:
     assert len(columns) == len(rows[0])
 
 
+def _faults(prompts: Sequence[Sequence[Prompt]]) -> Any:
+    engines: list[Any] = [SimpleNamespace(url=url) for url in ("p", "d")]
+    client: Any = SimpleNamespace()
+    played: Any = SimpleNamespace(model="m")
+    return fault_loads.Faults(client, played, *engines, Words((1, 2)), prompts)
+
+
 def test_requests_that_fail_are_counted_and_kept() -> None:
-    async def served() -> Any:
-        async def fails(*_: Any) -> Any:
-            raise RequestFailed("http://d: HTTP 500: no")
+    async def fails(*_: Any) -> Any:
+        raise RequestFailed("http://d: HTTP 500: no")
 
-        faults: Any = fault_loads.Faults(
-            SimpleNamespace(),  # type: ignore[arg-type]
-            SimpleNamespace(model="m"),  # type: ignore[arg-type]
-            SimpleNamespace(url="p"),  # type: ignore[arg-type]
-            SimpleNamespace(url="d"),  # type: ignore[arg-type]
-            Words((1, 2)),
-            [iter([Prompt((1, 2), (3,))]) for _ in fault_loads.LENGTHS],
-        )
-        faults._answer = fails
-        return await faults.one("one wrong byte", "D", 4)
+    faults = _faults([[Prompt((1, 2), (3,))] * 2 for _ in fault_loads.LENGTHS])
+    faults._answer = fails
 
-    found = asyncio.run(served())
+    found = asyncio.run(faults.one("one wrong byte", "D", 4))
+
     assert (found.outcome, found.length) == ("failed", 1)
     assert "500: no" in found.said and NAME.fullmatch(found.name)
+
+
+def test_each_fault_comes_over_all_prompts_and_no_load_finds_another_ones_blocks() -> None:
+    of_length = len(fault_loads.LENGTHS)
+    prompts = [[Prompt((n, m), (n,)) for m in range(3)] for n in range(of_length)]
+    asked = []
+
+    async def answer(_: str, tokens: tuple[int, ...], __: Any, salt: str) -> tuple[int, ...]:
+        asked.append((salt, tokens))
+        return tokens[:1]
+
+    faults = _faults(prompts)
+    faults._answer = answer
+    kinds = [("one wrong byte", "D"), ("one wrong byte", "L"), ("two blocks swapped", "D")]
+    for fault, moment in kinds:
+        for number in range(1, 3 * of_length + 1):
+            assert asyncio.run(faults.one(fault, moment, number)).outcome == "right"
+
+    every = {prompt.token_ids for same in prompts for prompt in same}
+    by_salt = {salt: [own for its, own in asked if its == salt] for salt, _ in asked}
+    assert len(by_salt) == len(kinds) and "" not in by_salt
+    assert all(len(own) == 3 * of_length and set(own) == every for own in by_salt.values())
 
 
 def test_the_pair_whose_turn_it_is_not_stands_still() -> None:
