@@ -177,7 +177,8 @@ class _Pending(wrapt.ObjectProxy):
 
 @pytest.mark.parametrize("state", ["PROC", "ERR"])
 def test_what_may_still_be_written_is_never_used_again(world: World, state, monkeypatch):
-    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.05)
+    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.4)
+    monkeypatch.setattr(cost_probe, "_LOOKED_AFTER_SECONDS", 0.1)
     agent = _Watched(world.decode, "check_xfer_state", lambda _: state)
     probe, _ = probe_of(world, _Pending(agent))
     came = time.monotonic()
@@ -191,6 +192,24 @@ def test_what_may_still_be_written_is_never_used_again(world: World, state, monk
     assert own.lost_bytes == own.size_bytes
     agent.mend()  # it is over in the end, or was long ago
     wait_until(lambda: own.recover() or own.lost_bytes == 0)
+    assert agent.calls["release_xfer_handle"] == 1
+
+
+def test_a_read_that_is_late_is_let_go_of(world: World):
+    """On a busy machine: nothing is measured, and nothing is kept, either."""
+    agent = _Watched(world.decode, "check_xfer_state", lambda _: "PROC")
+    probe, _ = probe_of(world, _Pending(agent))
+    pieces = probe.pieces()
+    while not probe._own.lost_bytes:
+        next(pieces)
+    assert agent.calls["release_xfer_handle"] == 0
+    agent.mend()
+
+    for _ in pieces:
+        pass
+
+    assert probe.costs is None
+    assert probe._own.lost_bytes == probe._own.taken_bytes == 0
     assert agent.calls["release_xfer_handle"] == 1
 
 
