@@ -52,8 +52,8 @@ A gauge is what it was after the last step in which it changed.
 ## Questions
 
 [A dashboard for Grafana](dashboard.json) asks them (Dashboards, New, Import). Its queries are run against
-metrics that a real Prometheus has scraped, by a test that needs `prometheus` on the path; Grafana itself
-has not been tried.
+metrics that a real Prometheus has scraped, by a test that needs `prometheus` on the path
+(`experiments/env_prometheus.sh` unpacks Debian's, and so does the gate); Grafana itself has not been tried.
 
 """  # noqa: E501
 
