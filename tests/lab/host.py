@@ -202,7 +202,7 @@ class Lab:
             of_prefill.discard(prefill)
             self.discard(decode)
             report = Report("failed", str(error))
-        if report.outcome == "failed":  # pytest cuts a report short, and shows this whole
+        if report.detail:  # pytest cuts a report short, and shows this whole
             print(report.detail)
         return replace(report, seconds=time.perf_counter() - started)
 
