@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from urllib.request import urlopen
 import pytest
 
 from kvpatch.connector.metrics.catalogue import METRICS, Metric
+from kvpatch.verify.engine import free_ports
 
 from . import dashboard
 from .dashboard import QUESTIONS, Question
@@ -82,13 +82,6 @@ def test_each_question_is_a_panel() -> None:
 _PROMETHEUS = shutil.which("prometheus")
 
 
-def _port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
 class _Engine:
     """Metrics of the project's own code, of two engines of one API server, which go up."""
 
@@ -101,7 +94,7 @@ class _Engine:
         engines = {0: ["model", "0"], 1: ["model", "1"]}
         labels = ["model_name", "engine"]
         self._shown = Shown({Counter: Counter, Gauge: Gauge}, labels, engines)
-        self.port = _port()
+        self.port = free_ports(1)
         self._server, self._thread = start_http_server(self.port, "127.0.0.1")
 
     def work(self) -> None:
@@ -131,7 +124,7 @@ def _prometheus(target: int, directory: Path) -> Iterator[str]:
     scrape = {"job_name": "engines", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
     config = {"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}
     (directory / "prometheus.yml").write_text(json.dumps(config))  # which is YAML too
-    address = f"127.0.0.1:{_port()}"
+    address = f"127.0.0.1:{free_ports(1)}"
     with (directory / "log").open("w") as log:
         running = subprocess.Popen(
             [

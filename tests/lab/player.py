@@ -6,13 +6,13 @@ import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import kvpatch
 from kvpatch.geometry.digests import Digests
-from kvpatch.transfer import lost_transfers
+from kvpatch.transfer import cost_probe, lost_transfers
 
 from . import channel, digest_faults, release, standins
 from .core import CoreScheduler
@@ -27,8 +27,7 @@ _TIMED_POLL_SECONDS = 0.0001
 _QUARANTINE_SECONDS = 0.5
 #: Of a load whose client is gone.
 _OVER_SECONDS = 6.0
-
-
+_MEASURED_SECONDS = 60.0
 #: Steps that are timed together.
 _IDLE_AT_ONCE = 50
 
@@ -43,6 +42,8 @@ class Player(Engine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         lost_transfers._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
+        # However busy the machine, what reads take is measured.
+        cost_probe._LONGEST_SECONDS = _MEASURED_SECONDS
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}
@@ -672,33 +673,36 @@ class Player(Engine):
 
         What failed keeps its space for a time, which is a short one here.
         """
-        self._end_quarantines()
+        end = time.monotonic() + 4 * _QUARANTINE_SECONDS
+        while True:
+            with self._still():  # what a thread measures is over within one step of its own
+                if not self._has_lost() or time.monotonic() > end:
+                    return self._left()
+            time.sleep(_POLL_SECONDS)
+
+    def _left(self) -> Left:
         transfers, metadata, handles, staging, reading = set(), set(), 0, 0, False
         for connector in self.workers:
             worker = release.nixl_of(connector).connector_worker
             transfers |= set(worker._recving_transfers)
             metadata |= set(getattr(worker, "_recving_metadata", ()))
+            handles += _handles(worker.nixl_wrapper)
             reader = _reader_of(worker)
-            thread = None if reader is None else reader.thread
-            # What the thread measures is on the wire within one step of its own.
-            with nullcontext() if thread is None else thread.paused():
-                handles += _handles(worker.nixl_wrapper)
             if reader is not None:
                 staging += reader.pool.taken_bytes
                 reading |= reader.is_reading() is not None
         return Left(frozenset(transfers), frozenset(metadata), handles, staging, reading)
 
-    def _end_quarantines(self) -> None:
+    def _has_lost(self) -> bool:
+        """Whether space is kept for transfers that were given up, once those are let go of that
+        are over."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         pools = [reader.pool for reader in readers if reader is not None]
-        # What was measured on a busy machine may have been given up, too.
         pools += [reader.ways.probe._own for reader in readers if reader and reader.ways.probe]
-        end = time.monotonic() + 4 * _QUARANTINE_SECONDS
-        while any(pool.lost_bytes for pool in pools) and time.monotonic() < end:
-            time.sleep(_POLL_SECONDS)
-            with self._still():
-                for pool in pools:
-                    pool.recover()
+        for pool in pools:
+            if pool.lost_bytes:
+                pool.recover()
+        return any(pool.lost_bytes for pool in pools)
 
     def unlike_peers(self) -> set[str]:
         """The engines that kvpatch reads from in place of the release."""

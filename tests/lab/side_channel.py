@@ -33,6 +33,11 @@ def ask(port: int, *frames: bytes, answer_ms: int = _ANSWER_MS) -> list[bytes] |
         context.destroy(linger=0)
 
 
+def ask_patiently(port: int, *frames: bytes) -> list[bytes] | None:
+    """The same of a P that is expected to answer."""
+    return ask(port, *frames, answer_ms=_PATIENCE_MS)
+
+
 def is_listening(release: str, port: int) -> bool:
     """Whether a P of this release answers a D of its own release for its first rank."""
-    return ask(port, b"", question(release, 0), answer_ms=_PATIENCE_MS) is not None
+    return ask_patiently(port, b"", question(release, 0)) is not None

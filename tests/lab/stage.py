@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -231,6 +232,9 @@ class Stage:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether every thread of a process is."""
-    stats = [task.joinpath("stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+    """Whether every thread of a process is; one that ends meanwhile is none any more."""
+    stats = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            stats.append(task.joinpath("stat").read_text())
+    return bool(stats) and all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)

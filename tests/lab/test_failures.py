@@ -306,6 +306,7 @@ def test_stock_ends_with_a_handshake(stage: Stage, lab: Lab) -> None:
 
     with pytest.raises(Raised, match="KeyError"):
         decode.watch(prompt)
+        decode.call("idle", 2)  # the load may be said to have failed a step before D ends by it
 
 
 def test_a_load_fails_under_the_name_of_a_request_that_is_over(stage: Stage, lab: Lab) -> None:
@@ -342,7 +343,7 @@ def test_a_peer_that_hangs(stage: Stage, lab: Lab) -> None:
         decode.ask(*asks)
         prompt = stage.prompt(TOKENS)
         decode.ask(*other.compute(prompt))
-        assert decode.watch(prompt, seconds=0.5).received == {prompt.name}
+        assert decode.watch(prompt).received == {prompt.name}
         seen = decode.watch(*stuck, seconds=0.1)
         assert all(prompt.name in seen.standstill for prompt in stuck)
         assert ": PROC" in seen.standstill

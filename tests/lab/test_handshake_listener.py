@@ -12,7 +12,7 @@ from packaging.version import Version
 from kvpatch.patches import SLUGS
 
 from .host import Lab
-from .side_channel import GET, ask, question
+from .side_channel import GET, ask, ask_patiently, question
 from .stage import Stage
 from .test_several_peers import SPEC
 
@@ -37,13 +37,13 @@ def test_odd_messages_end_no_listener(stage: Stage, lab: Lab) -> None:
         (b"", msgspec.msgpack.encode((GET, *["x"] * 5))),
     ]
 
-    right = ask(prefill.port, b"", good)
+    right = ask_patiently(prefill.port, b"", good)
     assert right is not None
     for frames in odd:
         answer = ask(prefill.port, *frames)
         if Version(lab.release) >= Version("0.11.1"):  # <= 0.11.0 all that ask are answered
             assert answer is None or right[1] not in answer, frames
-        again = ask(prefill.port, b"", good)
+        again = ask_patiently(prefill.port, b"", good)
         assert again is not None, frames
         assert again[1] == right[1]
 
@@ -53,18 +53,18 @@ def test_a_rank_that_there_is_not_is_answered_with_nothing(stage: Stage, lab: La
         pytest.skip("each rank answers for itself")
     prefill = stage.start(replace(SPEC, patched=True, patches=SLUGS))
 
-    answer = ask(prefill.port, b"", question(lab.release, 1))
+    answer = ask_patiently(prefill.port, b"", question(lab.release, 1))
 
     assert answer is not None
     assert answer[1] == b""
-    assert ask(prefill.port, b"", question(lab.release, 0)) is not None
+    assert ask_patiently(prefill.port, b"", question(lab.release, 0)) is not None
 
 
 def test_they_end_stocks(stage: Stage, lab: Lab) -> None:
     """What is mended here, and that the tests see it."""
     prefill = stage.prefill(SPEC)
     good = question(lab.release, 0)
-    assert ask(prefill.port, b"", good) is not None
+    assert ask_patiently(prefill.port, b"", good) is not None
 
     if Version(lab.release) < Version("0.11.1"):
         ask(prefill.port, b"one frame")

@@ -57,6 +57,21 @@ class _Watched(wrapt.ObjectProxy):
         return call
 
 
+_LIMIT_SECONDS = cost_probe._LONGEST_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that does something else for a moment makes no read one that takes too long."""
+    monkeypatch.setattr(cost_probe, "_LONGEST_SECONDS", 60.0)
+
+
+@pytest.fixture
+def limit(_no_limit: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is so of a process that is no test."""
+    monkeypatch.setattr(cost_probe, "_LONGEST_SECONDS", _LIMIT_SECONDS)
+
+
 def probe_of(world: World, agent: Any = None) -> tuple[CostProbe, StagingPool]:
     """A probe, and the worker's pool that it goes beside."""
     nixl = world.decode if agent is None else agent
@@ -175,9 +190,10 @@ class _Pending(wrapt.ObjectProxy):
         return "PROC"
 
 
+@pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("state", ["PROC", "ERR"])
 def test_what_may_still_be_written_is_never_used_again(world: World, state, monkeypatch):
-    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.4)
+    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 3.0)
     monkeypatch.setattr(cost_probe, "_LOOKED_AFTER_SECONDS", 0.1)
     agent = _Watched(world.decode, "check_xfer_state", lambda _: state)
     probe, _ = probe_of(world, _Pending(agent))
@@ -195,6 +211,7 @@ def test_what_may_still_be_written_is_never_used_again(world: World, state, monk
     assert agent.calls["release_xfer_handle"] == 1
 
 
+@pytest.mark.usefixtures("limit")
 def test_a_read_that_is_late_is_let_go_of(world: World):
     """On a busy machine: nothing is measured, and nothing is kept, either."""
     agent = _Watched(world.decode, "check_xfer_state", lambda _: "PROC")
@@ -213,6 +230,7 @@ def test_a_read_that_is_late_is_let_go_of(world: World):
     assert agent.calls["release_xfer_handle"] == 1
 
 
+@pytest.mark.usefixtures("limit")
 def test_a_transfer_that_takes_too_long_is_given_up_in_time(world: World, monkeypatch):
     waited: list[float] = []
     monkeypatch.setattr(cost_probe.time, "sleep", lambda seconds: waited.append(seconds))

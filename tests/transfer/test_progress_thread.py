@@ -411,10 +411,10 @@ def test_nothing_is_posted_while_the_engine_does_not_look(world, make):
     engine = make(4096)
     posts = _Counted(world.decode)
     read = engine.read(posts)
-    read._read.lease.lifetime = Lifetime(longest_gap=2.0)
+    read._read.lease.lifetime = Lifetime(longest_gap=60.0)
     with engine.thread.paused():
         read.start()
-        engine.thread.looks.at -= 1.1
+        engine.thread.looks.at -= 31.0
     time.sleep(0.2)
     assert not posts.calls
     assert finish(read) == ["DONE"], "it goes on with the next look"
