@@ -23,7 +23,7 @@ from experiments.engines.proof_probe import HELD, LANDED, LOADED, NAME, is_other
 from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.verify.engine import Engine
-from kvpatch.verify.handoff import decode, prefill
+from kvpatch.verify.handoff import Request, decode, prefill
 
 TOGETHER = 8
 ANSWER_TOKENS = 16
@@ -158,20 +158,14 @@ class Faults:
             RequestFailed: an engine said that it has failed.
         """
         name = f"{mark}{uuid.uuid4().hex}"
-        return await self._answer(name, tokens, _nothing)
+        return await self._answer(Request(self.played.model, tokens, name), _nothing)
 
     async def _answer(
-        self,
-        name: str,
-        tokens: tuple[int, ...],
-        between: Callable[[str], Awaitable[None]],
-        salt: str = "",
+        self, request: Request, between: Callable[[str], Awaitable[None]]
     ) -> tuple[int, ...]:
-        client, model = self.client, self.played.model
-        params = await prefill(client, self.prefill.url, model, tokens, name, salt)
-        await between(name)
-        url = self.decode.url
-        answer = await decode(client, url, model, tokens, ANSWER_TOKENS, name, params, salt)
+        params = await prefill(self.client, self.prefill.url, request)
+        await between(request.request_id)
+        answer = await decode(self.client, self.decode.url, request, ANSWER_TOKENS, params)
         return answer.token_ids
 
     async def _spoil_at_p(self, name: str) -> None:
@@ -196,8 +190,9 @@ class Faults:
                 twin = (*self.random_tokens(len(prompt.token_ids) - 1), prompt.token_ids[-1])
                 await self.through(is_other(number), twin)
             between = self._spoil_at_p if moment == HELD else _nothing
-            answering = self._answer(name, prompt.token_ids, between, f"{fault}, {moment}")
-            answer = await asyncio.wait_for(answering, _PATIENCE_S)
+            salt = f"{fault}, {moment}"
+            request = Request(self.played.model, prompt.token_ids, name, salt)
+            answer = await asyncio.wait_for(self._answer(request, between), _PATIENCE_S)
         except (RequestFailed, httpx.HTTPError, asyncio.TimeoutError) as error:
             said = f"{type(error).__name__}: {str(error).partition(': ')[2]}"
             return Served(name, length, "failed", said[:120])

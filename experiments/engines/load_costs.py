@@ -210,13 +210,14 @@ async def _seconds(
     """To the first token, of P and D together; with a switch the instrument sees nothing of it."""
     prefill, decode = pair
     begins = "" if switch is None else switch.begins
-    model, name = prefill.spec.model, f"{begins}proof{uuid.uuid4().hex}"
+    name = f"{begins}proof{uuid.uuid4().hex}"
+    request = handoff.Request(prefill.spec.model, tokens, name)
     started = time.perf_counter()
-    params = await handoff.prefill(client, prefill.url, model, tokens, name)
+    params = await handoff.prefill(client, prefill.url, request)
     if switch is not None and switch.unnamed:
         del params[switch.unnamed]
     between = time.perf_counter() - started
-    answer = await handoff.decode(client, decode.url, model, tokens, _ANSWER_TOKENS, name, params)
+    answer = await handoff.decode(client, decode.url, request, _ANSWER_TOKENS, params)
     return between + answer.first_token_s
 
 

@@ -17,7 +17,7 @@ from experiments.engines.faults import kill_and_restart
 from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
 from kvpatch.verify.engine import Engine
-from kvpatch.verify.handoff import complete, decode, prefill
+from kvpatch.verify.handoff import Request, complete, decode, prefill
 from kvpatch.verify.setups import Options
 
 ANSWER_TOKENS = 8
@@ -76,18 +76,17 @@ class Play:
 
     async def at_p(self, prompt: Prompt, name: str) -> dict[str, Any] | Outcome:
         """P's answer for D."""
+        request = Request(self.model, prompt.token_ids, name)
         try:
-            return await prefill(self.client, self.prefill.url, self.model, prompt.token_ids, name)
+            return await prefill(self.client, self.prefill.url, request)
         except (RequestFailed, httpx.HTTPError) as error:
             return unanswered(prompt, "p", error)
 
     async def at_d(self, prompt: Prompt, name: str, params: dict[str, Any]) -> Outcome:
         """D's answer, judged."""
-        tokens = prompt.token_ids
+        request = Request(self.model, prompt.token_ids, name)
         try:
-            answer = await decode(
-                self.client, self.decode.url, self.model, tokens, ANSWER_TOKENS, name, params
-            )
+            answer = await decode(self.client, self.decode.url, request, ANSWER_TOKENS, params)
         except (RequestFailed, httpx.HTTPError) as error:
             return unanswered(prompt, "d", error)
         return Outcome(prompt, "right" if answer.token_ids == prompt.answer else "wrong")

@@ -40,6 +40,34 @@ class Completion:
     prefilled_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Request:
+    """A prompt, as one engine after the other is asked it.
+
+    Attributes:
+        request_id: of both: releases <= 0.12 find a request's blocks by it.
+        cache_salt: requests of unlike ones share no prefix of an engine's cache.
+    """
+
+    model: str
+    token_ids: tuple[int, ...]
+    request_id: str
+    cache_salt: str = ""
+
+    def body(self, max_tokens: int) -> dict[str, Any]:
+        """What a server is sent."""
+        salted = {"cache_salt": self.cache_salt} if self.cache_salt else {}
+        return {
+            **salted,
+            "model": self.model,
+            "prompt": list(self.token_ids),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+
+
 async def complete(
     client: httpx.AsyncClient,
     url: str,
@@ -49,7 +77,7 @@ async def complete(
     request_id: str,
 ) -> Completion:
     """Ask one engine for a greedy completion."""
-    body = _request(model, token_ids, max_tokens)
+    body = Request(model, token_ids, request_id).body(max_tokens)
     return await _stream(client, url, body, request_id)
 
 
@@ -62,34 +90,20 @@ async def prefill_then_decode(
     max_tokens: int,
     request_id: str,
 ) -> Completion:
-    """Prefill on one engine, hand its cache to the other, and complete there.
-
-    Both requests carry one ``request_id``: releases <= 0.12 find a request's blocks by it.
-    """
+    """Prefill on one engine, hand its cache to the other, and complete there."""
+    request = Request(model, token_ids, request_id)
     started = time.perf_counter()
-    params = await prefill(client, prefill_url, model, token_ids, request_id)
+    params = await prefill(client, prefill_url, request)
     prefilled_s = time.perf_counter() - started
-    found = await decode(client, decode_url, model, token_ids, max_tokens, request_id, params)
+    found = await decode(client, decode_url, request, max_tokens, params)
     first_token_s = prefilled_s + found.first_token_s
     return replace(found, first_token_s=first_token_s, prefilled_s=prefilled_s)
 
 
-async def prefill(
-    client: httpx.AsyncClient,
-    url: str,
-    model: str,
-    token_ids: tuple[int, ...],
-    request_id: str,
-    cache_salt: str = "",
-) -> dict[str, Any]:
-    """Prefill on one engine; returns the ``kv_transfer_params`` that a decode engine is sent.
-
-    Args:
-        cache_salt: requests of unlike ones share no prefix.
-    """
-    request = _request(model, token_ids, 1, cache_salt)
-    ask = {**request, "kv_transfer_params": dict(_ASK_PREFILL)}
-    prefilled = await _post(client, url, ask, request_id)
+async def prefill(client: httpx.AsyncClient, url: str, request: Request) -> dict[str, Any]:
+    """Prefill on one engine; returns the ``kv_transfer_params`` that a decode engine is sent."""
+    body = {**request.body(1), "kv_transfer_params": dict(_ASK_PREFILL)}
+    prefilled = await _post(client, url, body, request.request_id)
     params: dict[str, Any] | None = prefilled.get("kv_transfer_params")
     if not params:
         raise RequestFailed(
@@ -102,36 +116,13 @@ async def prefill(
 async def decode(
     client: httpx.AsyncClient,
     url: str,
-    model: str,
-    token_ids: tuple[int, ...],
+    request: Request,
     max_tokens: int,
-    request_id: str,
     params: Mapping[str, Any],
-    cache_salt: str = "",
 ) -> Completion:
-    """Complete on one engine what another has prefilled, which answered ``params``.
-
-    Args:
-        cache_salt: the one that the prefill was asked with.
-    """
-    request = _request(model, token_ids, max_tokens, cache_salt)
-    body = {**request, "kv_transfer_params": params}
-    return await _stream(client, url, body, request_id)
-
-
-def _request(
-    model: str, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str = ""
-) -> dict[str, Any]:
-    salted = {"cache_salt": cache_salt} if cache_salt else {}
-    return {
-        **salted,
-        "model": model,
-        "prompt": list(token_ids),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
+    """Complete on one engine what another has prefilled, which answered ``params``."""
+    body = {**request.body(max_tokens), "kv_transfer_params": params}
+    return await _stream(client, url, body, request.request_id)
 
 
 async def _post(

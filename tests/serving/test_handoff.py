@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import RequestFailed
-from kvpatch.verify.handoff import Completion, complete, decode, prefill, prefill_then_decode
+from kvpatch.verify.handoff import (
+    Completion,
+    Request,
+    complete,
+    decode,
+    prefill,
+    prefill_then_decode,
+)
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
@@ -39,9 +46,9 @@ def _ask(
     async def ask() -> Completion:
         async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
             if salt:
-                of = "model", (1, 2)
-                params = await prefill(client, "http://p", *of, "id", salt)
-                return await decode(client, "http://d", *of, 3, "id", params, salt)
+                request = Request("model", (1, 2), "id", salt)
+                params = await prefill(client, "http://p", request)
+                return await decode(client, "http://d", request, 3, params)
             if pair:
                 return await prefill_then_decode(
                     client, "http://p", "http://d", "model", (1, 2), 3, "id"

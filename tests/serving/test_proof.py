@@ -37,6 +37,7 @@ from kvpatch.core.errors import RequestFailed  # noqa: E402
 from kvpatch.geometry.dimension_order import KeyOrder  # noqa: E402
 from kvpatch.geometry.memory import Memory  # noqa: E402
 from kvpatch.verify.caches import LayerCache  # noqa: E402
+from kvpatch.verify.handoff import Request  # noqa: E402
 from tests.geometry.test_tiles import cache_of, planes_at, rows_of  # noqa: E402
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
 
@@ -398,9 +399,9 @@ def test_each_fault_comes_over_all_prompts_and_no_load_finds_another_ones_blocks
     prompts = [[Prompt((n, m), (n,)) for m in range(3)] for n in range(of_length)]
     asked = []
 
-    async def answer(_: str, tokens: tuple[int, ...], __: Any, salt: str) -> tuple[int, ...]:
-        asked.append((salt, tokens))
-        return tokens[:1]
+    async def answer(request: Request, _: Any) -> tuple[int, ...]:
+        asked.append((request.cache_salt, request.token_ids))
+        return request.token_ids[:1]
 
     faults = _faults(prompts)
     faults._answer = answer
