@@ -12,7 +12,7 @@ from kvpatch.connector.handshake.remote_ranks import Peer
 from kvpatch.connector.holds.hold import read_hold
 from kvpatch.connector.kvcached.mapped_pages import refuse_unmapped
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.named_blocks import refuse_misnamed
+from kvpatch.connector.reading.named_blocks import leave_common_blocks, refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.reordered_loads import ReorderedLoads
@@ -129,5 +129,7 @@ def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContex
             f"request {context.request_id} reads from engine {engine_id}, which has not shaken "
             "hands with the host buffer's reader"
         )
+    if request is not None:
+        leave_common_blocks(worker, engine_id, request, meta, state.facts)
     refuse_misnamed(worker, reader, engine_id, meta, state.facts)
     return None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from kvpatch.connector.digests.promise import stated_promise
 from kvpatch.connector.holds.hold import stated_hold
@@ -89,12 +90,14 @@ def attach_read_requests(
     facts: ReleaseFacts,
     *,
     equal_peers: EqualBlockPeers,
+    planned: PlannedLoads,
     step: Any = None,
 ) -> None:
     """Writes what each request reads onto its entry in the connector's metadata.
 
     Args:
         equal_peers: the scheduler's.
+        planned: likewise.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
         step: the scheduler's output, where workers have to know what D computes itself.
@@ -103,7 +106,7 @@ def attach_read_requests(
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
-        tokens, held = loaded_tokens(scheduler, request, facts)
+        tokens, held = loaded_tokens(scheduler, request, facts, planned)
         local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry, facts))
         has_load = any(local)
         found = ReadRequest(
@@ -122,8 +125,29 @@ def attach_read_requests(
         setattr(entry, _READ_REQUEST, found)
 
 
-def loaded_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> tuple[int, int]:
-    """How many tokens of a request both sides hold in the end, and how many the peer holds."""
+class PlannedLoad(NamedTuple):
+    """What D's scheduler has said of a load before the request got its blocks.
+
+    Attributes:
+        tokens: of the prompt that D has once it is loaded.
+        remote_tokens: that the peer holds.
+    """
+
+    tokens: int
+    remote_tokens: int
+
+
+class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
+    """By vLLM's request, the loads that one scheduler has planned (``common_prompt``)."""
+
+
+def loaded_tokens(
+    scheduler: Any, request: Any, facts: ReleaseFacts, planned: PlannedLoads
+) -> PlannedLoad:
+    """Returns the planned load of a request, or what the release loads where nobody plans."""
+    found = planned.get(request)
+    if found is not None:
+        return found
     prompt = prefilled_tokens(scheduler, request, facts)
     parameters = request.kv_transfer_params or {}
     held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
@@ -131,7 +155,7 @@ def loaded_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> tuple[in
     tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
     if facts.loads_whole_blocks_only:
         tokens -= tokens % scheduler.block_size
-    return tokens, held
+    return PlannedLoad(tokens, held)
 
 
 def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:

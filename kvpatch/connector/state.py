@@ -169,6 +169,11 @@ def connector_scheduler(connector: Any) -> Any:
     return getattr(connector, "connector_scheduler", None)
 
 
+def is_push(scheduler: Any) -> bool:
+    """True if P writes to D, and D does not read; ``scheduler`` is a connector's half."""
+    return hasattr(scheduler, "_push_pending_registrations")
+
+
 def _state(owner: Any, kind: type[_Kind]) -> _Kind:
     held = vars(owner)
     found = held.get(_NAME)

@@ -16,14 +16,19 @@ from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import ReleaseFacts
 
 
+def is_applied(slug: str) -> bool:
+    """True if this process has applied a patch."""
+    session = sys.modules.get("kvpatch.session")
+    return session is not None and bool(session.SESSION.has_applied(slug))
+
+
 def require(slug: str) -> None:
     """Called where such an object is unpickled.
 
     Raises:
         NotPatchedHere: this process has not applied that patch.
     """
-    session = sys.modules.get("kvpatch.session")
-    if session is None or not session.SESSION.has_applied(slug):
+    if not is_applied(slug):
         raise NotPatchedHere(
             f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this worker, "
             "which would read wrong blocks: set ENABLE_KVPATCH and the KVPATCH_* variables alike "
@@ -55,6 +60,10 @@ class EqualBlockPeers:
             return False
         if own_blocks > 1:
             self._known[engine_id] = True
+        return engine_id in self._known
+
+    def knows(self, engine_id: str) -> bool:
+        """True if the peer has turned out to be such a one."""
         return engine_id in self._known
 
 

@@ -108,6 +108,7 @@ class ReleaseFacts:
         expands_by_own_cut: it expands them to as many kernel blocks as one of its own blocks has.
         has_cache_groups: the connector is handed the plan, which has groups of layers.
         counts_tokens_of_failed: the scheduler looks at a step's tokens where loads failed.
+        counts_loaded_slots: the scheduler takes all slots of loaded blocks for computed tokens.
         counts_one_head: a P of as many ranks as heads is taken for one that shares them.
         reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks.
         reads_back: P may load an earlier turn from D.
@@ -195,6 +196,7 @@ class ReleaseFacts:
     expands_by_own_cut: bool = False
     has_cache_groups: bool = False
     counts_tokens_of_failed: bool = False
+    counts_loaded_slots: bool = False
     counts_one_head: bool = False
     reads_its_share: bool = False
     reads_back: bool = False
@@ -353,6 +355,7 @@ _0_10_0 = ReleaseFacts(
     cuts_blocks=False,
     keeps_load_metadata=False,
     keeps_aborted_blocks=False,
+    counts_loaded_slots=True,
     counts_one_head=True,
     reserves_drafted_blocks=True,
     lists_drafted_blocks=True,
@@ -485,6 +488,7 @@ _0_18_0 = replace(
     agent_metadata=_0_17_1.agent_metadata | {"ssm_sizes"},
     shape_source="backends",
     lists_block_sizes=False,
+    counts_loaded_slots=False,
     has_cache_groups=True,
     buffer_follows_device=True,
 )

@@ -27,6 +27,7 @@ LOG_LEVEL = "KVPATCH_LOG_LEVEL"
 PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
 PEER_KEYS = "KVPATCH_PEER_KEYS"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
+REQUIRE_TOKENS = "KVPATCH_REQUIRE_TOKENS"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 PROGRESS = "KVPATCH_PROGRESS"
@@ -66,15 +67,7 @@ _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 def is_enabled() -> bool:
     """Whether ``ENABLE_KVPATCH`` asks for kvpatch; unset and empty do not."""
-    value = os.environ.get(ENABLE, "")
-    if not value:
-        return False
-    try:
-        return _BOOLEANS[value.strip().lower()]
-    except KeyError:
-        raise _settings_error(
-            f"{ENABLE}={value!r} is neither true, 1, false nor 0: set one of them, or unset it"
-        ) from None
+    return _boolean(ENABLE)
 
 
 def is_kvcached_enabled() -> bool:
@@ -202,6 +195,11 @@ def peer_layout() -> str | None:
     return value or None
 
 
+def requires_tokens() -> bool:
+    """True if D loads no prompt of whose tokens P states no hashes."""
+    return _boolean(REQUIRE_TOKENS)
+
+
 def staging_bytes() -> int:
     """The size of a worker's staging pool."""
     return _byte_count(STAGING_BYTES, DEFAULT_STAGING_BYTES)
@@ -248,6 +246,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         PEER_KEYS,
         PEER_LAYOUT,
         PROGRESS,
+        REQUIRE_TOKENS,
         STAGING_BYTES,
         TRANSFER,
         UNSTATED_LAYOUT,
@@ -274,6 +273,19 @@ def _byte_count(name: str, default: int) -> int:
             f"set one ({default} say), or unset it"
         )
     return int(value)
+
+
+def _boolean(name: str) -> bool:
+    """False where a variable is unset or empty."""
+    value = os.environ.get(name, "")
+    if not value:
+        return False
+    try:
+        return _BOOLEANS[value.strip().lower()]
+    except KeyError:
+        raise _settings_error(
+            f"{name}={value!r} is neither true, 1, false nor 0: set one of them, or unset it"
+        ) from None
 
 
 def _choice(name: str, choices: tuple[str, ...]) -> str:

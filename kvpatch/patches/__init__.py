@@ -30,6 +30,7 @@ SLUGS = (
     "witness",
     "handshake_listener",
     "transfer_params",
+    "same_prompt",
     "metrics",
 )
 

@@ -40,7 +40,7 @@ from typing import Any
 
 from kvpatch.connector.allowed_peers import allowed_peers
 from kvpatch.connector.metrics.book import Book
-from kvpatch.connector.state import connectors_of, engine_state, scheduler_state
+from kvpatch.connector.state import connectors_of, engine_state, is_push, scheduler_state
 from kvpatch.connector.transfer_params import (
     FIELD,
     RequestLimits,
@@ -164,14 +164,9 @@ def _limits_of(core: Any, connector: Any, request: Any, facts: ReleaseFacts) -> 
     return RequestLimits(
         prompt_tokens=most if is_notice else int(request.num_prompt_tokens),
         max_model_len=most,
-        is_push=_is_push(connector.connector_scheduler),
+        is_push=is_push(connector.connector_scheduler),
         allows_peer=allowed_peers().allows,
     )
-
-
-def _is_push(scheduler: Any) -> bool:
-    """Whether P writes to D, and D does not read."""
-    return hasattr(scheduler, "_push_pending_registrations")
 
 
 def _get_num_new_matched_tokens(
@@ -181,7 +176,7 @@ def _get_num_new_matched_tokens(
         found = wrapped(request, num_computed_tokens)
         scheduler = instance.connector_scheduler
         facts = scheduler_state(scheduler).facts
-        if found[0] and not _is_push(scheduler):
+        if found[0] and not is_push(scheduler):
             reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
             reads_back = reads_back and not scheduler.use_host_buffer
             if loads_nothing(request.kv_transfer_params, reads_back=reads_back):

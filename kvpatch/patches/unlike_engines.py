@@ -134,6 +134,7 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
             metadata,
             state.facts,
             equal_peers=state.equal_peers,
+            planned=state.of(read_request.PlannedLoads),
             step=None if state.facts.states_kernel_blocks else output,
         )
 

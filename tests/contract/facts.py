@@ -436,6 +436,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "checks_device_again": lambda s: (
         "if self.device_type == 'tpu'" in s.body(s.worker, "register_kv_caches")
     ),
+    "counts_loaded_slots": lambda s: (
+        "len(block_ids) * self.block_size" in s.core("_update_waiting_for_remote_kv")
+    ),
     "can_answer_later": lambda s: any(
         f"if {name} is None" in s.core("schedule")
         for name in ("num_external_computed_tokens", "ext_tokens")

@@ -58,6 +58,9 @@ MEANINGS = {
     "both sides: nothing, a sample of its tokens, or all of them; both sides must have it on "
     "([digests](../explanation/digests.md))",
     "KVPATCH_DISABLE": "[patches](patches.md) to leave out, by name, separated by commas",
+    "KVPATCH_REQUIRE_TOKENS": "`true` has D load no prompt of whose tokens P states no hashes "
+    "(a P without kvpatch, a proxy that drops `kvpatch_prompt`): it computes such prompts "
+    "([same prompt](../explanation/same_prompt.md))",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
     "direct-and-staged); it is made when the first read needs it, and a second one of this size "
     "where transfers that failed hold too much of it",

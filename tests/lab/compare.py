@@ -30,19 +30,23 @@ _MIX = tuple(
 def expected(
     content: int,
     plane: int,
-    request: int,
+    request: npt.NDArray[np.int64],
     tokens: range,
     heads: range,
     channels: int,
     item_bytes: int,
 ) -> Array:
-    """The raw elements of `tokens`, as an array [token, head, channel]."""
+    """The raw elements of `tokens`, as an array [token, head, channel].
+
+    Args:
+        request: the number of the prompt that each of the tokens belongs to.
+    """
     with np.errstate(over="ignore"):
         key = (
             np.uint64(content + 1) * _MIX[0]
             ^ np.uint64(plane + 1) * _MIX[1]
-            ^ np.uint64(request + 1) * _MIX[2]
-        )
+            ^ (np.asarray(request, dtype=np.uint64) + np.uint64(1)) * _MIX[2]
+        )[:, None, None]
         token = np.asarray(tokens, dtype=np.uint64)[:, None, None] * _MIX[3]
         head = np.asarray(heads, dtype=np.uint64)[None, :, None] * _MIX[4]
         channel = np.arange(channels, dtype=np.uint64)[None, None, :] * _MIX[5]

@@ -48,6 +48,8 @@ class CoreScheduler:
         self.connector = self._core.connector
         self.spec = spec
         self._hasher = _block_hasher(config, wanted["hash_block_size"])
+        #: By request, positions of tokens that others of its number have not (engine_api).
+        self.edits: dict[str, tuple[int, ...]] = {}
         self._tracked: dict[str, Tracked] = {}
         self._answers: dict[str, Any] = {}
         self._metadata: list[Any] = []
@@ -108,12 +110,16 @@ class CoreScheduler:
         self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any] | None
     ) -> Tracked:
         # Distinct from the first token on: prefixes of other requests are no hits.
-        token_ids = [1 + (i + 31 * number) % 100 for i in range(prompt_tokens)]
+        start = 1 + 200 * (number // 100)
+        token_ids = [start + (i + 31 * number) % 100 for i in range(prompt_tokens)]
+        edits = self.edits.get(request_id, ())
+        for edit in edits:
+            token_ids[edit] += 100
         request = new_request(
             request_id, token_ids, params, self._hasher, answer_tokens=self.spec.answer_tokens
         )
         self._core.add_request(request)
-        tracked = Tracked(number, request, [], prompt_tokens)
+        tracked = Tracked(number, request, [], prompt_tokens, edits=edits)
         self._tracked[request_id] = tracked
         return tracked
 
@@ -253,11 +259,15 @@ class CoreScheduler:
         else:  # D computes it itself
             tracked.tokens = hit
         tracked.tables = self._tables(request_id)
+        self.note_windows(tracked, prompt_tokens)
+        return tracked
+
+    def note_windows(self, tracked: Tracked, prompt_tokens: int) -> None:
+        """Books where each group's window begins, behind a prompt of so many tokens."""
         if self.spec.is_hybrid:
-            managers = manager.coordinator.single_type_managers
+            managers = self._core.kv_cache_manager.coordinator.single_type_managers
             skipped = (one.get_num_skipped_tokens(prompt_tokens) for one in managers)
             tracked.first_tokens = tuple(skipped)
-        return tracked
 
     def step(self) -> Any:
         """The metadata of one engine step."""

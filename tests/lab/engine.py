@@ -552,7 +552,7 @@ class Engine:
                     value = expected(
                         spec.content_of(number),
                         plane,
-                        tracked.number,
+                        tracked.contents(looked_at),
                         looked_at,
                         heads,
                         array.shape[-1],
@@ -574,7 +574,7 @@ class Engine:
             whole = expected(
                 spec.content_of(number),
                 plane,
-                tracked.number,
+                tracked.contents(range(tokens.stop - 1, tokens.stop)),
                 range(1),
                 range(1),
                 sizes[plane],

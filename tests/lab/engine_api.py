@@ -55,6 +55,9 @@ class Prompt:
     #: Of all prompts of the stage: what its cache holds follows from it.
     number: int
     tokens: int
+    #: Positions at which another token stands than in other prompts of this number. What a cache
+    #: holds of it and of all tokens behind it follows from it, too.
+    edits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,21 @@ class Ask:
     """A prompt, and what the proxy carries of it from P to D, as JSON."""
 
     prompt: Prompt
+    answer: str
+
+
+@dataclass(frozen=True)
+class Served:
+    """A prompt that D's scheduler has served, from when it came to its last answered token.
+
+    Attributes:
+        status: what has become of it, by the name of vLLM's status.
+        computed: tokens of the prompt that the model computed.
+        answer: the parameters that it was answered with, as JSON.
+    """
+
+    status: str
+    computed: int
     answer: str
 
 

@@ -18,7 +18,7 @@ from . import channel, digest_faults, release, standins
 from .core import CoreScheduler
 from .digests import digests_of
 from .engine import Engine, LoadFailed
-from .engine_api import Ask, Left, Prompt, Seen, Timed, Told
+from .engine_api import Ask, Left, Prompt, Seen, Served, Timed, Told
 from .scheduler import Computation, Scheduler, Tracked
 from .standstill import standstill
 
@@ -594,6 +594,10 @@ class Player(Engine):
 
     def loaded(self, names: Sequence[str]) -> None:
         """Tells the scheduler that these have been received, or failed, and takes a step."""
+        self._hand_over(set(names))
+        self.tick()
+
+    def _hand_over(self, names: set[str]) -> None:
         core = self._core_scheduler()
         broken = [what.split(maxsplit=1) for what in self._broken]
         core.failed(
@@ -601,8 +605,7 @@ class Player(Engine):
             {int(what) for kind, what in broken if kind == "block"},
         )
         self._broken.clear()
-        core.loaded(set(names))
-        self.tick()
+        core.loaded(names)
 
     def serve(self, name: str, seconds: float) -> str:
         """Steps as an engine does, until a request waits for no load; what has become of it."""
@@ -614,6 +617,42 @@ class Player(Engine):
             self.loaded(sorted(set.intersection(*received)))
             time.sleep(_POLL_SECONDS)
         return core.status(name)
+
+    def complete(self, prompts: Sequence[Ask], seconds: float) -> list[Served]:
+        """Steps as an engine does until prompts are answered that came together.
+
+        An answer of P that is empty is none: the engine computes the prompt.
+        """
+        core, end = self._core_scheduler(), time.monotonic() + seconds
+        names = [ask.prompt.name for ask in prompts]
+        computed = dict.fromkeys(names, 0)
+        for ask in prompts:
+            prompt = ask.prompt
+            core.edits[prompt.name] = prompt.edits
+            params = json.loads(ask.answer) if ask.answer else None
+            tracked = core.receive(prompt.number, prompt.name, prompt.tokens, params)
+            core.note_windows(tracked, prompt.tokens)
+            self._by_name[prompt.name] = tracked
+        while time.monotonic() < end:
+            computation = self.scheduler.compute()
+            if computation is None:
+                self._step()
+            else:
+                self._send(computation.metadata, computation.computed)
+                self.scheduler.computed(computation)
+                for tracked, tokens in computation.computed:
+                    computed[tracked.request.request_id] += len(tokens)
+            if all(core.status(name).startswith("FINISHED") for name in names):
+                break
+            _, received, broken = self._finished()
+            self._broken |= set(broken)
+            self._hand_over(set.intersection(*received))
+            time.sleep(_POLL_SECONDS)
+        answers = core.answers()
+        return [
+            Served(core.status(name), computed[name], json.dumps(answers.get(name)))
+            for name in names
+        ]
 
     def compare(self, names: Sequence[str]) -> tuple[int, int]:
         """Wrong and total elements of these requests; of windows what the model will look at."""

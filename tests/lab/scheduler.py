@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from .case import EngineSpec
 from .release import accepted
+
+#: More prompts than a stage has.
+_EDITED = 1_000_003
 
 
 @dataclass
@@ -30,6 +35,16 @@ class Tracked:
     external_tokens: int = 0
     #: Per cache group the first token that the model will look at again.
     first_tokens: tuple[int, ...] = (0,)
+    #: As a prompt's (engine_api).
+    edits: tuple[int, ...] = ()
+
+    def contents(self, tokens: range) -> np.ndarray[Any, Any]:
+        """The number of the prompt that each of these tokens' keys and values belong to."""
+        positions = np.asarray(tokens, dtype=np.int64)
+        found = np.full(positions.size, self.number)
+        for edit in self.edits:
+            found[positions >= edit] += _EDITED * (edit + 1)
+        return found
 
     def loaded_blocks(self, group: int, block_tokens: int) -> list[int]:
         """The blocks that a transfer may write to: none of a prefix hit's."""

@@ -16,7 +16,7 @@ from typing import Any
 from kvpatch.patches import SLUGS
 
 from .case import EngineSpec
-from .engine_api import Ask, Failure, Left, Prompt, Seen, Start, Timed
+from .engine_api import Ask, Failure, Left, Prompt, Seen, Served, Start, Timed
 from .host import EXTRA, PORTS, Engine, Lab
 
 #: P must take part in every transfer: one that is stopped holds them all.
@@ -73,6 +73,11 @@ class Actor:
     def ask(self, *asks: Ask) -> int:
         """Posts reads (or shakes hands first); the tokens that D said it will load."""
         return int(self.call("ask", asks))
+
+    def complete(self, *asks: Ask, seconds: float = _WATCH_SECONDS) -> list[Served]:
+        """Serves prompts that come together, with P's answers or without."""
+        served: list[Served] = self.call("complete", asks, seconds)
+        return served
 
     def introduce(self, ask: Ask) -> int:
         """Has D compute a prompt itself and prove P's layout; the tokens that it loads instead."""

@@ -24,7 +24,7 @@ class Promise:
     """That each of P's ranks will have a digest of a request.
 
     Attributes:
-        tables: by rank of P's, where its table of digests begins.
+        tables: by rank of P's, where its table of digests begins, masked as a hold's.
     """
 
     tables: tuple[int, ...]

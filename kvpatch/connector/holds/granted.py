@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpatch.connector.holds.hold import Hold
+from kvpatch.connector.holds.hold import Hold, mask_of
 from kvpatch.transfer.hold_table import generation_of
 
 _CHANGES = "kvpatch_hold_changes"
@@ -76,7 +76,9 @@ class GrantedHolds:
 def tables_of_ranks(
     metadata: Mapping[Any, Any], take: Callable[[Any], int | None]
 ) -> tuple[int, ...]:
-    """Where the tables of all ranks are; empty where one has none, or nobody says which is read.
+    """Where the tables of all ranks are, masked, for whoever has shaken hands with them.
+
+    Empty where one has none, or nobody says which is read.
 
     Args:
         metadata: by rank; from 0.30 by stage of the pipeline and rank.
@@ -86,10 +88,24 @@ def tables_of_ranks(
     for place, stated in metadata.items():
         stage, rank = place if isinstance(place, tuple) else (0, place)
         address = take(stated)
+        if address is not None:
+            address ^= mask_of(_agent_metadata(stated))
         # A peer reads the ranks of one stage; of several nobody says which it asks.
         found[rank] = address if stage == 0 and rank not in found else None
     known = [found.get(rank) for rank in range(len(found))]
     return tuple(one for one in known if one) if all(known) else ()
+
+
+def _agent_metadata(stated: Any) -> bytes:
+    """Returns what NIXL says of a worker's agent, as a handshake hands it to peers."""
+    encoded = getattr(stated, "agent_metadata_bytes", None)  # from 0.13 on
+    if encoded is None:
+        found: bytes = stated.agent_metadata
+        return found
+    import msgspec
+
+    fields: Mapping[str, bytes] = msgspec.msgpack.decode(encoded)
+    return fields["agent_metadata"]
 
 
 def changes_in(metadata: Any) -> Mapping[str, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 from kvpatch.core.errors import ReadRefused
@@ -16,6 +17,7 @@ from kvpatch.core.text import shown
 
 FIELD = "kvpatch_hold"
 
+_MASK_BYTES = 7
 # An address of 60 bits and a slot behind it are a number of 64.
 _FORM = re.compile(r"1/([0-9a-f]{1,16})/([0-9a-f]{1,15}(?:,[0-9a-f]{1,15}){0,1023})")
 _ANY_FORM = re.compile(r"[0-9]{1,4}/.{0,65536}", re.DOTALL)
@@ -27,7 +29,7 @@ class Hold:
 
     Attributes:
         generation: the word that stands in the tables of P's ranks while they hold the blocks.
-        tables: by rank of P's, where its table of holds begins.
+        tables: by rank of P's, where its table of holds begins, masked (:func:`mask_of`).
     """
 
     generation: int
@@ -36,6 +38,17 @@ class Hold:
     def __str__(self) -> str:
         tables = ",".join(f"{address:x}" for address in self.tables)
         return f"1/{self.generation:x}/{tables}"
+
+
+def mask_of(agent_metadata: bytes) -> int:
+    """Returns what hides addresses of a worker's memory from those who see P's answers.
+
+    Only peers that have shaken hands know it.
+
+    Args:
+        agent_metadata: of the worker's NIXL agent, as its handshake states it.
+    """
+    return int.from_bytes(sha256(agent_metadata).digest()[:_MASK_BYTES], "big")
 
 
 def stated_hold(parameters: Mapping[str, Any]) -> str | None:

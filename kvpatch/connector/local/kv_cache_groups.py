@@ -59,6 +59,11 @@ def transferred_groups(plan: Any, facts: ReleaseFacts) -> Sequence[Any]:
     return found
 
 
+def tokens_of_group(plan: Any, facts: ReleaseFacts, number: int) -> int:
+    """Returns the tokens of a block of a plan's transferred group."""
+    return int(_members(transferred_groups(plan, facts)[number].kv_cache_spec)[0].block_size)
+
+
 def packed_groups(worker: Any, facts: ReleaseFacts) -> tuple[tuple[str, ...], ...] | None:
     """The layers of each block table as they follow one another in a cross-layer block.
 
@@ -103,6 +108,36 @@ def window_alone(scheduler: Any) -> tuple[int, int] | None:
     windows = [_window_tokens(spec) for spec in specs]
     number = windows.index(max(windows))
     return number, windows[number] if scheduler._is_hma_required else 0
+
+
+#: Specs of layers whose blocks hold all tokens of a request.
+_FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
+
+
+def has_state(scheduler: Any, facts: ReleaseFacts) -> bool:
+    """True if a group of the scheduler's plan has recurrent state."""
+    plan = scheduler.kv_cache_config if facts.has_cache_groups else None
+    return plan is not None and any(_has_state(g.kv_cache_spec) for g in plan.kv_cache_groups)
+
+
+def still_has(scheduler: Any, facts: ReleaseFacts, *, held_tokens: int, needed_tokens: int) -> bool:
+    """True if a P with D's blocks keeps what attention behind fewer of its tokens looks at.
+
+    P lets go of blocks in front of the window before its last token.
+    """
+    counts = held_tokens, needed_tokens
+    if held_tokens == needed_tokens or not facts.has_cache_groups:
+        return True
+    for group in scheduler.kv_cache_config.kv_cache_groups:
+        for spec in _members(group.kv_cache_spec):
+            if type(spec).__name__ in _FULL:
+                continue
+            window, block_tokens = _window_tokens(spec), int(spec.block_size)
+            first_blocks = {max(0, tokens - window + 1) // block_tokens for tokens in counts}
+            last_blocks = {(tokens - 1) // block_tokens for tokens in counts}
+            if not window or len(first_blocks) > 1 or len(last_blocks) > 1:
+                return False
+    return True
 
 
 def _first_specs(scheduler: Any) -> list[Any]:

@@ -40,6 +40,16 @@ class Hold(str, Enum):
     EXPIRED = "expired"
 
 
+class Prompt(str, Enum):
+    """How a prompt that D would load compares with the one that P holds."""
+
+    SAME = "same"
+    PART = "part"
+    UNSTATED = "unstated"
+    REFUSED = "refused"
+    AGAIN = "again"
+
+
 class Verdict(str, Enum):
     """What a prompt's last token says of a load."""
 
@@ -105,6 +115,16 @@ REFUSALS = Metric(
     "What kvpatch refused at handshakes and of requests, by cause: the class of the error.",
     "cause",
     ("PeerRefused", "ReadRefused"),
+)
+PROMPTS = Metric(
+    "kvpatch_prompts",
+    "counter",
+    "Prompts that D would load, by what P states of their tokens: all that both hold is the same, "
+    "a part is, nothing is stated, or nothing and the prompt is computed for it; again: an earlier "
+    "request carried the same answer of P, and nothing is loaded.",
+    "prompt",
+    tuple(prompt.value for prompt in Prompt),
+    is_of_scheduler=True,
 )
 HELD = Metric(
     "kvpatch_load_holds",
@@ -196,7 +216,7 @@ HOST_WAITING = Metric(
 )
 
 METRICS = (
-    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, HELD, WITNESSED, DIGESTS),
+    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, PROMPTS, HELD, WITNESSED, DIGESTS),
     *(WITNESS_ALARMS, ALARM_DISTANCE, ALARM_THRESHOLD, DIGEST_ALARMS),
     *(POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
     *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING),

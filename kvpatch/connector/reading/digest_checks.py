@@ -45,12 +45,14 @@ class PeersRank(NamedTuple):
         generation: the word of its hold.
         taken: heads that come from other ranks, and are not compared with what this one has;
             None where the release reads, which may fill some from several.
+        mask: hides its addresses in P's answers.
     """
 
     number: int
     agent: str
     generation: int
     taken: frozenset[HeadName] | None
+    mask: int
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ class DigestChecks:
             known = [part for table in tables for part in table.without_open_blocks()]
             is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
             tables = known
-        fetched = DigestRead(self.table, rank.agent, promise.tables[rank.number], rank.generation)
+        address = promise.tables[rank.number] ^ rank.mask
+        fetched = DigestRead(self.table, rank.agent, address, rank.generation)
         return DigestCheck(
             fetched,
             tables,

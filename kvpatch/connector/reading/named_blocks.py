@@ -6,9 +6,61 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpatch.connector import read_request
+from kvpatch.connector.local.kv_cache_groups import tokens_of_group
+from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.reader import Reader
+from kvpatch.connector.state import release_worker
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import ReleaseFacts
+
+
+def leave_common_blocks(
+    worker: Any, engine_id: str, request: ReadRequest, entry: Any, facts: ReleaseFacts
+) -> None:
+    """Takes those of P's blocks from a request that lie behind the tokens that D loads.
+
+    P's prompt may be longer. The release pairs the lists of a peer like us from their ends.
+
+    Raises:
+        ReadRefused: P names fewer blocks than these tokens fill.
+    """
+    remote = read_request.groups(read_request.remote_blocks(entry, facts))
+    groups, contexts = release_worker(worker).groups(()), release_worker(worker).context_sizes
+    is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
+    if not any(request.local_blocks) or max(contexts, default=1) > 1 or len(remote) != len(groups):
+        return
+    if not is_met or _pairs_otherwise(worker, engine_id, facts):
+        return
+    parts = worker._physical_blocks_per_logical_kv_block if facts.expands_remote_blocks else 1
+    sizes = [_block_tokens(worker, number, facts) for number in range(len(groups))]
+    #: By block size, the blocks of full attention behind these tokens: a window has as many.
+    behind = dict.fromkeys(sizes, 0)
+    for number, (group, block_tokens) in enumerate(zip(groups, sizes, strict=True)):
+        if group.window_tokens or group.has_state or not request.local_blocks[number]:
+            continue
+        blocks = -(-request.tokens // block_tokens)
+        if len(remote[number]) < blocks * parts:
+            raise ReadRefused(
+                f"the request names {len(remote[number]) // parts} blocks of engine {engine_id}, "
+                f"and the prompt fills {blocks} here: send both engines the same prompt"
+            )
+        if request.hit_tokens is not None:  # with those that D reserves for drafted tokens
+            hit = request.hit_tokens // block_tokens
+            blocks = max(blocks, hit + len(request.local_blocks[number]))
+        behind[block_tokens] = max(behind[block_tokens], len(remote[number]) - blocks * parts)
+    if any(behind.values()):
+        kept = [
+            blocks if group.has_state else blocks[: len(blocks) - behind[block_tokens]]
+            for group, blocks, block_tokens in zip(groups, remote, sizes, strict=True)
+        ]
+        read_request.replace_remote_blocks(entry, kept, facts)
+
+
+def _block_tokens(worker: Any, number: int, facts: ReleaseFacts) -> int:
+    """Returns the tokens of a block of one cache group, as the scheduler counts blocks."""
+    if not facts.has_cache_groups:
+        return int(worker.vllm_config.cache_config.block_size)
+    return tokens_of_group(worker.kv_cache_config, facts, number)
 
 
 def refuse_misnamed(

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 from weakref import finalize
 
+from kvpatch.connector.holds.hold import mask_of
 from kvpatch.connector.reading.prepared_transfers import RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
@@ -50,6 +51,12 @@ class ReadingAgent(AgentProxy):
         self._self_rank_of = rank_of
         if thread is not None:
             finalize(self, thread.stop)
+
+    def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own; keeps what hides addresses of the peer's rank in P's answers."""
+        name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
+        self._self_reader.masks[str(name)] = mask_of(metadata)
+        return name
 
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
         """As NIXL's own; the descriptors that are named are not the ones that are read.

@@ -39,6 +39,7 @@ from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.read_factory import Progress, ReadFactory, Wanted
 from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
+from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
@@ -102,6 +103,7 @@ class Reader:
         leases: how long peers without kvpatch keep what is to be read.
         to_engine: (engine id, message) -> the message in that engine's words, None for none.
         to_agent: (NIXL's name of a rank, message) -> the same.
+        masks: by NIXL's name of a rank, what hides its addresses in P's answers.
         hold_table: where peers' words on their blocks land; None where none is asked for.
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
@@ -141,6 +143,7 @@ class Reader:
         self.leases = Leases()
         self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
         self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
+        self.masks: RecentEngines[int] = RecentEngines()
         self.hold_table: HoldTable | None = None
         self.pooled = Way.STAGED
         self.book = Book()
@@ -379,7 +382,7 @@ class Reader:
             return None
         found = Lifetime(check=check)
         if checks is not None and context is not None and context.digest is not None:
-            rank = PeersRank(number, agent, check.generation, taken)
+            rank = PeersRank(number, agent, check.generation, taken, self.masks[agent])
             found.digest = checks.check(context.digest, rank)
         return self._watched(found)
 
@@ -396,7 +399,7 @@ class Reader:
             ReadRefused: P's answer is of an engine with fewer ranks.
         """
         context, table = self.context, self.hold_table
-        if context is None or context.hold is None or table is None:
+        if context is None or context.hold is None or table is None or agent not in self.masks:
             return None
         hold = context.hold
         if number >= len(hold.tables):
@@ -407,7 +410,7 @@ class Reader:
             )
         age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
         vouched = time.monotonic() - age_seconds
-        address = hold.tables[number]
+        address = hold.tables[number] ^ self.masks[agent]
         is_paced = self.thread is not None
         return HoldCheck(table, agent, address, hold.generation, vouched, is_paced=is_paced)
 

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from kvpatch.connector import read_request
 from kvpatch.connector.local.kv_cache_groups import transferred_groups
+from kvpatch.connector.read_request import PlannedLoads
+from kvpatch.connector.state import scheduler_state
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
 
@@ -68,7 +70,9 @@ class ExpectedLoads:
             if not any(blocks):
                 continue  # P is told, and nothing is loaded
             request = waiting[request_id][0]
-            tokens, _ = read_request.loaded_tokens(scheduler, request, facts)
+            tokens, _ = read_request.loaded_tokens(
+                scheduler, request, facts, scheduler_state(scheduler).of(PlannedLoads)
+            )
             prompt = int(request.num_prompt_tokens)
             engine_id = read_request.engine_of(entry, facts)
             cause = "" if tokens == prompt else STOPPED_EARLIER

@@ -1,0 +1,149 @@
+"""How many tokens of a prompt D loads: those that P holds of D's own prompt, and no more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+from kvpatch.connector.local.kv_cache_groups import counted_group, has_state, still_has
+from kvpatch.connector.metrics.catalogue import PROMPTS, Prompt
+from kvpatch.connector.read_request import PlannedLoad, PlannedLoads, groups
+from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.state import scheduler_state
+from kvpatch.connector.stated_prompt import read_prompt
+from kvpatch.core import settings
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import one_line
+
+_LOG = logging.getLogger("kvpatch.prompts")
+
+_SENTENCES = {
+    Prompt.PART: "is not the prompt that this engine was sent: it loads what both have in common",
+    Prompt.UNSTATED: "comes without hashes of its tokens, so that this engine cannot tell whether "
+    "it was sent the same prompt: run kvpatch on P too, and pass on all that P answers. "
+    "KVPATCH_REQUIRE_TOKENS=true computes such prompts here",
+    Prompt.REFUSED: "comes without hashes of its tokens and is computed here, as "
+    "KVPATCH_REQUIRE_TOKENS asks: run kvpatch on P too, and pass on all that P answers",
+}
+_NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", "kvpatch_hold")
+
+
+class _Found(NamedTuple):
+    load: PlannedLoad
+    kind: Prompt
+
+
+@dataclass(eq=False)
+class PromptLoads:
+    """What one scheduler knows of the answers of P that its requests carry."""
+
+    #: By answer, the first request that carries it.
+    _takers: RecentEngines[ReferenceType[Any]] = field(default_factory=RecentEngines)
+    #: What was logged of each peer.
+    _told: RecentEngines[bool] = field(default_factory=RecentEngines)
+
+    def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int | None:
+        """Returns how many tokens a request loads; None while another one loads the same answer.
+
+        Args:
+            scheduler: the connector's scheduler half.
+            request: vLLM's own.
+            computed: tokens that D has already.
+            count: tokens that the release would load behind them.
+        """
+        state, params = scheduler_state(scheduler), request.kv_transfer_params
+        taker = self._taker(request, params)
+        if taker is not request:
+            if state.facts.can_answer_later and taker is not None and _is_waiting(taker):
+                return None
+            # P has given the blocks away: the prefix cache has the prompt, or D computes it.
+            params["do_remote_prefill"], params["_remote_blocks_processed"] = False, True
+            state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
+            return 0
+        planned = state.of(PlannedLoads)
+        if request not in planned:  # it is asked for in each step until there are blocks for it
+            planned[request], kind = _found(scheduler, request, computed + count, state.facts)
+            state.book.add(PROMPTS, 1, kind.value)
+            self._tell(kind, str(params.get("remote_engine_id")))
+        return max(0, planned[request].tokens - computed)
+
+    def _taker(self, request: Any, params: Mapping[str, Any]) -> Any:
+        """Returns the first request with this answer of P; None if that one is over."""
+        # <= 0.12 both sides have one name for a request.
+        answer = repr(
+            (params.get("remote_request_id", request.request_id), *map(params.get, _NAMES))
+        )
+        known = self._takers.setdefault(answer, ref(request))
+        return known()
+
+    def _tell(self, kind: Prompt, engine_id: str) -> None:
+        """Logs what is unusual about a prompt, once for each peer."""
+        key = f"{kind.value} {engine_id}"
+        if kind in _SENTENCES and key not in self._told:
+            self._told[key] = True
+            _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
+
+
+def _is_waiting(request: Any) -> bool:
+    """True until the model begins with a request's prompt."""
+    return bool(request.status.name.startswith("WAITING"))
+
+
+def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:
+    """Returns what a request loads of the first ``end`` tokens of its prompt."""
+    params = request.kv_transfer_params
+    stated, held = read_prompt(params), params.get("remote_num_tokens") or None  # from 0.21 on
+    names_images = bool(scheduler.vllm_config.cache_config.enable_prefix_caching)
+    common = None if stated is None else stated.common_tokens(request, names_images=names_images)
+    if stated is not None:
+        held = min(stated.tokens, held or stated.tokens)
+    if common is None and settings.requires_tokens():
+        return _Found(PlannedLoad(0, held or end), Prompt.REFUSED)
+    if held is None:
+        same, held = _held_of_longer(scheduler, params, end, facts)
+    else:
+        same = min(held, end)
+    kind = Prompt.UNSTATED
+    if common is not None:
+        kind = Prompt.SAME if common >= same else Prompt.PART
+        same = min(common, same)
+    tokens = _usable(scheduler, request, PlannedLoad(same, held), end, facts)
+    return _Found(PlannedLoad(tokens, held), kind)
+
+
+def _held_of_longer(
+    scheduler: Any, params: Mapping[str, Any], end: int, facts: ReleaseFacts
+) -> PlannedLoad:
+    """Returns what P surely holds, and what at most, where it names blocks and states no count.
+
+    Its last block may be partly empty, which shows only where the prompt goes on behind it, and
+    where its blocks are known to be as large as D's.
+    """
+    peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
+    number = counted_group(scheduler, facts)
+    named = groups(params.get("remote_block_ids") or ())
+    if number is None or number >= len(named) or not peers.knows(str(params["remote_engine_id"])):
+        return PlannedLoad(end, end)
+    blocks = len(named[number])
+    if blocks * block_tokens >= end:
+        return PlannedLoad(end, end)
+    return PlannedLoad((blocks - 1) * block_tokens, blocks * block_tokens)
+
+
+def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:
+    """Returns how many of the tokens to load this release can go on from."""
+    tokens, held = load
+    if has_state(scheduler, facts) and not tokens == held == end:
+        return 0  # a state is one behind all of P's tokens
+    if not still_has(scheduler, facts, held_tokens=held, needed_tokens=tokens):
+        return 0
+    if facts.counts_loaded_slots and tokens < request.num_tokens:
+        contexts = scheduler.vllm_config.parallel_config
+        block_tokens = int(scheduler.block_size)
+        for name in facts.context_sizes:
+            block_tokens *= int(getattr(contexts, name))
+        tokens -= tokens % block_tokens
+    return tokens

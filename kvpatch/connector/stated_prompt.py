@@ -1,0 +1,129 @@
+"""What P says of the prompt behind its blocks: its length, and a chain of hashes over its tokens.
+
+D compares it with its own prompt, and loads no more than both have in common. Each hash covers all
+tokens up to its place, so that the last equal one tells how far the prompts are the same. A hash
+also covers images by the name of their content, and the LoRA adapter: both change keys and values.
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+FIELD = "kvpatch_prompt"
+
+#: Bytes of one hash. Two unlike prompts have an equal one in 1 of 2**48 places.
+_HASH_BYTES = 6
+_MOST_HASHES = 64
+#: Hashes are a multiple of so many tokens apart.
+_STEP_TOKENS = 16
+_FORM = re.compile(r"1/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})")
+
+
+@dataclass(frozen=True)
+class StatedPrompt:
+    """A prompt as P's answer states it (``kv_transfer_params.kvpatch_prompt``, one text).
+
+    Attributes:
+        tokens: of the prompt whose keys and values P holds.
+        chain: the hashes at :func:`_places`, one behind the other; empty where P cannot name
+            its contents (embeddings, images without a name).
+    """
+
+    tokens: int
+    chain: bytes
+
+    def __str__(self) -> str:
+        return f"1/{self.tokens:x}/{urlsafe_b64encode(self.chain).decode()}"
+
+    def common_tokens(self, request: Any, *, names_images: bool) -> int | None:
+        """Returns how many tokens of P's prompt a request begins with; None where nobody knows.
+
+        Args:
+            request: vLLM's own.
+            names_images: False where names of images do not follow from their content.
+        """
+        tokens = prompt_tokens(request)
+        if not self.chain or tokens is None or not _is_named(request, names_images):
+            return None
+        places = [place for place in _places(self.tokens) if place <= len(tokens)]
+        found = 0
+        for number, own in enumerate(_hashes(request, tokens, places)):
+            start = number * _HASH_BYTES
+            if own != self.chain[start : start + _HASH_BYTES]:
+                break
+            found = places[number]
+        return found
+
+
+def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedPrompt:
+    """Returns what to state of a request's first tokens, whose keys and values are held.
+
+    Args:
+        request: vLLM's own.
+        names_images: False where names of images do not follow from their content.
+    """
+    known = prompt_tokens(request)
+    if known is None or not _is_named(request, names_images):
+        return StatedPrompt(tokens, b"")
+    if tokens > len(known):  # nobody has computed the keys and values of the last token
+        known = [*known, *request.output_token_ids][: max(len(known), request.num_tokens - 1)]
+    tokens = min(tokens, len(known))
+    return StatedPrompt(tokens, b"".join(_hashes(request, known, _places(tokens))))
+
+
+def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
+    """Returns what P has stated in its answer; None where it states nothing that is known here."""
+    stated = parameters.get(FIELD)
+    found = _FORM.fullmatch(stated) if isinstance(stated, str) else None
+    if found is None or len(found[2]) % 4:
+        return None
+    tokens, chain = int(found[1], 16), urlsafe_b64decode(found[2])
+    if chain and len(chain) != _HASH_BYTES * len(_places(tokens)):
+        return None
+    return StatedPrompt(tokens, chain)
+
+
+def prompt_tokens(request: Any) -> list[int] | None:
+    """Returns the ids of a request's prompt; None where it is of embeddings."""
+    if getattr(request, "prompt_embeds", None) is not None:  # from 0.10.1 on
+        return None
+    found: list[int] | None = request.prompt_token_ids
+    return found
+
+
+def _places(tokens: int) -> list[int]:
+    """Returns the numbers of tokens that hashes cover: evenly apart, and all of them."""
+    if not tokens:
+        return []
+    step = -(-tokens // ((_MOST_HASHES - 1) * _STEP_TOKENS)) * _STEP_TOKENS
+    return [*range(step, tokens, step), tokens]
+
+
+def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001
+    """True if all that a request holds beside its tokens has a name of its content."""
+    images = getattr(request, "mm_features", None)  # from 0.11.0 on
+    if images is None:
+        return not getattr(request, "mm_hashes", None) and not request.has_encoder_inputs
+    return not images or (names_images and all(image.identifier for image in images))
+
+
+def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[bytes]:
+    """Yields the hash of a request's first tokens, for each of these numbers of tokens."""
+    adapter = request.lora_request
+    total = sha256(repr(None if adapter is None else adapter.lora_name).encode())
+    images = sorted(getattr(request, "mm_features", ()), key=lambda image: image.mm_position.offset)
+    ids = memoryview(array("I", tokens[: places[-1]] if places else ()))
+    start = 0
+    for place in places:
+        total.update(ids[start:place])
+        while images and images[0].mm_position.offset < place:
+            image = images.pop(0)
+            total.update(repr((image.mm_position.offset, image.identifier)).encode())
+        start = place
+        yield total.copy().digest()[:_HASH_BYTES]

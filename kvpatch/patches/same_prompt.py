@@ -1,0 +1,86 @@
+"""D loads what P holds of D's own prompt, and computes the rest.
+
+Why:
+    The connector takes for granted that P and D were sent one prompt. They were not where a proxy
+    appends P's first token, where templates differ by side, where a client strips or edits the
+    history before it sends the next turn. Stock pairs P's and D's blocks from the ends of their
+    lists: prompts of unlike lengths end D's engine, or get another prompt's keys and values, with
+    HTTP 200. Prompts of one length that differ in a token get them always. The blocks enter D's
+    prefix cache under the hash of D's own tokens, so that later requests get wrong answers too.
+    An answer of P's that two requests carry (a retry, a router that hedges) is read twice, though
+    P gives the blocks away after the first.
+Where:
+    The schedulers of P and D. On D alone counts of tokens are compared; with kvpatch on P the
+    tokens themselves are.
+How:
+    P's answer states the number of tokens that it holds, and hashes over them at 64 places at most
+    (``kvpatch_prompt``, one text of 0.5 KB). D finds the last place where its own prompt has the
+    same hash, loads up to there, and has vLLM compute the rest. A model with recurrent state loads
+    all or nothing, and one with sliding windows nothing that P may have let go of. A request with
+    an answer that another one has loaded already loads nothing: the prefix cache has the prompt.
+Upstream:
+    None.
+Limits:
+    Without kvpatch on P nobody compares tokens: D's log says so once for each P, and
+    ``KVPATCH_REQUIRE_TOKENS=true`` has such prompts computed. <= 0.20 no count is stated there
+    either, and a prompt of D's that is longer by less than a block is not told from P's. <= 0.17
+    D goes on from whole blocks alone. Prompts of embeddings have no hashes, nor have images where
+    prefix caching is off. Push mode is left to vLLM.
+Remove when:
+    The connector compares the prompts of both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch.connector.common_prompt import PromptLoads
+from kvpatch.connector.state import connector_scheduler, is_push, scheduler_state
+from kvpatch.connector.stated_prompt import FIELD, state_prompt
+from kvpatch.connector.unpatched_workers import is_applied
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+
+
+def _get_num_new_matched_tokens(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def matched(request: Any, num_computed_tokens: int) -> Any:
+        count, is_async = wrapped(request, num_computed_tokens)
+        scheduler = connector_scheduler(instance)
+        if not count or is_push(scheduler) or not is_applied("unlike_engines"):
+            return count, is_async  # nobody would pair the blocks by token
+        loads = scheduler_state(scheduler).of(PromptLoads)
+        tokens = loads.plan(scheduler, request, num_computed_tokens, count)
+        return tokens, bool(tokens) and is_async
+
+    return matched(*args, **kwargs)
+
+
+def _request_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def finished(request: Any, block_ids: Any) -> Any:
+        keeps_blocks, params = wrapped(request, block_ids)
+        if keeps_blocks and params:
+            config = connector_scheduler(instance).vllm_config.cache_config
+            held = params.get("remote_num_tokens") or request.num_computed_tokens  # from 0.21 on
+            stated = state_prompt(
+                request, int(held), names_images=bool(config.enable_prefix_caching)
+            )
+            params = {**params, FIELD: str(stated)}
+        return keeps_blocks, params
+
+    return finished(*args, **kwargs)
+
+
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    return {
+        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
+        **dict.fromkeys(seams.request_finished(facts), _request_finished),
+    }
+
+
+PATCH = Patch(slug="same_prompt", wire_affecting=False, sites=_sites, document=__doc__)

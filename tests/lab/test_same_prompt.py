@@ -1,0 +1,256 @@
+"""Prompts of D's that are not P's: longer, shorter, or with another token in them.
+
+The schedulers of both sides are the release's own, and D computes what it does not load. What its
+cache holds in the end is compared with its own prompt, for each token; so is what a later request
+with the same prompt finds in the prefix caches of D and P.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvpatch.connector.stated_prompt import FIELD
+from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
+
+from .case import PEER_BLOCK_SIZE, UNSTATED_LAYOUT, EngineSpec
+from .engine_api import Ask, Prompt, Served
+from .host import Lab
+from .scheduler import TO_BE_READ
+from .stage import Actor, Stage
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_BLOCK, _TOKENS, _BORDER = 16, 137, 128
+_FINISHED = "FINISHED_LENGTH_CAPPED"
+_SPEC = EngineSpec(
+    block_tokens=_BLOCK,
+    planned_blocks=600,
+    layers=2,
+    kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+    own_scheduler=True,
+    settings=((UNSTATED_LAYOUT, "same"),),
+)
+_MODELS = {
+    "attention": {},
+    "windows": {"window_tokens": (0, 40), "layers": 4},
+    "states": {"has_state": True, "layers": 4},
+}
+#: How much longer D's prompt is than P's.
+_LENGTHS = (-67, -10, -7, -1, 0, 1, 2, 20, _BLOCK, 3 * _BLOCK)
+_SOME_LENGTHS = (-10, -1, 0, 1, 20)
+
+
+def _states_counts(release: str) -> bool:
+    """From 0.21 on P's own answer has the number of its tokens."""
+    return "remote_num_tokens" in FACTS[release].answer
+
+
+@dataclass(frozen=True)
+class Pair:
+    """P and D, acquainted."""
+
+    stage: Stage
+    prefill: Actor
+    decode: Actor
+
+    def like(self, prompt: Prompt, tokens: int = 0, edits: Sequence[int] = ()) -> Prompt:
+        """Another request's prompt, which begins as this one; of as many tokens by default."""
+        other = self.stage.prompt(tokens or prompt.tokens)
+        return replace(other, number=prompt.number, edits=tuple(edits))
+
+    def prefilled(self, prompt: Prompt) -> Ask:
+        """A prompt that P has computed, with P's answer."""
+        (served,) = self.prefill.complete(Ask(prompt, json.dumps(TO_BE_READ)))
+        assert served.status == _FINISHED
+        return Ask(prompt, served.answer)
+
+    def decoded(self, prompt: Prompt, answer: str = "") -> Served:
+        (served,) = self.decode.complete(Ask(prompt, answer))
+        return served
+
+    def seed(self, prompt: Prompt, tokens: int) -> None:
+        """Has D's prefix cache hold the beginning of a prompt."""
+        if tokens:
+            assert self.decoded(self.like(prompt, tokens + 1)).status == _FINISHED
+
+    def assert_right(self, prompt: Prompt) -> None:
+        """D's cache holds this prompt, and so do the prefix caches of both sides."""
+        wrong, total = self.decode.wrong(prompt)
+        assert (wrong, total > 0) == (0, True)
+        for actor in (self.decode, self.prefill):
+            again = self.like(prompt, edits=prompt.edits)
+            (served,) = actor.complete(Ask(again, ""))
+            assert served.status == _FINISHED
+            assert actor.wrong(again)[0] == 0, f"{actor.name}, from its prefix cache"
+
+
+def _pair(stage: Stage, prefill: EngineSpec, decode: EngineSpec) -> Pair:
+    told = (PEER_BLOCK_SIZE, str(prefill.block_tokens))
+    decode = replace(decode, settings=(*decode.settings, told))
+    actors = [
+        stage.start(replace(spec, patches=SLUGS if spec.patched else ()))
+        for spec in (prefill, decode)
+    ]
+    pair = Pair(stage, *actors)
+    ask = pair.prefilled(stage.prompt(_TOKENS))
+    assert pair.decoded(stage.prompt(_TOKENS), "").status == _FINISHED
+    pair.decoded(ask.prompt, ask.answer)  # hands are shaken, and P is known
+    return pair
+
+
+def _specs(lab: Lab, kind: str, model: str = "attention") -> tuple[EngineSpec, EngineSpec]:
+    """P and D, with kvpatch."""
+    if model != "attention" and not FACTS[lab.release].has_cache_groups:
+        pytest.skip("<= 0.17 the connector takes one cache group")
+    spec = replace(_SPEC, patched=True, **_MODELS[model])  # type: ignore[arg-type]
+    if kind == "like":
+        return spec, spec
+    if FACTS[lab.release].loads_whole_blocks_only:
+        pytest.skip("0.10.0 states no block size")
+    return replace(spec, block_tokens=2 * _BLOCK, planned_blocks=300), spec
+
+
+@pytest.fixture(scope="module", params=["like", "unlike"])
+def pair(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with Stage(lab) as stage:
+        yield _pair(stage, *_specs(lab, request.param))
+
+
+@pytest.fixture(scope="module", params=["like", "unlike"])
+def beside_stock(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """P is stock: it states no hashes, and <= 0.20 no count of tokens."""
+    prefill, decode = _specs(lab, request.param)
+    with Stage(lab) as stage:
+        yield _pair(stage, replace(prefill, patched=False), decode)
+
+
+@pytest.mark.parametrize("hit", [0, 2 * _BLOCK])
+@pytest.mark.parametrize("tokens", [_TOKENS, _BORDER])
+@pytest.mark.parametrize("more", _LENGTHS)
+def test_other_lengths(pair: Pair, more: int, tokens: int, hit: int) -> None:
+    """D loads what both prompts have in common, and computes the rest."""
+    ask = pair.prefilled(pair.stage.prompt(tokens))
+    prompt = pair.like(ask.prompt, tokens + more)
+    pair.seed(prompt, hit)
+
+    served = pair.decoded(prompt, ask.answer)
+
+    assert served.status == _FINISHED
+    if more in (0, 1, 2):
+        assert served.computed < prompt.tokens - hit, "something is loaded"
+    pair.assert_right(prompt)
+
+
+@pytest.mark.parametrize("edit", [0, 70, _TOKENS - 1])
+@pytest.mark.parametrize("more", [0, 5])
+def test_another_token(pair: Pair, edit: int, more: int) -> None:
+    """A prompt with another first, middle or last token gets none of P's behind it."""
+    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
+    prompt = pair.like(ask.prompt, _TOKENS + more, [edit])
+
+    served = pair.decoded(prompt, ask.answer)
+
+    assert served.status == _FINISHED
+    pair.assert_right(prompt)
+    plain = pair.like(ask.prompt)
+    assert pair.decoded(plain).status == _FINISHED
+    pair.assert_right(plain)
+
+
+@pytest.mark.parametrize("hit", [0, 2 * _BLOCK])
+@pytest.mark.parametrize("more", _LENGTHS)
+def test_other_lengths_beside_a_stock_p(
+    lab: Lab, beside_stock: Pair, more: int, hit: int, request: pytest.FixtureRequest
+) -> None:
+    """Counts of tokens are compared. Where P states none, a few tokens more cannot be told."""
+    pair = beside_stock
+    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
+    prompt = pair.like(ask.prompt, _TOKENS + more)
+    pair.seed(prompt, hit)
+    fills_more = -(-prompt.tokens // pair.prefill.spec.block_tokens) > -(
+        -_TOKENS // pair.prefill.spec.block_tokens
+    )
+    if more > 0 and not (_states_counts(lab.release) or fills_more):
+        pytest.skip("docs/reference/limits.md: P's last block may be partly empty")
+
+    served = pair.decoded(prompt, ask.answer)
+
+    if more <= 0 or _states_counts(lab.release) or "unlike" not in request.node.name:
+        assert served.status == _FINISHED
+    if served.status == _FINISHED:  # else its load has failed
+        pair.assert_right(prompt)
+
+
+@pytest.mark.parametrize("model", ["windows", "states"])
+@pytest.mark.parametrize("kind", ["like", "unlike"])
+def test_windows_and_states(lab: Lab, kind: str, model: str) -> None:
+    """A state is one behind all of P's tokens; a window may have let go of earlier ones."""
+    with Stage(lab) as stage:
+        pair = _pair(stage, *_specs(lab, kind, model))
+        for more in _SOME_LENGTHS:
+            ask = pair.prefilled(stage.prompt(_TOKENS))
+            prompt = pair.like(ask.prompt, _TOKENS + more)
+            served = pair.decoded(prompt, ask.answer)
+            assert served.status == _FINISHED, more
+            if not more:
+                assert served.computed < _TOKENS, "it is loaded"
+            pair.assert_right(prompt)
+        ask = pair.prefilled(stage.prompt(_TOKENS))
+        prompt = pair.like(ask.prompt, edits=[70])
+        assert pair.decoded(prompt, ask.answer).status == _FINISHED
+        pair.assert_right(prompt)
+
+
+@pytest.mark.parametrize("is_at_once", [False, True], ids=["later", "at once"])
+def test_an_answer_that_comes_again(pair: Pair, is_at_once: bool) -> None:  # noqa: FBT001
+    """A retry and a router that hedges are served: P gives the blocks away after one read."""
+    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
+    again = Ask(pair.like(ask.prompt), ask.answer)
+
+    if is_at_once:
+        first, second = pair.decode.complete(ask, again)
+    else:
+        (first,), (second,) = pair.decode.complete(ask), pair.decode.complete(again)
+
+    assert {first.status, second.status} == {_FINISHED}
+    for prompt in (ask.prompt, again.prompt):
+        pair.assert_right(prompt)
+
+
+def test_tokens_that_must_be_shown(lab: Lab) -> None:
+    """With KVPATCH_REQUIRE_TOKENS a prompt without hashes is computed, and one with is loaded."""
+    prefill, decode = _specs(lab, "like")
+    decode = replace(decode, settings=(*decode.settings, ("KVPATCH_REQUIRE_TOKENS", "true")))
+    with Stage(lab) as stage:
+        pair = _pair(stage, prefill, decode)
+        for is_passed_on in (True, False):
+            ask = pair.prefilled(stage.prompt(_TOKENS))
+            answer = json.loads(ask.answer)
+            if not is_passed_on:
+                assert answer.pop(FIELD)
+            served = pair.decoded(ask.prompt, json.dumps(answer))
+            assert served.status == _FINISHED
+            assert (served.computed < _TOKENS) == is_passed_on
+            pair.assert_right(ask.prompt)
+
+
+@pytest.mark.parametrize(("more", "edits"), [(-10, []), (0, [70])])
+def test_stock_takes_them_for_ps_prompt(lab: Lab, more: int, edits: list[int]) -> None:
+    """The negative control: what is mended here, and that the test sees it."""
+    prefill, decode = _specs(lab, "like")
+    with Stage(lab) as stage:
+        pair = _pair(stage, replace(prefill, patched=False), replace(decode, patched=False))
+        ask = pair.prefilled(stage.prompt(_TOKENS))
+        prompt = pair.like(ask.prompt, _TOKENS + more, edits)
+        assert pair.decoded(prompt, ask.answer).status == _FINISHED
+        again = pair.like(prompt, edits=edits)
+        assert pair.decoded(again).status == _FINISHED
+        assert pair.decode.wrong(prompt)[0] > 0
+        assert pair.decode.wrong(again)[0] > 0, "it is in D's prefix cache"

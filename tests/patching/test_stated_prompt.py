@@ -1,0 +1,110 @@
+"""What P states of its prompt, and how far D finds it to be its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpatch.connector.stated_prompt import FIELD, StatedPrompt, read_prompt, state_prompt
+
+pytestmark = pytest.mark.patching
+
+_LONG = 32_000
+_LONGEST_TEXT = 700
+
+
+def _image(offset: int, identifier: str) -> Any:
+    return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
+
+
+def _request(
+    tokens: list[int], answer: tuple[int, ...] = (), adapter: str = "", images: tuple[Any, ...] = ()
+) -> Any:
+    """Fake: of vLLM's request what is looked at."""
+    return SimpleNamespace(
+        prompt_token_ids=tokens,
+        prompt_embeds=None,
+        output_token_ids=list(answer),
+        num_tokens=len(tokens) + len(answer),
+        lora_request=SimpleNamespace(lora_name=adapter) if adapter else None,
+        mm_features=list(images),
+    )
+
+
+def _common(stated: Any, own: Any, tokens: int | None = None) -> int | None:
+    """Tokens that D finds in common, after P's statement has travelled as text."""
+    count = len(stated.prompt_token_ids) if tokens is None else tokens
+    text = str(state_prompt(stated, count, names_images=True))
+    found = read_prompt({FIELD: text})
+    assert found is not None
+    return found.common_tokens(own, names_images=True)
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=3000),
+    st.lists(st.integers(0, 5), max_size=3000),
+)
+def test_no_token_is_common_that_differs(first: list[int], second: list[int]) -> None:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
+    found = _common(_request(first), _request(second))
+    assert found is not None
+    assert found <= same
+    if same == len(first):
+        assert found == same, "all of P's prompt is in D's"
+    assert found >= same - 16 * -(-len(first) // (16 * 63)), "no more than a step is lost"
+
+
+def test_a_long_prompt_is_told_in_a_short_text() -> None:
+    tokens = list(range(_LONG))
+    assert len(str(state_prompt(_request(tokens), _LONG, names_images=True))) < _LONGEST_TEXT
+    assert _common(_request(tokens), _request([*tokens, 7])) == _LONG
+    other = [*tokens[:20_000], 3, *tokens[20_001:]]
+    assert 20_000 - 512 < (_common(_request(tokens), _request(other)) or 0) <= 20_000
+
+
+def test_an_answers_last_token_is_not_held() -> None:
+    """Nobody has computed its keys and values, whatever the scheduler has counted."""
+    turn = _request([1, 2, 3], answer=(4, 5))
+    assert state_prompt(turn, 9, names_images=True).tokens == 4
+    assert state_prompt(turn, 3, names_images=True).tokens == 3
+    assert _common(turn, _request([1, 2, 3, 4, 9]), tokens=4) == 4
+
+
+def test_adapters_and_images_are_told_apart() -> None:
+    tokens = list(range(100))
+    image = _image(40, "cat")
+    assert _common(_request(tokens, adapter="a"), _request(tokens, adapter="b")) == 0
+    assert _common(_request(tokens), _request(tokens, adapter="b")) == 0
+    assert _common(_request(tokens, images=(image,)), _request(tokens, images=(image,))) == 100
+    for other in (_image(40, "dog"), _image(41, "cat")):
+        found = _common(_request(tokens, images=(image,)), _request(tokens, images=(other,)))
+        assert found == 32, "up to the hash before the image"
+
+
+@pytest.mark.parametrize("names_images", [True, False])
+def test_what_has_no_name_is_not_compared(names_images: bool) -> None:  # noqa: FBT001
+    tokens = list(range(100))
+    named = _request(tokens, images=(_image(4, "cat"),))
+    stated = state_prompt(named, 100, names_images=names_images)
+    assert bool(stated.chain) == names_images
+    if not names_images:
+        good = state_prompt(named, 100, names_images=True)
+        assert good.common_tokens(named, names_images=False) is None
+    embedded = _request(tokens)
+    embedded.prompt_embeds = object()
+    assert state_prompt(embedded, 100, names_images=True) == StatedPrompt(100, b"")
+
+
+@pytest.mark.parametrize(
+    "text", [None, 7, "", "1/", "1/a", "2/a/", "1/a/xx", "1/ffffffff/AAAAAAAA", "1/2/AAAAAAA=", {}]
+)
+def test_what_no_p_states_is_nothing(text: Any) -> None:
+    found = read_prompt({FIELD: text})
+    assert found is None or not found.chain
