@@ -55,7 +55,7 @@ class ReadingAgent(AgentProxy):
     def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
         """As NIXL's own; keeps what hides addresses of the peer's rank in P's answers."""
         name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
-        self._self_reader.masks[str(name)] = mask_of(metadata)
+        self._self_reader.masks[name] = mask_of(metadata)
         return name
 
     def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
