@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import wrapt
@@ -342,11 +342,51 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
     if kind != site.kind:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
     parameters = parameters_of(attribute)
-    if parameters != site.parameters:
+    if parameters != site.parameters and not _calls_on(attribute, owner, site):
+        module = getattr(getattr(attribute, "__func__", attribute), "__module__", None)
         raise SiteDrifted(
-            str(site), f"parameters ({', '.join(site.parameters)})", f"({', '.join(parameters)})"
+            str(site),
+            f"parameters ({', '.join(site.parameters)})",
+            f"({', '.join(parameters)}), defined in {module}",
         )
     return owner, attribute
+
+
+def _calls_on(attribute: Any, owner: type, site: Site) -> bool:
+    """True if another plugin's wrapper takes any arguments and was made of the release's method.
+
+    The wrapper keeps that method as ``__wrapped__`` or in its closure. One function alone may be it.
+    kvcached's replacements are no wrappers.
+    """
+    outer = attribute
+    while outer is not None and not _takes_anything(outer):
+        outer = getattr(outer, "__wrapped__", None)  # kvpatch's own, on top of the plugin's
+    if outer is None or kvcacheds_patch.is_theirs(site.name, attribute):
+        return False
+    own = owner.__module__, f"{owner.__qualname__}.{site.name}", site.parameters
+    below = _functions_below(attribute)
+    return [(f.__module__, f.__qualname__, parameters_of(f)) for f in below].count(own) == 1
+
+
+def _takes_anything(function: Any) -> bool:
+    names = parameters_of(function, through_wrappers=False)
+    return len(names) <= 3 and sum(name.startswith("*") for name in names) == 2
+
+
+def _functions_below(wrapper: Any) -> list[FunctionType]:
+    """The plain functions that a wrapper was made of, at any depth, each once."""
+    found: list[Any] = []
+    waiting = [wrapper]
+    while waiting:
+        one = waiting.pop()
+        one = getattr(one, "__func__", one)
+        if not isinstance(one, FunctionType) or any(one is other for other in found):
+            continue
+        found.append(one)
+        empty = CellType()
+        waiting += [cell.cell_contents for cell in one.__closure__ or () if cell != empty]
+        waiting.append(getattr(one, "__wrapped__", None))
+    return [one for one in found if type(one) is FunctionType]
 
 
 def _module(site: Site) -> ModuleType:
@@ -365,12 +405,12 @@ def kind_of(attribute: object) -> str:
     return "function" if inspect.isroutine(attribute) else type(attribute).__name__
 
 
-def parameters_of(attribute: Any) -> tuple[str, ...]:
+def parameters_of(attribute: Any, *, through_wrappers: bool = True) -> tuple[str, ...]:
     """Parameter names of a raw class attribute, ``*`` and ``**`` written out."""
     function = getattr(attribute, "__func__", attribute)
     marks: dict[object, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
     }
-    found = inspect.signature(function).parameters.values()
-    return tuple(marks.get(p.kind, "") + p.name for p in found)
+    signature = inspect.signature(function, follow_wrapped=through_wrappers)
+    return tuple(marks.get(p.kind, "") + p.name for p in signature.parameters.values())
