@@ -66,7 +66,11 @@ class Interpretation:
         rank = rank_asked_for(self.own.question, message)
         question = question_of(self.releases)
         if question is None:
-            raise PeerRefused("nobody knows how to ask this P", "use one vLLM on both sides")
+            raise PeerRefused(
+                f"P may be of vLLM {self.releases[0]} to {self.releases[-1]}, which are not asked "
+                "alike",
+                "have the proxy pass on what P answered, and no null beside it",
+            )
         asked = time.perf_counter()
         payload, *clock = ask(self.peer, question_for(question, rank))
         try:
