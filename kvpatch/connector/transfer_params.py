@@ -12,7 +12,6 @@ numbers. What has one meaning is taken for that.
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -41,9 +40,7 @@ _HOST = re.compile(r"[0-9A-Za-z_.:%\[\]-]+")
 _DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 #: The least and the most that a number may be; ``remote_num_tokens`` kvpatch reads everywhere.
 _NUMBERS = {
-    "tp_size": (1, _MOST_RANKS),
-    "dcp_size": (1, _MOST_RANKS),
-    "pp_size": (1, _MOST_RANKS),
+    **dict.fromkeys(("tp_size", "dcp_size", "pp_size"), (1, _MOST_RANKS)),
     "remote_num_tokens": (0, _MOST_ID),
     "remote_registration_generation": (0, _MOST_ID),
 }
@@ -134,7 +131,10 @@ def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestL
         is_turn = not params.get("do_remote_prefill")  # of which the peer may hold more
         most = limits.max_model_len if is_turn else limits.prompt_tokens
         _check_blocks(params[_BLOCKS], facts, max(most, 1) + _MORE_BLOCKS)
-    _check_numbers(params, facts)
+    time = params.get(_EXPIRY)
+    is_time = isinstance(time, int | float) and -_MOST_SECONDS <= time <= _MOST_SECONDS
+    if time is not None and _EXPIRY in facts.params and not is_time:
+        _refuse(_EXPIRY, time, "a time in seconds, or null")
 
 
 def check_prompts(params: object, prompt: object, embedded: object) -> None:
@@ -159,10 +159,7 @@ def _prompts_in(prompt: object) -> int:
 
 
 def _flag(value: object) -> bool:
-    """What a flag says: its truth, as stock has it, but for a text.
-
-    Stock takes the text "false" for true. D loads such a prompt there, and P keeps it for nobody.
-    """
+    """The truth of a flag, as stock has it; but "false" says false, which stock takes for true."""
     return value.lower() not in ("", "0", "false") if isinstance(value, str) else bool(value)
 
 
@@ -206,26 +203,6 @@ def _check_address(params: Mapping[str, Any], limits: RequestLimits) -> None:
         )
 
 
-def _check_numbers(params: Mapping[str, Any], facts: ReleaseFacts) -> None:
-    for name, (least, most) in _NUMBERS.items():
-        if name in params and name in facts.params:
-            _check_number(name, params[name], least, most)
-    time = params.get(_EXPIRY)
-    if time is None or _EXPIRY not in facts.params:
-        return
-    is_number = isinstance(time, int | float)
-    if not is_number or not math.isfinite(_as_float(time)) or abs(time) > _MOST_SECONDS:
-        _refuse(_EXPIRY, time, "a time in seconds, or null")
-
-
-def _as_float(number: float) -> float:
-    """Infinity for what is too large for one."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf
-
-
 def _check_number(name: str, value: object, least: int, most: int) -> None:
     if not _is_within(value, least, most):
         _refuse(name, value, f"a whole number from {least} to {most}")
@@ -260,17 +237,22 @@ def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
 
     A number that is null is left out: the release has a default for a missing one alone. So is one
     that the release does not read and that kvpatch could not.
+
+    Raises:
+        ParamsRefused: a number that the release reads is none, or too small or large.
     """
     flags = {n: _flag(params[n]) for n in ("do_remote_prefill", "do_remote_decode") if n in params}
     found = {**params, **flags}
     if facts.saves_by_address and found.get("do_remote_decode"):
-        return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **found}
+        return dict.fromkeys((*_ADDRESS, _BLOCKS)) | found
     if not is_load(found, facts):
         return found
     for name, limits in _NUMBERS.items():
-        value = found[name] = _number(found.get(name))
-        if value is None or not (name in facts.params or _is_within(value, *limits)):
-            del found[name]
+        value = _number(found.pop(name, None))
+        if value is not None and name in facts.params:
+            _check_number(name, value, *limits)
+        if _is_within(value, *limits):
+            found[name] = value
     for name in ("remote_port", _EXPIRY):
         if name in found:
             found[name] = _number(found[name])
@@ -282,8 +264,7 @@ def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
 def _listed(blocks: Any, facts: ReleaseFacts) -> Any:
     """Block ids as the release has them: from 0.18 on there is a list for each cache group.
 
-    A P of another release may list the ids of the only group otherwise. <= 0.12 nothing is loaded
-    from a P of 0.18 or later.
+    A P of another release may list those of its only group otherwise; <= 0.12 none is loaded from.
     """
     if not isinstance(blocks, list | tuple) or not blocks:
         return blocks
@@ -295,10 +276,8 @@ def _listed(blocks: Any, facts: ReleaseFacts) -> Any:
 
 
 def _ids(ids: Any) -> Any:
-    """Ids as integers; the same list where they are, as nearly always: there are thousands."""
-    if not isinstance(ids, list | tuple) or set(map(type, ids)) <= {int}:
-        return ids
-    return [_number(one) for one in ids]
+    is_done = not isinstance(ids, list | tuple) or set(map(type, ids)) <= {int}  # of thousands
+    return ids if is_done else [_number(one) for one in ids]
 
 
 def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:
@@ -310,8 +289,7 @@ def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MOST_ID)):
         return
     for number, block in enumerate(ids):
-        if type(block) is not int or not 0 <= block <= _MOST_ID:
-            _refuse(f"{name}[{number}]", block, f"a whole number from 0 to {_MOST_ID}")
+        _check_number(f"{name}[{number}]", block, 0, _MOST_ID)
 
 
 def _refuse(name: str, value: object, wanted: str) -> None:

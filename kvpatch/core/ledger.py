@@ -343,50 +343,37 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
     parameters = parameters_of(attribute)
     if parameters != site.parameters and not _calls_on(attribute, owner, site):
-        module = getattr(getattr(attribute, "__func__", attribute), "__module__", None)
+        whose = getattr(getattr(attribute, "__func__", attribute), "__module__", None)
         raise SiteDrifted(
             str(site),
             f"parameters ({', '.join(site.parameters)})",
-            f"({', '.join(parameters)}), defined in {module}",
+            f"({', '.join(parameters)}), defined in {whose}",
         )
     return owner, attribute
 
 
 def _calls_on(attribute: Any, owner: type, site: Site) -> bool:
-    """True if another plugin's wrapper takes any arguments and was made of the release's method.
+    """True if another plugin's wrapper was made of the release's method, and of one alone.
 
-    The wrapper keeps that method as ``__wrapped__`` or in its closure. One function alone may be it.
-    kvcached's replacements are no wrappers.
+    kvcached's own replacements may keep it too, and are no wrappers.
     """
-    outer = attribute
-    while outer is not None and not _takes_anything(outer):
-        outer = getattr(outer, "__wrapped__", None)  # kvpatch's own, on top of the plugin's
-    if outer is None or kvcacheds_patch.is_theirs(site.name, attribute):
-        return False
     own = owner.__module__, f"{owner.__qualname__}.{site.name}", site.parameters
-    below = _functions_below(attribute)
-    return [(f.__module__, f.__qualname__, parameters_of(f)) for f in below].count(own) == 1
+    below = _functions_below(attribute, {}).values()
+    found = [(f.__module__, f.__qualname__, parameters_of(f)) for f in below]
+    return found.count(own) == 1 and not kvcacheds_patch.is_theirs(site.name, attribute)
 
 
-def _takes_anything(function: Any) -> bool:
-    names = parameters_of(function, through_wrappers=False)
-    return len(names) <= 3 and sum(name.startswith("*") for name in names) == 2
-
-
-def _functions_below(wrapper: Any) -> list[FunctionType]:
-    """The plain functions that a wrapper was made of, at any depth, each once."""
-    found: list[Any] = []
-    waiting = [wrapper]
-    while waiting:
-        one = waiting.pop()
-        one = getattr(one, "__func__", one)
-        if not isinstance(one, FunctionType) or any(one is other for other in found):
-            continue
-        found.append(one)
-        empty = CellType()
-        waiting += [cell.cell_contents for cell in one.__closure__ or () if cell != empty]
-        waiting.append(getattr(one, "__wrapped__", None))
-    return [one for one in found if type(one) is FunctionType]
+def _functions_below(wrapper: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """Adds what a wrapper has in closures or as ``__wrapped__``, at any depth, to `found` by id."""
+    one = getattr(wrapper, "__func__", wrapper)
+    if not isinstance(one, FunctionType) or id(one) in found:
+        return found
+    if type(one) is FunctionType:  # and no wrapt's wrapper, which says that it is one
+        found[id(one)] = one
+        for cell in one.__closure__ or ():
+            if cell != CellType():  # an empty one
+                _functions_below(cell.cell_contents, found)
+    return _functions_below(getattr(one, "__wrapped__", None), found)
 
 
 def _module(site: Site) -> ModuleType:
@@ -405,12 +392,12 @@ def kind_of(attribute: object) -> str:
     return "function" if inspect.isroutine(attribute) else type(attribute).__name__
 
 
-def parameters_of(attribute: Any, *, through_wrappers: bool = True) -> tuple[str, ...]:
+def parameters_of(attribute: Any) -> tuple[str, ...]:
     """Parameter names of a raw class attribute, ``*`` and ``**`` written out."""
     function = getattr(attribute, "__func__", attribute)
     marks: dict[object, str] = {
         inspect.Parameter.VAR_POSITIONAL: "*",
         inspect.Parameter.VAR_KEYWORD: "**",
     }
-    signature = inspect.signature(function, follow_wrapped=through_wrappers)
-    return tuple(marks.get(p.kind, "") + p.name for p in signature.parameters.values())
+    found = inspect.signature(function).parameters.values()
+    return tuple(marks.get(p.kind, "") + p.name for p in found)

@@ -342,7 +342,11 @@ class _Pair:
             return "failed" if seen.failed else "waiting"
         if decode.wrong(ask.prompt)[0]:
             return "corrupt"
-        return "read" if self.prefill.heard([ask.prompt], seconds=20 if self._patched else 1) else "kept"
+        return (
+            "read"
+            if self.prefill.heard([ask.prompt], seconds=20 if self._patched else 1)
+            else "kept"
+        )
 
 
 @pytest.mark.one_per_generation

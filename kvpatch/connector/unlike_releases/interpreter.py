@@ -66,11 +66,7 @@ class Interpretation:
         rank = rank_asked_for(self.own.question, message)
         question = question_of(self.releases)
         if question is None:
-            raise PeerRefused(
-                f"P may be of vLLM {self.releases[0]} to {self.releases[-1]}, which are not asked "
-                "alike",
-                "have the proxy pass on what P answered, and no null beside it",
-            )
+            raise PeerRefused("nobody knows how to ask this P", "use one vLLM on both sides")
         asked = time.perf_counter()
         payload, *clock = ask(self.peer, question_for(question, rank))
         try:
