@@ -241,10 +241,10 @@ def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
     Raises:
         ParamsRefused: a number that the release reads is none, or too small or large.
     """
-    flags = {n: _flag(params[n]) for n in ("do_remote_prefill", "do_remote_decode") if n in params}
-    found = {**params, **flags}
+    flags = ("do_remote_prefill", "do_remote_decode")
+    found = {n: _flag(value) if n in flags else value for n, value in params.items()}
     if facts.saves_by_address and found.get("do_remote_decode"):
-        return dict.fromkeys((*_ADDRESS, _BLOCKS)) | found
+        return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **found}
     if not is_load(found, facts):
         return found
     for name, limits in _NUMBERS.items():
