@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
 from .releases import must_prove, states_block_size
@@ -87,6 +85,3 @@ def test_what_stock_makes_of_such_an_unlike_peer(lab: Lab) -> None:
 
     is_refused = Version("0.23") <= Version(lab.release) < Version("0.26")  # 16 are no 32 there
     assert lab.run(case.stock()).outcome == ("refused" if is_refused else "corrupt")
-    kept = case.patched(*SLUGS, prefill=False)
-    report = lab.run(replace(kept, decode=replace(kept.decode, stock_workers=True)))
-    assert report.outcome != "corrupt" and report.moved_tokens == 0, report
