@@ -89,11 +89,13 @@ class SchedulerState(_State):
     Attributes:
         host_buffer: as it sees it; None without one.
         equal_peers: whose blocks are as large as its own.
+        has_stock_workers: whether one of its workers is known to be without kvpatch.
         book: what it has to tell, where it is asked (from 0.24).
     """
 
     host_buffer: HostBufferScheduler | None = None
     equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
+    has_stock_workers: bool = False
     book: Book = field(default_factory=Book)
 
 

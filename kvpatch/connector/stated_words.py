@@ -18,6 +18,7 @@ from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.whole_blocks import contents_of
 from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.connector.unpatched_workers import CURE
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 
@@ -25,22 +26,31 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 #: In P's answer: how a CPU's keys lie, and what is in blocks that are no rows of tokens.
 KEYS, CONTENTS = "kvpatch_keys", "kvpatch_contents"
-#: Of a worker's metadata, on its way to its scheduler.
+#: Of a worker's metadata, on its way to its scheduler; one without kvpatch has none.
 _WORDS = "_kvpatch_words"
 
 # --- the side that is read --------------------------------------------------------
 
 
 def state_words(release: ReleaseWorker, metadata: Any) -> None:
-    """Writes what no release says onto what a worker states, where there is something to say."""
-    order = release.key_order() if release.tiles_on_amx else None
-    words = {
-        KEYS: None if order is None else word_of(order),
-        CONTENTS: contents_of(release),
-    }
-    found = {name: word for name, word in words.items() if word is not None}
+    """Writes what no release says onto what a worker states, nothing where peers take no more."""
+    words: dict[str, str | None] = {}
+    if release.facts.encodes_metadata:
+        order = release.key_order() if release.tiles_on_amx else None
+        words = {KEYS: None if order is None else word_of(order), CONTENTS: contents_of(release)}
+    setattr(metadata, _WORDS, {name: word for name, word in words.items() if word is not None})
+
+
+def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
+    """True if a worker has written nothing there, with an error in the log."""
+    found = not all(_WORDS in vars(stated) for stated in metadata.values())
     if found:
-        setattr(metadata, _WORDS, found)
+        _LOG.error(
+            "kvpatch is on in this engine's scheduler and not in all of its workers: prompts that "
+            "they may read wrongly are computed. To have these loaded, %s",
+            CURE,
+        )
+    return found
 
 
 def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,15 +1,17 @@
-"""What a client sends as ``kv_transfer_params``, checked before the release sees it.
+"""What a client sends as ``kv_transfer_params``: normalized and checked before the release sees it.
 
 The release takes these fields for what its own P made of them: a missing one, a text for a
 number, an id of 10**20 end its engine, here or two processes on. Checked are types, ranges,
-lengths and what has to be there; fields that nobody knows pass, and so does everything where
+lengths and what has to be there, of the fields that this release reads. Everything passes where
 nothing would be loaded. What a field says is not proven by this: who may send requests may name
 any block of any peer that D can reach (docs/explanation/security.md).
+
+Proxies with types of their own send null for fields that P did not send, and texts or floats for
+numbers. What has one meaning is taken for that.
 """
 
 from __future__ import annotations
 
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -35,6 +37,14 @@ _ENGINE_ID_LENGTH = 1024
 _REQUEST_ID_LENGTH = 8192
 _HOST_LENGTH = 256
 _HOST = re.compile(r"[0-9A-Za-z_.:%\[\]-]+")
+_DECIMAL = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
+#: The least and the most that a number may be; ``remote_num_tokens`` kvpatch reads everywhere.
+_NUMBERS = {
+    **dict.fromkeys(("tp_size", "dcp_size", "pp_size"), (1, _MOST_RANKS)),
+    "remote_num_tokens": (0, _MOST_ID),
+    "remote_registration_generation": (0, _MOST_ID),
+}
+_EXPIRY = "remote_blocks_expiry_time"
 #: What P's workers take for messages of another kind.
 _NOT_READS = ("HB:", "PUSH_REG:")
 
@@ -69,7 +79,7 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
 
 def names_blocks(params: object) -> bool:
     """Whether P's blocks would be read, which it keeps until one request has read them."""
-    return isinstance(params, dict) and bool(params.get("do_remote_prefill")) and _BLOCKS in params
+    return isinstance(params, dict) and _flag(params.get("do_remote_prefill")) and _BLOCKS in params
 
 
 def loads_nothing(params: Mapping[str, Any], *, reads_back: bool) -> bool:
@@ -90,19 +100,23 @@ def _is_empty(blocks: object) -> bool:
     )
 
 
-def check(params: object, facts: ReleaseFacts, limits: RequestLimits) -> None:
-    """Raises:
-    ParamsRefused: the release cannot take these; the message names the field.
+def checked(params: object, facts: ReleaseFacts, limits: RequestLimits) -> dict[str, Any] | None:
+    """The parameters as the release can take them.
+
+    Raises:
+        ParamsRefused: the release cannot take these; the message names the field.
     """
     if params is None:
-        return
+        return None
     if not isinstance(params, dict):
         raise ParamsRefused(f"{FIELD} is {shown(params)}, not an object")
-    for name in ("do_remote_prefill", "do_remote_decode"):
-        if not _is_flag(params.get(name)):
-            _refuse(name, params[name], "true or false")
-    if not is_load(params, facts):
-        return
+    found = completed(params, facts)
+    if is_load(found, facts):
+        _check_load(found, facts, limits)
+    return found
+
+
+def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestLimits) -> None:
     needed = list(_ADDRESS)
     if facts.names_remote_request:
         needed.append(_REQUEST_ID)
@@ -112,19 +126,22 @@ def check(params: object, facts: ReleaseFacts, limits: RequestLimits) -> None:
             what = "null" if name in params else "missing"
             raise ParamsRefused(f"{FIELD}.{name} is {what}: pass on all that P answered")
     _check_names(params, facts)
-    _check_address(params, facts, limits)
+    _check_address(params, limits)
     if not limits.is_push:
         is_turn = not params.get("do_remote_prefill")  # of which the peer may hold more
         most = limits.max_model_len if is_turn else limits.prompt_tokens
         _check_blocks(params[_BLOCKS], facts, max(most, 1) + _MORE_BLOCKS)
-    _check_numbers(params)
+    time = params.get(_EXPIRY)
+    is_time = isinstance(time, int | float) and -_MOST_SECONDS <= time <= _MOST_SECONDS
+    if time is not None and _EXPIRY in facts.params and not is_time:
+        _refuse(_EXPIRY, time, "a time in seconds, or null")
 
 
 def check_prompts(params: object, prompt: object, embedded: object) -> None:
     """Raises:
     ParamsRefused: several prompts would be loaded from the blocks of one.
     """
-    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+    if not isinstance(params, dict) or not _flag(params.get("do_remote_prefill")):
         return
     count = sum(_prompts_in(found) for found in (prompt, embedded))
     if count > 1:
@@ -141,8 +158,17 @@ def _prompts_in(prompt: object) -> int:
     return 1 if is_ids else len(prompt)
 
 
-def _is_flag(value: object) -> bool:
-    return value is None or (isinstance(value, int) and value in (0, 1))
+def _flag(value: object) -> bool:
+    """The truth of a flag, as stock has it; but "false" says false, which stock takes for true."""
+    return value.lower() not in ("", "0", "false") if isinstance(value, str) else bool(value)
+
+
+def _number(value: object) -> object:
+    """The number that a value says, a whole one as an integer; the value itself if it says none."""
+    if isinstance(value, str) and _DECIMAL.fullmatch(value):
+        value = float(value)
+    is_whole = isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole else value  # type: ignore[call-overload]
 
 
 def _check_names(params: Mapping[str, Any], facts: ReleaseFacts) -> None:
@@ -163,13 +189,11 @@ def _check_text(name: str, value: object, most: int) -> None:
         _refuse(name, value, "a text without control characters and halves of surrogates")
 
 
-def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestLimits) -> None:
+def _check_address(params: Mapping[str, Any], limits: RequestLimits) -> None:
     host, port = params["remote_host"], params["remote_port"]
     _check_text("remote_host", host, _HOST_LENGTH)
     if not _HOST.fullmatch(host):
         _refuse("remote_host", host, "a host's name or address")
-    if facts.listens_in_scheduler and isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
-        port = int(port)
     _check_number("remote_port", port, 1, 65535)
     if not limits.allows_peer(host, port):
         raise ParamsRefused(
@@ -179,43 +203,13 @@ def _check_address(params: Mapping[str, Any], facts: ReleaseFacts, limits: Reque
         )
 
 
-def _check_numbers(params: Mapping[str, Any]) -> None:
-    if "tp_size" in params:
-        _check_number("tp_size", params["tp_size"], 1, _MOST_RANKS)
-    for name, least, most in (
-        ("dcp_size", 1, _MOST_RANKS),
-        ("pp_size", 1, _MOST_RANKS),
-        ("remote_block_size", 1, _MOST_ID),
-        ("remote_num_tokens", 0, _MOST_ID),
-        ("remote_registration_generation", 0, _MOST_ID),
-    ):
-        if params.get(name) is not None:
-            _check_number(name, params[name], least, most)
-        elif name in params and name in _NEVER_NULL:
-            _refuse(name, None, f"a whole number from {least} to {most}")
-    time = params.get("remote_blocks_expiry_time")
-    if time is None:
-        return
-    is_number = isinstance(time, int | float) and not isinstance(time, bool)
-    if not is_number or not math.isfinite(_as_float(time)) or abs(time) > _MOST_SECONDS:
-        _refuse("remote_blocks_expiry_time", time, "a time in seconds, or null")
-
-
-#: Where the release has a number for a missing field and none for null.
-_NEVER_NULL = ("dcp_size", "pp_size", "remote_registration_generation")
-
-
-def _as_float(number: float) -> float:
-    """Infinity for what is too large for one."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf
-
-
 def _check_number(name: str, value: object, least: int, most: int) -> None:
-    if type(value) is not int or not least <= value <= most:
+    if not _is_within(value, least, most):
         _refuse(name, value, f"a whole number from {least} to {most}")
+
+
+def _is_within(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
@@ -223,9 +217,6 @@ def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
         _refuse(_BLOCKS, blocks, "a list")
         return
     if not facts.has_cache_groups:
-        _check_ids(_BLOCKS, _of_one_group(blocks, facts), most)
-        return
-    if _is_flat(blocks):
         _check_ids(_BLOCKS, blocks, most)
         return
     if len(blocks) > _MOST_GROUPS:
@@ -242,32 +233,51 @@ def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
 
 
 def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
-    """The parameters as the release counts on them: a P of another one may list ids otherwise.
+    """The parameters in the form that the release counts on, where they have one meaning.
 
-    From 0.18 on there is a list for each cache group, which is one here.
+    A number that is null is left out: the release has a default for a missing one alone. So is one
+    that the release does not read and that kvpatch could not.
+
+    Raises:
+        ParamsRefused: a number that the release reads is none, or too small or large.
     """
-    if facts.saves_by_address and params.get("do_remote_decode"):
-        return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **params}
-    if not is_load(params, facts):
-        return params
-    blocks: Any = params.get(_BLOCKS)
-    if facts.has_cache_groups:
-        return {**params, _BLOCKS: [list(blocks)]} if _is_flat(blocks) else params
-    flat = _of_one_group(blocks, facts)
-    return params if flat is blocks else {**params, _BLOCKS: flat}
+    flags = ("do_remote_prefill", "do_remote_decode")
+    found = {n: _flag(value) if n in flags else value for n, value in params.items()}
+    if facts.saves_by_address and found.get("do_remote_decode"):
+        return {**dict.fromkeys((*_ADDRESS, _BLOCKS)), **found}
+    if not is_load(found, facts):
+        return found
+    for name, limits in _NUMBERS.items():
+        value = _number(found.pop(name, None))
+        if value is not None and name in facts.params:
+            _check_number(name, value, *limits)
+        if _is_within(value, *limits):
+            found[name] = value
+    for name in ("remote_port", _EXPIRY):
+        if name in found:
+            found[name] = _number(found[name])
+    if _BLOCKS in found:
+        found[_BLOCKS] = _listed(found[_BLOCKS], facts)
+    return found
 
 
-def _of_one_group(blocks: Any, facts: ReleaseFacts) -> Any:
-    """The only list of ids where there is one for each cache group, else what there is.
+def _listed(blocks: Any, facts: ReleaseFacts) -> Any:
+    """Block ids as the release has them: from 0.18 on there is a list for each cache group.
 
-    Nothing is loaded <= 0.12 from a P of 0.18 or later.
+    A P of another release may list those of its only group otherwise; <= 0.12 none is loaded from.
     """
-    is_listed = facts.names_remote_request and isinstance(blocks, list | tuple) and len(blocks) == 1
-    return blocks[0] if is_listed and isinstance(blocks[0], list | tuple) else blocks
+    if not isinstance(blocks, list | tuple) or not blocks:
+        return blocks
+    if isinstance(blocks[0], list | tuple):
+        groups = [_ids(group) for group in blocks]
+        is_one = len(groups) == 1 and facts.names_remote_request
+        return groups[0] if is_one and not facts.has_cache_groups else groups
+    return [_ids(blocks)] if facts.has_cache_groups else _ids(blocks)
 
 
-def _is_flat(blocks: Any) -> bool:
-    return isinstance(blocks, list | tuple) and bool(blocks) and type(blocks[0]) is int
+def _ids(ids: Any) -> Any:
+    is_done = not isinstance(ids, list | tuple) or set(map(type, ids)) <= {int}  # of thousands
+    return ids if is_done else [_number(one) for one in ids]
 
 
 def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:
@@ -279,8 +289,7 @@ def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MOST_ID)):
         return
     for number, block in enumerate(ids):
-        if type(block) is not int or not 0 <= block <= _MOST_ID:
-            _refuse(f"{name}[{number}]", block, f"a whole number from 0 to {_MOST_ID}")
+        _check_number(f"{name}[{number}]", block, 0, _MOST_ID)
 
 
 def _refuse(name: str, value: object, wanted: str) -> None:

@@ -2,7 +2,8 @@
 
 Workers get no more of a scheduler's environment than vLLM gives them: Ray's have vLLM's own
 variables, headless nodes those of their shells. One without kvpatch takes no notice of what it does
-not know, and reads as stock does. What it must not ignore cannot be unpickled there.
+not know, and reads as stock does. From 0.11.1 on the scheduler hears of it, and D computes what
+such a worker may read wrongly. What the worker must not ignore it cannot unpickle.
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ from kvpatch.connector.local.kv_cache_groups import counted_group
 from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import NotPatchedHere
 from kvpatch.core.releases import ReleaseFacts
+
+CURE = (
+    "set ENABLE_KVPATCH and the KVPATCH_* variables alike for every process of the engine (the "
+    "shells of headless nodes; with Ray also "
+    "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVPATCH_,ENABLE_KVPATCH), and restart it"
+)
 
 
 def is_applied(slug: str) -> bool:
@@ -31,9 +38,7 @@ def require(slug: str) -> None:
     if not is_applied(slug):
         raise NotPatchedHere(
             f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this worker, "
-            "which would read wrong blocks: set ENABLE_KVPATCH and the KVPATCH_* variables alike "
-            "for every process of the engine (the shells of headless nodes; with Ray also "
-            "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVPATCH_,ENABLE_KVPATCH), and restart it"
+            f"which would read wrong blocks: {CURE}"
         )
 
 

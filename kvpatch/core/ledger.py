@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import wrapt
@@ -342,11 +342,38 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
     if kind != site.kind:
         raise SiteDrifted(str(site), f"a {site.kind}", f"a {kind}")
     parameters = parameters_of(attribute)
-    if parameters != site.parameters:
+    if parameters != site.parameters and not _calls_on(attribute, owner, site):
+        whose = getattr(getattr(attribute, "__func__", attribute), "__module__", None)
         raise SiteDrifted(
-            str(site), f"parameters ({', '.join(site.parameters)})", f"({', '.join(parameters)})"
+            str(site),
+            f"parameters ({', '.join(site.parameters)})",
+            f"({', '.join(parameters)}), defined in {whose}",
         )
     return owner, attribute
+
+
+def _calls_on(attribute: Any, owner: type, site: Site) -> bool:
+    """True if another plugin's wrapper was made of the release's method, and of one alone.
+
+    kvcached's own replacements may keep it too, and are no wrappers.
+    """
+    own = owner.__module__, f"{owner.__qualname__}.{site.name}", site.parameters
+    below = _functions_below(attribute, {}).values()
+    found = [(f.__module__, f.__qualname__, parameters_of(f)) for f in below]
+    return found.count(own) == 1 and not kvcacheds_patch.is_theirs(site.name, attribute)
+
+
+def _functions_below(wrapper: Any, found: dict[int, Any]) -> dict[int, Any]:
+    """Adds what a wrapper has in closures or as ``__wrapped__``, at any depth, to `found` by id."""
+    one = getattr(wrapper, "__func__", wrapper)
+    if not isinstance(one, FunctionType) or id(one) in found:
+        return found
+    if type(one) is FunctionType:  # and no wrapt's wrapper, which says that it is one
+        found[id(one)] = one
+        for cell in one.__closure__ or ():
+            if cell != CellType():  # an empty one
+                _functions_below(cell.cell_contents, found)
+    return _functions_below(getattr(one, "__wrapped__", None), found)
 
 
 def _module(site: Site) -> ModuleType:

@@ -61,6 +61,7 @@ class ReleaseFacts:
             those alone that have the layout which they state.
         question: what D asks P for at a handshake.
         answer: the fields of what P answers a request with, which D is sent.
+        params: the fields of ``kv_transfer_params`` that its connector reads.
         reader_count: what the number means that D tells P with the name of a request.
         request_metadata: the fields of a request to receive, in the connector's metadata.
         core_output: the scheduler's name of what its workers report to it.
@@ -151,6 +152,7 @@ class ReleaseFacts:
     backend_forms: frozenset[str]
     question: Question
     answer: frozenset[str]
+    params: frozenset[str]
     reader_count: ReaderCount
     request_metadata: frozenset[str]
     core_output: str
@@ -328,6 +330,7 @@ _0_10_0 = ReleaseFacts(
     backend_forms=frozenset(),
     question="at a port",
     answer=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
+    params=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
     reader_count="readers of a rank",
     request_metadata=_ADDRESS | {"local_block_ids", "tp_size"},
     core_output="model_runner_output",
@@ -445,6 +448,7 @@ _0_13_0 = replace(
     evicts_failed_blocks=True,
     encodes_metadata=True,
     answer=_0_12_0.answer | {"remote_request_id"},
+    params=_0_12_0.params | {"remote_request_id"},
 )
 _0_14_0 = replace(
     _0_13_0,
@@ -537,6 +541,7 @@ _0_21_0 = replace(
     notices_bad_requests=True,
     reads_back=True,
     answer=_0_20_2.answer | {"remote_num_tokens"},
+    params=_0_20_2.params | {"remote_num_tokens"},
 )
 _0_22_0 = replace(
     _0_21_0,
@@ -572,6 +577,7 @@ _0_24_0 = replace(
     reader=Place(f"{_PACKAGE}.pull_worker", "NixlPullConnectorWorker"),
     scheduler=Place(f"{_PACKAGE}.base_scheduler", "NixlBaseConnectorScheduler"),
     request_metadata=_0_23_0.request_metadata | {"remote_block_size"},
+    params=_0_23_0.params | {"remote_block_size"},
     reads_its_share=True,
     throttles_prefills=True,
     asks_scheduler_for_stats=True,
@@ -597,6 +603,7 @@ _0_26_0 = replace(
     cache_shape="packed",
     question="stage and rank",
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
+    params=_0_25_1.params | {"remote_blocks_expiry_time", "pp_size"},
 )
 _0_27_0 = replace(
     _0_26_0,
@@ -629,6 +636,7 @@ _0_29_0 = replace(
     plans_transfers=True,
     names_layouts=True,
     answer=_0_28_0.answer | {"dcp_size", "pp_size"},
+    params=_0_28_0.params | {"dcp_size"},
     reader_count="readers of a rank",
 )
 _0_30_0 = replace(
@@ -664,6 +672,7 @@ _0_33_0 = replace(
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
     can_sleep=True,
     answer=_0_32_0.answer | {"remote_registration_generation"},
+    params=_0_32_0.params | {"remote_registration_generation"},
 )
 
 #: The facts of every supported release, oldest first.

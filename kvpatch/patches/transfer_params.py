@@ -44,9 +44,8 @@ from kvpatch.connector.state import connectors_of, engine_state, is_push, schedu
 from kvpatch.connector.transfer_params import (
     FIELD,
     RequestLimits,
-    check,
     check_prompts,
-    completed,
+    checked,
     loads_nothing,
     names_blocks,
 )
@@ -86,7 +85,7 @@ def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
     if transfer is not None and transfer.kv_connector in _NIXL and extra:
         most = int(config.model_config.max_model_len)
         is_push = transfer.kv_connector == _PUSH
-        check(extra.get(FIELD), facts, RequestLimits(most, most, is_push, allowed_peers().allows))
+        checked(extra.get(FIELD), facts, RequestLimits(most, most, is_push, allowed_peers().allows))
 
 
 def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
@@ -141,12 +140,9 @@ def _add_request(
 
 
 def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits, book: Book) -> None:
-    """Has a request's parameters be complete, or none where they are refused."""
-    params = request.kv_transfer_params
+    """Has a request's parameters be as the release takes them, or none where they are refused."""
     try:
-        check(params, facts, limits)
-        if params:
-            request.kv_transfer_params = completed(params, facts)
+        request.kv_transfer_params = checked(request.kv_transfer_params, facts, limits)
     except ParamsRefused as error:
         request.kv_transfer_params = None
         book.refuse(error)

@@ -23,6 +23,8 @@ How:
     the two geometries, paired by token position. Like pairs are left to it. On releases <= 0.13 D
     shakes hands with one rank of P alone: of a P with more ranks than D's it is led to
     each that it needs, one after the other, and a request's reads from all are one to it.
+    Where kvpatch is not on in D's workers (from 0.11.1), D loads from peers whose blocks have shown
+    to be as large as its own, by a prompt of several, and computes the rest.
 Upstream:
     vLLM #26744 and #30448, closed; #52234 and #42895 ask for it.
 Limits:
@@ -58,7 +60,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpatch.connector import read_request
+from kvpatch.connector import read_request, stated_words
 from kvpatch.connector.engine_steps import Around, around, build
 from kvpatch.connector.handshake.decision import decide
 from kvpatch.connector.read_dispatch import request_read
@@ -66,8 +68,8 @@ from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.connector.state import held_by, release_worker, scheduler_state, worker_state
-from kvpatch.connector.stated_words import SideChannels, state_words, with_stated_words
 from kvpatch.connector.unlike_releases.side_channel import Address
+from kvpatch.connector.unpatched_workers import is_guarded
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -141,6 +143,34 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
     return attach
 
 
+def _get_num_new_matched_tokens(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def matched(request: Any, *more: Any, **named: Any) -> Any:
+        found = wrapped(request, *more, **named)
+        is_kept = found[0] and _is_kept_from_workers(instance.connector_scheduler, request)
+        return (0, False) if is_kept else found
+
+    return matched(*args, **kwargs)
+
+
+def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
+    """True of a load that workers without kvpatch may read wrongly: D computes the prompt.
+
+    P is told from 0.30 on. Earlier a worker that cannot shake hands reports such a prompt as
+    received, which ends a scheduler that does not wait for it.
+    """
+    state, params = scheduler_state(scheduler), request.kv_transfer_params
+    if not state.has_stock_workers or hasattr(scheduler, "_push_pending_registrations"):
+        return False
+    _, held = read_request.loaded_tokens(scheduler, request, state.facts)
+    told = str(params["remote_engine_id"]), held, read_request.groups(params["remote_block_ids"])
+    is_kept = is_guarded(scheduler, state.equal_peers, *told, state.facts)
+    if is_kept and state.facts.failed_loads != "as failed":
+        params.update(do_remote_prefill=False, _remote_blocks_processed=True)
+    return is_kept
+
+
 # --- what no release says --------------------------------------------------------------
 
 
@@ -149,7 +179,7 @@ def _get_handshake_metadata(
 ) -> Any:
     metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
     if metadata is not None and worker is not None:
-        state_words(release_worker(worker), metadata)
+        stated_words.state_words(release_worker(worker), metadata)
     return metadata
 
 
@@ -157,7 +187,8 @@ def _set_xfer_handshake_metadata(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def take(metadata: Any) -> Any:
-        return wrapped(with_stated_words(metadata))
+        scheduler_state(instance).has_stock_workers = stated_words.lack_kvpatch(metadata)
+        return wrapped(stated_words.with_stated_words(metadata))
 
     return take(*args, **kwargs)
 
@@ -173,7 +204,7 @@ def _nixl_handshake(
         *more: Any,
         **named: Any,
     ) -> Any:
-        channels = worker_state(instance).of(SideChannels)
+        channels = worker_state(instance).of(stated_words.SideChannels)
         channels.found[expected_engine_id] = Address(host, int(port))
         return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
 
@@ -181,14 +212,17 @@ def _nixl_handshake(
 
 
 def _of_words(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """Where answers at the side channel are maps of names, to which one can be added."""
-    if not facts.encodes_metadata:
+    """Where workers state something to their scheduler, and to peers where answers are maps."""
+    if not facts.listens_in_scheduler:
         return {}
-    return {
+    found: dict[Site, Wrapper] = {
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
-        seams.nixl_handshake(facts): _nixl_handshake,
+        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
     }
+    if facts.encodes_metadata:
+        found[seams.nixl_handshake(facts)] = _nixl_handshake
+    return found
 
 
 def _before(

@@ -23,9 +23,10 @@ Limits:
     rest is refused. P <= 0.12 has no hash and no name of its own for a request, and D <= 0.12
     compares none: between those and later ones nothing is loaded. What P <= 0.12 is asked is as in
     stock: 0.11.1 to 0.12 and earlier ones cannot be told apart. A proxy has to pass on all that
-    P answered, null too, where other releases are accepted: one that leaves fields out makes P
-    look older than it is. Where none is accepted, D asks a P that looks older as its own release
-    does, which ends the listener of one that is.
+    P answered, null too, and no null of its own, where other releases are accepted: one that leaves
+    fields out makes P look older than it is, and 0.26 and 0.27 are told from 0.25 by a null alone.
+    Where none is accepted, D asks a P that looks older as its own release does, which ends the
+    listener of one that is; to D 0.21 to 0.25 a P of 0.26 and 0.27 is such a one.
 Remove when:
     Handshakes have a version, and releases answer one another.
 """
@@ -39,7 +40,12 @@ from typing import Any
 from kvpatch.connector.engine_steps import begin, build
 from kvpatch.connector.state import connectors_of, held_by, scheduler_state, worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
-from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Releases, question_of
+from kvpatch.connector.unlike_releases.peer_releases import (
+    NULLABLE,
+    PeerReleases,
+    Releases,
+    question_of,
+)
 from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.core import seams, settings
 from kvpatch.core.errors import PeerRefused
@@ -102,7 +108,7 @@ def _nixl_handshake(
         known = state.of(PeerReleases)
         whose = remote_tp_size, expected_engine_id
         releases = known.of([expected_engine_id]).get(expected_engine_id)
-        if releases is None or not _accepts_others(instance, state.facts):
+        if releases is None or not _asks_otherwise(instance, releases, state.facts):
             _check_answers(releases or (), state.facts)
             return wrapped(host, port, *whose, *more, **named)
         interpretation = Interpretation(
@@ -119,9 +125,14 @@ def _nixl_handshake(
     return shake_hands(*args, **kwargs)
 
 
-def _accepts_others(worker: Any, facts: ReleaseFacts) -> bool:
-    """Whether other releases are accepted, and somebody judges what they are."""
-    if not facts.encodes_metadata or "unlike_engines" in settings.disabled_slugs():
+def _asks_otherwise(worker: Any, releases: Releases, own: ReleaseFacts) -> bool:
+    """True if P may be asked in the words of its release: others are accepted, and judged.
+
+    A P of several possible questions that may be of our release is asked as our release asks.
+    """
+    if not own.encodes_metadata or "unlike_engines" in settings.disabled_slugs():
+        return False
+    if own.release in releases and question_of(releases) is None:
         return False
     return "vllm_version" in settings.accepted_factors() or not worker.enforce_compat_hash
 
@@ -130,12 +141,13 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
     """Whether what our release asks, and is answered, is what P's listener takes, and states.
 
     Of an answer with less than ours has, nobody knows whether P is older or a proxy has left the
-    rest out, as stock allows: it is asked as stock asks.
+    rest out, as stock allows: it is asked as stock asks. So is one with a null field more, which
+    may be the proxy's.
 
     Raises:
         PeerRefused: P's listener would end by the question, or nobody here understands the answer.
     """
-    if not releases or FACTS[releases[0]].answer <= own.answer:
+    if not releases or FACTS[releases[0]].answer - NULLABLE <= own.answer:
         return
     has_hash = all(FACTS[name].encodes_metadata == own.encodes_metadata for name in releases)
     if has_hash and question_of(releases) == own.question:

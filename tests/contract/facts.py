@@ -164,6 +164,15 @@ def _answer(source: Source) -> frozenset[str]:
     return frozenset()
 
 
+def _params(source: Source) -> frozenset[str]:
+    """What the connector looks up by name in a client's parameters, wherever it does."""
+    names = ("nixl_connector", "nixl.metadata", "nixl.scheduler", "nixl.base_scheduler")
+    modules = (f"{_CONNECTORS}.{n}" for n in (*names, "nixl.pull_scheduler", "nixl.push_scheduler"))
+    found = "".join(text(source.release, module) for module in modules)
+    read = re.findall(r"params(?:\.get\(|\[)\s*\"([a-z]\w*)\"(?!\] =)", found)
+    return frozenset(read)
+
+
 def _reader_count(source: Source) -> ReaderCount:
     """From 0.14 to 0.28 P works out from the ranks of D how many of them read one of its own."""
     body = source.body(source.reader, "_get_new_notifs")
@@ -392,6 +401,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "backend_forms": _backend_forms,
     "question": _question,
     "answer": _answer,
+    "params": _params,
     "reader_count": _reader_count,
     "request_metadata": lambda s: s.fields("ReqMeta"),
     "core_output": lambda s: s.parameters(_SCHEDULER, "Scheduler._update_from_kv_xfer_finished")[1],

@@ -275,7 +275,8 @@ class Engine:
         get = [getattr(w, "get_handshake_metadata", None) for w in self.workers]
         if get[0] is None:
             return
-        metadata = {rank: g() for rank, g in enumerate(get)}
+        with self._in_workers():
+            metadata = {rank: g() for rank, g in enumerate(get)}
         if metadata[0] is None:
             return
         metadata = disguise.stated(pickle.loads(pickle.dumps(metadata)))

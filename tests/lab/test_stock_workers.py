@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from packaging.version import Version
 
-from kvpatch.patches import SLUGS
-
 from .case import Case, EngineSpec
 from .host import Lab
-from .releases import states_block_size
+from .releases import must_prove, states_block_size
+from .stage import Actor, Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
-
-def _case(p_tokens: int, prompt_tokens: int) -> Case:
-    prefill, decode = (EngineSpec(block_tokens=tokens) for tokens in (p_tokens, 32))
-    case = Case(f"{p_tokens} to 32, {prompt_tokens} tokens", prefill, decode, prompt_tokens, 32)
-    return case.patched(*SLUGS, prefill=False)
+#: D's blocks have 64 tokens.
+SPEC = EngineSpec(
+    block_tokens=64, planned_blocks=60, layers=2, kv_heads=2, head_dim=16, dtype="float32"
+)
+OWN = replace(SPEC, own_scheduler=True, stock_workers=True)
+_WARNING = "not in all of its workers"
 
 
 @pytest.fixture(autouse=True)
@@ -28,23 +29,59 @@ def _workers_are_heard_at_the_handshake(lab: Lab) -> None:
         pytest.skip("no worker without kvpatch announces a peer here: D computes all prompts")
 
 
-def _with_stock_workers(case: Case) -> Case:
-    return replace(case, decode=replace(case.decode, stock_workers=True))
+@pytest.fixture
+def stage(lab: Lab) -> Iterator[Stage]:
+    with Stage(lab) as opened:
+        yield opened
 
 
-def test_what_a_stock_worker_would_read_wrongly_does_not_reach_it(lab: Lab) -> None:
-    case = _case(16, 40)
+def _load(prefill: Actor, decode: Actor, tokens: int, stage: Stage) -> int:
+    """The tokens that D loads of a prompt; what it loads is right."""
+    prompt = stage.prompt(tokens)
+    loaded = decode.ask(*prefill.compute(prompt))
+    if loaded:
+        assert decode.watch(prompt).received == {prompt.name}
+        assert decode.wrong(prompt)[0] == 0
+    return loaded
+
+
+def test_a_like_peer_is_read_once_a_prompt_of_several_blocks_has_shown_it(stage: Stage) -> None:
+    """One of one block tells nothing: D computes it, and no worker ends by it."""
+    prefill, decode = stage.prefill(SPEC), stage.decode(OWN)
+
+    assert [_load(prefill, decode, n, stage) for n in (40, 64, 150, 40, 10)] == [0, 0, 150, 40, 10]
+
+    assert any(_WARNING in line for line in decode.call("logged"))
+
+
+@pytest.mark.parametrize("p_tokens", [16, 32, 128])
+def test_of_an_unlike_peer_d_computes_all(stage: Stage, lab: Lab, p_tokens: int) -> None:
+    prefill = stage.prefill(replace(SPEC, block_tokens=p_tokens))
+    decode = stage.decode(OWN)
+
+    assert [_load(prefill, decode, n, stage) for n in (10, 40, 64, 300)] == [0, 0, 0, 0]
+
+    prompt = stage.prompt(200)
+    (ask,) = prefill.compute(prompt)
+    assert decode.ask(ask) == 0
+    decode.watch(prompt, seconds=1)  # no worker reports, or ends by, what nobody waits for
+    is_told = Version(lab.release) >= Version("0.30") and p_tokens < 128
+    assert prefill.heard([prompt], 20 if is_told else 0.1) == ({prompt.name} if is_told else set())
+
+
+def test_workers_with_kvpatch_load_a_first_prompt_of_one_block(stage: Stage, lab: Lab) -> None:
+    if must_prove(replace(OWN, patched=True), lab.release):
+        pytest.skip("D computes a P's first prompt here")
+    decode = stage.decode(replace(OWN, stock_workers=False))
+
+    assert _load(stage.prefill(SPEC), decode, 40, stage) == 40
+    assert not any(_WARNING in line for line in decode.call("logged"))
+
+
+def test_what_stock_makes_of_such_an_unlike_peer(lab: Lab) -> None:
+    """What D keeps from its workers, and that the lab sees it."""
+    prefill, decode = (EngineSpec(block_tokens=tokens) for tokens in (16, 32))
+    case = Case("16 to 32, 40 tokens", prefill, decode, 40, 32)
+
     is_refused = Version("0.23") <= Version(lab.release) < Version("0.26")  # 16 are no 32 there
-    stock = lab.run(case.stock()).outcome
-    assert stock == ("refused" if is_refused else "corrupt"), "what such a worker makes of it"
-
-    report = lab.run(_with_stock_workers(case))
-
-    assert report.outcome == "failed", report
-    assert "its patch unlike_engines is not in this worker" in report.detail
-
-
-def test_a_like_peer_is_read_as_stock_reads_it(lab: Lab) -> None:
-    case = _case(32, 80)
-
-    assert lab.run(_with_stock_workers(case)).outcome == lab.run(case.stock()).outcome
+    assert lab.run(case.stock()).outcome == ("refused" if is_refused else "corrupt")

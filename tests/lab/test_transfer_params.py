@@ -18,9 +18,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.patches import SLUGS
 from tests.bad_params import bad_params
 
+from .engine_api import Ask
 from .host import Lab
 from .releases import must_prove
 from .stage import Actor, Raised, Stage
@@ -248,6 +250,142 @@ def test_blocks_that_p_does_not_have_fail_one_load(stage: Stage, lab: Lab, block
     assert not loaded or any(" name" in line for line in seen.logged), seen
     assert not loaded or decode.written(prompt) == 0
     _assert_served(stage, prefill, decode)
+
+
+#: What a P of some release answers in a field that others do not have.
+_OTHERS = {
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_num_tokens": TOKENS,
+    "remote_block_size": SPEC.block_tokens,
+    "remote_blocks_expiry_time": None,
+    "remote_registration_generation": 0,
+    "remote_request_id": "another",
+    "transfer_mode": "pull",
+}
+#: Long enough for what stock serves; what it does not serve it may never answer.
+_STOCKS_SECONDS = 0.5
+
+_Cell = tuple[str, str]
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """A value with its numbers as texts or floats, as a proxy with other types sends them."""
+    if isinstance(value, list):
+        return [_typed(one, kind) for one in value]
+    if isinstance(value, bool):
+        return str(value).lower() if kind is str else int(value)
+    return kind(value) if isinstance(value, int) else value
+
+
+def _as_proxies_send(own: dict[str, Any], facts: ReleaseFacts) -> Iterator[tuple[_Cell, Any]]:
+    """((field, how), what is sent in it): what proxies make of P's answer."""
+    for field, value in (_OTHERS | own).items():
+        is_own = field in own
+        yield (field, "absent" if is_own else "another release's"), "left out" if is_own else value
+        yield (field, "null"), None
+        for how, kind in (("text", str), ("float", float)):
+            if _typed(value, kind) != value or type(value) is int:
+                yield (field, how), _typed(value, kind)
+        if field not in facts.params:
+            yield (field, "odd"), ["odd"]
+
+
+def _outcomes(lab: Lab, *, patched: bool) -> dict[_Cell, str]:
+    """What becomes of each cell; a stage for each D, whose prompts have then no common prefixes."""
+    with Stage(lab) as stage:
+        pair = _Pair(stage, FACTS[lab.release], patched=patched)
+        own = json.loads(pair.ask().answer)
+        return {cell: pair.outcome(cell) for cell, _ in _as_proxies_send(own, FACTS[lab.release])}
+
+
+class _Pair:
+    """A stock P, and a D that has met it; a new D where one has ended."""
+
+    def __init__(self, stage: Stage, facts: ReleaseFacts, *, patched: bool) -> None:
+        self._stage, self._facts, self._patched = stage, facts, patched
+        self.prefill = stage.prefill(SPEC)
+        self._decode = self._next()
+
+    def _next(self) -> Actor:
+        decode = self._stage.decode(OWN, patched=self._patched)
+        introduce(decode, self._stage.prompts(1, TOKENS), self.prefill)
+        return decode
+
+    def ask(self) -> Ask:
+        """A prompt that P has computed."""
+        return self.prefill.compute(self._stage.prompt(TOKENS))[0]
+
+    def outcome(self, cell: _Cell) -> str:
+        """What becomes of a load whose parameters have one field as a proxy sends it."""
+        ask = self.ask()
+        own = json.loads(ask.answer)
+        sent = dict(_as_proxies_send(own, self._facts))[cell]
+        ask = replace(ask, answer=changed(ask.answer, [(cell[0], sent)]))
+        found = self._load(self._decode, ask)
+        if self._decode.has_raised:
+            self._decode = self._next()
+        return found
+
+    def _load(self, decode: Actor, ask: Ask) -> str:
+        before = len(decode.call("logged"))
+        try:
+            loaded = decode.ask(ask)
+            if not loaded:
+                lines = decode.call("logged")[before:]
+                is_refused = any("kv_transfer_params" in line for line in lines)
+                return "refused" if is_refused else "computed"
+            seen = decode.watch(ask.prompt, seconds=20 if self._patched else _STOCKS_SECONDS)
+        except Raised as error:
+            return f"the engine ends by {error}"[:300]
+        if not seen.received:
+            return "failed" if seen.failed else "waiting"
+        if decode.wrong(ask.prompt)[0]:
+            return "corrupt"
+        return (
+            "read"
+            if self.prefill.heard([ask.prompt], seconds=20 if self._patched else 1)
+            else "kept"
+        )
+
+
+@pytest.mark.one_per_generation
+def test_whatever_stock_serves_is_served(lab: Lab) -> None:
+    """Every field of every release: absent, null, a text, a float, another release's.
+
+    Stock's D has met P already: from then on it does without P's address, which no first one can.
+    """
+    ours, stocks = (_outcomes(lab, patched=patched) for patched in (True, False))
+    found = {cell: (ours[cell], stocks[cell]) for cell in ours}
+
+    served = {"read", "computed"}
+    addresses = {(f"remote_{name}", "null") for name in ("host", "port")}
+    assert sum(of_stock in served for _, of_stock in found.values()) > len(found) / 3, found
+    for cell, (of_ours, of_stock) in found.items():
+        assert of_ours in served | {"refused"}, (cell, found)
+        assert of_ours in served or of_stock not in served or cell in addresses, (cell, found)
+        # What a typed proxy sends is served, whatever stock makes of it.
+        assert of_ours in served or cell[1] not in ("text", "float", "another release's"), cell
+
+
+@pytest.mark.one_per_generation
+@pytest.mark.parametrize("kind", [str, float])
+def test_a_first_prompt_through_a_typed_proxy(stage: Stage, kind: type) -> None:
+    """All numbers of another type, and all fields of all releases, null where P sent none."""
+    prefill, decode = stage.prefill(SPEC), stage.decode(OWN)
+    first, second = (_through_a_typed_proxy(stage, prefill, kind) for _ in range(2))
+
+    decode.introduce(first)
+    assert decode.ask(second) == TOKENS, decode.call("logged")
+
+    assert decode.watch(second.prompt).received == {second.prompt.name}
+    assert decode.wrong(second.prompt)[0] == 0
+
+
+def _through_a_typed_proxy(stage: Stage, prefill: Actor, kind: type) -> Ask:
+    (ask,) = prefill.compute(stage.prompt(TOKENS))
+    own = {name: _typed(value, kind) for name, value in json.loads(ask.answer).items()}
+    return replace(ask, answer=json.dumps(dict.fromkeys(_OTHERS) | own))
 
 
 def _assert_served(stage: Stage, prefill: Actor, decode: Actor) -> None:

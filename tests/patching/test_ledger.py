@@ -303,3 +303,118 @@ def test_undo_switches_all_steps_off_below_a_foreign_wrapper():
     assert Target().method(1) == ["theirs", 1]
     ledger.apply("q", _STEP)
     assert Target().method(1) == ["theirs", (["q"], 1)]
+
+
+# --- another plugin's wrapper, which was there first --------------------------------
+
+
+def _bare(method):
+    def wrapper(*args, **kwargs):
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+def _bare_with_self(method):
+    def wrapper(self, *args, **kwargs):
+        return method(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _of_other_parameters(method):
+    def wrapper(self, value, *args, more=None):
+        return method(self, value)
+
+    return wrapper
+
+
+def _named(method):
+    @wraps(method)
+    def wrapper(self, *args, **kwargs):
+        return method(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _of_bound(method):
+    bound = method.__get__(Target)
+
+    @wraps(bound)
+    def wrapper(cls, *args, **kwargs):
+        return bound(*args, **kwargs)
+
+    return classmethod(wrapper)
+
+
+FOREIGN = {
+    "bare": (METHOD, _bare),
+    "bare with self": (METHOD, _bare_with_self),
+    "named": (METHOD, _named),
+    "other parameters": (METHOD, _of_other_parameters),
+    "two": (METHOD, lambda method: _bare(_bare_with_self(method))),
+    "named over bare": (METHOD, lambda method: _named(_bare(method))),
+    "by wrapt": (METHOD, lambda m: wrapt.FunctionWrapper(_bare(m), lambda w, i, a, k: w(*a, **k))),
+    "over wrapt": (
+        METHOD,
+        lambda m: _bare(wrapt.FunctionWrapper(m, lambda w, i, a, k: w(*a, **k))),
+    ),
+    "classmethod": (CLASSMETHOD, lambda method: classmethod(_bare(method.__func__))),
+    "classmethod, bound": (CLASSMETHOD, _of_bound),
+    "staticmethod": (STATICMETHOD, lambda method: staticmethod(_bare(method.__func__))),
+}
+
+
+@pytest.mark.parametrize(("site", "wrap"), FOREIGN.values(), ids=FOREIGN)
+def test_a_foreign_wrapper_that_calls_on_is_no_drift(site, wrap):
+    foreign = wrap(vars(Target)[site.name])
+    setattr(Target, site.name, foreign)
+    ledger = Ledger()
+    ledger.apply("p", {site: _plus_one})
+    ledger.apply("q", {site: _plus_one})
+
+    found = getattr(Target(), site.name)(1)
+
+    assert (found[1] if isinstance(found, tuple) else found) == 3
+    assert ledger.undo() == []
+    assert vars(Target)[site.name] is foreign
+
+
+def test_a_shared_function_goes_over_a_foreign_wrapper():
+    Target.method = _bare(vars(Target)["method"])
+    ledger = Ledger()
+    ledger.apply("p", _STEP)
+    ledger.apply("q", {METHOD: _plus_one_of_a_pair})
+
+    assert Target().method(1) == (["p"], 2)
+
+
+def _plus_one_of_a_pair(wrapped, instance, args, kwargs):
+    slugs, value = wrapped(*args, **kwargs)
+    return slugs, value + 1
+
+
+def _replacement(method):
+    return lambda self, *args, **kwargs: 7
+
+
+def _of_a_dictionary(method):
+    kept = {"method": method}
+    return lambda *args, **kwargs: kept["method"](*args, **kwargs)
+
+
+def _of_two(method):
+    other = types.FunctionType(method.__code__, {}, "method")
+    other.__qualname__, other.__module__ = method.__qualname__, method.__module__
+    return lambda *args, **kwargs: (method or other)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [_replacement, _of_a_dictionary, _of_two, lambda m: _bare(len)])
+def test_what_may_not_call_on_is_drift_and_names_whose_it_is(wrap):
+    foreign = wrap(vars(Target)["method"])
+    Target.method = foreign
+
+    with pytest.raises(SiteDrifted, match=f"expected parameters.*defined in {__name__}"):
+        Ledger().apply("p", {METHOD: _plus_one})
+
+    assert vars(Target)["method"] is foreign

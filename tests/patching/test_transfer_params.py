@@ -12,8 +12,8 @@ import pytest
 from kvpatch.connector.allowed_peers import parse
 from kvpatch.connector.transfer_params import (
     RequestLimits,
-    check,
     check_prompts,
+    checked,
     completed,
     loads_nothing,
 )
@@ -68,11 +68,9 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
         {**_OWN, "remote_block_ids": []},
         {**_OWN, "remote_block_ids": [[], []]},
         {**_OWN, "remote_block_ids": ([1, 2], (3,))},
-        {**_OWN, "remote_block_ids": [1, 2, 3]},  # as <= 0.17; vLLM's own tests have them later
         {**_OWN, "remote_host": "prefill-0.pool.svc"},
         {**_OWN, "remote_host": "fe80::1%eth0"},
         {**_OWN, "remote_host": "[::1]"},
-        {**_OWN, "remote_port": "5600"},
         {**_OWN, "somebodys": {"own": [1, "x"]}},
         {**_OWN, "remote_blocks_expiry_time": 1234.5, "do_remote_decode": True},
         {**_OWN, "do_remote_prefill": False, "do_remote_decode": True},
@@ -82,9 +80,70 @@ _TO_P = {"do_remote_decode": True, "do_remote_prefill": False, **_PROXYS}
 def test_right_parameters_pass_untouched(params: Any) -> None:
     before = json.dumps(params)
 
-    check(params, _FORM, _LIMITS)
+    assert json.loads(json.dumps(checked(params, _FORM, _LIMITS))) == json.loads(before)
 
     assert json.dumps(params) == before
+
+
+@pytest.mark.parametrize(
+    ("sent", "taken"),
+    [
+        ({"do_remote_prefill": "true", "do_remote_decode": "False"}, {}),
+        ({"do_remote_prefill": 1, "do_remote_decode": None}, {}),
+        ({"remote_port": "5600", "tp_size": "1", "remote_num_tokens": "150"}, {}),
+        ({"remote_port": 5600.0, "tp_size": 1.0, "remote_num_tokens": 150.0}, {}),
+        ({"tp_size": True, "dcp_size": "1.0"}, {}),
+        ({"remote_block_ids": [[38.0, 88, 51.0]]}, {}),
+        ({"remote_block_ids": [["38", "88", "51"]]}, {}),
+        ({"remote_block_ids": [38.0, "88", 51]}, {}),
+        ({"remote_blocks_expiry_time": "1234.5"}, {"remote_blocks_expiry_time": 1234.5}),
+        ({"remote_block_size": "x", "transfer_mode": 7}, {"remote_block_size": "x"}),
+    ],
+)
+def test_what_has_one_meaning_is_taken_for_that(sent: Any, taken: Any) -> None:
+    params = {**_OWN, **sent}
+    before = json.dumps(params)
+
+    found = checked(params, _FORM, _LIMITS)
+
+    assert found == {**_OWN, **{n: params[n] for n in ("transfer_mode",)}, **taken}
+    numbers = ("tp_size", "dcp_size", "remote_port", "remote_num_tokens")
+    assert {type(found[name]) for name in numbers} == {int}
+    assert {type(one) for group in found["remote_block_ids"] for one in group} == {int}
+    assert {type(found[n]) for n in ("do_remote_prefill", "do_remote_decode")} == {bool}
+    assert json.dumps(params) == before
+
+
+def test_a_null_that_the_release_would_end_by_is_left_out() -> None:
+    """It has a default for a missing one, and none for null."""
+    for name in ("tp_size", "dcp_size", "pp_size", "remote_registration_generation"):
+        found = checked({**_OWN, name: None}, _FORM, _LIMITS)
+        assert found == {n: value for n, value in _OWN.items() if n != name}
+
+
+@pytest.mark.parametrize("facts", FACTS.values(), ids=lambda facts: facts.release)
+def test_what_a_release_does_not_read_is_not_asked(facts: ReleaseFacts) -> None:
+    names = ("dcp_size", "pp_size", "remote_num_tokens", "remote_registration_generation")
+    names += ("remote_blocks_expiry_time", "remote_request_id")
+    own = {**_OWN, "remote_block_ids": [38, 88, 51]}
+    for name in names:
+        if name in facts.params:
+            continue
+        for odd in (None, "x", [1], -1, 10**20):
+            found = checked({**own, name: odd}, facts, _LIMITS)
+            assert found is not None
+            # What kvpatch reads itself is a number, or not there.
+            assert name != "remote_num_tokens" or name not in found
+
+
+def test_false_as_a_text_loads_nothing() -> None:
+    """Stock takes it for true: the only value that is taken for another than stock's."""
+    for no in ("false", "FALSE", "0", "", 0, 0.0, False, None, []):
+        found = checked({**_OWN, "do_remote_prefill": no, "remote_port": "x"}, _FORM, _LIMITS)
+        assert found is not None and not found["do_remote_prefill"]
+    for yes in ("true", "True", "1", "yes", 1, 2.0, [0]):
+        found = checked({**_OWN, "do_remote_prefill": yes}, _FORM, _LIMITS)
+        assert found is not None and found["do_remote_prefill"] is True
 
 
 def test_each_wrong_field_is_named() -> None:
@@ -93,7 +152,7 @@ def test_each_wrong_field_is_named() -> None:
     assert len(found) >= 60
     for field, params in found:
         with pytest.raises(ParamsRefused) as refused:
-            check(params, _FORM, _LIMITS)
+            checked(params, _FORM, _LIMITS)
         message = str(refused.value)
         assert message.startswith("kv_transfer_params")
         assert field in message, (field, message)
@@ -106,10 +165,9 @@ def test_to_0_12_a_list_of_ids_and_no_name_of_the_request_do() -> None:
     params = {**_OWN, "remote_block_ids": [1, 2, 3]}
     del params["remote_request_id"]
 
-    check(params, form, _LIMITS)
-    for wrong in ({"remote_block_ids": [[1, 2, 3]]}, {"remote_port": "5600"}):
-        with pytest.raises(ParamsRefused, match=next(iter(wrong))):
-            check({**params, **wrong}, form, _LIMITS)
+    checked(params, form, _LIMITS)
+    with pytest.raises(ParamsRefused, match="remote_block_ids"):
+        checked({**params, "remote_block_ids": [[1, 2, 3]]}, form, _LIMITS)
 
 
 def test_in_push_mode_no_blocks_are_named() -> None:
@@ -117,37 +175,36 @@ def test_in_push_mode_no_blocks_are_named() -> None:
     del params["remote_block_ids"]
     pushes = RequestLimits(prompt_tokens=150, max_model_len=1024, is_push=True)
 
-    check(params, _FORM, pushes)
+    checked(params, _FORM, pushes)
     del params["tp_size"]
     with pytest.raises(ParamsRefused, match="tp_size is missing"):
-        check(params, _FORM, pushes)
+        checked(params, _FORM, pushes)
 
 
 def test_as_many_blocks_as_the_prompt_can_have() -> None:
-    check({**_OWN, "remote_block_ids": [list(range(150 + 64))]}, _FORM, _LIMITS)
+    checked({**_OWN, "remote_block_ids": [list(range(150 + 64))]}, _FORM, _LIMITS)
     with pytest.raises(ParamsRefused, match="has 215 block ids"):
-        check({**_OWN, "remote_block_ids": [list(range(150 + 65))]}, _FORM, _LIMITS)
+        checked({**_OWN, "remote_block_ids": [list(range(150 + 65))]}, _FORM, _LIMITS)
     # Of an earlier turn D may hold more than P is asked.
     turn = {**_OWN, "do_remote_prefill": False, "do_remote_decode": True}
-    check({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _LIMITS)
+    checked({**turn, "remote_block_ids": [list(range(500))]}, _FORM, _LIMITS)
 
 
 def test_one_list_of_ids_becomes_that_of_the_only_group() -> None:
     flat = {**_OWN, "remote_block_ids": [1, 2, 3]}
 
     assert completed(flat, _FORM) == {**_OWN, "remote_block_ids": [[1, 2, 3]]}
-    assert completed(_OWN, _FORM) is _OWN
-    assert completed(_TO_P, _FORM) is _TO_P
-    assert completed(flat, FACTS["0.17.1"]) is flat
+    assert completed(_OWN, _FORM) == _OWN
+    assert completed(_TO_P, _FORM) == _TO_P
+    assert completed(flat, FACTS["0.17.1"]) == flat
 
 
 def test_a_release_without_groups_takes_the_only_list_of_one_with_them() -> None:
     old = FACTS["0.17.1"]
-    check(_OWN, old, _LIMITS)
-    assert completed(_OWN, old) == {**_OWN, "remote_block_ids": [38, 88, 51]}
-    for blocks in ([[1], [2]], [[1, [2]]], [["1"]]):
+    assert checked(_OWN, old, _LIMITS) == {**_OWN, "remote_block_ids": [38, 88, 51]}
+    for blocks in ([[1], [2]], [[1, [2]]], [["x"]]):
         with pytest.raises(ParamsRefused, match="remote_block_ids"):
-            check({**_OWN, "remote_block_ids": blocks}, old, _LIMITS)
+            checked({**_OWN, "remote_block_ids": blocks}, old, _LIMITS)
 
 
 def test_p_saves_a_prompt_whose_reader_nobody_knows() -> None:
@@ -155,7 +212,7 @@ def test_p_saves_a_prompt_whose_reader_nobody_knows() -> None:
 
     assert completed(bare, FACTS["0.10.2"]) == {**_PROXYS, **bare}
     assert completed(_TO_P, FACTS["0.10.2"]) == _TO_P
-    assert completed(bare, FACTS["0.13.0"]) is bare
+    assert completed(bare, FACTS["0.13.0"]) == bare
 
 
 def test_what_loads_nothing() -> None:
@@ -235,7 +292,7 @@ def test_a_peer_that_is_not(host: str, port: int) -> None:
     assert not allowed.allows(host, port)
     limits = RequestLimits(prompt_tokens=150, max_model_len=1024, allows_peer=allowed.allows)
     with pytest.raises(ParamsRefused, match="remote_host .* KVPATCH_ALLOWED_PEERS"):
-        check({**_OWN, "remote_host": host, "remote_port": port}, _FORM, limits)
+        checked({**_OWN, "remote_host": host, "remote_port": port}, _FORM, limits)
 
 
 def test_any_peer_without_a_list() -> None:

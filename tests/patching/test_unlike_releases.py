@@ -22,6 +22,7 @@ from kvpatch.connector.state import worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
 from kvpatch.connector.unlike_releases.messages import to_agent, to_engine
 from kvpatch.connector.unlike_releases.peer_releases import (
+    NULLABLE,
     PeerReleases,
     Statement,
     question_of,
@@ -46,8 +47,13 @@ _GET = b"get_meta_msg"
 
 
 def answer(release: str, **more: Any) -> dict[str, Any]:
-    """What a P of a release answers, as far as its names go."""
-    return {**dict.fromkeys(FACTS[release].answer), **more}
+    """What a P of a release answers, as far as its names go, and which of it is null."""
+    nulls = dict.fromkeys(NULLABLE & FACTS[release].answer)
+    return {**dict.fromkeys(FACTS[release].answer, 1), **nulls, **more}
+
+
+#: All that any release answers, null where P did not send it: as a typed proxy passes it on.
+EVERY = dict.fromkeys(NEWEST.answer)
 
 
 def fields(release: str, **changes: Any) -> dict[str, Any]:
@@ -97,14 +103,26 @@ def test_a_release_is_among_those_that_answer_so(release: str) -> None:
 
 @pytest.mark.parametrize("release", HASHED)
 def test_an_answer_that_a_proxy_has_cut_tells_no_other_question(release: str) -> None:
-    """But for 0.26 and 0.27, whose only field of their own is null, and which come as 0.25."""
+    """But for 0.26 and 0.27, whose only field of their own is null: they come as older ones."""
     for name in FACTS[release].answer:
-        cut = {field: None for field in answer(release) if field != name}
+        cut = {field: value for field, value in answer(release).items() if field != name}
         found = releases_by_answer(cut)
-        if name == "remote_blocks_expiry_time" and release in ("0.26.0", "0.27.0", "0.27.1"):
+        looks_older = name in ("remote_blocks_expiry_time", "remote_num_tokens")
+        if looks_older and release in ("0.26.0", "0.27.0", "0.27.1"):
             assert question_of(found) == "rank"
             continue
         assert not found or question_of(found) == FACTS[release].question
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_null_for_what_p_did_not_send_makes_it_no_newer(release: str) -> None:
+    found = releases_by_answer({**EVERY, **answer(release)})
+
+    assert release in found
+    newest = FACTS[found[-1]].answer
+    assert newest - NULLABLE == FACTS[release].answer - NULLABLE
+    nullable = {"0.21.0", *RELEASES[24:30], "0.26.0", "0.27.0", "0.27.1"}
+    assert (question_of(found) is None) == (release in nullable)
 
 
 def test_what_a_request_says_of_its_p_is_learnt_and_forgotten() -> None:
@@ -397,9 +415,11 @@ class TestWhereNoOtherReleaseIsAccepted:
     """The release's own handshake, by the fields of P's answer."""
 
     @staticmethod
-    def shake_hands(of_d: str, params: Mapping[str, Any], monkeypatch: Any) -> list[Any]:
+    def shake_hands(
+        of_d: str, params: Mapping[str, Any], monkeypatch: Any, *, accepts: bool = False
+    ) -> list[Any]:
         """What D's own handshake was called with."""
-        monkeypatch.delenv("KVPATCH_ACCEPT", raising=False)
+        monkeypatch.setenv("KVPATCH_ACCEPT", "vllm_version" if accepts else "")
         worker = SimpleNamespace(enforce_compat_hash=True, compat_hash="", backend_name="")
         state = worker_state(worker)
         state.facts = FACTS[of_d]
@@ -422,10 +442,36 @@ class TestWhereNoOtherReleaseIsAccepted:
 
         assert called == [(("host", 1, 2, "p"), {"more": 3})]
 
-    @pytest.mark.parametrize(("of_d", "of_p"), [("0.25.1", "0.26.0"), ("0.12.0", "0.13.0")])
-    def test_a_newer_p_that_the_question_would_end_is_refused(self, of_d, of_p, monkeypatch):
+    @pytest.mark.parametrize("of_p", ["0.28.0", "0.33.0"])
+    def test_a_newer_p_that_the_question_would_end_is_refused(self, of_p, monkeypatch):
         with pytest.raises(PeerRefused, match=f"P runs vLLM {of_p}"):
-            self.shake_hands(of_d, answer(of_p), monkeypatch)
+            self.shake_hands("0.25.1", answer(of_p), monkeypatch)
+
+    def test_one_without_a_hash_does_not_ask_one_with(self, monkeypatch):
+        with pytest.raises(PeerRefused, match="P runs vLLM 0.13.0"):
+            self.shake_hands("0.12.0", answer("0.13.0"), monkeypatch)
+
+    def test_a_p_that_is_newer_by_a_null_alone_is_stocks(self, monkeypatch):
+        """The null may be the proxy's, and P of D's own release."""
+        assert self.shake_hands("0.25.1", answer("0.26.0"), monkeypatch)
+
+    @pytest.mark.parametrize("release", HASHED)
+    @pytest.mark.parametrize("accepts", [True, False])
+    def test_its_own_releases_p_behind_a_typed_proxy_is_stocks(self, release, accepts, monkeypatch):
+        """Asked as the release asks, which the interpreter does too."""
+        asked: list[Interpretation] = []
+
+        @contextmanager
+        def interpreter(interpretation: Interpretation) -> Iterator[Any]:
+            asked.append(interpretation)
+            yield SimpleNamespace(port=1)
+
+        monkeypatch.setattr(unlike_releases, "Interpreter", interpreter)
+        params = {**EVERY, **answer(release)}
+        ((called, _),) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
+
+        assert called == ((HOST if asked else "host"), 1, 2, "p")
+        assert all(question_of(one.releases) == FACTS[release].question for one in asked)
 
     def test_a_newer_p_that_is_asked_alike_is_stocks(self, monkeypatch):
         assert self.shake_hands("0.31.0", answer("0.33.0"), monkeypatch)

@@ -13,15 +13,22 @@ from kvpatch.core.releases import FACTS, Question, ReleaseFacts
 _FIELDS = frozenset[str]().union(*(facts.answer for facts in FACTS.values()))
 #: What a P's words must mean the same in, to be taken for our own release's.
 _MEANINGS = ("question", "reader_count", "cache_shape", "names_layouts", "has_cache_groups")
+#: The only field that a P which has it may answer null for.
+NULLABLE = frozenset(("remote_blocks_expiry_time",))
 _MOST_ID = 1024
 
 Releases = tuple[str, ...]
 
 
 def releases_by_answer(params: Mapping[str, Any]) -> Releases:
-    """The releases whose P answers with just these fields; none where a proxy left some out."""
-    found = _FIELDS & params.keys()
-    return tuple(name for name, facts in FACTS.items() if facts.answer == found)
+    """The releases whose P answers with just these fields; none where a proxy left some out.
+
+    A proxy with types of its own adds null for fields that P did not send.
+    """
+    named = _FIELDS & params.keys()
+    stated = {name for name in named if params[name] is not None}
+    fit = {n: f.answer for n, f in FACTS.items() if f.answer - NULLABLE <= stated <= f.answer}
+    return tuple(name for name in fit if fit[name] == named) or tuple(fit)
 
 
 def releases_by_fields(releases: Releases, stated: Iterable[str]) -> Releases:
