@@ -50,9 +50,12 @@ def _get_num_new_matched_tokens(
     def matched(request: Any, num_computed_tokens: int) -> Any:
         count, is_async = wrapped(request, num_computed_tokens)
         scheduler = connector_scheduler(instance)
-        if not count or is_push(scheduler) or not is_applied("unlike_engines"):
-            return count, is_async  # nobody would pair the blocks by token
-        loads = scheduler_state(scheduler).of(PromptLoads)
+        state = scheduler_state(scheduler)
+        # Workers must pair the blocks of both sides by token.
+        can_pair = is_applied("unlike_engines") and not state.has_stock_workers
+        if not count or is_push(scheduler) or not can_pair:
+            return count, is_async
+        loads = state.of(PromptLoads)
         tokens = loads.plan(scheduler, request, num_computed_tokens, count)
         return tokens, bool(tokens) and is_async
 

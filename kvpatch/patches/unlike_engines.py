@@ -67,7 +67,13 @@ from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
-from kvpatch.connector.state import held_by, release_worker, scheduler_state, worker_state
+from kvpatch.connector.state import (
+    held_by,
+    is_push,
+    release_worker,
+    scheduler_state,
+    worker_state,
+)
 from kvpatch.connector.unlike_releases.side_channel import Address
 from kvpatch.connector.unpatched_workers import is_guarded
 from kvpatch.core import seams
@@ -161,9 +167,10 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
     received, which ends a scheduler that does not wait for it.
     """
     state, params = scheduler_state(scheduler), request.kv_transfer_params
-    if not state.has_stock_workers or hasattr(scheduler, "_push_pending_registrations"):
+    if not state.has_stock_workers or is_push(scheduler):
         return False
-    _, held = read_request.loaded_tokens(scheduler, request, state.facts)
+    planned = state.of(read_request.PlannedLoads)
+    _, held = read_request.loaded_tokens(scheduler, request, state.facts, planned)
     told = str(params["remote_engine_id"]), held, read_request.groups(params["remote_block_ids"])
     is_kept = is_guarded(scheduler, state.equal_peers, *told, state.facts)
     if is_kept and state.facts.failed_loads != "as failed":

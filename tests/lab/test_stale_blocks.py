@@ -19,7 +19,6 @@ from kvpatch.patches import SLUGS
 from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
-from .releases import must_prove
 from .stage import Actor, Stage
 from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
 
