@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -221,7 +222,11 @@ def test_another_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"model": "another"}, "not enumerable here (model"),
     ],
 )
-def test_each_difference_has_words(changes: dict[str, Any], sentence: str) -> None:
+def test_each_difference_has_words(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], sentence: str
+) -> None:
+    """However slow the machine is: the search's second never ends."""
+    monkeypatch.setattr(named_peers, "Search", partial(Search, now=lambda: 0.0))
     ours, _, _ = compared()
     with pytest.raises(PeerRefused) as found:
         assert hash_of(**changes) != ours

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table, take_table
-from kvpatch.connector.holds.hold import FIELD, Hold, read_hold, stated_hold
+from kvpatch.connector.holds.hold import FIELD, Hold, mask_of, read_hold, stated_hold
 from kvpatch.core.errors import ReadRefused
 from kvpatch.transfer.hold_table import (
     TABLE_BYTES,
@@ -83,29 +84,40 @@ def test_which_words_may_still_be_to_come(start, one, other):
     assert is_still_to_come(0, wanted)
 
 
-def _metadata(*tables: int | None) -> list[SimpleNamespace]:
-    found = [SimpleNamespace() for _ in tables]
+def _agent(rank: int) -> bytes:
+    return f"agent {rank}".encode()
+
+
+def _metadata(*tables: int | None, is_encoded: bool = False) -> list[SimpleNamespace]:
+    found = [SimpleNamespace(agent_metadata=_agent(rank)) for rank in range(len(tables))]
+    if is_encoded:  # from 0.13 on
+        found = [
+            SimpleNamespace(agent_metadata_bytes=msgspec.msgpack.encode(vars(one))) for one in found
+        ]
     for one, table in zip(found, tables, strict=True):
         if table is not None:
             state_table(one, table)
     return found
 
 
+@pytest.mark.parametrize("is_encoded", [False, True])
 @pytest.mark.parametrize("by_stage", [False, True])
-def test_holds_are_granted_where_all_ranks_have_tables(by_stage):
+def test_holds_are_granted_where_all_ranks_have_tables(by_stage, is_encoded):
     granted = GrantedHolds()
     assert not granted.is_on
-    stated = _metadata(4096, 8192)
+    stated = _metadata(4096, 8192, is_encoded=is_encoded)
     granted.learn({(0, rank) if by_stage else rank: one for rank, one in enumerate(stated)})
     assert granted.is_on
-    assert all(vars(one) == {} for one in stated), "peers are sent what the release states"
+    assert all(len(vars(one)) == 1 for one in stated), "peers are sent what the release states"
 
     granted.grant("a")
     told = SimpleNamespace()
     granted.tell(told)
     hold = read_hold(granted.answer("a"))
     assert hold is not None
-    assert hold.tables == (4096, 8192)
+    assert not {4096, 8192}.intersection(hold.tables), "clients see no address"
+    masks = mask_of(_agent(0)), mask_of(_agent(1))
+    assert [table ^ mask for table, mask in zip(hold.tables, masks, strict=True)] == [4096, 8192]
     assert changes_in(told) == {"a": hold.generation}
     granted.tell(again := SimpleNamespace())
     assert changes_in(again) == {}

@@ -111,8 +111,14 @@ def scheduler_of(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(block_size=16, **more)
 
 
-def request_of(prompt: int, **params: Any) -> SimpleNamespace:
-    return SimpleNamespace(num_prompt_tokens=prompt, kv_transfer_params=params)
+class Request(SimpleNamespace):
+    """Fake: told apart as vLLM's requests are."""
+
+    __hash__ = object.__hash__
+
+
+def request_of(prompt: int, **params: Any) -> Request:
+    return Request(num_prompt_tokens=prompt, kv_transfer_params=params)
 
 
 def expected(prompt: int, blocks: list[int], release: str = "0.13.0") -> ExpectedLoads:
