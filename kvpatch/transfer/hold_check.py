@@ -16,15 +16,15 @@ from kvpatch.transfer.hold_table import (
     is_still_to_come,
     word_address,
 )
+from kvpatch.transfer.looks import PAUSE_SECONDS, Patience
 from kvpatch.transfer.nixl import Ends, prepare_read
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
 #: In steps alone the word is waited for, once for each time it is read, or it takes one more step.
 _SPIN_SECONDS = 1e-4
-#: Between two readings of a word that the peer's worker has not written yet.
-_PAUSE_SECONDS = 1e-3
-_LONGEST_SECONDS = 10.0
+#: Polls at a word that P has not written, or that does not come though P's lease is over.
+_MOST_POLLS = 2000
 
 
 @dataclass(eq=False)
@@ -50,40 +50,47 @@ class HoldCheck:
     _landing: int | None = field(default=None, init=False)
     _asked: float | None = field(default=None, init=False)
     _next: float = field(default=0.0, init=False)
+    _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
 
     @property
     def is_due(self) -> bool:
         """Whether the blocks may be gone for long: nothing is read of them before it is known."""
         return self._asked is not None or time.monotonic() - self.vouched > _ASK_AGAIN_SECONDS
 
-    def answer(self, nixl: Any) -> bool | None:
+    def answer(self, nixl: Any, *, is_expired: bool = False) -> bool | None:
         """Whether the peer held the blocks when this was first called; None until it is known.
 
-        The call after an answer asks anew.
+        The call after an answer asks anew. What is on its way is waited for as NIXL's own
+        transfers are, and a peer that is stopped may be stopped for long.
 
         Args:
             nixl: the agent, as the thread may use it that calls this.
+            is_expired: whether the peer's lease is over by now, so that it need not be waited for.
 
         Raises:
-            NoAnswer: nothing has come for long.
+            NoAnswer: the word cannot be read, or has not come.
             Exception: NIXL's.
         """
-        now = time.monotonic()
-        found = self._word(nixl, now)
+        found = self._word(nixl, time.monotonic())
         if self._asked is None:
             return None  # all places for words are taken
-        if found is None or is_still_to_come(found, self.generation):
-            if now - self._asked > _LONGEST_SECONDS:
-                self.release(nixl)
-                raise NoAnswer(
-                    f"{self.agent} has not said for {_LONGEST_SECONDS:.0f} s whether it still "
-                    "holds the blocks that were read: the load fails"
-                )
+        if found is None:
+            if is_expired and self._patience.is_over():
+                raise NoAnswer(f"{self.agent} has not answered, and its lease is over")
+            return None
+        # P's workers write a word before they compute the request. One that does not come is that
+        # of an engine that has started anew.
+        if is_still_to_come(found, self.generation) and not self._patience.is_over():
             return None
         if found == self.generation:
             self.vouched = self._asked
-        self._asked, self._next = None, 0.0
+        self.table.hear((self.agent, self.remote_table))
+        self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
         return found == self.generation
+
+    def miss(self) -> bool:
+        """Books that the data could be read and the word could not; True if it is news."""
+        return self.table.miss((self.agent, self.remote_table))
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way.
@@ -118,13 +125,12 @@ class HoldCheck:
         if state == "PROC" or self._landing is None:
             return None
         if state != "DONE":
-            self.release(nixl)
             raise NoAnswer(f"whether {self.agent} holds its blocks could not be read: {state}")
         found = self.table.word(self._landing)
         nixl.release_xfer_handle(self._handle)
         self.table.give_back(self._landing)
         self._handle = self._landing = None
-        self._next = now + _PAUSE_SECONDS
+        self._next = now + PAUSE_SECONDS
         return found
 
     def _post(self, nixl: Any, landing: int) -> Any:

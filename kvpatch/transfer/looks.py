@@ -1,9 +1,12 @@
-"""When an engine looks at its reads: at all of them, once a step."""
+"""When an engine looks at its reads, and how often at what does not come."""
 
 from __future__ import annotations
 
 import time
 from math import inf
+
+#: Between two polls that count.
+PAUSE_SECONDS = 1e-3
 
 
 class Looks:
@@ -37,3 +40,23 @@ class Looks:
         if now - self.at > self._longest_gap:
             self.absences += 1
         self.at = now
+
+
+class Patience:
+    """The polls that are left for one answer.
+
+    Polls count, and not seconds: however long a process was frozen, the first poll behind that is
+    one poll. Those count that are a pause apart, as a busy thread polls more often.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._next = 0.0
+
+    def is_over(self) -> bool:
+        """Books a poll that has brought nothing; True if none is left."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._left -= 1
+            self._next = now + PAUSE_SECONDS
+        return self._left < 0

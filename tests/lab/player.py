@@ -598,7 +598,8 @@ class Player(Engine):
         broken = [what.split(maxsplit=1) for what in self._broken]
         core.failed(
             {what for kind, what in broken if kind == "request"},
-            {int(what) for kind, what in broken if kind == "block"},
+            {int(what) for kind, what in broken if kind == "block"}
+            | {what for kind, what in broken if kind == "check"},
         )
         self._broken.clear()
         core.loaded(set(names))
