@@ -1,34 +1,21 @@
 """Has D compute what a check of kvpatch's has failed, whatever ``kv_load_failure_policy`` says.
 
-The policy is the operator's, for transfers that failed. A check fails a load whose peer is well and
-whose bytes are all here: D can do without them.
-
-The names of such requests travel among the ids of the blocks that could not be loaded, which
-executors hand on and join as a set. The scheduler takes them out before the release looks, and
-does what the release does with a load that is computed again (``_handle_failed_recving``).
+The policy is there for transfers that failed. Names of requests travel among the ids of blocks that
+could not be loaded, a set that executors hand on and join. The scheduler takes them out before the
+release looks, and does what that does to compute a load again (``_handle_failed_recving``).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
-from kvpatch.connector.state import held_by
-
-#: Where nobody takes them the oldest go.
-_MOST = 65536
-
-
-class FailedChecks(deque[str]):
-    """The names of one worker's requests whose loads a check has failed, on whatever thread."""
-
-    def __init__(self) -> None:
-        super().__init__(maxlen=_MOST)
+from kvpatch.connector.state import worker_state
 
 
 def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
     """Adds to the blocks that could not be loaded the names of requests that failed a check."""
-    names = held_by(getattr(connector, "connector_worker", None), FailedChecks)
+    reader = worker_state(connector.connector_worker).reader
+    names = () if reader is None else reader.failed_checks
     if not names:
         return blocks
     return blocks.union(names.popleft() for _ in range(len(names)))

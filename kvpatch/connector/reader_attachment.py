@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.connector.digests.covered import CoveredCaches
 from kvpatch.connector.divided_block_handles import watch_divided_blocks
-from kvpatch.connector.failed_checks import FailedChecks
 from kvpatch.connector.handshake.cross_layer_form import places_digest
 from kvpatch.connector.handshake.remote_states import places_of_states
 from kvpatch.connector.handshake.split_kv import kv_split_of
@@ -105,7 +104,6 @@ def attach_reader(
         reader.to_agent = partial(messages.to_agent, worker)
         reader.hold_table = state.held(HoldTable)
         reader.book = state.book
-        reader.failed_checks = state.of(FailedChecks)
         if state.host_buffer is not None:
             reader.pooled = Way.HOST_BUFFER
         reader.digest_checks = _digest_checks(release, own, ours, reader)

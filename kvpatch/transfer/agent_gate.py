@@ -3,11 +3,9 @@
 A release makes its agent without locks of NIXL's own (``NIXL_THREAD_SYNC_NONE``), and NIXL's
 bindings let go of the interpreter's lock while they work. The engine's own threads, the one of
 its steps and the one of its handshakes, share the agent as they do without kvpatch. The progress
-thread makes the calls of a step, one at a time with the step and beside a handshake, which may be
-inside for seconds. It registers memory, which no release does beside a handshake, alone.
-
-A step's ``make_prepped_xfer`` and the progress thread's ``initialize_xfer`` read the same tables
-of NIXL's (``nixl_agent.cpp``). ``get_xfer_descs`` makes a list and touches no agent.
+thread makes the calls of a step, beside a handshake and never beside the step; its
+``initialize_xfer`` reads the tables of NIXL's that ``make_prepped_xfer`` does. What no release does
+beside a handshake, to register memory, it does alone.
 """
 
 from __future__ import annotations

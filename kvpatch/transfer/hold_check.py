@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class HoldCheck:
         generation: the word that stands there while it holds the blocks.
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
         is_paced: whether a thread looks again soon, and not the next step alone.
+        ends: when the peer's lease is over for good, as ``time.time`` counts.
     """
 
     table: HoldTable
@@ -46,6 +48,7 @@ class HoldCheck:
     generation: int
     vouched: float
     is_paced: bool = False
+    ends: float = inf
     _handle: Any = field(default=None, init=False)
     _landing: int | None = field(default=None, init=False)
     _asked: float | None = field(default=None, init=False)
@@ -57,25 +60,23 @@ class HoldCheck:
         """Whether the blocks may be gone for long: nothing is read of them before it is known."""
         return self._asked is not None or time.monotonic() - self.vouched > _ASK_AGAIN_SECONDS
 
-    def answer(self, nixl: Any, *, is_expired: bool = False) -> bool | None:
+    def answer(self, nixl: Any) -> bool | None:
         """Whether the peer held the blocks when this was first called; None until it is known.
 
-        The call after an answer asks anew. What is on its way is waited for as NIXL's own
-        transfers are, and a peer that is stopped may be stopped for long.
+        The call after an answer asks anew.
 
         Args:
             nixl: the agent, as the thread may use it that calls this.
-            is_expired: whether the peer's lease is over by now, so that it need not be waited for.
 
         Raises:
-            NoAnswer: the word cannot be read, or has not come.
+            NoAnswer: the word cannot be read, or has not come by the end of the lease.
             Exception: NIXL's.
         """
         found = self._word(nixl, time.monotonic())
         if self._asked is None:
             return None  # all places for words are taken
-        if found is None:
-            if is_expired and self._patience.is_over():
+        if found is None:  # for as long as a transfer of the release's would take
+            if time.time() > self.ends and self._patience.is_over():
                 raise NoAnswer(f"{self.agent} has not answered, and its lease is over")
             return None
         # P's workers write a word before they compute the request. One that does not come is that
@@ -84,13 +85,15 @@ class HoldCheck:
             return None
         if found == self.generation:
             self.vouched = self._asked
-        self.table.hear((self.agent, self.remote_table))
+        self.table.missed.pop((self.agent, self.remote_table), None)
         self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
         return found == self.generation
 
     def miss(self) -> bool:
         """Books that the data could be read and the word could not; True if it is news."""
-        return self.table.miss((self.agent, self.remote_table))
+        peer = self.agent, self.remote_table
+        self.table.missed[peer] += 1
+        return self.table.missed[peer] == 1
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way.

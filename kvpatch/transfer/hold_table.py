@@ -24,7 +24,7 @@ _SLOTS = 1 << 16
 #: Words of peers that are read at the same time.
 _LANDINGS = 1 << 12
 #: Loads in a row of which a peer's word could not be read, before it is asked no more.
-_MOST_MISSED = 3
+MOST_MISSED = 3
 TABLE_BYTES = (_SLOTS + _LANDINGS) * WORD_BYTES
 
 _COUNT_BITS = 31
@@ -49,10 +49,6 @@ def is_still_to_come(found: int, generation: int) -> bool:
     return is_of_this_start and found >> 1 < generation >> 1
 
 
-Peer = tuple[str, int]
-"""NIXL's name of a rank, and where its table begins."""
-
-
 class HoldTable:
     """Registered with the worker's agent for as long as that lives.
 
@@ -71,8 +67,9 @@ class HoldTable:
         self._free = deque(range(_SLOTS, _SLOTS + _LANDINGS))
         #: By request, of this worker's own.
         self._held: dict[str, int] = {}
-        #: By peer, loads in a row of which the data could be read and the word could not.
-        self._missed: Counter[Peer] = Counter()
+        #: Loads in a row of which the data could be read and the word could not, by NIXL's name of
+        #: the rank and the place of its table.
+        self.missed: Counter[tuple[str, int]] = Counter()
 
     @property
     def address(self) -> int:
@@ -111,19 +108,6 @@ class HoldTable:
     def give_back(self, landing: int) -> None:
         """Frees a place to which nothing is written any more."""
         self._free.append(landing)
-
-    def miss(self, peer: Peer) -> bool:
-        """Books a load whose data came without the peer's word; True if it is news."""
-        self._missed[peer] += 1
-        return self._missed[peer] == 1
-
-    def hear(self, peer: Peer) -> None:
-        """Books that the peer's word can be read."""
-        self._missed.pop(peer, None)
-
-    def is_mute(self, peer: Peer) -> bool:
-        """True if the peer's word cannot be read, so that it is asked no more."""
-        return self._missed[peer] >= _MOST_MISSED
 
     def address_of(self, landing: int) -> int:
         """Where a place is."""

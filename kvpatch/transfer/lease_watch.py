@@ -59,11 +59,6 @@ class LeaseWatch:
         return self.was_away or gap > self._guessed.longest_gap / 2
 
     @property
-    def has_ended(self) -> bool:
-        """True if the peer's lease is over, however often the engine has looked."""
-        return self.lifetime is not None and self.lifetime.is_over(0.0)
-
-    @property
     def check(self) -> HoldCheck | None:
         """What asks the peer; None where nothing does."""
         return None if self.lifetime is None else self.lifetime.check

@@ -43,20 +43,17 @@ class Looks:
 
 
 class Patience:
-    """The polls that are left for one answer.
+    """The polls, a pause apart or more, that are left for one answer.
 
-    Polls count, and not seconds: however long a process was frozen, the first poll behind that is
-    one poll. Those count that are a pause apart, as a busy thread polls more often.
+    However long a process was frozen, the first poll behind that is one poll.
     """
 
     def __init__(self, most: int) -> None:
-        self._left = most
-        self._next = 0.0
+        self._left, self._next = most, 0.0
 
     def is_over(self) -> bool:
         """Books a poll that has brought nothing; True if none is left."""
         now = time.monotonic()
         if now >= self._next:
-            self._left -= 1
-            self._next = now + PAUSE_SECONDS
+            self._left, self._next = self._left - 1, now + PAUSE_SECONDS
         return self._left < 0

@@ -19,22 +19,12 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class Ends(NamedTuple):
-    """Both ends of a read.
-
-    Attributes:
-        agent: the remote one's name to NIXL.
-        engine: that it is a rank of; empty where it does not matter.
-    """
+    """Both ends of a read; ``agent`` is the remote one's name to NIXL, a rank of ``engine``."""
 
     local: Memory
     remote: Memory
     agent: str
     engine: str = ""
-
-    @property
-    def peer(self) -> str:
-        """A name for all that hangs together: an engine's ranks do."""
-        return self.engine or self.agent
 
 
 def prepare_read(

@@ -377,7 +377,7 @@ class StagedRead(OwnRead):
         if check is None or self._has_failed or self._is_void:
             return False
         try:
-            is_held = check.answer(self._nixl, is_expired=self.lease.has_ended)
+            is_held = check.answer(self._nixl)
         except self._errors as error:
             self._leave_unasked(check, error)
             return self._unposted.is_any  # the lease decides whether it may begin
@@ -554,7 +554,8 @@ class StagedRead(OwnRead):
         on_wire = sum(flight.chunk is not None for flight in self._flights)
         if on_wire >= self._pool.chunks_on_wire:
             return False
-        space = self._pool.take(self, self._ends.peer, chunk.buffer_bytes)
+        peer = self._ends.engine or self._ends.agent  # whose ranks hang together
+        space = self._pool.take(self, peer, chunk.buffer_bytes)
         if space is None:
             self._turn = self._pool.turn(self)
             return False

@@ -58,6 +58,9 @@ MEANINGS = {
     "both sides: nothing, a sample of its tokens, or all of them; both sides must have it on "
     "([digests](../explanation/digests.md))",
     "KVPATCH_DISABLE": "[patches](patches.md) to leave out, by name, separated by commas",
+    "KVPATCH_ON_FAILED_CHECK": "what becomes of a load that a check of kvpatch's fails (P let go "
+    "of its blocks, [digests](../explanation/digests.md) differ): D computes the prompt, or the "
+    "load fails by vLLM's `kv_load_failure_policy`, as one whose transfer failed",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
     "direct-and-staged); it is made when the first read needs it, and a second one of this size "
     "where transfers that failed hold too much of it",

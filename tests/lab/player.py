@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -358,6 +360,14 @@ class Player(Engine):
         name, fault = asks[0].prompt.name, digest_faults.FAULTS[how]
         digest_faults.after_reads(reads, lambda: fault(self, self._by_name[name]))
         return self.ask(asks)
+
+    def ask_first(self, asks: bool) -> None:  # noqa: FBT001
+        """Whether every read asks for P's word before it begins."""
+        digest_faults.ask_first(asks=asks)
+
+    def stop_before_word(self, pid: int) -> None:
+        """Has P's process stopped when all of the next read has come, and its word has not."""
+        digest_faults.before_word(lambda: os.kill(pid, signal.SIGSTOP))
 
     def _inner_workers(self) -> list[Any]:
         return [release.nixl_of(worker).connector_worker for worker in self.workers]

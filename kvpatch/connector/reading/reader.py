@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
-from kvpatch.connector.failed_checks import FailedChecks
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.possible_geometries import GeometryName
 from kvpatch.connector.handshake.remote_planes import peer_memory
@@ -49,7 +49,7 @@ from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.hold_table import HoldTable
+from kvpatch.transfer.hold_table import MOST_MISSED, HoldTable
 from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+#: Failed checks that nobody has taken; where nobody does the oldest go.
+_MOST_FAILED = 65536
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class Reader:
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
         digest_checks: of what was read; None where digests are off, or do not cover the cache.
-        failed_checks: names of requests whose loads a check has failed; the worker takes them.
+        failed_checks: names of requests whose loads a check has failed, on whatever thread.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class Reader:
         self.pooled = Way.STAGED
         self.book = Book()
         self.digest_checks: DigestChecks | None = None
-        self.failed_checks = FailedChecks()
+        self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
     @property
     def last_readers(self) -> LastReaders:
@@ -379,7 +382,7 @@ class Reader:
         Args:
             taken: heads that come from other ranks; None where the release reads, which may
                 fill some from several.
-            releases: of the peer, where it may be of another one than this worker.
+            releases: that the peer may be of; none where it is this worker's.
 
         Raises:
             ReadRefused: P's answer is of an engine with fewer ranks.
@@ -388,7 +391,7 @@ class Reader:
         if check is None or context is None:
             return None
         found = self.leases.at(releases).lifetime(context.arrived)
-        found.check = check
+        found.check, check.ends = check, found.ends
         if checks is not None and context.digest is not None:
             rank = PeersRank(number, agent, check.generation, taken)
             found.digest = checks.check(context.digest, rank)
@@ -420,7 +423,7 @@ class Reader:
         age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
         vouched = time.monotonic() - age_seconds
         address = hold.tables[number]
-        if table.is_mute((agent, address)):
+        if table.missed[agent, address] >= MOST_MISSED:
             return None
         is_paced = self.thread is not None
         return HoldCheck(table, agent, address, hold.generation, vouched, is_paced=is_paced)
