@@ -68,14 +68,9 @@ class LeaseWatch:
         """What compares what was read; None where nothing does."""
         return None if self.lifetime is None else self.lifetime.digest
 
-    def ask_no_more(self) -> None:
-        """Leaves the read to the lease: the peer cannot be asked."""
-        if self.lifetime is not None:
-            self.lifetime.check = None
-
     def find(self, verdict: Verdict) -> None:
         """Books what the read has found out."""
         if self.lifetime is not None:
             self.lifetime.verdict = verdict
-            if verdict is not Verdict.HELD:
+            if verdict is not Verdict.HELD and self.lifetime.fail_check is not None:
                 self.lifetime.fail_check()

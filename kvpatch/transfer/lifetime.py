@@ -21,10 +21,6 @@ class Verdict(Enum):
     WRONG = auto()  # it held them, and what was read is something else
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(eq=False)
 class Lifetime:
     """Of a peer's blocks, as far as the side that reads them can tell.
@@ -37,7 +33,7 @@ class Lifetime:
             to be guessed.
         verdict: what the read has found out; None where it knows nothing, or not yet.
         digest: compares what was read; None where the peer promises no digest.
-        fail_check: is told if a check fails the read; on whatever thread.
+        fail_check: called if a check fails the read; on whatever thread.
     """
 
     ends: float = inf
@@ -45,7 +41,7 @@ class Lifetime:
     check: HoldCheck | None = None
     verdict: Verdict | None = None
     digest: DigestCheck | None = None
-    fail_check: Callable[[], None] = _nothing
+    fail_check: Callable[[], None] | None = None
 
     def is_over(self, gap: float) -> bool:
         """Whether they may hold another request's tokens by now.

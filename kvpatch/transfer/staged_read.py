@@ -406,7 +406,8 @@ class StagedRead(OwnRead):
             self._ends.agent,
             error,
         )
-        self.lease.ask_no_more()
+        if self.lease.lifetime is not None:
+            self.lease.lifetime.check = None
         try:
             check.release(self._nixl)
         except errors_of(self._nixl):

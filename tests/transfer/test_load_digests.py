@@ -356,25 +356,34 @@ def test_a_token_that_p_has_not_is_not_taken_for_checked(load):
     assert load.counts.loads == {Proof.PARTLY: 1}
 
 
-def test_what_comes_faster_than_it_is_digested_is_left_undone(tables, caplog, monkeypatch):
-    """And nobody waits for it; P's log says so once."""
+@pytest.mark.parametrize("are_many", [True, False])
+def test_what_comes_faster_than_it_is_digested_is_left_undone(
+    tables, caplog, monkeypatch, are_many
+):
+    """And nobody waits for it; P's log says so once. One that is late and alone was frozen."""
     monkeypatch.setattr(maker_module, "_LONGEST_WAIT_SECONDS", 0.02)
-    maker, goes_on = DigestMaker(tables.prefill, is_sample=False), Event()
-    orders = [
-        Order(generation_of(START, count), [], TOKENS, lambda: goes_on.wait(SECONDS), STREAM, None)
-        for count in (1, 2, 3)
-    ]
+    monkeypatch.setattr(maker_module, "_MOST_WAITING", 1 if are_many else 2)
+    maker, goes_on, made = DigestMaker(tables.prefill, is_sample=False), Event(), []
+
+    def order(count: int) -> Order:
+        def is_held() -> bool:
+            made.append(count)
+            return goes_on.wait(SECONDS)
+
+        return Order(generation_of(START, count), [], TOKENS, is_held, STREAM, None)
+
     with caplog.at_level("WARNING"):
-        for order in orders:
-            maker.add(order)
+        for count in (1, 2, 3):
+            maker.add(order(count))
         time.sleep(0.1)
         goes_on.set()
         maker._thread.shutdown()
-    for count in (2, 3):
-        with pytest.raises(NoDigest, match="has no digest"):
-            tables.answer(tables.read(generation_of(START, count)))
-    (line,) = (one.getMessage() for one in caplog.records)
-    assert "KVPATCH_DIGEST=sample" in line
+    assert set(made) == ({1, 3} if are_many else {1, 2, 3})
+    with pytest.raises(NoDigest, match="has no digest"):
+        tables.answer(tables.read(generation_of(START, 2)))
+    told = [one.getMessage() for one in caplog.records]
+    assert len(told) == are_many
+    assert all("KVPATCH_DIGEST=sample" in line for line in told)
 
 
 def test_where_no_thread_is_to_be_had_nothing_is_raised(tables, caplog, monkeypatch):
