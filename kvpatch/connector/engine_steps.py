@@ -10,6 +10,7 @@ that is wrapped (``kvpatch.legacy``).
 call                               of                                                       made by
 =================================  =======================================================  ========
 ``schedule``                       vLLM's scheduler, first of all                           around
+``update_from_output``             vLLM's scheduler, of what a step has come to             hear
 ``build_connector_meta``           a connector's, and its scheduler's: what workers are     build
                                    told
 ``bind_connector_metadata``        a worker's, before the model runs                        bind
@@ -127,6 +128,20 @@ def begin(method: Method, parts: Parts) -> Method:
             return method(self, metadata)
 
     return start_load_kv
+
+
+def hear(method: Method, parts: Parts) -> Method:
+    """Of ``update_from_output``; a part is (scheduler, output of connectors) -> nothing."""
+
+    @wraps(method)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        of_connectors = model_runner_output.kv_connector_output
+        if of_connectors is not None:
+            for part in parts.on:
+                part(self, of_connectors)
+        return method(self, scheduler_output, model_runner_output)
+
+    return update_from_output
 
 
 def build(method: Method, parts: Parts) -> Method:

@@ -268,6 +268,11 @@ def update_from_kv_xfer_finished(facts: ReleaseFacts) -> Site:
     return _site(_CORE, "_update_from_kv_xfer_finished", facts.core_output)
 
 
+def update_from_output(_: ReleaseFacts) -> Site:
+    """Where vLLM's scheduler hears what a step has come to."""
+    return _site(_CORE, "update_from_output", "scheduler_output", "model_runner_output")
+
+
 def update_requests_with_invalid_blocks(facts: ReleaseFacts) -> Site:
     """Where vLLM's scheduler finds the requests whose blocks could not be loaded; from 0.13."""
     tokens = ("num_scheduled_tokens",) if facts.counts_tokens_of_failed else ()

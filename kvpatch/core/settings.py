@@ -24,6 +24,7 @@ HOST_BUFFER = "KVPATCH_HOST_BUFFER"
 HOST_BUFFER_BYTES = "KVPATCH_HOST_BUFFER_BYTES"
 KVCACHED_CARDS = "KVPATCH_KVCACHED_CARDS"
 LOG_LEVEL = "KVPATCH_LOG_LEVEL"
+ON_FAILED_CHECK = "KVPATCH_ON_FAILED_CHECK"
 PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
 PEER_KEYS = "KVPATCH_PEER_KEYS"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
@@ -56,6 +57,7 @@ _HOST_BUFFERS = ("auto", "always", "never")
 _KVCACHED_CARDS = ("refuse", "trust")
 _KEYS = ("columns", "tiles")
 _LAYOUTS = ("HND", "NHD")
+_ON_FAILED_CHECK = ("recompute", "fail")
 TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
 _UNSTATED_LAYOUTS = ("prove", "same")
@@ -166,6 +168,11 @@ def kvcached_cards() -> str:
     return _choice(KVCACHED_CARDS, _KVCACHED_CARDS)
 
 
+def on_failed_check() -> str:
+    """What becomes of a load that a check fails: ``recompute``, or ``fail`` as a transfer does."""
+    return _choice(ON_FAILED_CHECK, _ON_FAILED_CHECK)
+
+
 def peer_block_size() -> int | None:
     """Tokens of a block of every P, as the operator declares them; None where unset."""
     value = os.environ.get(PEER_BLOCK_SIZE, "")
@@ -242,6 +249,7 @@ def complaints(slugs: Iterable[str]) -> list[str]:
         HOST_BUFFER_BYTES,
         KVCACHED_CARDS,
         LOG_LEVEL,
+        ON_FAILED_CHECK,
         PEER_BLOCK_SIZE,
         PEER_KEYS,
         PEER_LAYOUT,

@@ -35,8 +35,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvpatch.connector import worker_holds
-from kvpatch.connector.engine_steps import Around, around, begin, bind, build
+from kvpatch.connector import failed_checks, worker_holds
+from kvpatch.connector.engine_steps import Around, amend, around, begin, bind, build, hear
 from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table
 from kvpatch.connector.holds.hold import FIELD
 from kvpatch.connector.registration import registration_step
@@ -46,7 +46,7 @@ from kvpatch.connector.state import (
     scheduler_state,
     worker_state,
 )
-from kvpatch.core import seams
+from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.hold_table import HoldTable
@@ -158,6 +158,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     }
     if facts.can_sleep:
         found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches
+    if settings.on_failed_check() == "recompute":
+        named = Step(amend, failed_checks.name_requests)
+        found[seams.get_block_ids_with_load_errors(facts)] = named
+        reports = facts.failed_loads == "as failed"
+        heard = failed_checks.compute_failed_again if reports else failed_checks.compute_again
+        found[seams.update_from_output(facts)] = Step(hear, heard)
     return found | dict.fromkeys(seams.request_finished(facts), _request_finished)
 
 

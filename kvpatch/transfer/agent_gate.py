@@ -1,9 +1,11 @@
-"""Keeps the progress thread and the engine's threads out of one NIXL agent at the same time.
+"""Keeps the progress thread out of one NIXL agent where stock has nobody either.
 
 A release makes its agent without locks of NIXL's own (``NIXL_THREAD_SYNC_NONE``), and NIXL's
 bindings let go of the interpreter's lock while they work. The engine's own threads, the one of
-its steps and the one of its handshakes, share the agent as they do without kvpatch; the progress
-thread is in it alone.
+its steps and the one of its handshakes, share the agent as they do without kvpatch. The progress
+thread makes the calls of a step, beside a handshake and never beside the step; its
+``initialize_xfer`` reads the tables of NIXL's that ``make_prepped_xfer`` does. What no release does
+beside a handshake, to register memory, it does alone.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock, get_ident
 from typing import Any, TypeVar
 
@@ -19,13 +21,12 @@ from kvpatch.transfer.agent_proxy import AgentProxy
 
 _Found = TypeVar("_Found")
 
-#: What a release calls in its steps. All else may take long: it belongs to handshakes.
+#: What belongs to steps. All else may take long: it belongs to handshakes.
 STEP_CALLS = frozenset(
     {
         "check_remote_metadata",
         "check_xfer_state",
         "get_new_notifs",
-        "get_xfer_descs",
         "get_xfer_telemetry",
         "initialize_xfer",
         "make_prepped_xfer",
@@ -34,6 +35,8 @@ STEP_CALLS = frozenset(
         "transfer",
     }
 )
+#: What needs no agent.
+_FREE_CALLS = frozenset({"get_reg_descs", "get_xfer_descs"})
 #: How long the progress thread stays away for, once an engine's thread waits.
 _STEP_ASIDE_SECONDS = 2e-5
 #: Looks of steps at transfers in a row.
@@ -44,10 +47,15 @@ class _Side:
     """One lock of an engine's threads; whoever waits for the progress thread goes before it."""
 
     def __init__(self) -> None:
-        # One thread may enter twice: whatever it collects there may let go of a transfer.
-        self._lock = RLock()
         #: One for each thread that waits; its ends are changed in one go, as a number is not.
         self._waiting: deque[None] = deque()
+        self.renew()
+
+    def renew(self) -> None:
+        """Frees it of all threads, as in a process that was forked and does not have them."""
+        # One thread may enter twice: whatever it collects there may let go of a transfer.
+        self._lock = RLock()
+        self._waiting.clear()
         #: The thread that is alone in it.
         self._inside: int | None = None
 
@@ -130,11 +138,16 @@ class _Messages:
 
 
 class AgentGate:
-    """One agent's. A step does not wait for a handshake, as without kvpatch."""
+    """One agent's. Neither a step nor the progress thread waits for a handshake."""
 
     def __init__(self) -> None:
         self._steps, self._handshakes = _Side(), _Side()
         self.messages = _Messages()
+
+    def renew(self) -> None:
+        """Frees it of all threads, as in a process that was forked and does not have them."""
+        self._steps.renew()
+        self._handshakes.renew()
 
     def side_of(self, name: str) -> _Side:
         """Where an engine's call of that name is made."""
@@ -147,9 +160,10 @@ class AgentGate:
             yield is_ours
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """While inside, no other thread is in the agent. For the progress thread."""
-        with self._handshakes.alone(), self._steps.alone():
+    def entered(self, name: str) -> Iterator[None]:
+        """While inside, the progress thread may make a call of that name."""
+        apart = nullcontext() if name in STEP_CALLS else self._handshakes.alone()
+        with apart, self._steps.alone():
             yield
 
 
@@ -196,7 +210,7 @@ class EngineAgent(AgentProxy):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__wrapped__, name)
-        if not callable(found):
+        if not callable(found) or name in _FREE_CALLS:
             return found
         side = self._self_gate.side_of(name)
 
@@ -215,12 +229,12 @@ class ProgressAgent(AgentProxy):
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__wrapped__, name)
-        if not callable(found):
+        if not callable(found) or name in _FREE_CALLS:
             return found
 
         def call(*args: Any, **kwargs: Any) -> Any:
             gate = self._self_gate
-            with gate.alone():
+            with gate.entered(name):
                 result = found(*args, **kwargs)
                 if gate.messages.are_wanted:  # the engine's step did not wait for this call
                     gate.messages.are_wanted = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
@@ -29,6 +30,8 @@ _LOG = logging.getLogger("kvpatch.digests")
 #: Of an order, before it is begun: whoever reads the request waits for its digest by then, and
 #: what came behind it would be late too.
 _LONGEST_WAIT_SECONDS = 2.0
+#: Orders that wait then; with fewer the process may have been frozen.
+_MOST_WAITING = 8
 #: Of an entry, for names and ranges.
 _HEAD_BYTES = MOST_BYTES // 4
 _CELL_BYTES = 8
@@ -72,9 +75,12 @@ class DigestMaker:
         #: Whose request is read.
         self._read: Order | None = None
         self._has_told = False
+        #: One for each order that is not begun.
+        self._waiting: deque[None] = deque()
 
     def add(self, order: Order) -> None:
         """Has digests made; an order whose word has gone in the meantime is left undone."""
+        self._waiting.append(None)
         try:
             self._thread.submit(self._make, order, time.monotonic())
         except RuntimeError as error:  # no thread is to be had, or the interpreter ends
@@ -91,8 +97,9 @@ class DigestMaker:
 
     def _make(self, order: Order, came: float) -> None:
         content, waited = None, time.monotonic() - came
+        self._waiting.popleft()
         try:
-            if waited > _LONGEST_WAIT_SECONDS:
+            if waited > _LONGEST_WAIT_SECONDS and len(self._waiting) >= _MOST_WAITING:
                 self._tell("requests come faster than they are digested: set KVPATCH_DIGEST=sample")
                 return
             with self._work:

@@ -11,13 +11,12 @@ import numpy as np
 from kvpatch.core.errors import NoDigest
 from kvpatch.transfer.digest_table import ENTRY_BYTES, DigestTable, Entry, entry_address
 from kvpatch.transfer.hold_table import HOST_MEMORY
+from kvpatch.transfer.looks import PAUSE_SECONDS, Patience
 from kvpatch.transfer.nixl import Ends, prepare_read
 
-#: P makes them in a step after it has answered, and in a thread. As long for each of: P has not
-#: written them, a look takes its time, there is no place for a look to land.
-_LONGEST_SECONDS = 5.0
-#: Between two looks at what is not there yet.
-_PAUSE_SECONDS = 1e-3
+#: P makes digests in a step after it has answered, and in a thread. Polls of each of: P has not
+#: written them, what is on its way does not come, there is no place for it to land.
+_MOST_POLLS = 5000
 #: Looks at an entry whose digests are not those that it says: it may have been about to change.
 _MOST_LOOKS = 3
 
@@ -40,10 +39,7 @@ class DigestRead:
     _landing: int | None = field(default=None, init=False)
     _handle: Any = field(default=None, init=False)
     _entry: Entry | None = field(default=None, init=False)
-    _began: float | None = field(default=None, init=False)
-    _posted: float = field(default=0.0, init=False)
-    _is_without_place: bool = field(default=False, init=False)
-    _is_long: bool = field(default=False, init=False)
+    _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
     _next: float = field(default=0.0, init=False)
     _looks: int = field(default=0, init=False)
 
@@ -58,8 +54,7 @@ class DigestRead:
             Exception: NIXL's.
         """
         now = time.monotonic()
-        self._began = self._began or now
-        while self._handle is not None or (now >= self._next and self._post(nixl, now)):
+        while self._handle is not None or (now >= self._next and self._post(nixl)):
             state = nixl.check_xfer_state(self._handle)
             if state == "PROC":
                 break
@@ -76,32 +71,12 @@ class DigestRead:
                 return content
         if self._handle is None:
             self._leave()  # others have something to fetch while this one waits
-        if not self._is_late(now, self._began + _LONGEST_SECONDS):
-            return None
-        if self._handle is not None:
+        if self._patience.is_over():
             raise NoDigest(
-                f"{self.agent}: its digest of a request has been on its way for "
-                f"{_LONGEST_SECONDS:.0f} s"
+                f"{self.agent}: its digest of a request has not come: it is not written, or many "
+                "others are on their way"
             )
-        if self._is_without_place:
-            raise NoDigest(
-                f"{self.agent}: there was no place here for its digest of a request to land, as "
-                "many others are on their way"
-            )
-        raise NoDigest(
-            f"{self.agent} has not written its digest of a request for {_LONGEST_SECONDS:.0f} s"
-        )
-
-    def _is_late(self, now: float, due: float) -> bool:
-        """Whether to wait no longer.
-
-        Whoever looks may itself have been held up: a look counts that began when P's time was over,
-        and one that is on its way if it still is when it is asked for once more.
-        """
-        if self._handle is not None:
-            was_long, self._is_long = self._is_long, now > max(due, self._posted + _LONGEST_SECONDS)
-            return was_long and self._is_long
-        return self._posted > due or (self._is_without_place and now > due + _LONGEST_SECONDS)
+        return None
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way; what lands late fits no check sum.
@@ -122,11 +97,10 @@ class DigestRead:
         handle, self._handle = self._handle, None
         nixl.release_xfer_handle(handle)
 
-    def _post(self, nixl: Any, now: float) -> bool:
+    def _post(self, nixl: Any) -> bool:
         """Reads the entry, and then what it tells of; whether there is room for it here."""
         if self._landing is None:
             self._landing = self.table.take_landing()
-        self._is_without_place = self._landing is None
         if self._landing is None:
             return False
         entry = self._entry
@@ -143,7 +117,6 @@ class DigestRead:
             np.array([size]),
         )
         nixl.transfer(self._handle)
-        self._posted, self._is_long = now, False
         return True
 
     def _look(self, now: float) -> None:
@@ -153,7 +126,7 @@ class DigestRead:
         if entry.says(self.generation):
             self._entry = entry
         elif entry.is_to_come(self.generation):
-            self._next = now + _PAUSE_SECONDS
+            self._next = now + PAUSE_SECONDS
         else:
             raise NoDigest(f"{self.agent} has no digest of a request, or none any more")
 

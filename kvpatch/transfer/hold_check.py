@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,15 @@ from kvpatch.transfer.hold_table import (
     is_still_to_come,
     word_address,
 )
+from kvpatch.transfer.looks import PAUSE_SECONDS, Patience
 from kvpatch.transfer.nixl import Ends, prepare_read
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
 #: In steps alone the word is waited for, once for each time it is read, or it takes one more step.
 _SPIN_SECONDS = 1e-4
-#: Between two readings of a word that the peer's worker has not written yet.
-_PAUSE_SECONDS = 1e-3
-_LONGEST_SECONDS = 10.0
+#: Polls at a word that P has not written, or that does not come though P's lease is over.
+_MOST_POLLS = 2000
 
 
 @dataclass(eq=False)
@@ -38,6 +39,7 @@ class HoldCheck:
         generation: the word that stands there while it holds the blocks.
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
         is_paced: whether a thread looks again soon, and not the next step alone.
+        ends: when the peer's lease is over for good, as ``time.time`` counts.
     """
 
     table: HoldTable
@@ -46,10 +48,12 @@ class HoldCheck:
     generation: int
     vouched: float
     is_paced: bool = False
+    ends: float = inf
     _handle: Any = field(default=None, init=False)
     _landing: int | None = field(default=None, init=False)
     _asked: float | None = field(default=None, init=False)
     _next: float = field(default=0.0, init=False)
+    _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
 
     @property
     def is_due(self) -> bool:
@@ -65,25 +69,31 @@ class HoldCheck:
             nixl: the agent, as the thread may use it that calls this.
 
         Raises:
-            NoAnswer: nothing has come for long.
+            NoAnswer: the word cannot be read, or has not come by the end of the lease.
             Exception: NIXL's.
         """
-        now = time.monotonic()
-        found = self._word(nixl, now)
+        found = self._word(nixl, time.monotonic())
         if self._asked is None:
             return None  # all places for words are taken
-        if found is None or is_still_to_come(found, self.generation):
-            if now - self._asked > _LONGEST_SECONDS:
-                self.release(nixl)
-                raise NoAnswer(
-                    f"{self.agent} has not said for {_LONGEST_SECONDS:.0f} s whether it still "
-                    "holds the blocks that were read: the load fails"
-                )
+        if found is None:  # for as long as a transfer of the release's would take
+            if time.time() > self.ends and self._patience.is_over():
+                raise NoAnswer(f"{self.agent} has not answered, and its lease is over")
+            return None
+        # P's workers write a word before they compute the request. One that does not come is that
+        # of an engine that has started anew.
+        if is_still_to_come(found, self.generation) and not self._patience.is_over():
             return None
         if found == self.generation:
             self.vouched = self._asked
-        self._asked, self._next = None, 0.0
+        self.table.missed.pop((self.agent, self.remote_table), None)
+        self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
         return found == self.generation
+
+    def miss(self) -> bool:
+        """Books that the data could be read and the word could not; True if it is news."""
+        peer = self.agent, self.remote_table
+        self.table.missed[peer] += 1
+        return self.table.missed[peer] == 1
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way.
@@ -118,13 +128,12 @@ class HoldCheck:
         if state == "PROC" or self._landing is None:
             return None
         if state != "DONE":
-            self.release(nixl)
             raise NoAnswer(f"whether {self.agent} holds its blocks could not be read: {state}")
         found = self.table.word(self._landing)
         nixl.release_xfer_handle(self._handle)
         self.table.give_back(self._landing)
         self._handle = self._landing = None
-        self._next = now + _PAUSE_SECONDS
+        self._next = now + PAUSE_SECONDS
         return found
 
     def _post(self, nixl: Any, landing: int) -> Any:

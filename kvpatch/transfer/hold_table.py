@@ -8,7 +8,7 @@ this worker: it may be in a long step, or in none.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from mmap import mmap
 from typing import Any
 
@@ -23,6 +23,8 @@ WORD_BYTES = 8
 _SLOTS = 1 << 16
 #: Words of peers that are read at the same time.
 _LANDINGS = 1 << 12
+#: Loads in a row of which a peer's word could not be read, before it is asked no more.
+MOST_MISSED = 3
 TABLE_BYTES = (_SLOTS + _LANDINGS) * WORD_BYTES
 
 _COUNT_BITS = 31
@@ -65,6 +67,9 @@ class HoldTable:
         self._free = deque(range(_SLOTS, _SLOTS + _LANDINGS))
         #: By request, of this worker's own.
         self._held: dict[str, int] = {}
+        #: Loads in a row of which the data could be read and the word could not, by NIXL's name of
+        #: the rank and the place of its table.
+        self.missed: Counter[tuple[str, int]] = Counter()
 
     @property
     def address(self) -> int:

@@ -33,9 +33,14 @@ class LeaseWatch:
         self._absences = self.looks.absences
 
     @property
+    def _guessed(self) -> Lifetime | None:
+        """The lifetime where the lease alone tells of it; None where the peer is asked."""
+        return None if self.check is not None else self.lifetime
+
+    @property
     def was_away(self) -> bool:
         """Whether the engine did not look for longer than the peer's lease allows."""
-        if self.lifetime is None or self.lifetime.longest_gap == inf:
+        if self._guessed is None or self._guessed.longest_gap == inf:
             return False
         return self.looks.absences != self._absences
 
@@ -43,15 +48,15 @@ class LeaseWatch:
     def is_late(self) -> bool:
         """Whether the peer may have given its blocks to another request by now."""
         gap = time.monotonic() - self.looks.at
-        return self.was_away or (self.lifetime is not None and self.lifetime.is_over(gap))
+        return self.was_away or (self._guessed is not None and self._guessed.is_over(gap))
 
     @property
     def must_wait(self) -> bool:
         """Whether the engine has not looked for so long that a post might land after the lease."""
-        if self.lifetime is None:
+        if self._guessed is None:
             return False
         gap = time.monotonic() - self.looks.at
-        return self.was_away or gap > self.lifetime.longest_gap / 2
+        return self.was_away or gap > self._guessed.longest_gap / 2
 
     @property
     def check(self) -> HoldCheck | None:
@@ -67,3 +72,5 @@ class LeaseWatch:
         """Books what the read has found out."""
         if self.lifetime is not None:
             self.lifetime.verdict = verdict
+            if verdict is not Verdict.HELD and self.lifetime.fail_check is not None:
+                self.lifetime.fail_check()

@@ -1,9 +1,12 @@
-"""When an engine looks at its reads: at all of them, once a step."""
+"""When an engine looks at its reads, and how often at what does not come."""
 
 from __future__ import annotations
 
 import time
 from math import inf
+
+#: Between two polls that count.
+PAUSE_SECONDS = 1e-3
 
 
 class Looks:
@@ -37,3 +40,20 @@ class Looks:
         if now - self.at > self._longest_gap:
             self.absences += 1
         self.at = now
+
+
+class Patience:
+    """The polls, a pause apart or more, that are left for one answer.
+
+    However long a process was frozen, the first poll behind that is one poll.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left, self._next = most, 0.0
+
+    def is_over(self) -> bool:
+        """Books a poll that has brought nothing; True if none is left."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._left, self._next = self._left - 1, now + PAUSE_SECONDS
+        return self._left < 0

@@ -19,11 +19,12 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 class Ends(NamedTuple):
-    """Both ends of a read; ``agent`` is the remote one's name to NIXL."""
+    """Both ends of a read; ``agent`` is the remote one's name to NIXL, a rank of ``engine``."""
 
     local: Memory
     remote: Memory
     agent: str
+    engine: str = ""
 
 
 def prepare_read(

@@ -11,13 +11,14 @@ import logging
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from queue import Empty
 from threading import RLock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from kvpatch.transfer.agent_gate import AgentGate
 from kvpatch.transfer.copying_thread import CopyingThread
@@ -65,6 +66,12 @@ def can_read_beside(device: torch.device, caches: object = None) -> bool:
     return device.type == "cpu" or streams_of(device) is not None
 
 
+def _leave_to_steps(thread: ref[ProgressThread]) -> None:
+    found = thread()
+    if found is not None:
+        found.leave_to_steps()
+
+
 class ProgressThread:
     """One worker's; it starts with the first read and ends when there was none for a while.
 
@@ -108,7 +115,7 @@ class ProgressThread:
         self._thread: Thread | None = None
         #: Whether it takes care of the reads that were added; each step asks for each read.
         self.is_running = False
-        self._process = os.getpid()
+        os.register_at_fork(after_in_child=partial(_leave_to_steps, ref(self)))
         #: For good, and for now.
         self._is_stopped = self._is_ending = False
         #: What is done a step at a time while there is nothing to read.
@@ -127,7 +134,7 @@ class ProgressThread:
         """Has a read begin."""
         self._inbox.put((read, True))
         with self._start:
-            if self._thread is not None or self._is_stopped or self._process != os.getpid():
+            if self._thread is not None or self._is_stopped:
                 return
             # Whoever was called while there was no thread is among these.
             self._going = dict(self._reads)
@@ -150,19 +157,17 @@ class ProgressThread:
 
         For an engine's thread.
         """
-        if self._process != os.getpid():  # there is no thread here, and its lock is for ever held
-            yield
-            return
-        if not self._work.acquire(blocking=False):
+        work = self._work  # which is another one behind a fork
+        if not work.acquire(blocking=False):
             self._waiting.append(None)
             try:  # a signal's exception may end the wait
-                self._work.acquire()
+                work.acquire()
             finally:
                 self._waiting.pop()
         try:
             yield
         finally:
-            self._work.release()
+            work.release()
 
     def go_on_with(self, read: StagedRead) -> str:
         """A read's state, after doing what can be done; inside :meth:`paused`, without a thread."""
@@ -194,6 +199,13 @@ class ProgressThread:
         self._end()
         if self.copying is not None:
             self.copying.stop()
+
+    def leave_to_steps(self) -> None:
+        """Has reads go on in steps, in a process that was forked and has none of the threads."""
+        self._work, self._start = RLock(), RLock()
+        self._waiting.clear()
+        self._gate.renew()
+        self._thread, self._is_stopped, self.is_running = None, True, False
 
     def _end(self) -> None:
         self._is_ending = True
@@ -269,8 +281,7 @@ class ProgressThread:
                 self._rested = monotonic()
             while self._waiting:
                 sleep(_STEP_ASIDE_SECONDS)
-            # A handshake may take long, and a step that gives a read up must not wait for it.
-            with self._work, self._gate.without_handshakes() as is_free:
+            with self._work, self._free_for(read) as is_free:
                 if not is_free:
                     continue
                 has_moved |= read.advance()
@@ -284,6 +295,13 @@ class ProgressThread:
                 self._going[id(called)] = called
                 has_moved = True
         return has_moved
+
+    def _free_for(self, read: StagedRead) -> AbstractContextManager[bool]:
+        """While inside, whether a read may go on: beside a handshake no memory is registered."""
+        # Nor is a handshake waited for: a step that gives a read up would wait too.
+        return (
+            self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)
+        )
 
     def _go_on_aside(self) -> bool:
         """Does a step of what is done while there is nothing to read; whether more is left."""

@@ -164,6 +164,11 @@ class StagedRead(OwnRead):
         self._placing.settle()
 
     @property
+    def may_register(self) -> bool:
+        """True if its next post may have the pool made, which registers memory."""
+        return self._unposted.chunk is not None and not self._pool.is_made
+
+    @property
     def holds_nothing(self) -> bool:
         """Whether it is over, and nothing of it is left to be released."""
         return self.outcome == "DONE" or (self.outcome == "ERR" and not self._failed_handles)
@@ -201,6 +206,8 @@ class StagedRead(OwnRead):
             return False
         if not self._is_begun:
             self._begin()
+            if self._is_paced:
+                return True  # what it is about to post is known from now on
         if self._unposted.is_any and self.lease.is_late:
             self._expire()  # all that is on the wire already is as good as a release's own read
         if self._unposted.is_any and self._began is None and not self._may_begin():
@@ -371,21 +378,40 @@ class StagedRead(OwnRead):
             return False
         try:
             is_held = check.answer(self._nixl)
-        except self._errors:
-            self._fail()
-            return False
+        except self._errors as error:
+            self._leave_unasked(check, error)
+            return self._unposted.is_any  # the lease decides whether it may begin
         if is_held is False:
             _LOG.warning(
                 "%s let go of a request's blocks before they had all been read: the load fails. "
                 "Either its lease ran out: a longer kv_lease_duration there "
                 "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) waits for slower readers; or another "
-                "reader has read them before: an answer of P's is for one request",
+                "reader has read them before: an answer of P's is for one request; or it has "
+                "started anew since it answered",
                 self._ends.agent,
             )
             self.lease.find(Verdict.GONE)
             self._has_failed = True
             self._stop()
         return is_held is None
+
+    def _leave_unasked(self, check: HoldCheck, error: Exception) -> None:
+        """Goes on without the peer's word, as with a peer that gives none."""
+        # Whether the data can be read is not known before it was.
+        is_news = self._began is not None and check.miss()
+        _LOG.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "loads from %s are not proven, as its word on them cannot be read: %s. The word comes "
+            "from host memory to host memory: UCX_TLS has to name a transport for that",
+            self._ends.agent,
+            error,
+        )
+        if self.lease.lifetime is not None:
+            self.lease.lifetime.check = None
+        try:
+            check.release(self._nixl)
+        except errors_of(self._nixl):
+            _LOG.debug("a read of a word could not be released", exc_info=True)
 
     def _awaits(self, digest: DigestCheck) -> bool:
         """Whether what was read is still to be compared; where it is wrong, the read fails."""
@@ -397,6 +423,7 @@ class StagedRead(OwnRead):
             self._fail()
             return False
         if is_well is False:
+            self.lease.find(Verdict.WRONG)
             self._has_failed = self._is_wrong = True
             self._stop()
         return is_well is None
@@ -528,7 +555,8 @@ class StagedRead(OwnRead):
         on_wire = sum(flight.chunk is not None for flight in self._flights)
         if on_wire >= self._pool.chunks_on_wire:
             return False
-        space = self._pool.take(self, self._ends.agent, chunk.buffer_bytes)
+        peer = self._ends.engine or self._ends.agent  # whose ranks hang together
+        space = self._pool.take(self, peer, chunk.buffer_bytes)
         if space is None:
             self._turn = self._pool.turn(self)
             return False

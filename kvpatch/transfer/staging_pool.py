@@ -153,6 +153,11 @@ class StagingPool:
         return self._room.size_bytes
 
     @property
+    def is_made(self) -> bool:
+        """True if it has its memory."""
+        return self._buffer is not None
+
+    @property
     def taken_bytes(self) -> int:
         """Bytes that chunks hold at the moment."""
         return self._room.taken_bytes

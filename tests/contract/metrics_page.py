@@ -32,8 +32,9 @@ A gauge is what it was after the last step in which it changed.
   mode, where P writes, P counts what it has written as `stock`.
 - A read of which NIXL counts nothing is in none of the three, as in vLLM's own.
 - A **load** is a request, counted by each worker of D that was to load it: two ranks count two.
-  Each counts once, in one outcome, whatever failed of it, a refused handshake included. `failed` and
-  `stale` are computed by D or end their requests, by vLLM's `kv_load_failure_policy`. A request that
+  Each counts once, in one outcome, whatever failed of it, a refused handshake included. `failed` is
+  computed by D or ends its request, by vLLM's `kv_load_failure_policy`; `stale`, and `failed` of loads that
+  digests found wrong, is computed by D, or by the policy with `KVPATCH_ON_FAILED_CHECK=fail`. A request that
   its client has given up may count too. A prompt that D computes since it does not know yet what P is
   ([old releases](../how-to/old_releases.md)) is no load.
 - `stale` and `hold`: see [Blocks gone stale](../explanation/stale_blocks.md). `held`: P has said after the

@@ -61,6 +61,9 @@ MEANINGS = {
     "KVPATCH_REQUIRE_TOKENS": "`true` has D load no prompt of whose tokens P states no hashes "
     "(a P without kvpatch, a proxy that drops `kvpatch_prompt`): it computes such prompts "
     "([same prompt](../explanation/same_prompt.md))",
+    "KVPATCH_ON_FAILED_CHECK": "what becomes of a load that a check of kvpatch's fails (P let go "
+    "of its blocks, [digests](../explanation/digests.md) differ): D computes the prompt, or the "
+    "load fails by vLLM's `kv_load_failure_policy`, as one whose transfer failed",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
     "direct-and-staged); it is made when the first read needs it, and a second one of this size "
     "where transfers that failed hold too much of it",

@@ -59,7 +59,7 @@ class CoreScheduler:
         self._loaded: set[str] = set()
         #: Requests and blocks whose loads failed, likewise.
         self._failed: set[str] = set()
-        self._invalid: set[int] = set()
+        self._invalid: set[int | str] = set()
         #: What the scheduler tells front ends of the connector, since somebody took it.
         self.told: list[Any] = []
         self._listen()
@@ -154,7 +154,7 @@ class CoreScheduler:
         """What has been received; the next step tells the scheduler."""
         self._loaded |= request_ids
 
-    def failed(self, request_ids: set[str], block_ids: set[int]) -> None:
+    def failed(self, request_ids: set[str], block_ids: set[int | str]) -> None:
         """What could not be loaded, as the release names it; the next step tells the scheduler."""
         self._failed |= request_ids
         self._invalid |= block_ids

@@ -77,6 +77,27 @@ def after_reads(reads: int, fault: Callable[[], None]) -> None:
     HoldCheck.answer = answered  # type: ignore[method-assign]
 
 
+def ask_first(*, asks: bool) -> None:
+    """Has every read ask for P's word before it begins, or those alone that have waited."""
+    from kvpatch.transfer import hold_check
+
+    hold_check._ASK_AGAIN_SECONDS = -_FOR_EVER if asks else 1.0
+
+
+def before_word(event: Callable[[], None]) -> None:
+    """Has something happen once, when all of a read has come and P's word has not."""
+    from kvpatch.transfer.hold_check import HoldCheck
+
+    answer = HoldCheck.answer
+
+    def answered(self: Any, nixl: Any) -> bool | None:
+        HoldCheck.answer = answer  # type: ignore[method-assign]
+        event()
+        return answer(self, nixl)
+
+    HoldCheck.answer = answered  # type: ignore[method-assign]
+
+
 def counts(workers: Sequence[Any]) -> dict[str, int]:
     """Over all of a D's ranks."""
     from kvpatch.connector.state import worker_state

@@ -517,7 +517,10 @@ class Engine:
                 sent.append(set(done[0] or ()))
                 received.append(set(done[1] or ()))
                 errors = getattr(worker, "get_block_ids_with_load_errors", None)
-                broken += [f"block {b}" for b in sorted(errors())] if errors is not None else []
+                invalid = errors() if errors is not None else ()
+                # With names of requests among them that one of kvpatch's checks has failed.
+                broken += [f"block {b}" for b in sorted(b for b in invalid if isinstance(b, int))]
+                broken += [f"check {b}" for b in sorted(b for b in invalid if isinstance(b, str))]
         self.over = set()
         return sent, received, broken
 

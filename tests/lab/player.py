@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -359,6 +361,14 @@ class Player(Engine):
         digest_faults.after_reads(reads, lambda: fault(self, self._by_name[name]))
         return self.ask(asks)
 
+    def ask_first(self, asks: bool) -> None:  # noqa: FBT001
+        """Whether every read asks for P's word before it begins."""
+        digest_faults.ask_first(asks=asks)
+
+    def stop_before_word(self, pid: int) -> None:
+        """Has P's process stopped when all of the next read has come, and its word has not."""
+        digest_faults.before_word(lambda: os.kill(pid, signal.SIGSTOP))
+
     def _inner_workers(self) -> list[Any]:
         return [release.nixl_of(worker).connector_worker for worker in self.workers]
 
@@ -602,7 +612,8 @@ class Player(Engine):
         broken = [what.split(maxsplit=1) for what in self._broken]
         core.failed(
             {what for kind, what in broken if kind == "request"},
-            {int(what) for kind, what in broken if kind == "block"},
+            {int(what) for kind, what in broken if kind == "block"}
+            | {what for kind, what in broken if kind == "check"},
         )
         self._broken.clear()
         core.loaded(names)

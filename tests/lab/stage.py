@@ -137,6 +137,14 @@ class Actor:
             TimeoutError: one of its threads goes on.
         """
         os.kill(self.process.pid, signal.SIGSTOP)
+        self.await_stop()
+
+    def await_stop(self) -> None:
+        """Waits until somebody has stopped the process.
+
+        Raises:
+            TimeoutError: one of its threads goes on.
+        """
         end = time.monotonic() + _HOLD_SECONDS
         while not _is_stopped(self.process.pid):  # a thread may still be on its way there
             if time.monotonic() > end:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.connector.holds.hold import FIELD
 from kvpatch.core.releases import FACTS
@@ -20,6 +21,7 @@ from .case import EngineSpec
 from .engine_api import Ask, Prompt
 from .host import Lab
 from .stage import Actor, Stage
+from .test_cache_groups import BLOCK_TOKENS, engine_of
 from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -147,22 +149,103 @@ def test_the_word_of_another_request_is_not_this_ones(scene: Scene, kind: str) -
 
 @pytest.mark.parametrize("address", ["ffffffffffffff0", "8000000000000", "1000"])
 @pytest.mark.parametrize("kind", UNLIKE)
-def test_a_word_at_a_forged_address_fails_one_load_alone(
+def test_a_word_at_a_forged_address_proves_nothing_and_turns_no_check_off(
     scene: Scene, kind: str, address: str
 ) -> None:
-    """Whoever passes the answer on may have written anything into it."""
-    actor, before = scene.prefill[kind, True], scene.decode.left()
-    prompt, ask = scene.fresh(actor)
-    forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
+    """Whoever passes the answer on may have written anything into it, or have left it out."""
+    actor = scene.prefill[kind, True]
+    for _ in range(4):
+        prompt, ask = scene.fresh(actor)
+        forged = json.loads(ask.answer) | {FIELD: f"1/2/{address}"}
+        scene.decode.ask(replace(ask, answer=json.dumps(forged)))
+        assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
+    prompt, ask = scene.stale(actor)
+    scene.decode.ask(ask)
+    assert scene.decode.watch(prompt).failed == names([prompt])
 
-    scene.decode.ask(replace(ask, answer=json.dumps(forged)))
 
-    seen = scene.decode.watch(prompt)
-    assert seen.failed == names([prompt]), seen
-    after, ask_after = scene.fresh(actor)
-    scene.decode.ask(ask_after)
-    assert_identical(scene.decode, [after], loaded(after, scene.release))
-    assert scene.decode.left() == before
+_MOST_STEPS = 50
+
+
+def has_policy(release: str) -> bool:
+    """From 0.13 the operator says what becomes of a load that fails; before it is computed."""
+    return Version(release) >= Version("0.13")
+
+
+def _lose(stage: Stage, spec: EngineSpec, decode: Actor, cause: str) -> Prompt:
+    """A load that fails: P lets go of its blocks, or dies."""
+    actor = prefill(stage, spec, patched=True)
+    introduce(decode, stage.prompts(1, TOKENS), actor)
+    if cause == "gone":
+        prompt, ask = Scene(stage, "", {}, decode).stale(actor)
+        decode.ask(ask)
+    else:
+        prompt = stage.prompt(TOKENS)
+        (ask,) = actor.compute(prompt)
+        actor.hold()
+        decode.ask(ask)
+        actor.die()
+    assert decode.watch(prompt).failed == names([prompt])
+    decode.call("loaded", [prompt.name])
+    return prompt
+
+
+def _assert_computed(decode: Actor, prompt: Prompt) -> None:
+    for _ in range(_MOST_STEPS):
+        if decode.call("status", prompt.name).startswith("FINISHED"):
+            break
+        decode.call("tick")
+    assert decode.call("status", prompt.name) == "FINISHED_LENGTH_CAPPED"
+    assert decode.wrong(prompt)[0] == 0
+
+
+def _assert_nothing_wrong_is_cached(decode: Actor, prompt: Prompt) -> None:
+    """A plain request with the same prompt finds the right bytes in the prefix cache, or none."""
+    plain = replace(prompt, name=f"{prompt.name}-plain")
+    decode.call("begin_own", [plain])
+    _assert_computed(decode, plain)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause", "is_computed"),
+    [("", "gone", True), ("fail", "gone", False), ("", "dead", False)],
+    ids=["by default", "as the operator likes", "a transfer that failed"],
+)
+@pytest.mark.parametrize("kind", ["like", "unlike", "2 ranks"])
+def test_d_computes_what_a_check_fails(
+    lab: Lab, kind: str, how: str, cause: str, is_computed: bool
+) -> None:
+    """Whatever the policy for transfers says; D's scheduler is the release's own."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    if not has_policy(lab.release):
+        pytest.skip("this release computes all loads that fail")
+    ranks = 2 if kind == "2 ranks" else 1
+    settings = (("KVPATCH_ON_FAILED_CHECK", how),) if how else ()
+    spec = replace(SPEC, tp_size=ranks)
+    of_decode = replace(
+        UNLIKE.get(kind, SPEC), tp_size=ranks, own_scheduler=True, load_failure_policy="fail"
+    )
+    of_decode = replace(of_decode, settings=(*of_decode.settings, *settings))
+    with Stage(lab) as stage:
+        decode = stage.decode(of_decode)
+        prompt = _lose(stage, spec, decode, cause)
+        if is_computed:
+            _assert_computed(decode, prompt)
+        else:
+            assert decode.call("status", prompt.name) == "FINISHED_ERROR"
+        _assert_nothing_wrong_is_cached(decode, prompt)
+
+
+def test_so_it_does_where_the_model_has_several_cache_groups(lab: Lab) -> None:
+    if Version(lab.release) < Version("0.18"):
+        pytest.skip("this release's connector takes one cache group: it lacks SupportsHMA")
+    spec, of_decode = (
+        replace(engine_of("two groups", tokens), kv_heads=4) for tokens in BLOCK_TOKENS["32 to 64"]
+    )
+    with Stage(lab) as stage:
+        decode = stage.decode(replace(of_decode, load_failure_policy="fail"))
+        _assert_computed(decode, _lose(stage, spec, decode, "gone"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -230,7 +230,7 @@ print(json.dumps([rows["digests"], rows["witness"], SITES, kinds()]))
     assert set(all_wrapped) == {"wrapped"}
     left = [name for (_, _, name), kind in zip(sites, wrapped, strict=True) if kind == "function"]
     # Digests share each of their places with other patches, and `log` takes no load back.
-    assert set(left) == {"get_block_ids_with_load_errors", "_update_requests_with_invalid_blocks"}
+    assert set(left) == {"_update_requests_with_invalid_blocks"}
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0rc1", "0.9.2", "0.32.1.dev7+gabc"])

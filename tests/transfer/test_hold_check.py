@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import wrapt
+from nixl._bindings import nixlBackendError
 
 from kvpatch.connector.reading.read_factory import Progress, ReadFactory
 from kvpatch.core.errors import NoAnswer
@@ -17,12 +18,20 @@ from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.hold_table import _LANDINGS, _SLOTS, HoldTable, generation_of
+from kvpatch.transfer.hold_table import (
+    _LANDINGS,
+    _SLOTS,
+    MOST_MISSED,
+    WORD_BYTES,
+    HoldTable,
+    generation_of,
+)
 from kvpatch.transfer.lifetime import Lifetime, Verdict
+from kvpatch.transfer.looks import PAUSE_SECONDS
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 
-from .staged_world import SECONDS, World, connected_world, finish, notifications
+from .staged_world import SECONDS, Failing, World, connected_world, finish, notifications
 
 pytestmark = pytest.mark.lab
 
@@ -123,24 +132,51 @@ def test_a_word_that_is_not_written_yet_is_waited_for(tables):
     assert answer(check, tables.world)
 
 
-def test_a_word_that_never_comes_fails_in_time(tables, monkeypatch):
-    monkeypatch.setattr(check_module, "_LONGEST_SECONDS", 0.05)
-    with pytest.raises(NoAnswer, match="has not said"):
-        tables.ask(generation_of(START, 1))
+def test_a_word_that_never_comes_is_that_of_a_p_that_has_started_anew(tables, monkeypatch):
+    monkeypatch.setattr(check_module, "_MOST_POLLS", 20)
+    assert not tables.ask(generation_of(START, 1))
+
+
+def test_a_freeze_of_any_length_fails_no_word_that_comes_behind_it(tables, monkeypatch):
+    """Made up: the clock of a process that was stopped for an hour."""
+    generation, clock = generation_of(START, 1), time.monotonic
+    check = tables.check(generation)
+    while check._asked is None or check._handle is not None:
+        assert check.answer(tables.world.decode) is None
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+    assert check.answer(tables.world.decode) is None
+    tables.prefill.hold("a", generation)
+    assert answer(check, tables.world)
+
+
+class Silent(wrapt.ObjectProxy):
+    """Fake: a peer that never answers."""
+
+    def transfer(self, handle):
+        return "PROC"
+
+    def check_xfer_state(self, handle):
+        return "PROC"
+
+
+def test_what_is_on_its_way_is_waited_for_until_the_lease_is_over(tables, monkeypatch):
+    """P may be stopped for long, as its host is moved."""
+    monkeypatch.setattr(check_module, "_MOST_POLLS", 3)
+    check, silent = tables.check(generation_of(START, 1)), Silent(tables.world.decode)
+    for _ in range(12):
+        assert check.answer(silent) is None
+        time.sleep(PAUSE_SECONDS)
+    check.ends = time.time() - 3600.0
+    assert check.answer(silent) is None, "not by the first poll behind that"
+    with pytest.raises(NoAnswer, match="its lease is over"):
+        for _ in range(12):
+            time.sleep(PAUSE_SECONDS)
+            assert check.answer(silent) is None
+    check.release(silent)
 
 
 def test_no_place_for_a_word_is_ever_lost(tables, monkeypatch):
     """Neither by good answers nor by those that are given up on their way."""
-
-    class Silent(wrapt.ObjectProxy):
-        """Fake: a peer that never answers."""
-
-        def transfer(self, handle):
-            return "PROC"
-
-        def check_xfer_state(self, handle):
-            return "PROC"
-
     monkeypatch.setattr(check_module, "_SPIN_SECONDS", 0.0)
     generation = generation_of(START, 1)
     tables.prefill.hold("a", generation)
@@ -198,9 +234,13 @@ class _Reads:
         return BackgroundRead(read, self.thread)
 
 
-def _verdict(read: StagedRead | BackgroundRead) -> Verdict | None:
+def _lifetime(read: StagedRead | BackgroundRead) -> Lifetime:
     staged = read._read if isinstance(read, BackgroundRead) else read
-    return staged.lease.lifetime.verdict
+    return staged.lease.lifetime
+
+
+def _verdict(read: StagedRead | BackgroundRead) -> Verdict | None:
+    return _lifetime(read).verdict
 
 
 @pytest.fixture(params=[True, False], ids=["in the thread", "in steps"])
@@ -247,11 +287,14 @@ def test_blocks_that_are_given_away_during_the_read_fail_it(reads, tables, is_di
     tables.prefill.hold("a", generation)
     agent = _EndsWhenRead(reads.world.decode, lambda: tables.prefill.end("a"))
     read = reads.make(tables.check(generation), agent, is_direct=is_direct)
+    told: list[object] = []
+    _lifetime(read).fail_check = lambda: told.append(read)
     read.start()
     assert finish(read) == ["ERR"]
     assert "let go of a request's blocks before they had all been read" in caplog.text
     assert notifications(reads.world) == [], "P keeps no such request"
     assert _verdict(read) is Verdict.GONE
+    assert told == [read]
     assert reads.pool.taken_bytes == 0
     read.release()
 
@@ -271,6 +314,95 @@ def test_what_was_long_on_its_way_asks_before_anything_is_read(reads, tables, is
         assert reads.world.is_identical()
     else:
         assert torch.equal(reads.world.target, before)
+    read.release()
+
+
+class Wordless(wrapt.ObjectProxy):
+    """Fake: an agent without a transport between host memories, for words alone."""
+
+    def __init__(self, agent: object, how: str) -> None:
+        super().__init__(agent)
+        self._self_how, self._self_words = how, []
+
+    def get_xfer_descs(self, descs, kind):
+        made = self.__wrapped__.get_xfer_descs(descs, kind)
+        if descs[0][1] == WORD_BYTES:
+            self._self_words.append(made)
+        return made
+
+    def initialize_xfer(self, operation, ours, theirs, *args):
+        handle = self.__wrapped__.initialize_xfer(operation, ours, theirs, *args)
+        if any(theirs is one for one in self._self_words):
+            if self._self_how == "cannot be prepared":
+                raise nixlBackendError("no transport")
+            self._self_words.append(handle)
+        return handle
+
+    def check_xfer_state(self, handle):
+        state = self.__wrapped__.check_xfer_state(handle)
+        return "ERR" if any(handle is one for one in self._self_words) else state
+
+    def transfer(self, handle):
+        state = self.__wrapped__.transfer(handle)
+        return "ERR" if any(handle is one for one in self._self_words) else state
+
+
+@pytest.mark.parametrize("how", ["cannot be prepared", "fails"])
+def test_a_peer_whose_word_alone_cannot_be_read_is_asked_no_more(reads, tables, how, caplog):
+    """Its loads are unproven, as those of a P without kvpatch; one is warned of."""
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    peer = (reads.world.ends.agent, tables.prefill.address)
+    for _ in range(MOST_MISSED):
+        assert tables.decode.missed[peer] < MOST_MISSED
+        reads.world.target.zero_()
+        agent = Wordless(reads.world.decode, how)
+        read = reads.make(tables.check(generation), agent)
+        read.start()
+        assert finish(read) == ["DONE"]
+        assert reads.world.is_identical()
+        assert _verdict(read) is None
+        assert notifications(reads.world) == [b"done"]
+        read.release()
+    assert tables.decode.missed == {peer: MOST_MISSED}
+    warned = [one for one in caplog.records if "are not proven" in one.getMessage()]
+    assert [one.levelname for one in warned].count("WARNING") == 1
+    assert tables.ask(generation)
+    assert not tables.decode.missed, "one that is heard again is asked again"
+    assert len(tables.decode._free) == _LANDINGS
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_before_anything_is_read_the_lease_decides_in_its_place(reads, tables, is_over):
+    generation = generation_of(START, 1)
+    tables.prefill.hold("a", generation)
+    before, told = reads.world.target.clone(), []
+    agent = Wordless(reads.world.decode, "fails")
+    read = reads.make(tables.check(generation, age_seconds=2.0), agent)
+    lifetime = _lifetime(read)
+    lifetime.ends = time.time() + (-1 if is_over else SECONDS)
+    lifetime.fail_check = lambda: told.append(read)
+    read.start()
+    assert finish(read) == ["ERR" if is_over else "DONE"]
+    assert _verdict(read) is (Verdict.EXPIRED if is_over else None)
+    assert told == ([read] if is_over else [])
+    if is_over:
+        assert torch.equal(reads.world.target, before)
+    else:
+        assert reads.world.is_identical()
+    read.release()
+
+
+def test_data_that_cannot_be_read_fails_whatever_becomes_of_the_word(reads, tables):
+    """P is dead: nothing is counted against its word, and no check has failed."""
+    generation, told = generation_of(START, 1), []
+    agent = Failing(Wordless(reads.world.decode, "fails"), after=0)
+    read = reads.make(tables.check(generation, age_seconds=2.0), agent)
+    _lifetime(read).fail_check = lambda: told.append(read)
+    read.start()
+    assert finish(read) == ["ERR"]
+    assert not told
+    assert not tables.decode.missed
     read.release()
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -600,13 +603,18 @@ class _Watched:
     def add_remote_agent(self, who: str) -> None:
         self._call(who)
 
+    def register_memory(self, who: str) -> None:
+        self._call(who)
 
-def test_nobody_else_is_in_the_agent_while_the_thread_is():
+
+def test_the_thread_is_in_the_agent_where_stocks_step_is_and_alone_where_it_is_not():
+    """Beside a handshake with the calls of a step, and never beside the engine's own step."""
     agent, gate = _Watched(), AgentGate()
     engine, progress = EngineAgent(agent, gate), ProgressAgent(agent, gate)
     assert "add_remote_agent" not in STEP_CALLS
+    assert "register_memory" not in STEP_CALLS
     end = time.monotonic() + 1.0
-    counts = dict.fromkeys(("step", "handshake", "thread"), 0)
+    counts = dict.fromkeys(("step", "handshake", "thread", "registers"), 0)
 
     def loop(who: str, *calls: Callable[[str], None]) -> None:
         while time.monotonic() < end:
@@ -619,15 +627,17 @@ def test_nobody_else_is_in_the_agent_while_the_thread_is():
         for args in (
             ("step", engine.check_xfer_state, engine.send_notif),
             ("handshake", engine.add_remote_agent),
-            ("thread", progress.check_xfer_state, progress.add_remote_agent),
+            ("thread", progress.check_xfer_state),
+            ("registers", progress.register_memory),
         )
     ]
     for one in loops:
         one.start()
     for one in loops:
         one.join()
-    assert agent.seen <= {("step",), ("handshake",), ("thread",), ("handshake", "step")}
-    assert ("handshake", "step") in agent.seen, "these two share it, as without kvpatch"
+    beside = {("handshake", "step"), ("handshake", "thread")}
+    assert agent.seen <= {("step",), ("handshake",), ("thread",), ("registers",), *beside}
+    assert beside <= agent.seen, "these share it, as without kvpatch"
     assert min(counts.values()) > 10, f"nobody is kept out: {counts}"
 
 
@@ -642,7 +652,7 @@ def test_a_handshake_that_waits_for_the_thread_does_not_stop_it():
             assert is_free
             handshake.start()
             wait_until(lambda: bool(gate.side_of("add_remote_agent")._waiting))
-            progress.check_xfer_state("thread")
+            progress.register_memory("thread")
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
@@ -662,6 +672,98 @@ def test_a_handshake_that_waits_for_the_thread_does_not_stop_it():
 def _is_free(gate: AgentGate) -> bool:
     with gate.without_handshakes() as is_free:
         return is_free
+
+
+class _Shaking(wrapt.ObjectProxy):
+    """A real agent whose calls for a handshake take until they are told to end."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent)
+        self._self_in, self._self_may_go = threading.Event(), threading.Event()
+
+    def _shake(self, *_: Any) -> None:
+        self._self_in.set()
+        assert self._self_may_go.wait(SECONDS)
+
+    add_remote_agent = prep_xfer_dlist = _shake
+
+
+@contextmanager
+def _handshake(engine: Engine, name: str) -> Iterator[threading.Thread]:
+    """While inside, a handshake's call is inside NIXL."""
+    agent = _Shaking(engine.world.decode)
+    call = getattr(EngineAgent(agent, engine.gate), name)
+    inside = threading.Thread(target=call, args=("a new P",))
+    inside.start()
+    assert agent._self_in.wait(SECONDS)
+    try:
+        yield inside
+    finally:
+        agent._self_may_go.set()
+        inside.join()
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("name", ["add_remote_agent", "prep_xfer_dlist"])
+def test_no_read_waits_for_a_handshake_that_is_inside_nixl(world, make, name, is_direct):
+    engine = make(1 << 20)
+    first = engine.read()  # has the pool made, whose memory is registered
+    first.start()
+    assert finish(first) == ["DONE"]
+    with _handshake(engine, name) as inside:
+        world.target.zero_()
+        read = engine.read(is_direct=is_direct)
+        read.start()
+        assert finish(read) == ["DONE"]
+        assert inside.is_alive()
+    assert world.is_identical()
+
+
+def test_memory_is_registered_behind_it_and_no_step_waits_for_that(world, make):
+    engine = make(1 << 20)
+    read, other = engine.read(), engine.read()
+    with _handshake(engine, "add_remote_agent") as inside:
+        read.start()
+        other.start()
+        time.sleep(0.05)
+        assert read.state() == "PROC"
+        assert other.void(), "which pauses the thread"
+        assert inside.is_alive()
+    assert finish(read, other) == ["DONE", "ERR"]
+    assert world.is_identical()
+
+
+def test_reads_of_a_process_that_was_forked_go_on_in_its_steps(world, make):
+    """Made up: a read that is over when it is asked; NIXL lives in one process alone."""
+    engine = make(4096)
+    read = engine.read()
+    read.start()
+    assert finish(read) == ["DONE"]
+    assert engine.thread.is_running
+    is_in, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.thread.paused(), engine.gate.entered("transfer"):
+            is_in.set()
+            may_go.wait(SECONDS)
+
+    holds = threading.Thread(target=hold)
+    holds.start()
+    assert is_in.wait(SECONDS)
+    child = os.fork()
+    if not child:
+        with suppress(Exception):
+            signal.alarm(int(SECONDS))
+            read._read.fate.outcome = "PROC"
+            read._read.state = lambda: "DONE"
+            with engine.gate.entered("transfer"), engine.gate.entered("register_memory"):
+                os._exit(0 if read.state() == "DONE" else 1)
+        os._exit(2)
+    _, status = os.waitpid(child, 0)
+    may_go.set()
+    holds.join()
+    assert status == 0
+    assert engine.thread.is_running
 
 
 def test_an_agents_own_thread_may_enter_again():

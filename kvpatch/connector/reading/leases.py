@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from kvpatch.connector.read_request import ReadRequest
 from kvpatch.core.releases import FACTS, ReleaseFacts
 from kvpatch.transfer.lifetime import Lifetime
 
@@ -53,9 +52,9 @@ class Leases:
             found = replace(found, seconds=_SHARE * min(fixed))
         return found
 
-    def lifetime(self, request: ReadRequest) -> Lifetime:
-        """Of the blocks that a request reads."""
-        ends = inf if request.arrived is None else request.arrived + self.seconds
+    def lifetime(self, arrived: float | None) -> Lifetime:
+        """The lifetime of the blocks of a request that came in then."""
+        ends = inf if arrived is None else arrived + self.seconds
         return Lifetime(ends, self.gap_seconds)
 
 

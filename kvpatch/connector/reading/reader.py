@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -49,7 +50,7 @@ from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.hold_table import HoldTable
+from kvpatch.transfer.hold_table import MOST_MISSED, HoldTable
 from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
     import torch
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+#: Failed checks that nobody has taken; where nobody does the oldest go.
+_MOST_FAILED = 65536
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class Reader:
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
         digest_checks: of what was read; None where digests are off, or do not cover the cache.
+        failed_checks: names of requests whose loads a check has failed, on whatever thread.
     """
 
     def __init__(
@@ -148,6 +153,7 @@ class Reader:
         self.pooled = Way.STAGED
         self.book = Book()
         self.digest_checks: DigestChecks | None = None
+        self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
     @property
     def last_readers(self) -> LastReaders:
@@ -288,7 +294,9 @@ class Reader:
         shares = shares_of(
             self.ours, self.groups, metadata, rest.overlaps, reading.request, rank.block_tokens
         )
-        ends = Ends(self.ours.memory, peer_memory(self.ours, metadata), rank.agent)
+        ends = Ends(
+            self.ours.memory, peer_memory(self.ours, metadata), rank.agent, metadata.engine_id
+        )
         states = partial(
             states_plan, self.groups, metadata, reading.request, self._states, rank.states
         )
@@ -359,41 +367,48 @@ class Reader:
         if is_idle:
             self.hold_check(number, agent)  # P's answer may be of an engine with fewer ranks
             return Lifetime()
-        found = self.lifetime_by_word(number, agent, taken)
+        releases = self._being_read().peer.ranks[number].metadata.releases
+        found = self.lifetime_by_word(number, agent, taken, releases)
         if found is not None:
             return found
-        releases = self._being_read().peer.ranks[number].metadata.releases
-        return self._watched(self.leases.at(releases).lifetime(request))
+        return self._watched(self.leases.at(releases).lifetime(request.arrived))
 
     def lifetime_by_word(
-        self, number: int, agent: str, taken: frozenset[HeadName] | None = None
+        self,
+        number: int,
+        agent: str,
+        taken: frozenset[HeadName] | None = None,
+        releases: Sequence[str] = (),
     ) -> Lifetime | None:
         """Of what is read of a rank that gives its word; None of one that gives none.
 
         Args:
             taken: heads that come from other ranks; None where the release reads, which may
                 fill some from several.
+            releases: that the peer may be of; none where it is this worker's.
 
         Raises:
             ReadRefused: P's answer is of an engine with fewer ranks.
         """
         check, context, checks = self.hold_check(number, agent), self.context, self.digest_checks
-        if check is None:
+        if check is None or context is None:
             return None
-        found = Lifetime(check=check)
-        if checks is not None and context is not None and context.digest is not None:
+        found = self.leases.at(releases).lifetime(context.arrived)
+        found.check, check.ends = check, found.ends
+        if checks is not None and context.digest is not None:
             rank = PeersRank(number, agent, check.generation, taken, self.masks[agent])
             found.digest = checks.check(context.digest, rank)
         return self._watched(found)
 
     def _watched(self, lifetime: Lifetime) -> Lifetime:
-        """Has what a read finds of the blocks stand in the metrics."""
+        """Has what a read finds of the blocks stand in the metrics, and fail as a check's."""
         if self.context is not None:
             self.book.watch(self.context.request_id, lifetime)
+            lifetime.fail_check = partial(self.failed_checks.append, self.context.request_id)
         return lifetime
 
     def hold_check(self, number: int, agent: str) -> HoldCheck | None:
-        """Asks a rank of the peer that is read for its word; None where it gives none.
+        """Asks a rank of the peer that is read for its word; None where it gives none, or cannot.
 
         Raises:
             ReadRefused: P's answer is of an engine with fewer ranks.
@@ -411,6 +426,8 @@ class Reader:
         age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
         vouched = time.monotonic() - age_seconds
         address = hold.tables[number] ^ self.masks[agent]
+        if table.missed[agent, address] >= MOST_MISSED:
+            return None
         is_paced = self.thread is not None
         return HoldCheck(table, agent, address, hold.generation, vouched, is_paced=is_paced)
 

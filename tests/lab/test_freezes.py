@@ -1,0 +1,141 @@
+"""P, D or both stop for a while in the middle of a load: a paused machine, a host that is moved.
+
+Nothing fails that stock serves, and nothing wrong is served. Over TCP P has to take part in
+every transfer, so that one that is stopped holds a load where it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .engine_api import Ask, Prompt
+from .host import Lab
+from .releases import is_full
+from .stage import Actor, Stage
+from .test_several_peers import SPEC, TOKENS, introduce, names
+from .test_stale_blocks import states_holds
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_SECONDS = (5.0, 12.0, 25.0) if is_full() else (0.3,)
+_TRANSPORTS = ("self,tcp", "self,sm") if is_full() else ("self,tcp",)
+_POOL = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "16384"))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two engines that know each other.
+
+    Attributes:
+        is_like: whether vLLM reads it, so that no read is queued.
+        has_digests: whether each load is compared with what P had.
+    """
+
+    stage: Stage
+    prefill: Actor
+    decode: Actor
+    is_like: bool
+    has_digests: bool
+
+    def fresh(self, count: int = 1) -> tuple[list[Prompt], list[Ask]]:
+        prompts = self.stage.prompts(count, TOKENS)
+        return prompts, self.prefill.compute(*prompts)
+
+
+@pytest.fixture(scope="module", params=_TRANSPORTS)
+def transports(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(kind, digest) for kind in ("like", "unlike") for digest in ("off", "all")],
+    ids=lambda param: f"{param[0]}, digests {param[1]}",
+)
+def pair(lab: Lab, request: pytest.FixtureRequest, transports: str) -> Iterator[Pair]:
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    kind, digest = request.param
+    settings = (*SPEC.settings, ("KVPATCH_DIGEST", digest))
+    spec = replace(SPEC, patched=True, patches=SLUGS, settings=settings)
+    unlike = replace(spec, block_tokens=32, settings=(*settings, *_POOL))
+    with Stage(lab, transports) as stage:
+        prefill, decode = stage.start(spec), stage.start(spec if kind == "like" else unlike)
+        introduce(decode, stage.prompts(1, TOKENS), prefill)
+        yield Pair(stage, prefill, decode, kind == "like", digest == "all")
+
+
+def _queued(pair: Pair) -> list[Prompt]:
+    """Reads that wait for others, which wait for P."""
+    prompts, asks = pair.fresh(4)
+    pair.prefill.hold()
+    pair.decode.ask(*asks)
+    return prompts
+
+
+def _asked(pair: Pair) -> list[Prompt]:
+    """A read that has asked for P's word before it begins."""
+    prompts, asks = pair.fresh()
+    pair.decode.call("ask_first", True)
+    pair.prefill.hold()
+    pair.decode.ask(*asks)
+    return prompts
+
+
+def _reading(pair: Pair) -> list[Prompt]:
+    """A read whose data is on its way."""
+    prompts, asks = pair.fresh()
+    pair.prefill.hold()
+    pair.decode.ask(*asks)
+    return prompts
+
+
+def _checking(pair: Pair) -> list[Prompt]:
+    """A read that waits for P's word, or has it and waits for P's digest."""
+    if pair.has_digests:
+        pair.prefill.call("keep_from_digests", True)
+        prompts, asks = pair.fresh()
+        pair.decode.ask(*asks)
+        assert pair.decode.watch(*prompts, seconds=0.1).waiting == names(prompts)
+        pair.prefill.hold()
+        return prompts
+    prompts, asks = pair.fresh()
+    pair.decode.call("stop_before_word", pair.prefill.process.pid)
+    pair.decode.ask(*asks)
+    pair.prefill.await_stop()
+    return prompts
+
+
+_STAGES = {"queued": _queued, "asked": _asked, "reading": _reading, "checking": _checking}
+
+
+@pytest.mark.parametrize("seconds", _SECONDS)
+@pytest.mark.parametrize("who", ["P", "D", "both"])
+@pytest.mark.parametrize("when", _STAGES)
+def test_a_load_is_served_behind_a_freeze(pair: Pair, when: str, who: str, seconds: float) -> None:
+    if when == "queued" and pair.is_like:
+        pytest.skip("a like pair's reads wait for nobody")
+    prompts = _STAGES[when](pair)
+    if who != "P":
+        pair.decode.hold()
+    if who == "D":
+        pair.prefill.go_on()
+    time.sleep(seconds)
+    pair.decode.go_on()
+    if who == "P":  # D looks all the while
+        assert not pair.decode.watch(*prompts, seconds=0.1).failed
+    pair.prefill.go_on()
+    if when == "asked":
+        pair.decode.call("ask_first", False)
+    if when == "checking" and pair.has_digests:
+        pair.prefill.call("keep_from_digests", False)
+
+    assert pair.decode.watch(*prompts).received == names(prompts)
+    assert pair.decode.wrong(*prompts)[0] == 0
+    assert pair.prefill.heard(prompts) == names(prompts)

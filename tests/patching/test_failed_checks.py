@@ -1,0 +1,77 @@
+"""Names of requests among blocks that could not be loaded: who puts them there, who takes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch.connector import failed_checks
+from kvpatch.connector.state import worker_state
+
+WAITING = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
+RUNNING = SimpleNamespace(name="RUNNING")
+
+
+def connector(*names: str) -> Any:
+    worker = SimpleNamespace()
+    worker_state(worker).reader = SimpleNamespace(failed_checks=deque(names))  # type: ignore[assignment]
+    return SimpleNamespace(connector_worker=worker)
+
+
+def core(**statuses: Any) -> Any:
+    """Fake: a scheduler whose request's blocks are 10 of its own and the null block."""
+    found = {
+        name: SimpleNamespace(status=s, num_computed_tokens=64) for name, s in statuses.items()
+    }
+    tables = {name: ([0, 10 * n], [10 * n + 1]) for n, name in enumerate(found, 1)}
+    return SimpleNamespace(
+        requests=found,
+        failed_recving_kv_req_ids=set(),
+        kv_cache_manager=SimpleNamespace(get_block_ids=tables.__getitem__),
+    )
+
+
+def output(invalid: set[Any], failed: set[str] = frozenset()) -> Any:
+    return SimpleNamespace(invalid_block_ids=invalid, failed_recving=failed)
+
+
+def test_a_worker_names_each_of_them_once() -> None:
+    one = connector("a", "b", "a")
+    assert failed_checks.name_requests(one, {1}) == {1, "a", "b"}
+    assert failed_checks.name_requests(one, {2}) == {2}
+
+
+def test_a_worker_without_a_reader_names_none() -> None:
+    blocks = {1}
+    found = failed_checks.name_requests(SimpleNamespace(connector_worker=SimpleNamespace()), blocks)
+    assert found is blocks
+
+
+def test_who_is_named_is_computed_and_its_blocks_fail_nobody() -> None:
+    """As several workers' sets are joined, with blocks of a transfer of another request."""
+    scheduler, found = core(a=WAITING, b=WAITING), output({10, 11, 20} | {"a"})
+    failed_checks.compute_again(scheduler, found)
+    assert found.invalid_block_ids == {20}
+    assert scheduler.failed_recving_kv_req_ids == {"a"}
+    assert scheduler.requests["a"].num_computed_tokens == 0
+    assert scheduler.requests["b"].num_computed_tokens == 64
+
+
+@pytest.mark.parametrize("statuses", [{}, {"a": RUNNING}])
+def test_who_waits_for_no_load_is_left_alone(statuses: dict[str, Any]) -> None:
+    scheduler, found = core(**statuses), output({10, "a"})
+    failed_checks.compute_again(scheduler, found)
+    assert found.invalid_block_ids == {10}
+    assert not scheduler.failed_recving_kv_req_ids
+
+
+def test_a_rank_that_is_through_later_does_not_fail_it_after_all() -> None:
+    """From 0.30 a request is reported as failed once all its ranks are through."""
+    scheduler = core(a=WAITING, b=WAITING)
+    failed_checks.compute_failed_again(scheduler, output({10, "a"}))
+    later = output(set(), {"a", "b"})
+    failed_checks.compute_failed_again(scheduler, later)
+    assert later.failed_recving == {"b"}
