@@ -7,11 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.read_request import read_requests_of
 from kvpatch.connector.state import worker_state
 from kvpatch.transfer.hold_table import HoldTable
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.progress_thread import ProgressThread
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
 
@@ -44,25 +42,6 @@ def hear(table: HoldTable, changes: Mapping[str, int]) -> None:
             table.hold(request_id, generation)
         else:
             table.end(request_id)
-
-
-def thread_of_shared_answers(worker: Any, metadata: Any) -> ProgressThread | None:
-    """What must end no read while two of one answer of P's may begin; None where none may.
-
-    The last of those that are open tells P that they are over: what the first one says before
-    there is a second has P give away what that one reads.
-    """
-    waited = worker._ready_requests.queue  # for hands to be shaken
-    if not waited and (len(metadata.reqs_to_recv) < 2 or not _shares(metadata)):  # noqa: PLR2004
-        return None
-    reader = worker_state(worker).reader
-    return None if reader is None else reader.thread
-
-
-def _shares(metadata: Any) -> bool:
-    """Whether two reads of one answer begin in a step."""
-    words = [read.stated_hold for _, read in read_requests_of(metadata) if read.stated_hold]
-    return len(set(words)) < len(words)
 
 
 def end_everything(worker: Any) -> None:

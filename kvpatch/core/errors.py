@@ -143,6 +143,10 @@ class ReadRefused(FromOutside):
     """A request whose blocks do not hold the tokens that it needs."""
 
 
+class UnlikePrompts(ReadRefused):
+    """A request whose prompt is not the one that P holds: D computes it."""
+
+
 class NoAnswer(FromOutside):
     """A peer that says nothing: it is dead, hangs, or is not where P said."""
 

@@ -32,11 +32,10 @@ Remove when:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 from kvpatch.connector import failed_checks, worker_holds
-from kvpatch.connector.engine_steps import Around, amend, around, begin, bind, build, hear
+from kvpatch.connector.engine_steps import Around, amend, around, bind, build, hear
 from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table
 from kvpatch.connector.holds.hold import FIELD
 from kvpatch.connector.registration import registration_step
@@ -70,11 +69,6 @@ def _bind_metadata(worker: Any, metadata: Any) -> None:
     table = held_by(worker, HoldTable) if changes else None
     if table is not None:
         worker_holds.hear(table, changes)
-
-
-def _begin_loads(worker: Any, metadata: Any) -> AbstractContextManager[None] | None:
-    thread = worker_holds.thread_of_shared_answers(worker, metadata)
-    return None if thread is None else thread.paused()
 
 
 def _take_results(worker: Any, results: Any) -> None:
@@ -150,7 +144,6 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         **registration_step(facts, worker_holds.make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
         seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
-        seams.start_load_kv(facts): Step(begin, _begin_loads),
         seams.transfer_results(facts): Step(around, Around(after=_take_results)),
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.update_state_after_alloc(facts): _update_state_after_alloc,

@@ -26,6 +26,7 @@ _ASK_AGAIN_SECONDS = 1.0
 _SPIN_SECONDS = 1e-4
 #: Polls at a word that P has not written, or that does not come though P's lease is over.
 _MOST_POLLS = 2000
+_MOST_PEERS = 4096
 
 
 @dataclass(eq=False)
@@ -91,9 +92,11 @@ class HoldCheck:
 
     def miss(self) -> bool:
         """Books that the data could be read and the word could not; True if it is news."""
-        peer = self.agent, self.remote_table
-        self.table.missed[peer] += 1
-        return self.table.missed[peer] == 1
+        peer, missed = (self.agent, self.remote_table), self.table.missed
+        if len(missed) > _MOST_PEERS:  # what clients forge is told apart from what peers say
+            missed.clear()
+        missed[peer] += 1
+        return missed[peer] == 1
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way.

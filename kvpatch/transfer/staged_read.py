@@ -20,7 +20,7 @@ from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.lease_watch import LeaseWatch
 from kvpatch.transfer.lifetime import Verdict
 from kvpatch.transfer.lost_transfers import lose, quarantine
-from kvpatch.transfer.nixl import Ends, errors_of, prepare_read, tell_over
+from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.placements import Placements, Placer
 from kvpatch.transfer.plane_bytes import Tails
@@ -107,8 +107,6 @@ class StagedRead(OwnRead):
         )
         self._placing = Placements(caches, pool, self._errors)
         self.lease = LeaseWatch()
-        #: (whether it has read) -> whether the peer is to be told of it, and not by another read.
-        self.end_telling: Callable[[bool], bool] = bool
         #: Of another read of the request, where there is nothing to read here: the peer is told
         #: once that one is over.
         self.idle_until: Fate | None = None
@@ -294,11 +292,9 @@ class StagedRead(OwnRead):
             self.let_go()
 
     def _end_untold(self) -> None:
-        """Nothing more is done for it, and nobody is told of it, but of another's like it."""
+        """Nothing more is done for it, and nobody is told of it."""
         if self.outcome == "PROC":
             self.fate.outcome = "ERR"
-            if self.end_telling(False):  # noqa: FBT003
-                tell_over(self._nixl, (self._ends.agent,), self._notification)
 
     def _stop(self) -> None:
         """Nothing more is posted."""
@@ -347,7 +343,7 @@ class StagedRead(OwnRead):
         if digest is not None and self._awaits(digest):
             return digest.is_comparing
         # Of wrong bytes too: the peer need not hold what nobody will read again.
-        if self.end_telling(not self._has_failed or self._is_wrong) and not self._is_told:
+        if (not self._has_failed or self._is_wrong) and not self._is_told:
             try:
                 if self._notification:  # else the release tells the peer itself
                     self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)

@@ -10,7 +10,7 @@ from kvpatch.connector.local.kv_cache_groups import tokens_of_group
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.state import release_worker
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import ReadRefused, UnlikePrompts
 from kvpatch.core.releases import ReleaseFacts
 
 
@@ -22,7 +22,7 @@ def leave_common_blocks(
     P's prompt may be longer. The release pairs the lists of a peer like us from their ends.
 
     Raises:
-        ReadRefused: P names fewer blocks than these tokens fill.
+        UnlikePrompts: P names fewer blocks than these tokens fill.
     """
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
     groups, contexts = release_worker(worker).groups(()), release_worker(worker).context_sizes
@@ -40,7 +40,7 @@ def leave_common_blocks(
             continue
         blocks = -(-request.tokens // block_tokens)
         if len(remote[number]) < blocks * parts:
-            raise ReadRefused(
+            raise UnlikePrompts(
                 f"the request names {len(remote[number]) // parts} blocks of engine {engine_id}, "
                 f"and the prompt fills {blocks} here: send both engines the same prompt"
             )

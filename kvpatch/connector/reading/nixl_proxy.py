@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import finalize
@@ -131,7 +131,7 @@ class ReadingAgent(AgentProxy):
             lifetime = None if rank is None else self._self_reader.lifetime_by_word(*rank)
             return None if rank is None or lifetime is None else (rank[1], lifetime)
         except ReadRefused:
-            self._tell([rank[1]] if rank else [], notification)
+            tell_over(self.__wrapped__, [rank[1]] if rank else [], notification)
             raise
 
     def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
@@ -155,13 +155,7 @@ class ReadingAgent(AgentProxy):
         peer = self._self_reader.known(engine_id)
         if peer is not None:
             ranks = self._self_ranks_of(engine_id, remote_handle)
-            self._tell([peer.ranks[rank].agent for rank in ranks], notification)
-
-    def _tell(self, agents: Iterable[str], notification: bytes) -> None:
-        """Tells ranks that a request is over; reads of the same that go on tell theirs."""
-        leave = self._self_reader.last_readers.leave
-        rest = [name for name in agents if not (notification and leave(name, notification))]
-        tell_over(self.__wrapped__, rest, notification)
+            tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
 
     def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
         """Sends a message to a rank, and to those beside it of which the release does not know."""
@@ -170,14 +164,13 @@ class ReadingAgent(AgentProxy):
             return None
         notif_msg = told
         beside = self._self_beside(remote_agent_name)
-        self._tell((name for name in beside if name != remote_agent_name), notif_msg)
+        others = [name for name in beside if name != remote_agent_name]
+        tell_over(self.__wrapped__, others, notif_msg)
         context, peers = self._self_reader.context, self._self_reader.ambiguous_peers
         if context is not None and context.computed_here is not None:
             read_first = context.request_id, context.engine_id, context.computed_here
             if peers.sample(self.__wrapped__, remote_agent_name, notif_msg, *read_first):
                 return None  # it is told once a sample of its blocks has been read
-        if self._self_reader.last_readers.leave(remote_agent_name, notif_msg):
-            return None  # it is told once the reads that go on are over
         return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:

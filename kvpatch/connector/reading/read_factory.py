@@ -11,7 +11,6 @@ from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import Fate, OwnRead
@@ -60,14 +59,12 @@ class ReadFactory:
         caches: where they are placed.
         progress: None where reads go on in the engine's steps.
         stopwatch: of all reads.
-        last_readers: of those that tell a peer the same.
     """
 
     pool: StagingPool
     caches: Caches | StoragelessCaches
     progress: Progress | None
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    last_readers: LastReaders = field(default_factory=LastReaders)
 
     def read(
         self,
@@ -121,8 +118,6 @@ class ReadFactory:
             is_paced=self.progress is not None,
         )
         read.lease.lifetime = lifetime
-        if notification:
-            read.end_telling = self.last_readers.begin(ends.agent, notification)
         return read
 
     def _own(self, read: StagedRead, request: ReadRequest | None) -> StagedRead | BackgroundRead:

@@ -41,7 +41,13 @@ from kvpatch.connector.reading.read_factory import Progress, ReadFactory, Wanted
 from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
 from kvpatch.connector.recent_engines import RecentEngines
-from kvpatch.core.errors import KvpatchError, PeerRefused, ReadRefused
+from kvpatch.core.errors import (
+    KvpatchError,
+    PeerRefused,
+    ReadRefused,
+    UnlikePrompts,
+    UnpairableBlocks,
+)
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
 from kvpatch.geometry.plane import Plane
@@ -51,7 +57,6 @@ from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.hold_table import MOST_MISSED, HoldTable
-from kvpatch.transfer.last_reader import LastReaders
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
@@ -154,11 +159,6 @@ class Reader:
         self.book = Book()
         self.digest_checks: DigestChecks | None = None
         self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
-
-    @property
-    def last_readers(self) -> LastReaders:
-        """Who of our open reads tells peers that they are over."""
-        return self._reads.last_readers
 
     def peer(self, engine_id: str) -> Peer | None:
         """The peer of that engine id, if it is one of another geometry."""
@@ -268,6 +268,8 @@ class Reader:
                 self.book.refuse(error)
             if context is not None:
                 context.is_refused = True
+                if isinstance(error, UnlikePrompts | UnpairableBlocks):
+                    self.failed_checks.append(context.request_id)
             raise
 
     def is_reading(self) -> str | None:

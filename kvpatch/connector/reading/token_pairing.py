@@ -9,7 +9,7 @@ from kvpatch.connector.handshake.block_shapes import tokens_of
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import ReadRefused, UnlikePrompts
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.segments import (
     BlockList,
@@ -40,7 +40,7 @@ def shares_of(
         UnpairableBlocks: the blocks do not hold the tokens.
     """
     if request.tokens > request.remote_tokens:
-        raise ReadRefused(
+        raise UnlikePrompts(
             f"the prompt has {request.tokens} tokens and the peer holds {request.remote_tokens}: "
             "send both engines the same prompt"
         )
@@ -186,7 +186,7 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, request: Rea
         )
     seen = max(local.first_token, seen)
     if remote.first_token > seen:
-        raise ReadRefused(
+        raise UnlikePrompts(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
             f"{request.tokens}, and the sliding window of {group.window_tokens} with {seen}: it "
             "has let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates); "
