@@ -15,7 +15,7 @@ import numpy as np
 
 from .case import EngineSpec
 from .release import accepted, block_tokens_of_groups
-from .scheduler import TO_BE_READ, Computation, Tracked, new_request
+from .scheduler import TO_BE_READ, Computation, Tracked, new_request, token_ids
 from .standins import NoStructuredOutput
 
 _ANSWER_TOKEN = 7
@@ -109,14 +109,10 @@ class CoreScheduler:
     def _add(
         self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any] | None
     ) -> Tracked:
-        # Distinct from the first token on: prefixes of other requests are no hits.
-        start = 1 + 200 * (number // 100)
-        token_ids = [start + (i + 31 * number) % 100 for i in range(prompt_tokens)]
         edits = self.edits.get(request_id, ())
-        for edit in edits:
-            token_ids[edit] += 100
+        ids = token_ids(number, prompt_tokens, edits)
         request = new_request(
-            request_id, token_ids, params, self._hasher, answer_tokens=self.spec.answer_tokens
+            request_id, ids, params, self._hasher, answer_tokens=self.spec.answer_tokens
         )
         self._core.add_request(request)
         tracked = Tracked(number, request, [], prompt_tokens, edits=edits)

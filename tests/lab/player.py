@@ -440,7 +440,9 @@ class Player(Engine):
 
         prompt = ask.prompt
         params = json.loads(ask.answer)
-        request = self._plain_scheduler()._request(prompt.name, prompt.tokens, params)
+        request = self._plain_scheduler()._request(
+            prompt.number, prompt.name, prompt.tokens, params
+        )
         request.status = RequestStatus.FINISHED_ABORTED
         self.scheduler.connector.request_finished(request, [])
         self._step()

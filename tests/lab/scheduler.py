@@ -91,7 +91,7 @@ class Scheduler:
 
     def prefill(self, number: int, request_id: str, prompt_tokens: int) -> Tracked:
         """Schedules a prompt on P, up to the step that computes it."""
-        request = self._request(request_id, prompt_tokens, dict(TO_BE_READ))
+        request = self._request(number, request_id, prompt_tokens, dict(TO_BE_READ))
         self.connector.get_num_new_matched_tokens(request, 0)
         block_ids = self.pool.take(self._blocks(prompt_tokens))
         self.connector.update_state_after_alloc(request, _blocks(block_ids, 0), 0)
@@ -127,7 +127,7 @@ class Scheduler:
         self, number: int, request_id: str, prompt_tokens: int, hit: int, params: dict[str, Any]
     ) -> Tracked:
         """Schedules the same prompt on D, with a prefix hit of `hit` tokens."""
-        request = self._request(request_id, prompt_tokens, params)
+        request = self._request(number, request_id, prompt_tokens, params)
         external, asynchronous = self.connector.get_num_new_matched_tokens(request, hit)
         tokens = hit + external if asynchronous else max(hit, prompt_tokens)
         block_ids = self.pool.take(self._blocks(tokens))
@@ -160,12 +160,27 @@ class Scheduler:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.spec.block_tokens)
 
-    def _request(self, request_id: str, prompt_tokens: int, params: dict[str, Any]) -> Any:
-        request = new_request(request_id, [1 + i % 100 for i in range(prompt_tokens)], params)
+    def _request(
+        self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any]
+    ) -> Any:
+        request = new_request(request_id, token_ids(number, prompt_tokens), params)
         on_new_request = getattr(self.connector, "on_new_request", None)
         if on_new_request is not None:
             on_new_request(request)
         return request
+
+
+def token_ids(number: int, tokens: int, edits: tuple[int, ...] = ()) -> list[int]:
+    """A prompt by its number, distinct from the first token on: prefixes of others are no hits.
+
+    Args:
+        edits: positions of tokens that others of its number have not.
+    """
+    start = 1 + 200 * (number // 100)
+    found = [start + (i + 31 * number) % 100 for i in range(tokens)]
+    for edit in edits:
+        found[edit] += 100
+    return found
 
 
 #: What a proxy asks of P.
