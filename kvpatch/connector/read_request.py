@@ -147,7 +147,9 @@ def loaded_tokens(
     """Returns the planned load of a request, or what the release loads where nobody plans."""
     found = planned.get(request)
     if found is not None:
-        return found
+        own = 0 if facts.counts_loaded_slots else request.num_computed_tokens
+        # The scheduler may load less than it was told to.
+        return found._replace(tokens=own) if 0 < own < found.tokens else found
     prompt = prefilled_tokens(scheduler, request, facts)
     parameters = request.kv_transfer_params or {}
     held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on

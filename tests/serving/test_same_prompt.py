@@ -1,0 +1,169 @@
+"""Prompts of D that are not P's, by real engines: each answer is one engine's, computed afresh."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvpatch.verify.engine import TRANSFER_CONFIG, Engine
+from kvpatch.verify.handoff import Request, decode, prefill
+from kvpatch.verify.model import make_tiny_llama
+from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.verify.setups import Options, build_setups
+
+if TYPE_CHECKING:
+    import httpx
+
+pytestmark = [
+    pytest.mark.serving,
+    pytest.mark.engines,
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment"
+    ),
+]
+
+_ANSWER, _TOKENS = 12, 137
+#: How much longer D's prompt is, and where another token stands in it.
+_CASES: tuple[tuple[int, tuple[int, ...]], ...] = (
+    *((more, ()) for more in (-67, -10, -1, 0, 1, 20, 96)),
+    *((0, (edit,)) for edit in (0, 70, _TOKENS - 1)),
+)
+_BOTH_WAYS = {
+    **TRANSFER_CONFIG,
+    "kv_connector_extra_config": {"kv_lease_duration": 300, "bidirectional_kv_xfer": True},
+}
+
+
+class Pair:
+    """P and D, both with kvpatch."""
+
+    def __init__(self, client: httpx.AsyncClient, engines: list[Engine], words: list[int]) -> None:
+        self._client, self._words = client, words
+        self.prefill, self.decode = engines
+        self._count = itertools.count()
+
+    def prompt(self, tokens: int) -> tuple[int, ...]:
+        """A prompt whose first token no other has."""
+        at = 3 * next(self._count) % len(self._words)
+        return tuple((2 * (self._words[at:] + self._words[:at]))[:tokens])
+
+    def request(self, prompt: tuple[int, ...], *, is_fresh: bool = False) -> Request:
+        """A request of its own; a fresh one finds nothing in a prefix cache."""
+        name = f"request-{next(self._count)}"
+        model = self.prefill.spec.model
+        return Request(model, prompt, name, cache_salt=name if is_fresh else "")
+
+    async def answer(
+        self, engine: Engine, request: Request, params: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """The tokens of an answer."""
+        found = await decode(self._client, engine.url, request, _ANSWER, params)  # type: ignore[arg-type]
+        return found.token_ids
+
+    async def prefilled(self, prompt: tuple[int, ...]) -> dict[str, Any]:
+        """P's answer to a prompt."""
+        return await prefill(self._client, self.prefill.url, self.request(prompt))
+
+    async def turn(
+        self, engine: Engine, prompt: tuple[int, ...], tokens: int, params: Mapping[str, Any]
+    ) -> tuple[tuple[int, ...], dict[str, Any]]:
+        """The tokens of an answer, and the parameters that come with it."""
+        request = self.request(prompt)
+        response = await self._client.post(
+            f"{engine.url}/v1/completions",
+            json={**request.body(tokens), "kv_transfer_params": params},
+            headers={"X-Request-Id": request.request_id},
+            timeout=300,
+        )
+        assert response.status_code == 200, response.text[:300]
+        found = response.json()
+        return tuple(found["choices"][0]["token_ids"]), found["kv_transfer_params"]
+
+    async def is_right(self, prompt: tuple[int, ...], found: tuple[int, ...]) -> list[str]:
+        """What is wrong with an answer, and with those to plain requests behind it, in words."""
+        wanted = await self.answer(self.prefill, self.request(prompt, is_fresh=True))
+        wrong = [] if found == wanted else ["D's answer"]
+        for engine in (self.decode, self.prefill):
+            if await self.answer(engine, self.request(prompt)) != wanted:
+                wrong.append(f"a later answer of {engine.spec.name}")
+        return wrong
+
+
+async def _one_turn(pair: Pair) -> list[str]:
+    wrong = []
+    for more, edits in _CASES:
+        base = pair.prompt(_TOKENS + max(0, more))
+        params = await pair.prefilled(base[:_TOKENS])
+        prompt = list(base[: _TOKENS + more])
+        for edit in edits:
+            prompt[edit] = base[edit - 7]
+        found = await pair.answer(pair.decode, pair.request(tuple(prompt)), params)
+        wrong += [f"{more}, {edits}: {what}" for what in await pair.is_right(tuple(prompt), found)]
+    prompt = pair.prompt(_TOKENS)
+    params = await pair.prefilled(prompt)
+    again = [pair.answer(pair.decode, pair.request(prompt), params) for _ in range(2)]
+    answers = [*await asyncio.gather(*again)]
+    answers.append(await pair.answer(pair.decode, pair.request(prompt), params))
+    for found in answers:
+        wrong += [f"an answer again: {what}" for what in await pair.is_right(prompt, found)]
+    return wrong
+
+
+async def _two_turns(pair: Pair) -> list[str]:
+    """P reads the first turn back from D, whose history then is kept, stripped or edited."""
+    wrong = []
+    for how in ("kept", "stripped", "edited"):
+        prompt = pair.prompt(_TOKENS)
+        answered, of_decode = await pair.turn(
+            pair.decode, prompt, _ANSWER, await pair.prefilled(prompt)
+        )
+        history = [*prompt, *answered]
+        if how == "stripped":
+            del history[_TOKENS - 20 : _TOKENS + 2]
+        if how == "edited":
+            history[_TOKENS - 30] = prompt[3]
+        second = (*history, *pair.prompt(30))
+        _, of_prefill = await pair.turn(pair.prefill, second, 1, of_decode)
+        found = await pair.answer(pair.decode, pair.request(second), of_prefill)
+        wrong += [f"history {how}: {what}" for what in await pair.is_right(second, found)]
+    return wrong
+
+
+async def _play(folder: Path, block_tokens: int, digest: str) -> list[str]:
+    import httpx
+    from rich.console import Console
+
+    like = block_tokens == 32
+    options = Options(
+        work_dir=folder,
+        setups=("kvpatch",),
+        prefill_arguments=("--block-size", str(block_tokens)),
+        engine_arguments=("--kv-transfer-config", json.dumps(_BOTH_WAYS)) if like else (),
+    )
+    (setup,) = build_setups(options, str(make_tiny_llama(folder / "model")))
+    specs = [
+        spec.__class__(**{**vars(spec), "environment": (("KVPATCH_DIGEST", digest),)})
+        for spec in setup.specs
+    ]
+    async with (
+        httpx.AsyncClient(trust_env=False) as client,
+        running(specs, client, options, Console(quiet=True)) as engines,
+    ):
+        await require_kvpatch_as_asked(client, engines)
+        pair = Pair(client, engines, await vocabulary(client, engines[0]))
+        wrong = await _one_turn(pair)
+        return wrong + (await _two_turns(pair) if like else [])
+
+
+@pytest.mark.parametrize(("block_tokens", "digest"), [(32, "all"), (128, "off")])
+def test_each_prompt_has_its_own_answer(tmp_path: Path, block_tokens: int, digest: str) -> None:
+    wrong = asyncio.run(_play(tmp_path, block_tokens, digest))
+
+    assert not wrong, "\n".join(wrong)
