@@ -117,6 +117,7 @@ class Played:
         environment: dict[str, str] = {}
         if is_on:
             environment |= {"KVPATCH_DIGEST": setting.digest, "KVPATCH_WITNESS": setting.witness}
+            environment["KVPATCH_ON_FAILED_CHECK"] = setting.policy  # a bad load is told by it
         if setting.takes_back:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         words = (self.pair.name, setting.name, setting.policy, self.dtype, side)

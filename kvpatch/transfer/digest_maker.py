@@ -84,6 +84,7 @@ class DigestMaker:
         try:
             self._thread.submit(self._make, order, time.monotonic())
         except RuntimeError as error:  # no thread is to be had, or the interpreter ends
+            self._waiting.pop()
             self._tell("a request gets no digest: %s", error)
             self._table.write(order.generation, None)  # which no thread writes any more
 
