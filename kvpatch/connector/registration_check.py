@@ -72,6 +72,13 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
         return
     regions = tuple(map(_Region, release.addresses, release.region_block_bytes))
     block_tokens = int(release.worker.block_size)
+    # Of one allocation of all layers these releases make one region, and move its keys alone.
+    has_halves = release.facts.cache_shape == "blocks first" and not release.worker.use_mla
+    if has_halves and int(release.worker.num_regions) <= len(regions):
+        raise RegistrationRefused(
+            "layers lie side by side in one allocation, of whose blocks this vLLM (0.23 to 0.25) "
+            "moves the first half: use vLLM 0.26 or later, or give each layer its own memory"
+        )
     for name, cache in layers.items():
         for plane in cache.planes:
             # Of several groups' layers some may have blocks that are not cut, or of more tokens.

@@ -52,6 +52,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 STORAGELESS = "xla"
 #: torch_xla's own CPU, where it is installed: as vLLM's platform calls a device of torch_xla's.
 XLA = "tpu"
+#: A device of which a release mirrors the whole cache in host memory (from 0.10.2).
+MIRRORED = "xpu"
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,11 @@ class EngineSpec:
     def is_told(self) -> bool:
         """Whether its kvpatch is told what blocks P has."""
         return any(name == PEER_BLOCK_SIZE for name, _ in self.settings)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether vLLM's own host buffer is what is registered."""
+        return self.device == MIRRORED and ("KVPATCH_HOST_BUFFER", "always") not in self.settings
 
     @property
     def blocks(self) -> int:
