@@ -106,6 +106,8 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         divisions=partial(divided_states, release),
         state_bytes=release.state_bytes,
         mirror_layout=release.memory_layout if release.has_own_mirror else None,
+        shares_tokens=max(release.context_sizes, default=1) > 1
+        and not release.facts.states_context_parallelism,
     )
 
 

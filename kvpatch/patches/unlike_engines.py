@@ -41,8 +41,10 @@ Limits:
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are cross-layer blocks, is refused, and so are padded ones. A
     D with vLLM's own host buffer, shared KV layers or context parallelism
-    leaves unlike peers to the release. Of smaller blocks, which it pairs with wrong tokens behind
-    a prefix hit, it is handed those that it pairs rightly; a request that has no such blocks fails
+    leaves unlike peers to the release, as far as that reads them rightly (a mirror exchanges whole
+    blocks alone <= 0.25; with context parallelism P's lists have to fit D's <= 0.28). Of smaller
+    blocks, which it pairs with wrong tokens behind a prefix hit, it is handed those that it pairs
+    rightly; a request that has no such blocks fails
     alone. A peer of smaller blocks is refused where the release misreads each of its requests
     (keys by column; heads, 0.23 to 0.31, or in NHD).
     Recurrent state is read whole from as many ranks as D's and of as many bytes. Between plain
@@ -65,6 +67,7 @@ from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
+from kvpatch.connector.shared_tokens import may_load
 from kvpatch.connector.state import held_by, release_worker, scheduler_state, worker_state
 from kvpatch.connector.stated_words import SideChannels, state_words, with_stated_words
 from kvpatch.connector.unlike_releases.side_channel import Address
@@ -140,6 +143,19 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
     return attach
 
 
+def _get_num_new_matched_tokens(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def matched(request: Any, num_computed_tokens: int) -> Any:
+        found = wrapped(request, num_computed_tokens)
+        scheduler = instance.connector_scheduler
+        if found[0] and not may_load(scheduler, request, scheduler_state(scheduler).facts):
+            return 0, False
+        return found
+
+    return matched(*args, **kwargs)
+
+
 # --- what no release says --------------------------------------------------------------
 
 
@@ -179,11 +195,17 @@ def _nixl_handshake(
     return shake_hands(*args, **kwargs)
 
 
-def _of_words(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """Where answers at the side channel are maps of names, to which one can be added."""
+def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """Where answers at the side channel are maps of names, to which one can be added.
+
+    And where nobody states context parallelism.
+    """
+    found: dict[Site, Wrapper] = {}
+    if facts.context_sizes and not facts.states_context_parallelism:
+        found[seams.get_num_new_matched_tokens(facts)] = _get_num_new_matched_tokens
     if not facts.encodes_metadata:
-        return {}
-    return {
+        return found
+    return found | {
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.nixl_handshake(facts): _nixl_handshake,
@@ -216,7 +238,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received
-    for site, wrapper in _of_words(facts).items():
+    for site, wrapper in _of_what_is_unsaid(facts).items():
         other = found.get(site)  # what an old release needs there
         if other is None or isinstance(other, Step):
             found[site] = wrapper

@@ -82,6 +82,9 @@ class EngineSpec:
     head_dim: int = 32
     dtype: str = "bfloat16"
     tp_size: int = 1
+    #: Of how many of its ranks each has a share of a block's tokens (decode context parallelism);
+    #: what these are the lab does not compare.
+    contexts: int = 1
     allocation: Allocation = "plain"
     #: Distinct tensors behind the layers when they share (``shared_tensors``).
     tensors: int = 1

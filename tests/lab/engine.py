@@ -532,7 +532,7 @@ class Engine:
         With `seen` only of those that the model will look at again.
         """
         spec = self.spec
-        for rank, caches in enumerate(self.caches):
+        for rank, caches in enumerate(self.caches if spec.contexts == 1 else ()):
             first = spec.first_head(rank)
             for number, layer in enumerate(caches.layers):
                 heads = range(first, first + spec.shape_of(number)[0])

@@ -88,7 +88,9 @@ def must_prove(decode: EngineSpec, release: str) -> bool:
     and the CPU backend's block size is misread there.
     """
     is_on = decode.patched and (not decode.patches or "unlike_engines" in decode.patches)
-    if not is_on or tells_blocks(release) or decode.is_told or decode.is_mirrored:
+    if not is_on or tells_blocks(release) or decode.is_told:
+        return False
+    if decode.is_mirrored and states_block_size(release):
         return False
     cuts = decode.family in ("flashinfer", "aiter") or decode.has_indexer
     if not states_block_size(release) or cuts:

@@ -143,7 +143,7 @@ class Scheduler:
         return self.connector.build_connector_meta(_empty_output())
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.spec.block_tokens)
+        return -(-tokens // (self.spec.block_tokens * self.spec.contexts))
 
     def _request(self, request_id: str, prompt_tokens: int, params: dict[str, Any]) -> Any:
         request = new_request(request_id, [1 + i % 100 for i in range(prompt_tokens)], params)

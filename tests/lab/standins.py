@@ -248,9 +248,7 @@ def number_devices(worker: Any) -> None:
     worker._register_packed_kv_cache = numbered
 
 
-def copy_blocks(
-    sources: Any, targets: Any, of: list[int], into: list[int], direction: str
-) -> None:
+def copy_blocks(sources: Any, targets: Any, of: list[int], into: list[int], direction: str) -> None:
     """What the runner of a device with a mirror hands over for its copies.
 
     Why: the release's own asks the platform, which imports that device's kernels.

@@ -40,6 +40,7 @@ class UnreadCache:
             the release itself takes for whole on every rank.
         state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
         mirror_layout: of vLLM's own host buffer, whatever it states; None where that is true.
+        shares_tokens: whether ranks share out a block's tokens and no handshake says so.
     """
 
     block_tokens: int
@@ -55,6 +56,7 @@ class UnreadCache:
     divisions: Callable[[], Mapping[str, StateDivision]] = dict
     state_bytes: tuple[int, ...] = ()
     mirror_layout: str | None = None
+    shares_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,12 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             f"it has {remote}; we have blocks of {local.block_tokens} tokens, layout "
             f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
             "use one block size and layout on both sides",
+        )
+    if local.shares_tokens and remote.tp_size != local.tp_size:
+        raise PeerRefused(
+            f"it has {remote.tp_size} ranks, ours {local.tp_size}, which share out the tokens of a "
+            "block, and this vLLM takes heads alone for shared out",
+            ONE_SIZE,
         )
     if local.mirror_layout is not None and local.has_heads:
         _check_mirror(local, remote, same_tokens=same_tokens)
