@@ -10,6 +10,7 @@ from kvpatch.core.releases import FACTS
 
 from .case import EngineSpec
 from .host import Lab
+from .releases import states_block_size
 from .stage import Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -21,7 +22,7 @@ PAIRS = {
     "like, of one block": (SHARED, 30, False),
     "P without": (ALONE, 100, False),
     "P without, of one block": (ALONE, 10, False),
-    "P of four": (replace(SHARED, tp_size=4, contexts=4), 100, False),
+    "P of four": (replace(SHARED, contexts=4), 100, False),
 }
 
 
@@ -35,6 +36,8 @@ def _nobody_states_it(lab: Lab) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_only_blocks_that_fit_are_loaded(lab: Lab, name: str) -> None:
     prefill, tokens, is_loaded = PAIRS[name]
+    if is_loaded and not states_block_size(lab.release):
+        pytest.skip("the first prompt of each P is computed (<= 0.11.0)")
     with Stage(lab) as stage:
         p, d = stage.prefill(prefill), stage.decode(SHARED)
         prompt = stage.prompt(tokens)
