@@ -13,6 +13,7 @@ from kvpatch.connector.local.recurrent_state import StatePages, pages_of
 from kvpatch.connector.local.registered_caches import LayerCache, differ_in_shape, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.state_division import division_of
+from kvpatch.connector.local.vllm_bugs import refuse_steps_under_way
 from kvpatch.connector.state import worker_state
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
@@ -43,7 +44,11 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCa
 
     Split tensors are shown otherwise, and the worker may come to believe that its backend's
     blocks no longer hold keys first.
+
+    Raises:
+        RegistrationRefused: what would be read would not stay.
     """
+    refuse_steps_under_way(release)
     cache = read_cache(release, kv_caches, leave_state=True)
     buffer = worker_state(release.worker).host_buffer
     states: Mapping[str, StatePages] = {}

@@ -68,16 +68,39 @@ class _CheckedFirst(wrapt.ObjectProxy[Any]):
 
 def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
     # From 0.29 the release asks for strides; of its own host buffer it has made them.
+    if release.has_own_mirror:
+        _refuse_other_copies(release, layers)
     if release.has_own_mirror or release.facts.names_layouts:
         return
     regions = tuple(map(_Region, release.addresses, release.region_block_bytes))
     block_tokens = int(release.worker.block_size)
+    # Of one allocation of all layers these releases make one region, and move its keys alone.
+    has_halves = release.facts.cache_shape == "blocks first" and not release.worker.use_mla
+    if has_halves and int(release.worker.num_regions) <= len(regions):
+        raise RegistrationRefused(
+            "layers lie side by side in one allocation, of whose blocks this vLLM (0.23 to 0.25) "
+            "moves the first half: use vLLM 0.26 or later, or give each layer its own memory"
+        )
     for name, cache in layers.items():
         for plane in cache.planes:
             # Of several groups' layers some may have blocks that are not cut, or of more tokens.
             parts = {1, max(1, plane.counts.block_tokens // block_tokens)}
             if not any(_lies_in(plane, region, number) for region in regions for number in parts):
                 raise RegistrationRefused(_refusal(name, plane, regions))
+
+
+def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
+    """Of CUDA's and XPU's mirrors, whose copies count blocks in the second dimension (<= 0.22)."""
+    is_second = release.facts.cache_shape == "keys first"
+    if not is_second or release.worker.device_type not in ("cuda", "xpu"):
+        return
+    for name, cache in layers.items():
+        if cache.order.dimensions.index("block") != 1:
+            raise RegistrationRefused(
+                f"blocks of {name} are the first dimension of its tensor, and this vLLM's own host "
+                "buffer copies by the second (<= 0.22): set KVPATCH_HOST_BUFFER=always, or use "
+                "vLLM 0.23 or later"
+            )
 
 
 def _lies_in(plane: Plane, region: _Region, parts: int) -> bool:

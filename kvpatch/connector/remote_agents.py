@@ -51,8 +51,8 @@ from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves_slots
-from kvpatch.connector.state import WorkerState, worker_state
-from kvpatch.connector.stated_words import CONTENTS, KEYS, SideChannels
+from kvpatch.connector.state import WorkerState, release_worker, worker_state
+from kvpatch.connector.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
 from kvpatch.connector.unlike_releases.stated import read_statement
 from kvpatch.core.errors import PeerRefused
@@ -105,6 +105,9 @@ def _unread_cache(release: ReleaseWorker) -> UnreadCache:
         rows=partial(shared_rows, release),
         divisions=partial(divided_states, release),
         state_bytes=release.state_bytes,
+        mirror_layout=release.memory_layout if release.has_own_mirror else None,
+        shares_tokens=max(release.context_sizes, default=1) > 1
+        and not release.facts.states_context_parallelism,
     )
 
 
@@ -196,6 +199,7 @@ class Handshake:
                 stated.attn_backend_name if self.facts.states_backend else None,
                 self._regions(),
                 state_bytes_of(stated, self.facts),
+                self._words.get(LAYOUT) if local.mirror_layout else None,
             )
         ranks = self.tp_rank, self.tp_size
         if statement is None:
@@ -211,7 +215,26 @@ class Handshake:
         peer = replace(peer, shares_tokens=shares_tokens, named=named)
         if statement is None and isinstance(local, LocalCache) and asks_for_keys(local, peer):
             peer = replace(peer, stated_keys=order_of(self._words.get(KEYS)))
-        return peer
+        return self._with_memory_layout(peer) if statement is None else peer
+
+    def _with_memory_layout(self, peer: AgentMetadata) -> AgentMetadata:
+        """The layout of a host buffer at P, which vLLM's own may state wrongly.
+
+        Raises:
+            PeerRefused: nobody says what it is.
+        """
+        release, state = release_worker(self.worker), worker_state(self.worker)
+        is_open = self.facts.encodes_metadata and release.memory_layout is not None
+        if not (is_open and state.is_host_buffered) or self.worker.use_mla:
+            return peer
+        told = self._words.get(LAYOUT)
+        if told is None:
+            raise PeerRefused(
+                f"its host buffer may be vLLM's own, which states {peer.layout} and may have "
+                "another layout (<= 0.25)",
+                "set ENABLE_KVPATCH there too, or KVPATCH_HOST_BUFFER=auto here",
+            )
+        return replace(peer, layout=str(told))
 
     @cached_property
     def _words(self) -> Mapping[str, object]:

@@ -22,7 +22,7 @@ _HASH_BYTES = 6
 _MOST_HASHES = 64
 #: Hashes are a multiple of so many tokens apart.
 _STEP_TOKENS = 16
-_FORM = re.compile(r"1/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})")
+_FORM = re.compile(r"1/([0-9a-f]{1,8})/([0-9a-f]{1,8})/([0-9A-Za-z_-]{0,512})")
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,19 @@ class StatedPrompt:
     """A prompt as P's answer states it (``kv_transfer_params.kvpatch_prompt``, one text).
 
     Attributes:
-        tokens: of the prompt whose keys and values P holds.
+        tokens: whose keys and values P holds, those of its answer too.
+        prompt_tokens: of these, the ones that P was sent.
         chain: the hashes at :func:`_places`, one behind the other; empty where P cannot name
             its contents (embeddings, images without a name).
     """
 
     tokens: int
+    prompt_tokens: int
     chain: bytes
 
     def __str__(self) -> str:
-        return f"1/{self.tokens:x}/{urlsafe_b64encode(self.chain).decode()}"
+        chain = urlsafe_b64encode(self.chain).decode()
+        return f"1/{self.tokens:x}/{self.prompt_tokens:x}/{chain}"
 
     def common_tokens(self, request: Any, *, names_images: bool) -> int | None:
         """Returns how many tokens of P's prompt a request begins with; None where nobody knows.
@@ -51,7 +54,8 @@ class StatedPrompt:
         tokens = prompt_tokens(request)
         if not self.chain or tokens is None or not _is_named(request, names_images):
             return None
-        places = [place for place in _places(self.tokens) if place <= len(tokens)]
+        every = _places(self.tokens, self.prompt_tokens)
+        places = [place for place in every if place <= len(tokens)]
         found = 0
         for number, own in enumerate(_hashes(request, tokens, places)):
             start = number * _HASH_BYTES
@@ -70,23 +74,26 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
     """
     known = prompt_tokens(request)
     if known is None or not _is_named(request, names_images):
-        return StatedPrompt(tokens, b"")
+        return StatedPrompt(tokens, tokens, b"")
+    prompt_tokens = min(tokens, len(known))
     if tokens > len(known):  # nobody has computed the keys and values of the last token
         known = [*known, *request.output_token_ids][: max(len(known), request.num_tokens - 1)]
     tokens = min(tokens, len(known))
-    return StatedPrompt(tokens, b"".join(_hashes(request, known, _places(tokens))))
+    chain = b"".join(_hashes(request, known, _places(tokens, prompt_tokens)))
+    return StatedPrompt(tokens, prompt_tokens, chain)
 
 
 def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
     """Returns what P has stated in its answer; None where it states nothing that is known here."""
     stated = parameters.get(FIELD)
     found = _FORM.fullmatch(stated) if isinstance(stated, str) else None
-    if found is None or len(found[2]) % 4:
+    if found is None or len(found[3]) % 4:
         return None
-    tokens, chain = int(found[1], 16), urlsafe_b64decode(found[2])
-    if chain and len(chain) != _HASH_BYTES * len(_places(tokens)):
+    tokens, prompt_tokens = int(found[1], 16), int(found[2], 16)
+    chain = urlsafe_b64decode(found[3])
+    if chain and len(chain) != _HASH_BYTES * len(_places(tokens, prompt_tokens)):
         return None
-    return StatedPrompt(tokens, chain)
+    return StatedPrompt(tokens, prompt_tokens, chain)
 
 
 def prompt_tokens(request: Any) -> list[int] | None:
@@ -97,12 +104,15 @@ def prompt_tokens(request: Any) -> list[int] | None:
     return found
 
 
-def _places(tokens: int) -> list[int]:
-    """Returns the numbers of tokens that hashes cover: evenly apart, and all of them."""
-    if not tokens:
+def _places(tokens: int, prompt_tokens: int) -> list[int]:
+    """Returns the numbers of tokens that hashes cover: evenly apart, all of them, and the prompt.
+
+    There are no more than ``_MOST_HASHES``.
+    """
+    if not 0 < prompt_tokens <= tokens:
         return []
-    step = -(-tokens // ((_MOST_HASHES - 1) * _STEP_TOKENS)) * _STEP_TOKENS
-    return [*range(step, tokens, step), tokens]
+    step = -(-tokens // ((_MOST_HASHES - 2) * _STEP_TOKENS)) * _STEP_TOKENS
+    return sorted({*range(step, tokens, step), prompt_tokens, tokens})
 
 
 def _is_named(request: Any, names_images: bool) -> bool:  # noqa: FBT001

@@ -26,6 +26,8 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 #: In P's answer: how a CPU's keys lie, and what is in blocks that are no rows of tokens.
 KEYS, CONTENTS = "kvpatch_keys", "kvpatch_contents"
+#: In P's answer: the layout of what it registers, where vLLM's own mirror would state another.
+LAYOUT = "kvpatch_layout"
 #: Of a worker's metadata, on its way to its scheduler; one without kvpatch has none.
 _WORDS = "_kvpatch_words"
 
@@ -37,7 +39,11 @@ def state_words(release: ReleaseWorker, metadata: Any) -> None:
     words: dict[str, str | None] = {}
     if release.facts.encodes_metadata:
         order = release.key_order() if release.tiles_on_amx else None
-        words = {KEYS: None if order is None else word_of(order), CONTENTS: contents_of(release)}
+        words = {
+            KEYS: None if order is None else word_of(order),
+            CONTENTS: contents_of(release),
+            LAYOUT: release.memory_layout,
+        }
     setattr(metadata, _WORDS, {name: word for name, word in words.items() if word is not None})
 
 

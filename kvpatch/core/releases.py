@@ -132,6 +132,8 @@ class ReleaseFacts:
         side_channel_port: of the handshakes, where nobody says another.
         blocks_kept_seconds: that P keeps a prompt for a D that is not heard of, or whose lease is
             not renewed.
+        spares_loaded_blocks: a step that is under way writes to no block of a load, where a model
+            has recurrent state.
         can_sleep: a worker takes back what it has registered while its engine sleeps.
         stats: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
         asks_scheduler_for_stats: the scheduler's half of the connector is asked too, in each step.
@@ -218,6 +220,7 @@ class ReleaseFacts:
     buffer_follows_device: bool = False
     side_channel_port: int = 5557
     blocks_kept_seconds: int = 120
+    spares_loaded_blocks: bool = False
     can_sleep: bool = False
     stats: Place | None = None
     asks_scheduler_for_stats: bool = False
@@ -601,6 +604,7 @@ _0_26_0 = replace(
     connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
+    spares_loaded_blocks=True,
     question="stage and rank",
     answer=_0_25_1.answer | {"remote_blocks_expiry_time"},
     params=_0_25_1.params | {"remote_blocks_expiry_time", "pp_size"},

@@ -43,8 +43,10 @@ Limits:
     Of several cache groups a P in BLNHC or BHLNC
     (0.29 on), whose blocks are cross-layer blocks, is refused, and so are padded ones. A
     D with vLLM's own host buffer, shared KV layers or context parallelism
-    leaves unlike peers to the release. Of smaller blocks, which it pairs with wrong tokens behind
-    a prefix hit, it is handed those that it pairs rightly; a request that has no such blocks fails
+    leaves unlike peers to the release, as far as that reads them rightly (a mirror exchanges whole
+    blocks alone <= 0.25; with context parallelism P's lists have to fit D's <= 0.28). Of smaller
+    blocks, which it pairs with wrong tokens behind a prefix hit, it is handed those that it pairs
+    rightly; a request that has no such blocks fails
     alone. A peer of smaller blocks is refused where the release misreads each of its requests
     (keys by column; heads, 0.23 to 0.31, or in NHD).
     Recurrent state is read whole from as many ranks as D's and of as many bytes. Between plain
@@ -67,6 +69,7 @@ from kvpatch.connector.read_dispatch import request_read
 from kvpatch.connector.registration import registration_step
 from kvpatch.connector.remote_agents import Handshake, local_cache
 from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
+from kvpatch.connector.shared_tokens import may_load
 from kvpatch.connector.state import (
     held_by,
     is_push,
@@ -153,9 +156,13 @@ def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def matched(request: Any, *more: Any, **named: Any) -> Any:
-        found = wrapped(request, *more, **named)
-        is_kept = found[0] and _is_kept_from_workers(instance.connector_scheduler, request)
-        return (0, False) if is_kept else found
+        found, scheduler = wrapped(request, *more, **named), instance.connector_scheduler
+        if found[0] and not (
+            may_load(scheduler, request, scheduler_state(scheduler).facts)
+            and not _is_kept_from_workers(scheduler, request)
+        ):
+            return 0, False
+        return found
 
     return matched(*args, **kwargs)
 
@@ -218,11 +225,17 @@ def _nixl_handshake(
     return shake_hands(*args, **kwargs)
 
 
-def _of_words(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """Where workers state something to their scheduler, and to peers where answers are maps."""
+def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """Where workers state something to their scheduler, and to peers where answers are maps.
+
+    And where nobody states context parallelism.
+    """
+    found: dict[Site, Wrapper] = {}
+    if facts.context_sizes and not facts.states_context_parallelism:
+        found[seams.get_num_new_matched_tokens(facts)] = _get_num_new_matched_tokens
     if not facts.listens_in_scheduler:
-        return {}
-    found: dict[Site, Wrapper] = {
+        return found
+    found |= {
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
         seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
@@ -258,7 +271,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received
-    for site, wrapper in _of_words(facts).items():
+    for site, wrapper in _of_what_is_unsaid(facts).items():
         other = found.get(site)  # what an old release needs there
         if other is None or isinstance(other, Step):
             found[site] = wrapper

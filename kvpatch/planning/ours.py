@@ -175,6 +175,7 @@ def local_cache(engine: PlannedEngine, rank: int) -> LocalCache | UnreadCache:
             kinds=partial(_kinds, engine),
             divisions=partial(_divisions, engine),
             misreads_smaller=misread,
+            mirror_layout=None if facts.cache_shape == "packed" else "NHD",
         )
     own: RankCache = rank_cache(engine, rank)
     planes = [plane for layer in own.geometry.layers.values() for plane in layer.planes]

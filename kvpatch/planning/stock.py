@@ -47,11 +47,21 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
         if unseen is not None:
             return Verdict(Outcome.WRONG, f"{unseen}, and nobody compares them", unseen.cure)
         _refuse_other_drafts(pair)
-        return _read(pair, request)
+        return _wrong_mirror(pair) or _read(pair, request)
     verdict = _reaction(pair, refusal)
     if verdict.outcome is not Outcome.CRASH and request.cached >= request.tokens:
         return replace(verdict, outcome=Outcome.NOT_TOLD)
     return verdict
+
+
+def _wrong_mirror(pair: Pair) -> Verdict | None:
+    """Of unlike blocks or ranks, where a mirror has another layout than it states (<= 0.25)."""
+    p, d = pair.prefill, pair.decode
+    is_like = p.tp_size == d.tp_size and p.kernel_tokens == d.kernel_tokens
+    if is_like or not d.has_mirror or d.model.is_mla or d.facts.cache_shape == "packed":
+        return None
+    reason = "vLLM's own host buffer has layout NHD whatever it states, and takes heads for tokens"
+    return Verdict(Outcome.WRONG, reason, f"{_SAME_BLOCKS}, and {_SAME_RANKS}")
 
 
 def _refuse_other_drafts(pair: Pair) -> None:

@@ -521,6 +521,11 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         "KVCacheLayout[" in s.body(s.worker, "post_process_device_kv_on_receive")
         or "block_stride_per_layer" in s.body(s.worker, "register_kv_caches")
     ),
+    # Blocks that a load will fill are not zeroed, nor written to by requests that have ended.
+    "spares_loaded_blocks": lambda s: (
+        "self.defer_block_free" in s.core("__init__")
+        and ("_skip_zero_block_ids" in s.core("schedule") or "skip_zeroing" in s.core("schedule"))
+    ),
     "can_sleep": lambda s: s.method(s.worker, "unregister_kv_caches") is not None,
     "stats": _stats,
     "asks_scheduler_for_stats": lambda s: (

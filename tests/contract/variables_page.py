@@ -81,8 +81,8 @@ MEANINGS = {
     "KVPATCH_UNSTATED_LAYOUT": "of a peer whose handshake states no layout (0.10.0): `prove` has D "
     "find it out, `same` takes it for D's own, as `KVPATCH_PEER_LAYOUT` with D's layout does",
     "KVPATCH_HOST_BUFFER": "`auto` sends KV through a [buffer in host "
-    "memory](../how-to/host_buffer.md) where NIXL cannot register the device's, `always` "
-    "everywhere, `never` nowhere",
+    "memory](../how-to/host_buffer.md) where NIXL cannot register the device's and vLLM has no "
+    "host buffer of its own for it, `always` everywhere, `never` nowhere",
     "KVPATCH_HOST_BUFFER_BYTES": "size of each worker's host buffer, and no more than the device's "
     "cache",
     "KVPATCH_KVCACHED_CARDS": "`refuse` refuses kvcached's memory on a device that a network card "

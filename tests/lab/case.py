@@ -52,6 +52,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 STORAGELESS = "xla"
 #: torch_xla's own CPU, where it is installed: as vLLM's platform calls a device of torch_xla's.
 XLA = "tpu"
+#: A device of which a release mirrors the whole cache in host memory (from 0.10.2).
+MIRRORED = "xpu"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ class EngineSpec:
     head_dim: int = 32
     dtype: str = "bfloat16"
     tp_size: int = 1
+    #: Of how many of its ranks each has a share of a block's tokens (decode context parallelism);
+    #: what these are the lab does not compare.
+    contexts: int = 1
     allocation: Allocation = "plain"
     #: Distinct tensors behind the layers when they share (``shared_tensors``).
     tensors: int = 1
@@ -175,6 +180,11 @@ class EngineSpec:
     def is_told(self) -> bool:
         """Whether its kvpatch is told what blocks P has."""
         return any(name == PEER_BLOCK_SIZE for name, _ in self.settings)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether vLLM's own host buffer is what is registered."""
+        return self.device == MIRRORED and ("KVPATCH_HOST_BUFFER", "always") not in self.settings
 
     @property
     def blocks(self) -> int:

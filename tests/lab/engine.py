@@ -24,7 +24,7 @@ from tests.storageless import StoragelessStandIn
 
 from . import disguise, release, standins
 from .caches import UNMAPPED, Caches, build, layer_name
-from .case import STORAGELESS, XLA
+from .case import MIRRORED, STORAGELESS, XLA
 from .compare import UNSIGNED, Array, expected, numbers_of, slots
 from .core import CoreScheduler
 from .engine_api import Start
@@ -159,7 +159,11 @@ class Engine:
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, spec.tp_size):
                 self._count_on(release.nixl_of(worker).connector_worker.nixl_wrapper)
+                if spec.device == "cuda":
+                    standins.number_devices(release.nixl_of(worker).connector_worker)
                 worker.register_kv_caches(self._registered(rank))
+                if spec.device == MIRRORED:
+                    worker.set_host_xfer_buffer_ops(standins.copy_blocks)
             if self.pretends:
                 standins.restore_remote_blocks(release.nixl_of(worker).connector_worker)
 
@@ -532,7 +536,7 @@ class Engine:
         With `seen` only of those that the model will look at again.
         """
         spec = self.spec
-        for rank, caches in enumerate(self.caches):
+        for rank, caches in enumerate(self.caches if spec.contexts == 1 else ()):
             first = spec.first_head(rank)
             for number, layer in enumerate(caches.layers):
                 heads = range(first, first + spec.shape_of(number)[0])

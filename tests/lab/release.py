@@ -336,6 +336,8 @@ def vllm_config(spec: EngineSpec, engine_id: str, role: str, extra: dict[str, An
     )
     config.parallel_config.tensor_parallel_size = spec.tp_size
     config.parallel_config.world_size = spec.tp_size
+    if spec.contexts > 1:
+        config.parallel_config.decode_context_parallel_size = spec.contexts
     if spec.is_hybrid or spec.mixes_kinds:
         cache.num_gpu_blocks_override = spec.planned_blocks
     if spec.has_core:  # the engine's own defaults, which <= 0.11.0 its arguments set

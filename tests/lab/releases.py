@@ -90,6 +90,8 @@ def must_prove(decode: EngineSpec, release: str) -> bool:
     is_on = decode.patched and (not decode.patches or "unlike_engines" in decode.patches)
     if not is_on or tells_blocks(release) or decode.is_told:
         return False
+    if decode.is_mirrored and states_block_size(release):
+        return False
     cuts = decode.family in ("flashinfer", "aiter") or decode.has_indexer
     if not states_block_size(release) or cuts:
         return True

@@ -158,7 +158,7 @@ class Scheduler:
         return self.connector.build_connector_meta(_empty_output())
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.spec.block_tokens)
+        return -(-tokens // (self.spec.block_tokens * self.spec.contexts))
 
     def _request(
         self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any]

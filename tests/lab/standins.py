@@ -227,6 +227,42 @@ def set_device_type(device: str) -> None:
             module.NixlWrapper = host_memory_agent(wrapper)
 
 
+def number_devices(worker: Any) -> None:
+    """Has memory of one allocation say that it is on device 0.
+
+    Why: the release asks it for its device's number, which host memory has not.
+    Releases: 0.24 to 0.28, where a worker is to believe in CUDA.
+    """
+    register = getattr(worker, "_register_packed_kv_cache", None)
+    if register is None:
+        return
+
+    def numbered(storage: Any) -> Any:
+        shown = types.SimpleNamespace(
+            nbytes=storage.nbytes,
+            data_ptr=storage.data_ptr,
+            device=types.SimpleNamespace(index=0),
+        )
+        return register(shown)
+
+    worker._register_packed_kv_cache = numbered
+
+
+def copy_blocks(sources: Any, targets: Any, of: list[int], into: list[int], direction: str) -> None:
+    """What the runner of a device with a mirror hands over for its copies.
+
+    Why: the release's own asks the platform, which imports that device's kernels.
+    Releases: all that mirror; which dimension counts blocks is asked of the release's source.
+    """
+    platform = Path(sys.modules["vllm.platforms"].__file__ or "").with_name("xpu.py")
+    second = "src_cache[:, src_block_indices]" in platform.read_text()
+    for name, source in sources.items() if of else ():
+        if second:
+            targets[name][:, into] = source[:, of]
+        else:
+            targets[name][into] = source[of]
+
+
 def restore_remote_blocks(worker: Any) -> None:
     """After registration a worker only makes index tensors on its device.
 

@@ -27,6 +27,8 @@ TOKENS = 150
 #: Of a P that is not to let go of anything, and of one that soon does.
 _LEASE_SECONDS, _SHORT_SECONDS = 60, 1
 _SECONDS = 5.0
+#: D polls for a digest that does not come some thousand times, however slow the machine is.
+_LATE_SECONDS = 240.0
 _TIMEOUT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 
@@ -312,6 +314,7 @@ def test_loads_without_a_digest_are_counted_as_such(lab: Lab, kind: str, why: st
 
         found.decode.ask(replace(ask, answer=json.dumps(answer)))
 
+        assert not found.decode.watch(prompt, seconds=_LATE_SECONDS).waiting
         assert_identical(found.decode, [prompt], loaded(prompt, lab.release))
         found.assert_counted(**UNCHECKED)
         if why == "P is late":

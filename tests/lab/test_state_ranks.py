@@ -72,6 +72,26 @@ def _expect_identical(lab: Lab, case: Case) -> Report:
     return report
 
 
+@pytest.mark.parametrize("device", ["cuda", ""])
+def test_steps_that_are_begun_ahead_are_refused(lab: Lab, device: str) -> None:
+    """<= 0.25, on a device that computes beside its host: a CPU does one step after the other."""
+    spec = replace(
+        _spec(1, "mamba2"),
+        device=device,
+        schedules_ahead=True,
+        patched=True,
+        patches=SLUGS,
+    )
+
+    report = lab.run(Case("ahead", spec, spec, _PROMPT_TOKENS))
+
+    if device and not FACTS[lab.release].spares_loaded_blocks:
+        assert report.outcome == "refused", report
+        assert "--no-async-scheduling" in report.detail
+        report = lab.run(Case("not ahead", *[replace(spec, schedules_ahead=False)] * 2, 300))
+    assert report.outcome == "identical", report
+
+
 _ALIKE = [
     *itertools.product([(1, 2), (2, 1)], MODELS),
     *itertools.product([(2, 4), (4, 2)], ["mamba2", "mamba2, one group"]),

@@ -45,6 +45,19 @@ def test_blocks_that_lie_elsewhere(lab: Lab, family: Family, allocation: Allocat
         assert "bytes apart" in report.detail and "ENABLE_KVCACHED" in report.detail
 
 
+@pytest.mark.parametrize("family", ["flash", "flashinfer", "mla"])
+def test_one_allocation_on_a_numbered_device(lab: Lab, family: Family) -> None:
+    """From 0.24 on the release makes one region of it; 0.24 and 0.25 move half of each block."""
+    spec = replace(_SPEC, layers=4, family=family, allocation="pool", device="cuda")
+    stock = _run(lab, spec, spec)
+    if lab.release in ("0.24.0", "0.25.1"):  # the negative control
+        assert stock.outcome == ("identical" if family == "mla" else "corrupt"), stock
+
+    report = _run(lab, _on(spec), _on(spec))
+
+    assert report.outcome == ("identical" if stock.outcome == "identical" else "refused"), report
+
+
 def test_an_order_that_is_not_the_backends(lab: Lab) -> None:
     """Two of one allocator are like each other; beside a plain engine P says what it has."""
     if not states_layout(lab.release):

@@ -335,6 +335,26 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, UncheckedMetadata | AgentMetadata, An
         replace(UNCHECKED, block_tokens=64), Stock,
     ),
     "no number of tokens": (UNREAD, replace(UNCHECKED, block_tokens="8"), Stock),
+    "a mirror like ours": (replace(UNREAD, mirror_layout="NHD"), UNCHECKED, Stock),
+    "a mirror of other blocks": (
+        replace(UNREAD, mirror_layout="NHD"), replace(UNCHECKED, block_tokens=64), "always on both",
+    ),
+    "a mirror of other ranks": (
+        replace(UNREAD, mirror_layout="NHD"), replace(UNCHECKED, tp_size=8), "always on both",
+    ),
+    "a mirror of latents": (
+        replace(UNREAD, mirror_layout="NHD", has_heads=False), replace(UNCHECKED, tp_size=8), Stock,
+    ),
+    "kvpatch's buffer beside a mirror": (
+        replace(UNREAD, mirror_layout="NHD"), replace(UNCHECKED, memory_layout="HND"),
+        "always on both",
+    ),
+    "a mirror that states what it has, of other ranks": (
+        replace(UNREAD, mirror_layout=UNREAD.layout), replace(UNCHECKED, tp_size=8), Stock,
+    ),
+    "other ranks, which share out tokens": (
+        replace(UNREAD, shares_tokens=True), replace(UNCHECKED, tp_size=8), "--tensor-parallel-size",
+    ),
     "smaller blocks that join": (
         replace(UNREAD, kinds=lambda: {"a": _POOLED}), replace(UNCHECKED, block_tokens=8), Stock,
     ),

@@ -32,7 +32,7 @@ ALONE = {
     "prefill_context_parallel_size": 1,
     "pipeline_parallel_size": 1,
 }
-KNOWN = frozenset({"cuda", "tpu", "cpu"})
+KNOWN = {"cuda": ("cuda", "cpu"), "xpu": ("cpu",), "tpu": ("cpu",), "cpu": ("cpu",)}
 
 
 class TestIsWanted:
@@ -41,8 +41,9 @@ class TestIsWanted:
         [
             ("cpu", "cpu", False),
             ("cuda", "cuda", False),
-            ("cuda", "cpu", True),
-            ("tpu", "cpu", True),
+            ("cuda", "cpu", False),  # the release's own mirror stays
+            ("xpu", "cpu", False),
+            ("tpu", "cpu", True),  # whose tensors have no storage
             ("npu", "npu", True),
             ("npu", "cuda", True),
         ],
@@ -53,19 +54,24 @@ class TestIsWanted:
         assert is_wanted("auto", device, buffer_device, KNOWN) is expected
 
     def test_not_on_a_cpu_that_the_release_does_not_know(self) -> None:
-        assert not is_wanted("auto", "cpu", "cpu", frozenset({"cuda"}))
+        assert not is_wanted("auto", "cpu", "cpu", {"cuda": ("cuda",)})
+
+    def test_by_itself_where_the_release_has_no_mirror(self) -> None:
+        assert is_wanted("auto", "cuda", "cpu", {"cuda": ("cuda",)})  # <= 0.11.0
 
     @pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
     def test_always(self, device: str) -> None:
         assert is_wanted("always", device, "cuda", KNOWN)
 
-    @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_never(self, device: str) -> None:
-        assert not is_wanted("never", device, device, KNOWN)
+    @pytest.mark.parametrize(
+        ("device", "buffer"), [("cpu", "cpu"), ("cuda", "cuda"), ("cuda", "cpu")]
+    )
+    def test_never(self, device: str, buffer: str) -> None:
+        assert not is_wanted("never", device, buffer, KNOWN)
 
     @pytest.mark.parametrize(
         ("device", "buffer_device", "fact"),
-        [("npu", "npu", "registers cpu, cuda, tpu"), ("cuda", "cpu", "kv_buffer_device is cpu")],
+        [("npu", "npu", "registers cpu, cuda, tpu"), ("npu", "cpu", "kv_buffer_device is cpu")],
     )
     def test_never_where_nothing_else_is_possible(
         self, device: str, buffer_device: str, fact: str

@@ -58,7 +58,7 @@ def test_no_token_is_common_that_differs(first: list[int], second: list[int]) ->
     assert found <= same
     if same == len(first):
         assert found == same, "all of P's prompt is in D's"
-    assert found >= same - 16 * -(-len(first) // (16 * 63)), "no more than a step is lost"
+    assert found >= same - 16 * -(-len(first) // (16 * 62)), "no more than a step is lost"
 
 
 def test_a_long_prompt_is_told_in_a_short_text() -> None:
@@ -75,6 +75,7 @@ def test_an_answers_last_token_is_not_held() -> None:
     assert state_prompt(turn, 9, names_images=True).tokens == 4
     assert state_prompt(turn, 3, names_images=True).tokens == 3
     assert _common(turn, _request([1, 2, 3, 4, 9]), tokens=4) == 4
+    assert _common(turn, _request([1, 2, 3]), tokens=4) == 3, "the prompt has a hash of its own"
 
 
 def test_adapters_and_images_are_told_apart() -> None:
@@ -99,11 +100,12 @@ def test_what_has_no_name_is_not_compared(names_images: bool) -> None:  # noqa: 
         assert good.common_tokens(named, names_images=False) is None
     embedded = _request(tokens)
     embedded.prompt_embeds = object()
-    assert state_prompt(embedded, 100, names_images=True) == StatedPrompt(100, b"")
+    assert state_prompt(embedded, 100, names_images=True) == StatedPrompt(100, 100, b"")
 
 
 @pytest.mark.parametrize(
-    "text", [None, 7, "", "1/", "1/a", "2/a/", "1/a/xx", "1/ffffffff/AAAAAAAA", "1/2/AAAAAAA=", {}]
+    "text",
+    [None, 7, "", "1/", "1/a/a", "2/a/a/", "1/a/a/xx", "1/ffffffff/1/AAAAAAAA", "1/2/2/AAAAAAA=", {}],
 )
 def test_what_no_p_states_is_nothing(text: Any) -> None:
     found = read_prompt({FIELD: text})

@@ -39,6 +39,8 @@ class UnreadCache:
         divisions: how ranks share out the states of each layer that has some, but for those that
             the release itself takes for whole on every rank.
         state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
+        mirror_layout: of vLLM's own host buffer, whatever it states; None where that is true.
+        shares_tokens: whether ranks share out a block's tokens and no handshake says so.
     """
 
     block_tokens: int
@@ -53,11 +55,17 @@ class UnreadCache:
     rows: Callable[[], SharedRows | None] = lambda: None
     divisions: Callable[[], Mapping[str, StateDivision]] = dict
     state_bytes: tuple[int, ...] = ()
+    mirror_layout: str | None = None
+    shares_tokens: bool = False
 
 
 @dataclass(frozen=True)
 class UncheckedMetadata:
-    """What a cache that we do not read into asks of a peer's metadata; the release checks it."""
+    """What a cache that we do not read into asks of a peer's metadata; the release checks it.
+
+    Attributes:
+        memory_layout: by the word of its kvpatch; None without one, as a mirror of vLLM's has it.
+    """
 
     engine_id: str
     tp_size: int
@@ -66,6 +74,7 @@ class UncheckedMetadata:
     backend: Any = None
     regions: tuple[Region, ...] = ()
     state_bytes: tuple[int, ...] = ()
+    memory_layout: object = None
 
 
 Metadata = AgentMetadata | UncheckedMetadata
@@ -94,6 +103,14 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
             f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
             "use one block size and layout on both sides",
         )
+    if local.shares_tokens and remote.tp_size != local.tp_size:
+        raise PeerRefused(
+            f"it has {remote.tp_size} ranks, ours {local.tp_size}, which share out the tokens of a "
+            "block, and this vLLM takes heads alone for shared out",
+            ONE_SIZE,
+        )
+    if local.mirror_layout is not None and local.has_heads:
+        _check_mirror(local, remote, same_tokens=same_tokens)
     if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
         # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
         joins = facts.pairs_heads_by_layout and has_smaller_blocks(remote, local.block_tokens)
@@ -110,6 +127,24 @@ def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> N
         _check_rings(local)
     if local.knows_keys:
         check_smaller(remote, local.block_tokens, local.misreads_smaller)
+
+
+def _check_mirror(local: UnreadCache, remote: Metadata, *, same_tokens: bool) -> None:
+    """Refuses what a mirror does not hold as it states it.
+
+    Raises:
+        PeerRefused: the release would take heads for tokens.
+    """
+    told = remote.memory_layout if isinstance(remote, UncheckedMetadata) else None
+    is_true = local.layout == local.mirror_layout
+    is_like = is_true or (same_tokens and remote.tp_size == local.tp_size)
+    if told not in (None, local.mirror_layout) or not is_like:
+        raise PeerRefused(
+            f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
+            f"{local.layout} (<= 0.25): it moves whole blocks between two of its kind",
+            "use one --block-size and --tensor-parallel-size on both sides, or "
+            "KVPATCH_HOST_BUFFER=always on both",
+        )
 
 
 def _check_uncut(

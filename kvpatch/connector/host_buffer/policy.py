@@ -7,6 +7,7 @@ own, from the same facts.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpatch.core import settings
@@ -15,35 +16,42 @@ from kvpatch.core.releases import ReleaseFacts
 
 #: The first host block is for vLLM's null block, whose number is 0 in every table of blocks.
 NULL_BLOCKS = 1
+#: The device type whose tensors have no storage.
+_STORAGELESS = "tpu"
 
 
 def is_wanted(
-    mode: str, device_type: str, buffer_device: str, known_devices: frozenset[str]
+    mode: str, device_type: str, buffer_device: str, memories: Mapping[str, Sequence[str]]
 ) -> bool:
-    """Whether this engine's KV goes through a host buffer.
+    """True if this engine's KV goes through a host buffer of kvpatch's.
+
+    The release's own mirror stays where it has one that works: it serves what kvpatch's buffer
+    refuses.
 
     Args:
         mode: ``auto``, ``always`` or ``never``.
         device_type: the platform's, as torch names it.
         buffer_device: ``kv_buffer_device`` of the transfer configuration.
-        known_devices: the device types that the release registers with NIXL, or has a
-            host buffer of its own for.
+        memories: by device type, the devices whose memory the release registers with NIXL for it;
+            the CPU's is its mirror.
 
     Raises:
         HostBufferRefused: it is forbidden where nothing else is possible.
     """
     if mode == "always":
         return True
-    if device_type == "cpu":
-        return False  # its caches are host memory
+    # A mirror of tensors that have no storage states another layout than it has.
+    own = () if device_type == _STORAGELESS else memories.get(device_type, ())
+    if device_type == "cpu":  # its caches are host memory
+        return False
     asked = buffer_device == "cpu"
-    if not asked and device_type in known_devices:
+    if "cpu" in own if asked else own:
         return False
     if mode == "never":
         reason = (
             "kv_buffer_device is cpu"
             if asked
-            else f"this vLLM registers {', '.join(sorted(known_devices))} with NIXL"
+            else f"this vLLM registers {', '.join(sorted(memories))} with NIXL"
         )
         raise HostBufferRefused(
             f"KVPATCH_HOST_BUFFER=never, and the device is {device_type} where {reason}: set it to "
@@ -73,7 +81,7 @@ def is_wanted_here(vllm_config: Any, facts: ReleaseFacts) -> bool:
         str(current_platform.device_type),
         vllm_config.kv_transfer_config.kv_buffer_device or "cuda",
         # 0.10.0 registers everything as CUDA's memory.
-        frozenset(supported_devices(facts) or ("cuda",)),
+        supported_devices(facts) or {"cuda": ("cuda",)},
     )
     if wanted:
         refuse_shares(vllm_config.parallel_config, facts)

@@ -69,6 +69,21 @@ class ReleaseWorker:
         """The layout that it tells peers; None on 0.10.0, which tells none."""
         return self.worker.kv_cache_layout if self.facts.states_layout else None
 
+    @property
+    def memory_layout(self) -> str | None:
+        """The layout of what it registers, where a mirror may state another; None elsewhere.
+
+        <= 0.25 a mirror has the layout of its tensors' shapes, and states the device's.
+        """
+        from vllm.platforms import current_platform
+
+        is_sure = self.facts.cache_shape == "packed" or current_platform.device_type == "cpu"
+        if is_sure or not self.has_own_mirror:
+            return None if is_sure else self.stated_layout
+        worker, is_named = self.worker, self.facts.has_host_buffer_layout
+        is_permuted = is_named and worker.host_buffer_kv_cache_layout != worker.kv_cache_layout
+        return "HND" if is_permuted else "NHD"
+
     @contextmanager
     def speaking_through(self, agent: Any) -> Iterator[None]:
         """While inside, it has this one in place of its own NIXL agent."""

@@ -10,6 +10,11 @@ block to block of a state by its own page, where a block of all layers lies betw
 sends other layers' bytes, without an error. Only where attention of another group begins in the
 same place, and is registered first, does it step as it should.
 
+Recurrent state beside steps that are under way (<= 0.25, vLLM #37285, #45357 and #48481): under
+asynchronous scheduling a step is begun before the one before it is over. A load's blocks are then
+zeroed, or written to by a request that has ended (<= 0.23), when P's bytes are there already. A
+CPU runs one step after the other.
+
 Tiles that a process may not use yet (CPU, bfloat16, a processor with AMX; seen on 0.32.0): Linux
 lets a process use AMX when it has asked. Nothing of the CPU backend asks; PyTorch does before its
 first large product of matrices. A worker whose first request is a load has computed none, and its
@@ -24,6 +29,7 @@ from typing import Any
 
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.cross_layer_blocks import in_order
 from kvpatch.geometry.layout_strides import LAYERS_INSIDE_BLOCKS
 
@@ -60,6 +66,28 @@ def ask_for_tiles() -> None:
         _LOG.warning(
             "this process may not use AMX, with which vLLM computes attention here: it may end "
             "with SIGILL; use --dtype float32"
+        )
+
+
+def refuse_steps_under_way(release: ReleaseWorker) -> None:
+    """Refuses a D whose steps may write to what it loads.
+
+    Raises:
+        RegistrationRefused: with the option that makes it right.
+    """
+    from vllm.platforms import current_platform
+
+    facts, config = release.facts, release.worker.vllm_config
+    if not facts.has_cache_groups or facts.spares_loaded_blocks:
+        return
+    is_ahead = config.scheduler_config.async_scheduling and config.kv_transfer_config.is_kv_consumer
+    if not is_ahead or current_platform.device_type == "cpu":
+        return
+    if any(hasattr(release.spec_of(layer), "shapes") for layer in release.worker._layer_specs):
+        raise RegistrationRefused(
+            "this model has recurrent state, and under asynchronous scheduling a step that is "
+            "under way writes to blocks that are loaded (vLLM #45357, #48481): use "
+            "--no-async-scheduling, or vLLM 0.26 or later; a P alone may have kv_role kv_producer"
         )
 
 

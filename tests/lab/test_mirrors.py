@@ -1,0 +1,118 @@
+"""vLLM's own host buffer, which mirrors the whole cache of a device in host memory.
+
+<= 0.25 the mirror has the layout of its tensors' shapes, NHD, and states the device's, HND. Two of
+one kind exchange whole blocks, and all else is read wrongly by stock, without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from packaging.version import Version
+
+from kvpatch.core.releases import FACTS
+from kvpatch.patches import SLUGS
+
+from .case import MIRRORED, Case, EngineSpec
+from .host import Lab
+from .releases import states_block_size
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+TOKENS = 150
+SPEC = EngineSpec(
+    device=MIRRORED,
+    own_scheduler=True,
+    block_tokens=16,
+    planned_blocks=32,
+    layers=2,
+    kv_heads=2,
+    head_dim=16,
+    dtype="float32",
+)
+WIDE, RANKS = replace(SPEC, block_tokens=64), replace(SPEC, tp_size=2)
+NHD = replace(SPEC, layout="NHD")
+MLA, FLASHINFER = replace(SPEC, family="mla", head_dim=64), replace(SPEC, family="flashinfer")
+#: kvpatch's own buffer, whose bytes are what it states.
+POOL = replace(SPEC, patched=True, patches=SLUGS, settings=(("KVPATCH_HOST_BUFFER", "always"),))
+
+
+@pytest.fixture(autouse=True)
+def _release_mirrors(lab: Lab) -> None:
+    if f"{MIRRORED}: cpu" not in FACTS[lab.release].buffer_devices:
+        pytest.skip("this release mirrors no such device")
+
+
+def _on(spec: EngineSpec) -> EngineSpec:
+    return spec if spec.patched else replace(spec, patched=True, patches=SLUGS)
+
+
+def _case(pair: tuple[EngineSpec, EngineSpec]) -> Case:
+    return Case("mirror", *pair, prompt_tokens=TOKENS, n_requests=2)
+
+
+@pytest.mark.parametrize("spec", [SPEC, NHD], ids=["HND", "NHD"])
+def test_like_pair_is_the_releases(lab: Lab, spec: EngineSpec) -> None:
+    for pair in [(spec, _on(spec)), (_on(spec), spec), (_on(spec), _on(spec))]:
+        report = lab.run(_case(pair))
+        assert report.outcome == "identical", report
+
+
+UNLIKE = {
+    "16 to 64": (SPEC, WIDE),
+    "64 to 16": (WIDE, SPEC),
+    "1 to 2 ranks": (SPEC, RANKS),
+    "2 to 1 ranks": (RANKS, SPEC),
+    "NHD, 16 to 64": (NHD, replace(WIDE, layout="NHD")),
+    "from kvpatch's": (POOL, SPEC),
+    "to kvpatch's": (SPEC, POOL),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_unlike_pair_is_right_or_refused(lab: Lab, name: str) -> None:
+    pair = UNLIKE[name]
+    if POOL in pair and not FACTS[lab.release].encodes_metadata:
+        pytest.skip("known to be wrong (docs/reference/limits.md): P cannot say what it has")
+    stock = lab.run(_case(pair)) if POOL not in pair else None
+
+    report = lab.run(_case((pair[0], _on(pair[1]))))
+
+    if stock is not None and stock.outcome == "identical" and "NHD" not in name:
+        assert report.outcome == "identical", report
+    else:
+        assert report.outcome in ("identical", "refused"), (stock, report)
+    if report.outcome == "refused" and stock is not None and stock.outcome == "corrupt":
+        assert "use one --block-size" in report.detail
+
+
+def test_stock_reads_heads_for_tokens(lab: Lab) -> None:
+    """The negative control: without an error, with as many blocks of as many bytes."""
+    is_wrong = FACTS[lab.release].cache_shape != "packed"
+
+    report = lab.run(_case(UNLIKE["1 to 2 ranks"]))
+
+    assert report.outcome == ("corrupt" if is_wrong else "identical"), report
+
+
+def test_with_kvpatchs_buffer_on_both_sides_any_blocks_are_read(lab: Lab) -> None:
+    if not states_block_size(lab.release):
+        pytest.skip("this release's handshake does not state what sets these apart")
+    for pair in [(16, 64), (64, 16)]:
+        p, d = (replace(POOL, block_tokens=tokens) for tokens in pair)
+        report = lab.run(_case((p, d)))
+        assert report.outcome == "identical", report
+
+
+@pytest.mark.parametrize("spec", [MLA, FLASHINFER], ids=["latents", "blocks first"])
+def test_copies_of_another_dimension_are_refused(lab: Lab, spec: EngineSpec) -> None:
+    """<= 0.22 the platform's copies take the second dimension for that of blocks."""
+    report = lab.run(_case((_on(spec), _on(spec))))
+
+    if Version(lab.release) < Version("0.23"):
+        assert report.outcome == "refused", report
+        assert "set KVPATCH_HOST_BUFFER=always" in report.detail
+        spec = replace(spec, settings=POOL.settings)
+        report = lab.run(_case((_on(spec), _on(spec))))
+    assert report.outcome == "identical", report
