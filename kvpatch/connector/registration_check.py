@@ -90,7 +90,13 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
 
 
 def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
-    """Of CUDA's and XPU's mirrors, whose copies count blocks in the second dimension (<= 0.22)."""
+    """Refuses tensors of which CUDA's and XPU's mirrors copy other blocks (<= 0.22).
+
+    Their copies take the second dimension for that of blocks.
+
+    Raises:
+        RegistrationRefused: a layer has its blocks elsewhere.
+    """
     is_second = release.facts.cache_shape == "keys first"
     if not is_second or release.worker.device_type not in ("cuda", "xpu"):
         return

@@ -228,7 +228,7 @@ class Handshake:
         if not (is_open and state.is_host_buffered) or self.worker.use_mla:
             return peer
         told = self._words.get(LAYOUT)
-        if told is None:
+        if told not in ("HND", "NHD"):
             raise PeerRefused(
                 f"its host buffer may be vLLM's own, which states {peer.layout} and may have "
                 "another layout (<= 0.25)",

@@ -1,7 +1,7 @@
-"""Whether P's ranks share out the tokens of a block as D's do, by the number of P's blocks.
+"""Tells by the number of P's blocks that P's ranks share out a block's tokens as D's ranks do.
 
-<= 0.28 no handshake states context parallelism. Where D has it, its blocks hold as many times more
-tokens, and a P without it names more blocks, of which the release takes the last ones.
+<= 0.28 no handshake states context parallelism. With it a block of D's holds several times the
+tokens. A P without it names more blocks, and the release loads the last of them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
 def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
-    """True if the blocks that a request names can only be those of a P with D's own sizes.
+    """True if only a P with D's own sizes can have named the blocks of a request.
 
-    A prompt of one of D's blocks has one block at any P: D computes it.
+    A prompt that fits into one of D's blocks may have one block at any P: D computes it.
     """
     parallel = scheduler.vllm_config.parallel_config
     ranks = prod(int(getattr(parallel, name)) for name in facts.context_sizes)

@@ -43,8 +43,10 @@ def why_joined_wrongly(cache: JoiningCache, facts: ReleaseFacts) -> str:
         return "takes keys that the backend keeps by column for rows"
     if cache.decode_contexts > 1 and not facts.states_context_parallelism:
         return "does not know that ranks share out the tokens of a block"
-    if cache.is_mla or facts.pairs_heads_by_layout:
+    if facts.pairs_heads_by_layout:
         return ""
+    if cache.is_mla:  # [block, 1, token, channel], of which it takes the second for tokens
+        return "zeroes all of a prompt's last block (0.29 to 0.31)" if facts.names_layouts else ""
     if facts.cache_shape != "keys first":
         return "puts heads in wrong places of larger blocks (0.23 to 0.31)"
     return "" if cache.layout == "HND" else "takes NHD for HND in larger blocks"

@@ -5,6 +5,8 @@ A layer of D's looks at another one's cache, and has none of its own.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from packaging.version import Version
 
@@ -84,3 +86,28 @@ def test_a_peer_of_which_every_request_would_be_wrong(lab: Lab) -> None:
 
     assert report.outcome == "refused", report
     assert "puts heads in wrong places" in report.detail
+
+
+@pytest.mark.parametrize("prompt_tokens", [150, 128])
+def test_a_last_block_of_latents(lab: Lab, prompt_tokens: int) -> None:
+    """0.29 to 0.31 take the heads of [block, 1, token, channel] for the tokens of a block.
+
+    They zero all of a last block that P's do not fill.
+    """
+    case = _case(16, prompt_tokens)
+    latents = {"family": "mla", "head_dim": 64, "dtype": "bfloat16", "tp_size": 1}
+    case = replace(
+        case,
+        prefill=replace(case.prefill, **latents),
+        decode=replace(case.decode, **latents),
+    )
+    is_wrong = Version("0.29") <= Version(lab.release) < Version("0.32")
+
+    stock, report = lab.run(case), lab.run(case.patched(*SLUGS, prefill=False))
+
+    assert stock.outcome == ("corrupt" if is_wrong and prompt_tokens % 64 else "identical"), stock
+    if is_wrong:
+        assert report.outcome == "refused", report
+        assert "a prompt's last block" in report.detail
+    else:
+        _assert_identical(report)

@@ -353,7 +353,7 @@ UNREAD_PEERS: dict[str, tuple[UnreadCache, UncheckedMetadata | AgentMetadata, An
         replace(UNREAD, mirror_layout=UNREAD.layout), replace(UNCHECKED, tp_size=8), Stock,
     ),
     "other ranks, which share out tokens": (
-        replace(UNREAD, shares_tokens=True), replace(UNCHECKED, tp_size=8), "--tensor-parallel-size",
+        replace(UNREAD, shares_tokens=True), replace(UNCHECKED, tp_size=8), "--tensor-parallel",
     ),
     "smaller blocks that join": (
         replace(UNREAD, kinds=lambda: {"a": _POOLED}), replace(UNCHECKED, block_tokens=8), Stock,

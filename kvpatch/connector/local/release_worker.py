@@ -77,9 +77,11 @@ class ReleaseWorker:
         """
         from vllm.platforms import current_platform
 
-        is_sure = self.facts.cache_shape == "packed" or current_platform.device_type == "cpu"
-        if is_sure or not self.has_own_mirror:
-            return None if is_sure else self.stated_layout
+        if self.facts.cache_shape == "packed":
+            return None
+        if not self.has_own_mirror:
+            has_mirrors = current_platform.device_type in ("cuda", "xpu")
+            return self.stated_layout if has_mirrors else None
         worker, is_named = self.worker, self.facts.has_host_buffer_layout
         is_permuted = is_named and worker.host_buffer_kv_cache_layout != worker.kv_cache_layout
         return "HND" if is_permuted else "NHD"
