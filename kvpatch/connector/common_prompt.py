@@ -6,12 +6,13 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from kvpatch.connector.local.kv_cache_groups import counted_group, has_state, still_has
 from kvpatch.connector.metrics.catalogue import PROMPTS, Prompt
-from kvpatch.connector.read_request import PlannedLoad, PlannedLoads, groups
+from kvpatch.connector.read_request import PlannedLoad, PlannedLoads, groups, leave_unread
 from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.connector.state import scheduler_state
 from kvpatch.connector.stated_prompt import read_prompt
 from kvpatch.core import settings
@@ -42,11 +43,19 @@ class PromptLoads:
 
     #: By answer, the first request that carries it.
     _takers: RecentEngines[ReferenceType[Any]] = field(default_factory=RecentEngines)
+    #: By request, the one with the same answer that it waits for.
+    _waiting: WeakKeyDictionary[Any, ReferenceType[Any]] = field(default_factory=WeakKeyDictionary)
     #: What was logged of each peer.
     _told: RecentEngines[bool] = field(default_factory=RecentEngines)
 
+    def must_wait(self, request: Any) -> bool:
+        """True while another request loads the answer of P that this one carries."""
+        taker = self._waiting.get(request)
+        loading = None if taker is None else taker()
+        return loading is not None and _is_loading(loading)
+
     def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int | None:
-        """Returns how many tokens a request loads; None while another one loads the same answer.
+        """Returns how many tokens a request loads; None where :meth:`must_wait` says when.
 
         Args:
             scheduler: the connector's scheduler half.
@@ -57,12 +66,13 @@ class PromptLoads:
         state, params = scheduler_state(scheduler), request.kv_transfer_params
         taker = self._taker(request, params)
         if taker is not request:
-            if state.facts.can_answer_later and taker is not None and _is_waiting(taker):
-                return None
-            # P has given the blocks away: the prefix cache has the prompt, or D computes it.
-            params["do_remote_prefill"], params["_remote_blocks_processed"] = False, True
+            # The prefix cache will have the prompt, or D computes it. P hears of the taker alone.
+            leave_unread(scheduler, request, state.facts)
             state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
-            return 0
+            if not state.facts.can_answer_later or taker is None or not _is_loading(taker):
+                return 0
+            self._waiting[request] = ref(taker)
+            return None
         planned = state.of(PlannedLoads)
         if request not in planned:  # it is asked for in each step until there are blocks for it
             planned[request], kind = _found(scheduler, request, computed + count, state.facts)
@@ -71,10 +81,13 @@ class PromptLoads:
         return max(0, planned[request].tokens - computed)
 
     def _taker(self, request: Any, params: Mapping[str, Any]) -> Any:
-        """Returns the first request with this answer of P; None if that one is over."""
-        # <= 0.12 both sides have one name for a request.
-        name = params.get("remote_request_id", request.request_id)
-        answer = str(hash(repr((name, *map(params.get, _NAMES)))))  # of thousands of block ids
+        """Returns the first request with this answer of P; None if that one is over.
+
+        <= 0.12 an answer of a stock P has no name: one with the same blocks may be another.
+        """
+        if not (params.get("remote_request_id") or params.get("kvpatch_hold")):
+            return request
+        answer = str(hash(repr([params.get(name) for name in _NAMES])))  # of thousands of blocks
         known = self._takers.setdefault(answer, ref(request))
         return known()
 
@@ -86,9 +99,10 @@ class PromptLoads:
             _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
 
 
-def _is_waiting(request: Any) -> bool:
-    """True until the model begins with a request's prompt."""
-    return bool(request.status.name.startswith("WAITING"))
+def _is_loading(request: Any) -> bool:
+    """True until a request's load is over; it may not have got its blocks yet."""
+    is_queued = request.kv_transfer_params.get("do_remote_prefill") and not request.is_finished()
+    return bool(is_queued) or request.status.name == "WAITING_FOR_REMOTE_KVS"
 
 
 def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:
@@ -140,6 +154,8 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
     if not still_has(scheduler, facts, held_tokens=held, needed_tokens=tokens):
         return 0
     if facts.counts_loaded_slots and tokens < request.num_tokens:
+        if facts.reserves_drafted_blocks and reserves_slots(scheduler.vllm_config):
+            return tokens if tokens == end else 0  # slots for drafted tokens would count as well
         contexts = scheduler.vllm_config.parallel_config
         block_tokens = int(scheduler.block_size)
         for name in facts.context_sizes:

@@ -34,9 +34,12 @@ def compute_again(core: Any, output: Any) -> None:
     for name in names:
         request = core.requests.get(name)
         if request is not None and request.status.name == "WAITING_FOR_REMOTE_KVS":
-            invalid = invalid.difference(*core.kv_cache_manager.get_block_ids(name))
             request.num_computed_tokens = 0
             core.failed_recving_kv_req_ids.add(name)
+    # Of several cache groups a request's blocks may be reported steps behind its name.
+    for name in core.failed_recving_kv_req_ids:
+        if name in core.requests:
+            invalid = invalid.difference(*core.kv_cache_manager.get_block_ids(name))
     output.invalid_block_ids = invalid - names
 
 

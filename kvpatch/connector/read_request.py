@@ -141,6 +141,13 @@ class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
     """By vLLM's request, the loads that one scheduler has planned (``common_prompt``)."""
 
 
+def leave_unread(scheduler: Any, request: Any, facts: ReleaseFacts) -> None:
+    """Has the release neither load a request's prompt nor tell P that it was read."""
+    request.kv_transfer_params.update(do_remote_prefill=False, _remote_blocks_processed=True)
+    if facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled:
+        scheduler._reqs_in_batch.add(request.request_id)  # or D never lets go of its own blocks
+
+
 def loaded_tokens(
     scheduler: Any, request: Any, facts: ReleaseFacts, planned: PlannedLoads
 ) -> PlannedLoad:

@@ -11,10 +11,16 @@ from math import prod
 from typing import Any
 
 from kvpatch.connector import read_request
+from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.state import scheduler_state
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+
+class _ToldPeers(RecentEngines[bool]):
+    """The peers of which one scheduler has logged it."""
 
 
 def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
@@ -31,7 +37,9 @@ def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     held = held or read_request.prefilled_tokens(scheduler, request, facts)
     blocks = -(-held // (int(scheduler.block_size) * ranks))
     found = {len(group) for group in read_request.groups(parameters["remote_block_ids"])}
-    if found != {blocks}:
+    told = scheduler_state(scheduler).of(_ToldPeers)
+    if found != {blocks} and parameters["remote_engine_id"] not in told:
+        told[str(parameters["remote_engine_id"])] = True
         _LOG.warning(
             "the prompt of request %s is computed here: P names %s blocks of %d tokens, and with "
             "context parallelism as here (%d) they would be %d: use one "

@@ -51,7 +51,7 @@ class StatedPrompt:
             request: vLLM's own.
             names_images: False where names of images do not follow from their content.
         """
-        tokens = prompt_tokens(request)
+        tokens = _prompt(request)
         if not self.chain or tokens is None or not _is_named(request, names_images):
             return None
         every = _places(self.tokens, self.prompt_tokens)
@@ -72,7 +72,7 @@ def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedProm
         request: vLLM's own.
         names_images: False where names of images do not follow from their content.
     """
-    known = prompt_tokens(request)
+    known = _prompt(request)
     if known is None or not _is_named(request, names_images):
         return StatedPrompt(tokens, tokens, b"")
     prompt_tokens = min(tokens, len(known))
@@ -96,7 +96,7 @@ def read_prompt(parameters: Mapping[str, Any]) -> StatedPrompt | None:
     return StatedPrompt(tokens, prompt_tokens, chain)
 
 
-def prompt_tokens(request: Any) -> list[int] | None:
+def _prompt(request: Any) -> list[int] | None:
     """Returns the ids of a request's prompt; None where it is of embeddings."""
     if getattr(request, "prompt_embeds", None) is not None:  # from 0.10.1 on
         return None
@@ -128,7 +128,7 @@ def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[byte
     adapter = request.lora_request
     total = sha256(repr(None if adapter is None else adapter.lora_name).encode())
     images = sorted(getattr(request, "mm_features", ()), key=lambda image: image.mm_position.offset)
-    ids = memoryview(array("I", tokens[: places[-1]] if places else ()))
+    ids = _as_array(tokens[: places[-1]] if places else [])
     start = 0
     for place in places:
         total.update(ids[start:place])
@@ -137,3 +137,10 @@ def _hashes(request: Any, tokens: list[int], places: list[int]) -> Iterator[byte
             total.update(repr((image.mm_position.offset, image.identifier)).encode())
         start = place
         yield total.copy().digest()[:_HASH_BYTES]
+
+
+def _as_array(tokens: list[int]) -> memoryview:
+    try:
+        return memoryview(array("I", tokens))
+    except OverflowError:  # an id that no vocabulary has; this takes four times as long
+        return memoryview(array("q", tokens))

@@ -51,11 +51,13 @@ def _get_num_new_matched_tokens(
         count, is_async = wrapped(request, num_computed_tokens)
         scheduler = connector_scheduler(instance)
         state = scheduler_state(scheduler)
+        loads = state.of(PromptLoads)
+        if loads.must_wait(request):
+            return None, False
         # Workers must pair the blocks of both sides by token.
         can_pair = is_applied("unlike_engines") and not state.has_stock_workers
         if not count or is_push(scheduler) or not can_pair:
             return count, is_async
-        loads = state.of(PromptLoads)
         tokens = loads.plan(scheduler, request, num_computed_tokens, count)
         return tokens, bool(tokens) and is_async
 

@@ -181,7 +181,7 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
     told = str(params["remote_engine_id"]), held, read_request.groups(params["remote_block_ids"])
     is_kept = is_guarded(scheduler, state.equal_peers, *told, state.facts)
     if is_kept and state.facts.failed_loads != "as failed":
-        params.update(do_remote_prefill=False, _remote_blocks_processed=True)
+        read_request.leave_unread(scheduler, request, state.facts)
     return is_kept
 
 

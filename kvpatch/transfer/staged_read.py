@@ -408,6 +408,8 @@ class StagedRead(OwnRead):
             check.release(self._nixl)
         except errors_of(self._nixl):
             _LOG.debug("a read of a word could not be released", exc_info=True)
+        if self._began is not None and self.lease.is_late:
+            self._expire()
 
     def _awaits(self, digest: DigestCheck) -> bool:
         """Whether what was read is still to be compared; where it is wrong, the read fails."""

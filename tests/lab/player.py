@@ -631,6 +631,20 @@ class Player(Engine):
             time.sleep(_POLL_SECONDS)
         return core.status(name)
 
+    def receive(self, ask: Ask) -> str:
+        """Takes a prompt of P's and a step; what has become of it."""
+        core, prompt = self._core_scheduler(), ask.prompt
+        tracked = core.receive(prompt.number, prompt.name, prompt.tokens, json.loads(ask.answer))
+        self._by_name[prompt.name] = tracked
+        self.tick()
+        return core.status(prompt.name)
+
+    def is_told_of(self, name: str) -> bool:
+        """Ends a request of D's whose client is gone; whether P is to be told of it."""
+        self._core_scheduler().abort(name)
+        scheduler = release.nixl_of(self.scheduler.connector).connector_scheduler
+        return name in scheduler._reqs_need_recv
+
     def complete(self, prompts: Sequence[Ask], seconds: float) -> list[Served]:
         """Steps as an engine does until prompts are answered that came together.
 

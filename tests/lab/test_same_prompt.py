@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from kvpatch.connector.holds.hold import FIELD as FIELD_OF_HOLD
 from kvpatch.connector.stated_prompt import FIELD
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
@@ -222,6 +223,24 @@ def test_an_answer_that_comes_again(pair: Pair, is_at_once: bool) -> None:  # no
     assert {first.status, second.status} == {_FINISHED}
     for prompt in (ask.prompt, again.prompt):
         pair.assert_right(prompt)
+
+
+def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair) -> None:
+    """P hears nothing of it: it would give away what the first request still reads."""
+    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
+    second = pair.like(ask.prompt)
+    assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
+    facts = FACTS[lab.release]
+    if not facts.can_answer_later or not (
+        facts.names_remote_request or FIELD_OF_HOLD in ask.answer
+    ):
+        pytest.skip("the second one does not wait")
+    assert pair.decode.call("receive", Ask(second, ask.answer)) == "WAITING"
+
+    assert not pair.decode.call("is_told_of", second.name)
+
+    assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
+    assert pair.decode.wrong(ask.prompt)[0] == 0
 
 
 def test_tokens_that_must_be_shown(lab: Lab) -> None:

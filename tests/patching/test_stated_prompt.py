@@ -105,7 +105,18 @@ def test_what_has_no_name_is_not_compared(names_images: bool) -> None:  # noqa: 
 
 @pytest.mark.parametrize(
     "text",
-    [None, 7, "", "1/", "1/a/a", "2/a/a/", "1/a/a/xx", "1/ffffffff/1/AAAAAAAA", "1/2/2/AAAAAAA=", {}],
+    [
+        None,
+        7,
+        "",
+        "1/",
+        "1/a/a",
+        "2/a/a/",
+        "1/a/a/xx",
+        "1/ffffffff/1/AAAAAAAA",
+        "1/2/2/AAAAAAA=",
+        {},
+    ],
 )
 def test_what_no_p_states_is_nothing(text: Any) -> None:
     found = read_prompt({FIELD: text})

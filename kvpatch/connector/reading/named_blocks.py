@@ -7,9 +7,10 @@ from typing import Any
 
 from kvpatch.connector import read_request
 from kvpatch.connector.local.kv_cache_groups import tokens_of_group
+from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.reader import Reader
-from kvpatch.connector.state import release_worker
+from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.core.errors import ReadRefused, UnlikePrompts
 from kvpatch.core.releases import ReleaseFacts
 
@@ -25,8 +26,12 @@ def leave_common_blocks(
         UnlikePrompts: P names fewer blocks than these tokens fill.
     """
     remote = read_request.groups(read_request.remote_blocks(entry, facts))
-    groups, contexts = release_worker(worker).groups(()), release_worker(worker).context_sizes
+    release = ReleaseWorker(worker, facts)
+    groups, contexts = release.groups(()), release.context_sizes
     is_met = engine_id in worker._remote_agents  # or hands are shaken now (from 0.32)
+    drafts = facts.reserves_drafted_blocks and reserves_slots(worker.vllm_config)
+    if drafts and not facts.counts_prefix_hits:  # 0.10.0
+        return  # both lists may go on behind the prompt, and D's does not tell
     if not any(request.local_blocks) or max(contexts, default=1) > 1 or len(remote) != len(groups):
         return
     if not is_met or _pairs_otherwise(worker, engine_id, facts):
