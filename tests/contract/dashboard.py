@@ -68,6 +68,12 @@ QUESTIONS = (
         "{{hold}}",
     ),
     Question(
+        "How many prompts of D are not P's?",
+        "sum by (prompt) (increase(kvpatch_prompts_total{$of}[$window]))",
+        "short",
+        "{{prompt}}",
+    ),
+    Question(
         "What does the prompt's last token say of loads?",
         "sum by (verdict) (increase(kvpatch_witnessed_loads_total{$of}[$window]))",
         "short",

@@ -102,6 +102,13 @@ def with_states(*division: StateDivision) -> LocalGeometry:
     return replace(geometry, states={"m": StatePages(first, 4096, 10, (1024,), *division)})
 
 
+def local_with_states(*division: StateDivision) -> LocalCache:
+    """Our side, whose states begin where its first layer does."""
+    found = local()
+    states = {"m": StatePages(found.geometry.addresses[0], 4096, 10, (1024,), *division)}
+    return replace(found, geometry=replace(found.geometry, states=states))
+
+
 _SHARED = StateDivision((SharedState(8, (Part(128),)),), reason="")
 _COPIED = StateDivision((SharedState(8, (Part(64), Part(64, is_copied=True))),), reason="")
 
@@ -210,27 +217,27 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         lambda: local(declared=DeclaredGeometry(layout="NHD")), peer, "set it to what P has",
     ),
     "state that ranks share out": (
-        lambda: local(states=with_states(_SHARED).states),
+        lambda: local_with_states(_SHARED),
         lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
         Stock,
     ),
     "state that ranks share out, in smaller blocks": (
-        lambda: local(states=with_states(_SHARED).states),
+        lambda: local_with_states(_SHARED),
         lambda: peer(1, 2, block_tokens=8, block_lens=[1024] * 2, ssm_sizes=(512,)),
         Read,
     ),
     "state of which each rank has a part whole": (
-        lambda: local(states=with_states(_COPIED).states),
+        lambda: local_with_states(_COPIED),
         lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(768,)),
         Read,
     ),
     "state of which each rank has a part whole, by its bytes shared out": (
-        lambda: local(states=with_states(_COPIED).states),
+        lambda: local_with_states(_COPIED),
         lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
         "use one model, --dtype",
     ),
     "state that nobody can divide": (
-        lambda: local(states=with_states().states),
+        lambda: local_with_states(),
         lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
         "use one --tensor-parallel-size on both sides",
     ),

@@ -171,7 +171,7 @@ def test_a_request_that_cannot_be_paired_fails_alone_and_p_is_told() -> None:
 @pytest.mark.parametrize(
     ("release", "tokens", "worker", "refused"),
     [
-        ("0.31.0", 16, {}, ""),
+        ("0.31.0", 16, {}, "zeroes all of a prompt's last block"),
         ("0.31.0", 64, {"use_mla": False}, ""),
         ("0.31.0", 16, {"use_mla": False}, "puts heads in wrong places"),
         ("0.32.0", 16, {"use_mla": False}, ""),
