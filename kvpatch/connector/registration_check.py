@@ -16,6 +16,7 @@ import wrapt
 
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
+from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.tensor_facts import extent_bytes
@@ -75,7 +76,9 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
     regions = tuple(map(_Region, release.addresses, release.region_block_bytes))
     block_tokens = int(release.worker.block_size)
     # Of one allocation of all layers these releases make one region, and move its keys alone.
+    # kvcached's halves are registered as regions of their own.
     has_halves = release.facts.cache_shape == "blocks first" and not release.worker.use_mla
+    has_halves = has_halves and not settings.is_kvcached_enabled()
     if has_halves and int(release.worker.num_regions) <= len(regions):
         raise RegistrationRefused(
             "layers lie side by side in one allocation, of whose blocks this vLLM (0.23 to 0.25) "
