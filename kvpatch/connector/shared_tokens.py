@@ -26,12 +26,13 @@ class _ToldPeers(RecentEngines[bool]):
 def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     """True if only a P with D's own sizes can have named the blocks of a request.
 
+    Always true from 0.29 on, where handshakes state the sizes and the release pairs unlike ones.
     A prompt that fits into one of D's blocks may have one block at any P: D computes it.
     """
     parallel = scheduler.vllm_config.parallel_config
     ranks = prod(int(getattr(parallel, name)) for name in facts.context_sizes)
     parameters = request.kv_transfer_params or {}
-    if ranks == 1 or not parameters.get("remote_block_ids"):
+    if facts.states_context_parallelism or ranks == 1 or not parameters.get("remote_block_ids"):
         return True
     held = parameters.get("remote_num_tokens")
     held = held or read_request.prefilled_tokens(scheduler, request, facts)
