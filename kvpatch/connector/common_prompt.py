@@ -12,6 +12,7 @@ from kvpatch.connector.local.kv_cache_groups import counted_group, has_state, st
 from kvpatch.connector.metrics.catalogue import PROMPTS, Prompt
 from kvpatch.connector.read_request import PlannedLoad, PlannedLoads, groups, leave_unread
 from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.shared_tokens import context_ranks
 from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.connector.state import scheduler_state
 from kvpatch.connector.stated_prompt import read_prompt
@@ -39,7 +40,7 @@ class _Found(NamedTuple):
 
 @dataclass(eq=False)
 class PromptLoads:
-    """What one scheduler knows of the answers of P that its requests carry."""
+    """The answers of P that one scheduler's requests carry, and what each request loads."""
 
     #: By answer, the first request that carries it.
     _takers: RecentEngines[ReferenceType[Any]] = field(default_factory=RecentEngines)
@@ -153,12 +154,11 @@ def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: Re
         return 0  # a state is one behind all of P's tokens
     if not still_has(scheduler, facts, held_tokens=held, needed_tokens=tokens):
         return 0
+    ranks = context_ranks(scheduler, facts)
+    if ranks > 1 and tokens < held and not facts.states_context_parallelism:
+        return 0  # such lists are paired from their ends
     if facts.counts_loaded_slots and tokens < request.num_tokens:
         if facts.reserves_drafted_blocks and reserves_slots(scheduler.vllm_config):
             return tokens if tokens == end else 0  # slots for drafted tokens would count as well
-        contexts = scheduler.vllm_config.parallel_config
-        block_tokens = int(scheduler.block_size)
-        for name in facts.context_sizes:
-            block_tokens *= int(getattr(contexts, name))
-        tokens -= tokens % block_tokens
+        tokens -= tokens % (int(scheduler.block_size) * ranks)
     return tokens

@@ -18,9 +18,9 @@ from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.reordered_loads import ReorderedLoads
 from kvpatch.connector.smaller_blocks import smaller_blocks
 from kvpatch.connector.smaller_blocks_pairing import Pairing
-from kvpatch.connector.smaller_blocks_reading import paired
+from kvpatch.connector.smaller_blocks_reading import paired, refusing
 from kvpatch.connector.state import release_worker, worker_state
-from kvpatch.core.errors import KvpatchError, ReadRefused
+from kvpatch.core.errors import KvpatchError, ReadRefused, UnlikePrompts
 
 
 @contextmanager
@@ -52,6 +52,25 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
             inside.enter_context(paired(worker, meta, pairing))
         elif reader is not None:
             _take_over(worker, meta, reader, context)
+        elif request is not None:
+            inside.enter_context(_left_to_release(worker, engine_id, request, meta))
+        yield
+
+
+@contextmanager
+def _left_to_release(
+    worker: Any, engine_id: str, request: ReadRequest, meta: Any
+) -> Iterator[None]:
+    """While inside, the release reads what it alone can, of lists that end together."""
+    state = worker_state(worker)
+    try:
+        leave_common_blocks(worker, engine_id, request, meta, state.facts)
+    except UnlikePrompts as error:
+        state.book.refuse(error)
+        read_request.match_local_block_count(meta, state.facts)
+        with refusing(worker, engine_id, error):
+            yield
+    else:
         yield
 
 

@@ -23,14 +23,19 @@ class _ToldPeers(RecentEngines[bool]):
     """The peers of which one scheduler has logged it."""
 
 
+def context_ranks(scheduler: Any, facts: ReleaseFacts) -> int:
+    """Returns how many of this engine's ranks share out the tokens of a block."""
+    parallel = scheduler.vllm_config.parallel_config
+    return prod(int(getattr(parallel, name)) for name in facts.context_sizes)
+
+
 def may_load(scheduler: Any, request: Any, facts: ReleaseFacts) -> bool:
     """True if only a P with D's own sizes can have named the blocks of a request.
 
     Always true from 0.29 on, where handshakes state the sizes and the release pairs unlike ones.
     A prompt that fits into one of D's blocks may have one block at any P: D computes it.
     """
-    parallel = scheduler.vllm_config.parallel_config
-    ranks = prod(int(getattr(parallel, name)) for name in facts.context_sizes)
+    ranks = context_ranks(scheduler, facts)
     parameters = request.kv_transfer_params or {}
     if facts.states_context_parallelism or ranks == 1 or not parameters.get("remote_block_ids"):
         return True

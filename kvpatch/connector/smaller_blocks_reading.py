@@ -25,7 +25,7 @@ def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
     except ReadRefused as error:
         worker_state(worker).book.refuse(error)
         read_request.replace_remote_blocks(meta, _preparable(worker, meta, pairing), pairing.facts)
-        with _refusing(worker, pairing.engine_id, error):
+        with refusing(worker, pairing.engine_id, error):
             yield
     else:
         yield
@@ -74,7 +74,8 @@ def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
 
 
 @contextmanager
-def _refusing(worker: Any, engine_id: str, error: ReadRefused) -> Iterator[None]:
+def refusing(worker: Any, engine_id: str, error: ReadRefused) -> Iterator[None]:
+    """While inside, a transfer that the release prepares fails with this error."""
     agent = worker.nixl_wrapper
     worker.nixl_wrapper = _RefusingAgent(agent, worker, engine_id, error)
     try:

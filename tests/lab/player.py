@@ -770,6 +770,10 @@ class Player(Engine):
                 pool.recover()
         return any(pool.lost_bytes for pool in pools)
 
+    def has_reader(self) -> bool:
+        """Whether kvpatch can read into a worker's cache."""
+        return any(map(_reader_of, self._inner_workers()))
+
     def unlike_peers(self) -> set[str]:
         """The engines that kvpatch reads from in place of the release."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
+from packaging.version import Version
 
 from kvpatch.connector.holds.hold import FIELD as FIELD_OF_HOLD
 from kvpatch.connector.stated_prompt import FIELD
@@ -21,6 +22,7 @@ from kvpatch.patches import SLUGS
 from .case import PEER_BLOCK_SIZE, UNSTATED_LAYOUT, EngineSpec
 from .engine_api import Ask, Prompt, Served
 from .host import Lab
+from .releases import newest
 from .scheduler import TO_BE_READ
 from .stage import Actor, Stage
 
@@ -207,6 +209,25 @@ def test_windows_and_states(lab: Lab, kind: str, model: str) -> None:
         prompt = pair.like(ask.prompt, edits=[70])
         assert pair.decoded(prompt, ask.answer).status == _FINISHED
         pair.assert_right(prompt)
+
+
+@pytest.mark.parametrize("more", _SOME_LENGTHS + (-7, _BLOCK))
+def test_a_cache_that_kvpatch_does_not_read_into(lab: Lab, more: int) -> None:
+    """The release reads it, by lists that end with the tokens that are loaded."""
+    if Version("0.18") <= Version(lab.release) < Version("0.24"):
+        pytest.skip("stock does not register layers that share a cache")
+    prefill, _ = _specs(lab, "like")
+    spec = replace(prefill, sharing_layers=1)
+    with Stage(lab) as stage:
+        pair = _pair(stage, spec, spec)
+        if lab.release == newest():
+            assert not pair.decode.call("has_reader")
+        for hit in (0, 2 * _BLOCK):
+            ask = pair.prefilled(stage.prompt(_TOKENS))
+            prompt = pair.like(ask.prompt, _TOKENS + more)
+            pair.seed(prompt, hit)
+            assert pair.decoded(prompt, ask.answer).status == _FINISHED
+            pair.assert_right(prompt)
 
 
 @pytest.mark.parametrize("is_at_once", [False, True], ids=["later", "at once"])
