@@ -15,7 +15,7 @@ from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.connector.shared_tokens import context_ranks
 from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.connector.state import scheduler_state
-from kvpatch.connector.stated_prompt import read_prompt
+from kvpatch.connector.stated_prompt import names_images, read_prompt
 from kvpatch.core import settings
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line
@@ -110,9 +110,9 @@ def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Foun
     """Returns what a request loads of the first ``end`` tokens of its prompt."""
     params = request.kv_transfer_params
     stated, held = read_prompt(params), params.get("remote_num_tokens") or None  # from 0.21 on
-    names_images = bool(scheduler.vllm_config.cache_config.enable_prefix_caching)
-    common = None if stated is None else stated.common_tokens(request, names_images=names_images)
+    common = None
     if stated is not None:
+        common = stated.common_tokens(request, names_images=names_images(scheduler))
         held = min(stated.tokens, held or stated.tokens)
     if common is None and settings.requires_tokens():
         return _Found(PlannedLoad(0, held or end), Prompt.REFUSED)

@@ -65,6 +65,15 @@ class StatedPrompt:
         return found
 
 
+def names_images(scheduler: Any) -> bool:
+    """True if vLLM names images by their content; without a prefix cache it may number them.
+
+    Args:
+        scheduler: the connector's scheduler half.
+    """
+    return bool(scheduler.vllm_config.cache_config.enable_prefix_caching)
+
+
 def state_prompt(request: Any, tokens: int, *, names_images: bool) -> StatedPrompt:
     """Returns what to state of a request's first tokens, whose keys and values are held.
 

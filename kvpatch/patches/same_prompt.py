@@ -37,7 +37,7 @@ from typing import Any
 
 from kvpatch.connector.common_prompt import PromptLoads
 from kvpatch.connector.state import connector_scheduler, is_push, scheduler_state
-from kvpatch.connector.stated_prompt import FIELD, state_prompt
+from kvpatch.connector.stated_prompt import FIELD, names_images, state_prompt
 from kvpatch.connector.unpatched_workers import is_applied
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Wrapper
@@ -70,12 +70,9 @@ def _request_finished(
     def finished(request: Any, block_ids: Any) -> Any:
         keeps_blocks, params = wrapped(request, block_ids)
         if keeps_blocks and params:
-            config = connector_scheduler(instance).vllm_config.cache_config
+            named = names_images(connector_scheduler(instance))
             held = params.get("remote_num_tokens") or request.num_computed_tokens  # from 0.21 on
-            stated = state_prompt(
-                request, int(held), names_images=bool(config.enable_prefix_caching)
-            )
-            params = {**params, FIELD: str(stated)}
+            params = {**params, FIELD: str(state_prompt(request, int(held), names_images=named))}
         return keeps_blocks, params
 
     return finished(*args, **kwargs)

@@ -231,15 +231,11 @@ def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     And where nobody states context parallelism.
     """
     found: dict[Site, Wrapper] = {}
-    if facts.context_sizes and not facts.states_context_parallelism:
+    if facts.listens_in_scheduler or facts.context_sizes:
         found[seams.get_num_new_matched_tokens(facts)] = _get_num_new_matched_tokens
-    if not facts.listens_in_scheduler:
-        return found
-    found |= {
-        seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
-        seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
-    }
+    if facts.listens_in_scheduler:
+        found[seams.get_handshake_metadata(facts)] = _get_handshake_metadata
+        found[seams.set_xfer_handshake_metadata(facts)] = _set_xfer_handshake_metadata
     if facts.encodes_metadata:
         found[seams.nixl_handshake(facts)] = _nixl_handshake
     return found

@@ -226,12 +226,17 @@ class Player(Engine):
 
     def tick(self) -> None:
         """One step of the model, or none where nothing can be computed."""
+        self._tick()
+
+    def _tick(self) -> Sequence[tuple[Tracked, range]]:
+        """As :meth:`tick`; the tokens of each request that were computed."""
         computation = self.scheduler.compute()
         if computation is None:
             self._step()
-        else:
-            self._send(computation.metadata, computation.computed)
-            self.scheduler.computed(computation)
+            return ()
+        self._send(computation.metadata, computation.computed)
+        self.scheduler.computed(computation)
+        return computation.computed
 
     def cancel(self, name: str) -> None:
         """Ends a prompt before P has answered it."""
@@ -633,11 +638,18 @@ class Player(Engine):
 
     def receive(self, ask: Ask) -> str:
         """Takes a prompt of P's and a step; what has become of it."""
-        core, prompt = self._core_scheduler(), ask.prompt
-        tracked = core.receive(prompt.number, prompt.name, prompt.tokens, json.loads(ask.answer))
-        self._by_name[prompt.name] = tracked
+        self._take(ask)
         self.tick()
-        return core.status(prompt.name)
+        return self._core_scheduler().status(ask.prompt.name)
+
+    def _take(self, ask: Ask) -> None:
+        """Takes a prompt; an answer of P that is empty is none."""
+        core, prompt = self._core_scheduler(), ask.prompt
+        core.edits[prompt.name] = prompt.edits
+        params = json.loads(ask.answer) if ask.answer else None
+        tracked = core.receive(prompt.number, prompt.name, prompt.tokens, params)
+        core.note_windows(tracked, prompt.tokens)
+        self._by_name[prompt.name] = tracked
 
     def is_told_of(self, name: str) -> bool:
         """Ends a request of D's whose client is gone; whether P is to be told of it."""
@@ -654,21 +666,10 @@ class Player(Engine):
         names = [ask.prompt.name for ask in prompts]
         computed = dict.fromkeys(names, 0)
         for ask in prompts:
-            prompt = ask.prompt
-            core.edits[prompt.name] = prompt.edits
-            params = json.loads(ask.answer) if ask.answer else None
-            tracked = core.receive(prompt.number, prompt.name, prompt.tokens, params)
-            core.note_windows(tracked, prompt.tokens)
-            self._by_name[prompt.name] = tracked
+            self._take(ask)
         while time.monotonic() < end:
-            computation = self.scheduler.compute()
-            if computation is None:
-                self._step()
-            else:
-                self._send(computation.metadata, computation.computed)
-                self.scheduler.computed(computation)
-                for tracked, tokens in computation.computed:
-                    computed[tracked.request.request_id] += len(tokens)
+            for tracked, tokens in self._tick():
+                computed[tracked.request.request_id] += len(tokens)
             if all(core.status(name).startswith("FINISHED") for name in names):
                 break
             _, received, broken = self._finished()

@@ -25,6 +25,7 @@ _WATCH_SECONDS = 20.0
 _TOLD_SECONDS = 10.0
 _HOLD_SECONDS = 5.0
 _POLL_SECONDS = 0.001
+_MOST_STEPS = 50
 
 
 class Raised(RuntimeError):
@@ -94,6 +95,14 @@ class Actor:
         if seen.standstill and seconds >= _WATCH_SECONDS:
             print(seen.standstill)  # pytest shows it where a test fails
         return seen
+
+    def finish(self, prompt: Prompt) -> str:
+        """Steps until D has answered a prompt, some steps at most; what has become of it."""
+        for _ in range(_MOST_STEPS):
+            if self.call("status", prompt.name).startswith("FINISHED"):
+                break
+            self.call("tick")
+        return str(self.call("status", prompt.name))
 
     def abort(self, prompt: Prompt) -> None:
         self.call("abort", prompt.name)

@@ -164,9 +164,6 @@ def test_a_word_at_a_forged_address_proves_nothing_and_turns_no_check_off(
     assert scene.decode.watch(prompt).failed == names([prompt])
 
 
-_MOST_STEPS = 50
-
-
 def has_policy(release: str) -> bool:
     """From 0.13 the operator says what becomes of a load that fails; before it is computed."""
     return Version(release) >= Version("0.13")
@@ -191,11 +188,7 @@ def _lose(stage: Stage, spec: EngineSpec, decode: Actor, cause: str) -> Prompt:
 
 
 def _assert_computed(decode: Actor, prompt: Prompt) -> None:
-    for _ in range(_MOST_STEPS):
-        if decode.call("status", prompt.name).startswith("FINISHED"):
-            break
-        decode.call("tick")
-    assert decode.call("status", prompt.name) == "FINISHED_LENGTH_CAPPED"
+    assert decode.finish(prompt) == "FINISHED_LENGTH_CAPPED"
     assert decode.wrong(prompt)[0] == 0
 
 

@@ -30,11 +30,11 @@ from .test_decision import (
     NEWEST,
     by_column,
     local,
+    local_with_states,
     of_two_bytes,
     peer,
     peer_of_two_bytes,
     whole,
-    with_states,
 )
 
 pytestmark = pytest.mark.patching
@@ -135,7 +135,7 @@ PEERS: dict[str, tuple[Callable[[], Any], AgentMetadata, Any]] = {
         local, differing(named("0.32.0", cache_dtype="fp8")), "where scales lie",
     ),
     "recurrent state": (
-        lambda: local(states=with_states().states), differing(named("0.32.0")),
+        local_with_states, differing(named("0.32.0")),
         "this model has recurrent state too",
     ),
     "whole blocks": (

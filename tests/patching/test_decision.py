@@ -16,7 +16,7 @@ from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
 from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
-from kvpatch.connector.local.local_geometry import LocalGeometry, units_of
+from kvpatch.connector.local.local_geometry import units_of
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import read_layers
 from kvpatch.connector.local.release_worker import PACKED
@@ -93,13 +93,6 @@ def whole(kind: Kind) -> LocalCache:
         for name, cache in geometry.layers.items()
     }
     return local(layers=layers)
-
-
-def with_states(*division: StateDivision) -> LocalGeometry:
-    """States of one layer; none says how ranks share them out, or one division does."""
-    geometry = ours_of()[1]
-    first = geometry.addresses[0]
-    return replace(geometry, states={"m": StatePages(first, 4096, 10, (1024,), *division)})
 
 
 def local_with_states(*division: StateDivision) -> LocalCache:
@@ -237,7 +230,7 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
         "use one model, --dtype",
     ),
     "state that nobody can divide": (
-        lambda: local_with_states(),
+        local_with_states,
         lambda: peer(1, 2, block_lens=[2048] * 2, ssm_sizes=(512,)),
         "use one --tensor-parallel-size on both sides",
     ),

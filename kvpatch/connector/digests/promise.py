@@ -1,4 +1,4 @@
-"""What P's answer says of its digests: as text, in ``kv_transfer_params``, beside its hold.
+"""The text by which P's answer promises digests, in ``kv_transfer_params``, beside its hold.
 
 Numbers are hexadecimal and all of it is one string, as in the hold.
 """
@@ -21,7 +21,7 @@ _ANY_FORM = re.compile(r"[0-9]{1,4}/.{0,65536}", re.DOTALL)
 
 @dataclass(frozen=True)
 class Promise:
-    """That each of P's ranks will have a digest of a request.
+    """The promise that each of P's ranks will have a digest of a request.
 
     Attributes:
         tables: by rank of P's, where its table of digests begins, masked as a hold's.
@@ -34,13 +34,13 @@ class Promise:
 
 
 def stated_promise(parameters: Mapping[str, Any]) -> str | None:
-    """What a request's parameters have of it; None where P says nothing."""
+    """Returns what a request's parameters have of it; None where P says nothing."""
     found = parameters.get(FIELD)
     return None if found is None else str(found)
 
 
 def read_promise(stated: str) -> Promise | None:
-    """What P has stated; None of a form that only a newer kvpatch knows.
+    """Returns what P has stated; None of a form that only a newer kvpatch knows.
 
     Raises:
         NoDigest: it is of no form.
