@@ -20,12 +20,15 @@ class Group:
         has_state: whether a block is recurrent state, and the last one of a list is all.
         is_clipped: whether peers name the window's last blocks alone, and not all of the
             prompt's with null blocks for those that slid out of it.
+        spans_prompt: whether a list has a place for each block of the prompt. A window's may
+            not, and a state's or a ring's never has.
     """
 
     layers: frozenset[str]
     window_tokens: int
     has_state: bool = False
     is_clipped: bool = True
+    spans_prompt: bool = True
 
 
 def planned_groups(
@@ -40,8 +43,9 @@ def planned_groups(
         Group(
             frozenset(g.layer_names),
             _window_tokens(g.kv_cache_spec),
-            _has_state(g.kv_cache_spec),
+            _is_kind(g.kv_cache_spec, _STATE),
             is_clipped,
+            _is_kind(g.kv_cache_spec, *_SPANNING),
         )
         for g in transferred_groups(plan, facts)
     )
@@ -110,6 +114,8 @@ def window_alone(scheduler: Any) -> tuple[int, int] | None:
     return number, windows[number] if scheduler._is_hma_required else 0
 
 
+_STATE = "MambaSpec"
+_SPANNING = ("FullAttentionSpec", "ChunkedLocalAttentionSpec")
 #: Specs of layers whose blocks hold all tokens of a request.
 _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
@@ -117,7 +123,7 @@ _FULL = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 def has_state(scheduler: Any, facts: ReleaseFacts) -> bool:
     """True if a group of the scheduler's plan has recurrent state."""
     plan = scheduler.kv_cache_config if facts.has_cache_groups else None
-    return plan is not None and any(_has_state(g.kv_cache_spec) for g in plan.kv_cache_groups)
+    return plan is not None and any(_is_kind(g.kv_cache_spec, _STATE) for g in plan.kv_cache_groups)
 
 
 def still_has(scheduler: Any, facts: ReleaseFacts, *, held_tokens: int, needed_tokens: int) -> bool:
@@ -146,8 +152,9 @@ def _first_specs(scheduler: Any) -> list[Any]:
     return [_members(group.kv_cache_spec)[0] for group in groups]
 
 
-def _has_state(spec: Any) -> bool:
-    return any("MambaSpec" in (kind.__name__ for kind in type(s).__mro__) for s in _members(spec))
+def _is_kind(spec: Any, *names: str) -> bool:
+    """True if a layer of a group is of one of these classes of vLLM."""
+    return any(kind.__name__ in names for s in _members(spec) for kind in type(s).__mro__)
 
 
 def _window_tokens(spec: Any) -> int:

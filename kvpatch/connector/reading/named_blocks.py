@@ -41,7 +41,7 @@ def leave_common_blocks(
     #: By block size, the blocks of full attention behind these tokens: a window has as many.
     behind = dict.fromkeys(sizes, 0)
     for number, (group, block_tokens) in enumerate(zip(groups, sizes, strict=True)):
-        if group.window_tokens or group.has_state or not request.local_blocks[number]:
+        if not group.spans_prompt or not request.local_blocks[number]:
             continue
         blocks = -(-request.tokens // block_tokens)
         if len(remote[number]) < blocks * parts:
@@ -55,7 +55,9 @@ def leave_common_blocks(
         behind[block_tokens] = max(behind[block_tokens], len(remote[number]) - blocks * parts)
     if any(behind.values()):
         kept = [
-            blocks if group.has_state else blocks[: len(blocks) - behind[block_tokens]]
+            blocks[: len(blocks) - behind[block_tokens]]
+            if group.spans_prompt or group.window_tokens
+            else blocks
             for group, blocks, block_tokens in zip(groups, remote, sizes, strict=True)
         ]
         read_request.replace_remote_blocks(entry, kept, facts)
