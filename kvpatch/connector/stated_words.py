@@ -17,6 +17,7 @@ from kvpatch.connector.handshake.cpu_keys import word_of
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.whole_blocks import contents_of
 from kvpatch.connector.recent_engines import RecentEngines
+from kvpatch.connector.state import worker_state
 from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
 from kvpatch.connector.unpatched_workers import CURE
 from kvpatch.core.errors import PeerRefused
@@ -39,10 +40,12 @@ def state_words(release: ReleaseWorker, metadata: Any) -> None:
     words: dict[str, str | None] = {}
     if release.facts.encodes_metadata:
         order = release.key_order() if release.tiles_on_amx else None
+        # D cannot tell kvpatch's host buffer from a mirror.
+        is_buffered = worker_state(release.worker).is_host_buffered
         words = {
             KEYS: None if order is None else word_of(order),
             CONTENTS: contents_of(release),
-            LAYOUT: release.memory_layout,
+            LAYOUT: release.memory_layout if is_buffered or release.is_where_mirrors_are else None,
         }
     setattr(metadata, _WORDS, {name: word for name, word in words.items() if word is not None})
 

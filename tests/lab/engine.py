@@ -111,6 +111,8 @@ class Engine:
         self.registered: list[tuple[int, int]] = []
         self.tracked: list[Tracked] = []
         self.sent: list[set[str]] = [set() for _ in range(spec.tp_size)]
+        #: By rank, the loads that it has reported as received or failed.
+        self.reported: list[set[str]] = [set() for _ in range(spec.tp_size)]
         self.before: list[list[Array]] = []
         #: Requests that have ended, as the scheduler tells workers in the next step.
         self.over: set[str] = set()
@@ -516,8 +518,10 @@ class Engine:
                     found = results(set())
                     done = found.finished_sending, found.finished_recving
                     broken += [f"request {name}" for name in sorted(found.failed_recving)]
+                    self.reported[rank] |= set(found.failed_recving)
                 else:
                     done = worker.get_finished(self.over)
+                self.reported[rank] |= set(done[1] or ())
                 sent.append(set(done[0] or ()))
                 received.append(set(done[1] or ()))
                 errors = getattr(worker, "get_block_ids_with_load_errors", None)

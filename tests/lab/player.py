@@ -27,6 +27,7 @@ from .standstill import standstill
 _POLL_SECONDS = 0.001
 _TIMED_POLL_SECONDS = 0.0001
 _QUARANTINE_SECONDS = 0.5
+_REPORTED_SECONDS = 60.0
 #: Of a load whose client is gone.
 _OVER_SECONDS = 6.0
 _MEASURED_SECONDS = 60.0
@@ -610,7 +611,16 @@ class Player(Engine):
         self.over = {name}
 
     def loaded(self, names: Sequence[str]) -> None:
-        """Tells the scheduler that these have been received, or failed, and takes a step."""
+        """Tells the scheduler that these have been received, or failed, and takes a step.
+
+        As vLLM does when the last rank has reported them: the others may be reading still.
+        """
+        end = time.monotonic() + _REPORTED_SECONDS
+        while not all(reported.issuperset(names) for reported in self.reported):
+            assert time.monotonic() < end, f"a rank has not reported {names}: {self.reported}"
+            self._look(())
+            time.sleep(_POLL_SECONDS)
+            self._step()
         self._hand_over(set(names))
         self.tick()
 

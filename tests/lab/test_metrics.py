@@ -20,7 +20,7 @@ from .engine_api import Prompt, Told
 from .host import Lab
 from .stage import Actor, Stage
 from .test_failures import STAGED, UNREADABLE, computes_first_prompts
-from .test_host_buffer import ALWAYS, ROOM, prefilling
+from .test_host_buffer import ALWAYS, ROOM, prefilling, stated
 from .test_several_peers import SPEC, TOKENS, assert_identical, engine, introduce, names
 from .test_staged_reads import late_read
 
@@ -90,7 +90,8 @@ def stage(lab: Lab) -> Iterator[Stage]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_reads_are_told_by_way(stage: Stage, lab: Lab, way: str) -> None:
-    prefill, decode = stage.prefill(WAYS[way][0]), stage.decode(WAYS[way][1])
+    p, d = stated(WAYS[way], lab.release) if way == "host_buffer" else WAYS[way]
+    prefill, decode = stage.prefill(p), stage.decode(d)
     teller = Teller(decode, lab.release)
     introduce(decode, stage.prompts(1, TOKENS), prefill)
     teller.tell()

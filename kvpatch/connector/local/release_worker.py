@@ -52,6 +52,13 @@ class ReleaseWorker:
         return self.facts.has_host_buffer and bool(self.worker.use_host_buffer)
 
     @property
+    def is_where_mirrors_are(self) -> bool:
+        """Whether engines on this platform may have the release's own host buffer."""
+        from vllm.platforms import current_platform
+
+        return current_platform.device_type in ("cuda", "xpu")
+
+    @property
     def nixl_backends(self) -> tuple[str, ...]:
         """NIXL's backends that were asked for; none where it chooses UCX itself, all there is
         on releases <= 0.10.2.
@@ -75,13 +82,10 @@ class ReleaseWorker:
 
         <= 0.25 a mirror has the layout of its tensors' shapes, and states the device's.
         """
-        from vllm.platforms import current_platform
-
         if self.facts.cache_shape == "packed":
             return None
         if not self.has_own_mirror:
-            has_mirrors = current_platform.device_type in ("cuda", "xpu")
-            return self.stated_layout if has_mirrors else None
+            return self.stated_layout
         worker, is_named = self.worker, self.facts.has_host_buffer_layout
         is_permuted = is_named and worker.host_buffer_kv_cache_layout != worker.kv_cache_layout
         return "HND" if is_permuted else "NHD"
