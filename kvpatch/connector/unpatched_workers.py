@@ -51,6 +51,7 @@ class EqualBlockPeers:
     """
 
     def __init__(self) -> None:
+        #: False behind a prompt that says otherwise: P's may be another prompt, or was before.
         self._known: RecentEngines[bool] = RecentEngines()
 
     def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
@@ -61,14 +62,15 @@ class EqualBlockPeers:
             own_blocks: that the prompt would fill here.
         """
         if blocks != own_blocks:
-            self._known.pop(engine_id, None)
+            if engine_id in self._known:
+                self._known[engine_id] = False
             return False
         if own_blocks > 1:
             self._known[engine_id] = True
-        return engine_id in self._known
+        return self._known.get(engine_id, False)
 
     def knows(self, engine_id: str) -> bool:
-        """True if the peer has turned out to be such a one."""
+        """True if the peer has turned out to be such a one by some prompt."""
         return engine_id in self._known
 
 

@@ -191,6 +191,18 @@ def test_other_lengths_beside_a_stock_p(
         pair.assert_right(prompt)
 
 
+def test_a_longer_prompt_behind_a_shorter_one(lab: Lab) -> None:
+    """A list that is longer than D's prompt does not make a known peer an unknown one."""
+    prefill, decode = _specs(lab, "like")
+    with Stage(lab) as stage:
+        pair = _pair(stage, replace(prefill, patched=False), decode)
+        for more in (-20, 20):
+            ask = pair.prefilled(stage.prompt(_TOKENS))
+            prompt = pair.like(ask.prompt, _TOKENS + more)
+            assert pair.decoded(prompt, ask.answer).status == _FINISHED
+            pair.assert_right(prompt)
+
+
 @pytest.mark.parametrize("model", ["windows", "states"])
 @pytest.mark.parametrize("kind", ["like", "unlike"])
 def test_windows_and_states(lab: Lab, kind: str, model: str) -> None:
