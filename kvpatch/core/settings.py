@@ -35,6 +35,28 @@ PROGRESS = "KVPATCH_PROGRESS"
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 WITNESS = "KVPATCH_WITNESS"
 
+#: All that engines read, but for :data:`ENABLE`.
+NAMES = (
+    ACCEPT,
+    ALLOWED_PEERS,
+    DIGEST,
+    DISABLE,
+    GENERATION,
+    HOST_BUFFER,
+    HOST_BUFFER_BYTES,
+    KVCACHED_CARDS,
+    LOG_LEVEL,
+    ON_FAILED_CHECK,
+    PEER_BLOCK_SIZE,
+    PEER_KEYS,
+    PEER_LAYOUT,
+    PROGRESS,
+    REQUIRE_TOKENS,
+    STAGING_BYTES,
+    TRANSFER,
+    UNSTATED_LAYOUT,
+    WITNESS,
+)
 #: Read outside the engines: by the experiments and by the test suite.
 TOOLING = (
     "KVPATCH_PYTHON",
@@ -239,31 +261,10 @@ def to_copy() -> tuple[str, ...]:
 
 def complaints(slugs: Iterable[str]) -> list[str]:
     """One sentence for every variable or slug that nobody reads, with the nearest real one."""
-    real = (
-        ACCEPT,
-        ALLOWED_PEERS,
-        DIGEST,
-        DISABLE,
-        GENERATION,
-        HOST_BUFFER,
-        HOST_BUFFER_BYTES,
-        KVCACHED_CARDS,
-        LOG_LEVEL,
-        ON_FAILED_CHECK,
-        PEER_BLOCK_SIZE,
-        PEER_KEYS,
-        PEER_LAYOUT,
-        PROGRESS,
-        REQUIRE_TOKENS,
-        STAGING_BYTES,
-        TRANSFER,
-        UNSTATED_LAYOUT,
-        WITNESS,
-    )
     found = []
     for name in sorted(os.environ):
-        if name.startswith("KVPATCH_") and name not in real + TOOLING:
-            found.append(f"{name} is no variable of kvpatch{_nearest(name, real)}")
+        if name.startswith("KVPATCH_") and name not in NAMES + TOOLING:
+            found.append(f"{name} is no variable of kvpatch{_nearest(name, NAMES)}")
     known = tuple(slugs)
     for slug in disabled_slugs():
         if slug not in known:

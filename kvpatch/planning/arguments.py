@@ -142,7 +142,7 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
         BadOptions: there is no such file, or it holds something else.
     """
     content = _load(path)
-    options = {key.lstrip("-").replace("-", "_"): content[key] for key in content if key != SECTION}
+    options = _options({key: content[key] for key in content if key != SECTION}, str(path))
     about = _section(content.get(SECTION), f"{path}: {SECTION}")
     origins = {**dict.fromkeys(map(plain, options), str(path)), **_origins(about, str(path))}
     beside = path.with_name(f"{path.stem}.{SECTION}{path.suffix}")
@@ -166,6 +166,22 @@ def arguments_given(source: str, overrides: Mapping[str, Any]) -> EngineArgument
     """Those of an engine of which nothing is written, but what the command line says."""
     about = {key: value for key, value in overrides.items() if value is not None}
     return EngineArguments(source, about=about, origins=dict.fromkeys(about, _COMMAND_LINE))
+
+
+def _options(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Options with underscores; what is written with dots becomes part of a mapping, as in vLLM."""
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name, *path = key.lstrip("-").split(".")
+        name = name.replace("-", "_")
+        if not path:
+            found[name] = value
+            continue
+        inner = found[name] = dict(as_mapping(found.get(name) or {}, f"{where}: {key}"))
+        for step in path[:-1]:
+            inner[step] = inner = dict(as_mapping(inner.get(step) or {}, f"{where}: {key}"))
+        inner[path[-1]] = value
+    return found
 
 
 def _section(content: Any, where: str) -> dict[str, Any]:

@@ -17,9 +17,13 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
 from kvpatch.planning.arguments import EngineArguments, whole_number
 from kvpatch.planning.backends import Backend, backend_named, default_backend
+from kvpatch.planning.known_names import check_options, check_variables
 from kvpatch.planning.model import Model, find_config, read_model
 
 Role = Literal["P", "D"]
+
+PULL, PUSH = "NixlPullConnector", "NixlPushConnector"
+PULL_WORKER = "NixlPullConnectorWorker"
 
 #: Devices whose backends are CUDA's, to what is asked here.
 _LIKE_CUDA = ("cuda", "rocm")
@@ -91,8 +95,17 @@ class PlannedEngine:
     @property
     def has_groups(self) -> bool:
         """Whether its layers have several block tables, or one with a window."""
-        is_off = self.arguments.option("disable_hybrid_kv_cache_manager") is True
-        return self.facts.has_cache_groups and self.model.has_groups and not is_off
+        return self.facts.has_cache_groups and self.model.has_groups
+
+    @property
+    def is_push(self) -> bool:
+        """Whether P writes into D, in place of D reading."""
+        return self.transfer.get("kv_connector") == PUSH
+
+    @property
+    def has_roles(self) -> bool:
+        """Whether one engine that is P and D at once is deprecated, and push mode is there."""
+        return self.facts.reader.owner == PULL_WORKER
 
     @property
     def knows_processor(self) -> bool:
@@ -168,6 +181,13 @@ class _Reading:
         arguments = self._arguments
         self._refuse_unplanned()
         facts, model, device = self._facts(), self._model(), self._device()
+        self._refuse_unplanned_transfer()
+        is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
+        if is_one and facts.has_cache_groups and model.has_groups:
+            raise CannotPlan(
+                f"{arguments.source}: one block table for layers with windows or states "
+                "(--disable-hybrid-kv-cache-manager) is not planned for"
+            )
         backend = self._backend(device, model)
         model_dtype = self._model_dtype(model)
         dtype = self._cache_dtype(model, model_dtype)
@@ -205,6 +225,8 @@ class _Reading:
             CannotPlan: it is there.
         """
         arguments = self._arguments
+        check_options(arguments.options, arguments.source)
+        check_variables(arguments.environment, arguments.source)
         sizes = ("pipeline_parallel_size", "decode_context_parallel_size")
         for name in (*sizes, "prefill_context_parallel_size"):
             if arguments.number(name, 1) > 1:
@@ -219,8 +241,33 @@ class _Reading:
                 "(docs/how-to/kvcached.md says what is read of it)"
             )
 
+    def _refuse_unplanned_transfer(self) -> None:
+        """Connectors that do otherwise than NixlConnector does by default.
+
+        Raises:
+            CannotPlan: it is one of them.
+        """
+        arguments, transfer = self._arguments, self._arguments.mapping("kv_transfer_config")
+        connector = transfer.get("kv_connector")
+        if transfer.get("kv_connector_module_path"):
+            raise CannotPlan(
+                f"{arguments.source}: {connector} of {transfer['kv_connector_module_path']} "
+                "(kv_connector_module_path) is not planned for"
+            )
+        if connector == "MultiConnector":
+            raise CannotPlan(
+                f"{arguments.source}: MultiConnector is not planned for: write the NixlConnector "
+                "that is in it as kv_transfer_config, and that one is planned"
+            )
+        if transfer.get("enable_permute_local_kv"):
+            raise CannotPlan(
+                f"{arguments.source}: enable_permute_local_kv is not planned for: use one "
+                "VLLM_KV_CACHE_LAYOUT on both sides and leave it out"
+            )
+
     def _facts(self) -> ReleaseFacts:
-        release = self._arguments.about.get("release")
+        variables = self._arguments.environment
+        release = variables.get(settings.GENERATION) or self._arguments.about.get("release")
         if release is None:
             raise BadOptions(
                 f"{self._arguments.source}: which release of vLLM is it? Say `release` in the "
@@ -272,6 +319,12 @@ class _Reading:
                 )
             return found
         found = default_backend(device, is_mla=model.is_mla)
+        if model.is_mla and device != "cpu":
+            raise CannotPlan(
+                f"{arguments.source}: which backend vLLM chooses for latents (MLA) and how many "
+                "tokens its blocks have depends on the card: say attention-backend in the section "
+                'kvpatch, and block-size (its log says "Using ... backend")'
+            )
         if device != "cpu":
             self._assume(
                 f'vLLM chooses {found.name} (it depends on the card: its log says "Using ... '

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from kvpatch.connector.handshake.peer_hash import factors as hashed
+from kvpatch.core.errors import CannotPlan
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.pair import Pair
 
@@ -63,6 +65,44 @@ _FACTORS: tuple[_Compared, ...] = (
     ),
 )
 
+#: Ways to draft without layers in the cache.
+_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
+
+
+def _speculation(engine: PlannedEngine) -> object:
+    """How an engine drafts, as far as it counts: what reads the model's own states."""
+    asked = dict(engine.arguments.mapping("speculative_config"))
+    if not asked or asked.get("method") in _WITHOUT_LAYERS:
+        return "none"
+    names = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
+    return ", ".join(f"{name} {asked[name]}" for name in names if asked.get(name) is not None)
+
+
+def has_cross_layer_blocks(engine: PlannedEngine) -> bool:
+    """Whether blocks of all layers are asked for in one piece."""
+    asked = str(engine.extra_config.get("enable_cross_layers_blocks", False))
+    return asked.strip().lower() in ("true", "1")
+
+
+#: What the hash of some releases has beside these, by the name that it has there.
+_HASHED_SINCE: dict[str, _Compared] = {
+    hashed.SPECULATION: (
+        "--speculative-config", _speculation, "give both sides one --speculative-config", "word",
+    ),
+    hashed.CROSS_LAYERS: (
+        "enable_cross_layers_blocks", has_cross_layer_blocks,
+        "give both sides one enable_cross_layers_blocks in kv_connector_extra_config", "word",
+    ),
+    hashed.MODE: (
+        "transfer_mode", lambda e: "push" if e.is_push else "pull",
+        "use one kv_connector on both sides", "word",
+    ),
+    hashed.HYBRID: (
+        "--disable-hybrid-kv-cache-manager",
+        lambda e: bool(e.arguments.option("disable_hybrid_kv_cache_manager")),
+        "give it to both sides, or to none", "word",
+    ),
+}  # fmt: skip
 
 #: Of models with recurrent states; no hash has them, and no handshake compares what they come to.
 _OF_STATES: tuple[_Compared, ...] = (
@@ -106,6 +146,27 @@ def is_of_states_alike_in_size(pair: Pair, factor: Factor) -> bool:
 def differing_factors(pair: Pair) -> Iterator[Factor]:
     """What P and D have unlike."""
     yield from _unlike(pair, _FACTORS)
+    names = pair.decode.facts.hash_factors
+    yield from _unlike(pair, (one for name, one in _HASHED_SINCE.items() if name in names))
+
+
+def refuse_unseen(pair: Pair) -> None:
+    """Refuses what a release neither compares nor anybody has seen.
+
+    Raises:
+        CannotPlan: there is such.
+    """
+    names = pair.decode.facts.hash_factors if _is_hashed(pair) else frozenset()
+    for name, compared in _HASHED_SINCE.items():
+        if name not in names and next(_unlike(pair, (compared,)), None) is not None:
+            raise CannotPlan(
+                f"P and D differ in {compared[0]}, which vLLM {pair.decode.facts.release} does "
+                f"not compare: {compared[2]}"
+            )
+    if all(map(has_cross_layer_blocks, pair.sides)):
+        raise CannotPlan("enable_cross_layers_blocks is not planned for")
+    if all(side.is_push for side in pair.sides):
+        raise CannotPlan("push mode (NixlPushConnector) is not planned for; pull mode is")
 
 
 def _unlike(pair: Pair, factors: Iterable[_Compared]) -> Iterator[Factor]:

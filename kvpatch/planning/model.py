@@ -9,12 +9,53 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions
+from kvpatch.core.errors import BadOptions, CannotPlan
 
+#: Architectures whose caches are what this module reads from their config.json. It is held against
+#: the caches that vLLM itself makes of each (tests/planning/test_models.py).
+KNOWN = (
+    "ChatGLMModel",
+    "CohereForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "FalconForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GlmForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "LlamaForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "OPTForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+#: Where layers have windows by their place: every so many layers one has none.
+_PATTERNS = {"Gemma2ForCausalLM": 2, "Gemma3ForCausalLM": 6}
+#: All of whose layers have windows, where nothing else is said.
+_ALL_WINDOWS = ("MistralForCausalLM", "Starcoder2ForCausalLM")
 #: Entries of ``layer_types`` that are recurrent state.
 _STATE_TYPES = ("mamba", "mamba2")
-#: What configurations of models with recurrent state have that say its layers otherwise.
-_STATE_ENTRIES = ("mamba_d_state", "ssm_cfg", "state_size", "attn_layer_period")
 _ATTENTION_TYPES = ("attention", "full_attention", "sliding_attention")
 
 
@@ -43,6 +84,7 @@ class Model:
         name: as the engine is told it, which engines compare.
         layers: of all kinds.
         kv_heads: of the whole model.
+        heads: that ask, of the whole model.
         head_dim: of keys, and of values; of MLA's latent its whole width.
         dtype: the checkpoint's own.
         windows: the sliding window in tokens of each attention layer; 0 for full attention.
@@ -54,6 +96,7 @@ class Model:
     name: str
     layers: int
     kv_heads: int
+    heads: int
     head_dim: int
     dtype: str
     is_mla: bool = False
@@ -100,7 +143,8 @@ def read_model(name: str, path: Path) -> Model:
     """What a config.json says of a model's cache.
 
     Raises:
-        BadOptions: it does not say enough, or the cache is of a kind that is not planned for.
+        BadOptions: it does not say enough.
+        CannotPlan: its caches are not known here.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -120,23 +164,20 @@ class _Reading:
     content: Mapping[str, Any]
 
     def model(self) -> Model:
+        self._refuse_unknown()
         layers = self.number("num_hidden_layers", "n_layer", "num_layers")
         is_mla = self.content.get("kv_lora_rank") is not None
         state_layers = self._state_layers(layers)
+        asking = self.number("num_attention_heads", "n_head")
         if is_mla:
-            if "index_topk" in self.content or "compress_ratios" in self.content:
-                raise BadOptions(
-                    f"{self.path}: caches of sparse attention (indexers, compressed latents) are "
-                    "not planned for: docs/explanation/kinds.md says what is read of them"
-                )
-            heads = self.number("num_key_value_heads", "num_attention_heads")
-            width = self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
+            heads, width = asking, self.number("kv_lora_rank") + self.number("qk_rope_head_dim")
         else:
-            heads, width = self._heads()
+            heads, width = self._heads(asking)
         return Model(
             name=self.name,
             layers=layers,
             kv_heads=heads,
+            heads=asking,
             head_dim=width,
             dtype=self._dtype(),
             is_mla=is_mla,
@@ -144,6 +185,33 @@ class _Reading:
             state_layers=state_layers,
             states=self._states() if state_layers else None,
             cache_dtype=self._cache_dtype(),
+        )
+
+    @property
+    def architecture(self) -> str:
+        """As vLLM finds the model's class by it; empty where nothing says it."""
+        names = self.content.get("architectures")
+        return str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
+
+    def _refuse_unknown(self) -> None:
+        """Raises CannotPlan for a model whose caches nobody has held against vLLM's."""
+        if self.architecture in KNOWN:
+            return
+        said = self.architecture or f"architectures {self.content.get('architectures')!r:.80}"
+        nested = [
+            name
+            for name, one in self.content.items()
+            if name.endswith("_config")
+            and (isinstance(one, Mapping) and "num_hidden_layers" in one)
+        ]
+        hint = ""
+        if nested:
+            hint = (
+                f"; where all layers are those of {nested[0]}, write these entries with their own "
+                "`architectures` into a file, and name it as model-config"
+            )
+        raise CannotPlan(
+            f"{self.path}: not planned for: {said}. Known are {', '.join(KNOWN)}{hint}"
         )
 
     def number(self, *names: str) -> int:
@@ -154,21 +222,26 @@ class _Reading:
                 return found
         raise BadOptions(f"{self.path} does not say {' or '.join(names)}")
 
-    def _heads(self) -> tuple[int, int]:
-        attention = self.number("num_attention_heads", "n_head")
-        heads = attention
+    def _heads(self, asking: int) -> tuple[int, int]:
+        """KV heads, and the width of one; whose names vLLM reads by kinds of models, too."""
+        heads = asking
         if self.content.get("num_key_value_heads") is not None:
             heads = self.number("num_key_value_heads")
+        elif self.content.get("multi_query_attention"):
+            heads = self.number("multi_query_group_num")
+        elif self.content.get("new_decoder_architecture"):
+            heads = self.number("num_kv_heads")
         elif self.content.get("multi_query"):
             heads = 1
         if self.content.get("global_head_dim") or self.content.get("v_head_dim"):
-            raise BadOptions(
+            raise CannotPlan(
                 f"{self.path}: layers of several shapes are not planned for "
                 "(docs/reference/limits.md says what is read of them)"
             )
-        if self.content.get("head_dim") is not None:
-            return heads, self.number("head_dim")
-        return heads, self.number("hidden_size", "n_embd") // attention
+        for name in ("head_dim", "kv_channels"):
+            if self.content.get(name) is not None:
+                return heads, self.number(name)
+        return heads, self.number("hidden_size", "n_embd") // asking
 
     def _dtype(self) -> str:
         found = self.content.get("dtype") or self.content.get("torch_dtype") or "float32"
@@ -185,11 +258,11 @@ class _Reading:
     def _state_layers(self, layers: int) -> tuple[int, ...]:
         types = self._types()
         strange = sorted(set(types) - set(_STATE_TYPES) - set(_ATTENTION_TYPES))
-        is_other = not types and any(name in self.content for name in _STATE_ENTRIES)
-        if strange or is_other or (types and len(types) != layers):
-            raise BadOptions(
-                f"{self.path}: layers of {', '.join(strange) or 'recurrent state'} are not planned "
-                "for: what is known are attention, sliding windows and Mamba2, by layer_types"
+        if strange or (types and len(types) != layers):
+            raise CannotPlan(
+                f"{self.path}: {len(types)} layer_types for {layers} layers, of them "
+                f"{', '.join(strange) or 'no strange ones'}: what is known are attention, sliding "
+                "windows and Mamba2"
             )
         return tuple(n for n, kind in enumerate(types) if kind in _STATE_TYPES)
 
@@ -199,7 +272,14 @@ class _Reading:
         if self.content.get("use_sliding_window") is False:
             size = 0
         types = self._types()
-        pattern = self.content.get("sliding_window_pattern")
+        pattern = self.content.get("sliding_window_pattern") or _PATTERNS.get(self.architecture)
+        is_said = types or pattern or self.architecture in _ALL_WINDOWS
+        if size and not is_said:
+            raise CannotPlan(
+                f"{self.path}: which layers of {self.architecture} have the window of {size} is "
+                "not known here: say layer_types in it, or that there are none "
+                "(use_sliding_window: false)"
+            )
         return tuple(
             size if _has_window(number, types, pattern) else 0
             for number in range(layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,8 +117,9 @@ def _wrong_keys(pair: Pair, decisions: Iterable[Decision]) -> Verdict | None:
 
 def _judged(pair: Pair, request: Request, decisions: list[Decision]) -> Judged:
     for one in decisions:
-        if isinstance(one, Refuse):
-            return Judged(Verdict(Outcome.REFUSED, one.reason, one.cure), "refused")
+        if isinstance(one, Refuse):  # without the number of blocks, which no argument says
+            reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
+            return Judged(Verdict(Outcome.REFUSED, reason, one.cure), "refused")
     of_first = decisions[: len(pair.ranks_met(0))]
     if any(isinstance(one, Prove) for one in decisions):
         mappings = tuple(_proven(pair, one) for one in of_first if isinstance(one, Prove))

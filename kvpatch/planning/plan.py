@@ -10,6 +10,8 @@ from typing import Any
 from kvpatch.core import settings
 from kvpatch.planning.arguments import EngineArguments
 from kvpatch.planning.engine import engine_of
+from kvpatch.planning.factors import refuse_unseen
+from kvpatch.planning.known_names import check_weights
 from kvpatch.planning.numbers import Numbers, read_numbers, stock_numbers
 from kvpatch.planning.ours import Judged, judged_by_kvpatch
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
@@ -100,6 +102,8 @@ def plan_pair(
         ReleaseNotKnown: a release is not one of kvpatch's.
     """
     pair = Pair(engine_of("P", prefill, config), engine_of("D", decode, config))
+    check_weights(prefill.options, decode.options)
+    refuse_unseen(pair)
     requests = pair.requests(request.tokens)
     stock = [stock_verdict(pair, one) for one in requests]
     worst = max(stock, key=lambda verdict: verdict.outcome.badness)

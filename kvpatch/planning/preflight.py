@@ -9,7 +9,7 @@ from typing import Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions
-from kvpatch.planning.engine import PlannedEngine
+from kvpatch.planning.engine import PULL, PUSH, PlannedEngine
 from kvpatch.planning.pair import Pair
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
@@ -203,26 +203,29 @@ def _lease_seconds(engine: PlannedEngine) -> int:
 
 def _roles(pair: Pair) -> Iterator[Finding]:
     for engine in (pair.prefill, pair.decode):
+        right, wrong = {
+            "P": ("kv_producer", "kv_consumer"), "D": ("kv_consumer", "kv_producer"),
+        }[engine.role]  # fmt: skip
+        if not engine.has_roles:
+            right = "kv_both"
         if not engine.transfer:
             yield Finding(
                 "error", engine.role, "it has no --kv-transfer-config, and so no connector",
-                '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}',
+                f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}',
             )  # fmt: skip
             continue
         connector, role = engine.transfer.get("kv_connector"), engine.transfer.get("kv_role")
-        if connector != "NixlConnector":
+        known = ("NixlConnector", PULL, PUSH) if engine.has_roles else ("NixlConnector",)
+        if connector not in known:
             yield Finding("error", engine.role, f"kv_connector is {connector}", "use NixlConnector")
-        wrong = {"P": "kv_consumer", "D": "kv_producer"}[engine.role]
-        if role is None:
-            yield Finding(
-                "error", engine.role, "kv_role is not set: vLLM does not start",
-                'set "kv_role": "kv_both" in its --kv-transfer-config',
-            )  # fmt: skip
+        cure = f'set "kv_role": "{right}" in its --kv-transfer-config'
+        if role not in ("kv_producer", "kv_consumer", "kv_both"):
+            said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
+            yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
         elif role == wrong:
             yield Finding(
-                "error", engine.role, f"kv_role is {role}, which is the other side's",
-                'set "kv_role": "kv_both" in its --kv-transfer-config',
-            )  # fmt: skip
+                "error", engine.role, f"kv_role is {role}, which is the other side's", cure
+            )
 
 
 def _devices(pair: Pair) -> Iterator[Finding]:

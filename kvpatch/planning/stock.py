@@ -22,6 +22,7 @@ from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.factors import compared_factors, uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
 
+_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 _SAME_BLOCKS = "use one --block-size on both sides"
 _SAME_LAYOUT = "use one VLLM_KV_CACHE_LAYOUT on both sides"
 _SAME_RANKS = "use one --tensor-parallel-size on both sides"
@@ -100,6 +101,28 @@ def start_problem(engine: PlannedEngine) -> Verdict | None:
             reason = f"{engine.role}: kv_buffer_device {engine.buffer_device} is not for {device}"
             cure = f'set "kv_buffer_device": "{known[0]}" in its --kv-transfer-config'
         return Verdict(Outcome.REFUSED_AT_START, reason, cure)
+    if engine.backend.device == "cpu" and facts.names_layouts and engine.layout == "LBNHC":
+        return Verdict(
+            Outcome.REFUSED_AT_START,
+            f"{engine.role}: {engine.backend.name} has one layout, and VLLM_KV_CACHE_LAYOUT asks "
+            "for another",
+            "unset VLLM_KV_CACHE_LAYOUT",
+        )
+    heads, ranks = engine.model.kv_heads, engine.tp_size
+    if engine.model.heads % ranks or (heads % ranks and ranks % heads):
+        return Verdict(
+            Outcome.REFUSED_AT_START,
+            f"{engine.role}: {ranks} ranks cannot share {engine.model.heads} heads and {heads} KV "
+            "heads",
+            "use a --tensor-parallel-size that divides them",
+        )
+    layout = engine.arguments.environment.get(_STATE_LAYOUT, "").upper()
+    if engine.model.states is not None and layout != "DS":
+        return Verdict(
+            Outcome.REFUSED_AT_START,
+            f"{engine.role}: a model with recurrent states does not start with NixlConnector",
+            f"set {_STATE_LAYOUT}=DS",
+        )
     if engine.backend.device == "cpu" and facts.cache_shape == "blocks first":
         return Verdict(
             Outcome.REFUSED_AT_START,
@@ -164,7 +187,10 @@ def _refusals(pair: Pair) -> Iterator[_Refusal]:
         yield from _unlike_layouts(pair)
         yield from _unlike_ranks(pair)
     if _block_bytes(pair) != _expected_bytes(pair):
-        yield _Refusal("a block of P has other bytes than one of D", _SAME_BLOCKS)
+        cure = _SAME_BLOCKS if p.kernel_tokens != d.kernel_tokens else _SAME_RANKS
+        if p.kernel_tokens == d.kernel_tokens and p.tp_size == d.tp_size:
+            cure = "use one --dtype and one --kv-cache-dtype on both sides"
+        yield _Refusal("a block of P has other bytes than one of D", cure)
 
 
 def _unlike_factors(pair: Pair, *, is_booked: bool) -> Iterator[_Refusal]:
@@ -186,8 +212,6 @@ def _unlike_blocks(pair: Pair) -> Iterator[_Refusal]:
 def _unlike_layouts(pair: Pair) -> Iterator[_Refusal]:
     p, d = pair.prefill, pair.decode
     if d.model.is_mla or p.layout == d.layout:
-        return
-    if d.transfer.get("enable_permute_local_kv") and p.inner_layout == "HND":
         return
     yield _Refusal(f"P states the layout {p.layout} and D {d.layout}", _SAME_LAYOUT)
 

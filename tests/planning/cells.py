@@ -80,6 +80,7 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
         },
         environment={
             "VLLM_KV_CACHE_LAYOUT": spec.layout,
+            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
             **({"ENABLE_KVPATCH": "true"} if spec.patched else {}),
             **dict(spec.settings),
         },
@@ -90,6 +91,7 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
 def _config(spec: EngineSpec, folder: Path) -> Path:
     """As the lab's model says it (tests/lab/release.py)."""
     content: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": spec.layers,
         "num_attention_heads": max(8, spec.kv_heads),
         "num_key_value_heads": spec.kv_heads,
@@ -98,6 +100,7 @@ def _config(spec: EngineSpec, folder: Path) -> Path:
     }
     if spec.family == "mla":
         rope = spec.head_dim // 4
+        content |= {"architectures": ["DeepseekV2ForCausalLM"]}
         content |= {"kv_lora_rank": spec.head_dim - rope, "qk_rope_head_dim": rope}
     if any(spec.window_tokens):
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
@@ -105,6 +108,7 @@ def _config(spec: EngineSpec, folder: Path) -> Path:
         content |= {"layer_types": kinds, "sliding_window": max(windows)}
     if spec.has_state:  # heads of 8 channels, states of 4 (tests/lab/states.py)
         content |= {
+            "architectures": ["GraniteMoeHybridForCausalLM"],
             "layer_types": ["attention", "mamba"] * (spec.layers // 2),
             "mamba_n_heads": spec.states.heads,
             "mamba_d_head": spec.states.inner[0],

@@ -98,6 +98,14 @@ def test_prefix_hits_are_told_apart(tmp_path):
         ({"about": {"platform": "tpu"}}, "none of those that are planned for"),
         ({"env": {"ENABLE_KVCACHED": "true"}}, "kvcached's memory is not planned for"),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not planned for"),
+        ({"tensor_paralel_size": 2}, "did you mean --tensor-parallel-size?"),
+        ({"no_such_thing": True}, "--no-such-thing is not planned for"),
+        ({"calculate_kv_scales": True}, "which are not sent"),
+        ({"revision": "abc"}, "--revision is None on P and abc on D"),
+        ({"env": {"VLLM_SOMETHING": "1"}}, "VLLM_SOMETHING is not planned for"),
+        ({"env": {"KVPATCH_TRANSFR": "direct"}}, "did you mean KVPATCH_TRANSFER?"),
+        ({"kv_transfer_config": '{"kv_connector": "MultiConnector"}'}, "write the NixlConnector"),
+        ({"disable_hybrid_kv_cache_manager": True, "about": {"release": "0.16.0"}}, "not compare"),
     ],
 )
 def test_what_cannot_be_said_is_status_2_with_a_sentence(tmp_path, changes, says):
@@ -108,6 +116,30 @@ def test_what_cannot_be_said_is_status_2_with_a_sentence(tmp_path, changes, says
     assert status == 2
     assert says in output
     assert "Traceback" not in output
+
+
+def test_what_is_of_no_matter_is_let_be(tmp_path):
+    more = {"max_model_len": 4096, "no_enable_log_requests": True}
+    env = {"VLLM_LOGGING_LEVEL": "DEBUG", "NCCL_DEBUG": "INFO", "ENABLE_KVPATCH": "true"}
+    p, d = (write_side(tmp_path, role, env=env, **more) for role in "pd")
+
+    assert _plan(p, d)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tensor_parallel_size": 3}, "3 ranks cannot share 32 heads and 8 KV heads"),
+        ({"kv_transfer_config": '{"kv_connector": "NixlConnector", "kv_role": "both"}'}, "'both'"),
+    ],
+)
+def test_an_engine_that_does_not_start_is_status_1(tmp_path, changes, says):
+    p, d = write_side(tmp_path, "p"), write_side(tmp_path, "d", block_size=128, **changes)
+
+    status, output = _plan(p, d, "--json")
+
+    assert status == 1
+    assert says in output
 
 
 def test_a_file_that_is_no_yaml_is_status_2(tmp_path):

@@ -26,6 +26,7 @@ SEEN = {title: (stock, ours) for title, stock, ours in (*DATA["rows"], *RANKS["r
 PAIRS = {row.name: row for row in ROWS if row.name in _SHOWN}
 
 _LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 4,
     "hidden_size": 256,
     "num_attention_heads": 8,
@@ -42,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "hybrid": {
         **_LLAMA,
+        "architectures": ["GraniteMoeHybridForCausalLM"],
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "mamba_n_heads": 8,
         "mamba_d_head": 64,
@@ -77,7 +79,10 @@ def _pairs(row: Row, folder: Path) -> list[Pair]:
                 # The project's own attention in torch keeps rows, as FlashAttention does.
                 "attention-backend": "FLASH_ATTN" if row.single.torch_attention else "CPU_ATTN",
             },
-            environment={"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {},
+            environment={
+                "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
+                **({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {}),
+            },
         )
         return engine_of(role, arguments, config)
 

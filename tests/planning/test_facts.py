@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.core.errors import BadOptions
+from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.planning.arguments import read_arguments
 from kvpatch.planning.engine import PlannedEngine, engine_of
 from kvpatch.planning.model import read_model
@@ -45,7 +45,7 @@ def _model(folder: Path, **changes: Any):
     ("changes", "windows"),
     [
         ({}, {0}),
-        ({"sliding_window": 4096}, {4096}),
+        ({"sliding_window": 4096, "architectures": ["MistralForCausalLM"]}, {4096}),
         ({"sliding_window": 4096, "use_sliding_window": False}, {0}),
         ({"sliding_window": None}, {0}),
     ],
@@ -83,15 +83,15 @@ def test_a_model_of_text_and_images_has_the_texts_cache(tmp_path):
     [
         {"layer_types": ["linear_attention"] * 32},
         {"layer_types": ["full_attention"]},
-        {"ssm_cfg": {}},
-        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048},
+        {"architectures": ["FalconMambaForCausalLM"]},
+        {"architectures": ["DeepseekV32ForCausalLM"], "kv_lora_rank": 512},
         {"global_head_dim": 512},
         {"num_hidden_layers": None},
         {"num_attention_heads": None},
     ],
 )
 def test_what_is_not_planned_for_is_no_guess(tmp_path, changes):
-    with pytest.raises(BadOptions):
+    with pytest.raises((BadOptions, CannotPlan)):
         _model(tmp_path, **changes)
 
 
@@ -140,7 +140,9 @@ def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
 def test_drafted_tokens_hide_where_lists_of_windows_end(tmp_path):
     """As the engine's own decision has it, on releases that list drafted blocks."""
     windows = tmp_path / "windows.json"
-    windows.write_text(json.dumps({**CONFIG, "sliding_window": 4096}))
+    windows.write_text(
+        json.dumps({**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 4096})
+    )
     draft = {"speculative_config": json.dumps({"method": "eagle"})}
     outcomes = []
     for release, drafts in (("0.24.0", draft), ("0.25.0", draft), ("0.24.0", {})):

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 CONFIG: Mapping[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,

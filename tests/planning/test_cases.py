@@ -1,0 +1,76 @@
+"""Pairs of public configurations, each with the exit statuses of a plan that are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from kvpatch.cli import app
+from kvpatch.planning.arguments import read_arguments
+from kvpatch.planning.engine import engine_of
+
+pytestmark = pytest.mark.patching
+
+_CASES = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+_PAIRS: dict[str, dict[str, Any]] = _CASES["pairs"]
+#: Cures that helped nobody in these pairs.
+_NO_CURES = {
+    "c6_srt_dsv4": "use one --block-size",
+    "gen": "set KVPATCH_GENERATION",
+    "push_both": "use NixlConnector",
+    "y5_buffer_cuda_on_cpu": "645120",
+}
+
+
+def _write(name: str, folder: Path) -> list[str]:
+    """Both sides' files, and their models' beside them."""
+    files = []
+    for side in "pd":
+        content = json.loads(json.dumps(_PAIRS[name][side]))
+        config = folder / f"{side}.json"
+        config.write_text(json.dumps(_CASES["models"][content["kvpatch"]["model-config"]]))
+        content["kvpatch"]["model-config"] = config.name
+        path = folder / f"{side}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        files.append(str(path))
+    return files
+
+
+def _plan(name: str, folder: Path, *more: str) -> tuple[int, str]:
+    files = _write(name, folder)
+    found = CliRunner().invoke(app, ["plan", *files, *more], env={"COLUMNS": "400"})
+    assert isinstance(found.exception, SystemExit | None), found.exception
+    return found.exit_code, found.output
+
+
+@pytest.mark.parametrize("name", _PAIRS)
+def test_a_pair_gets_its_verdict(name: str, tmp_path: Path) -> None:
+    right = _PAIRS[name]
+
+    status, output = _plan(name, tmp_path)
+
+    assert status in right["status"], output
+    assert re.search(right.get("says", ""), output), output
+    assert _NO_CURES.get(name, "\0") not in output
+    if status == 2:
+        assert "not planned for" in output
+
+
+@pytest.mark.parametrize("name", [name for name, right in _PAIRS.items() if "heads" in right])
+def test_heads_are_those_of_the_model(name: str, tmp_path: Path) -> None:
+    engine = engine_of("D", read_arguments(Path(_write(name, tmp_path)[1])))
+
+    assert engine.model.kv_heads == _PAIRS[name]["heads"]
+
+
+def test_negative_control_a_verdict_of_another_pair_is_noticed(tmp_path: Path) -> None:
+    status, output = _plan("pull_named", tmp_path, "--json")
+
+    assert status == 0 and json.loads(output)["serves"]
+    assert 0 not in _PAIRS["push_vs_pull"]["status"]
