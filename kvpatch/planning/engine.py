@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
-from kvpatch.core.releases import ReleaseFacts, facts_of
+from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
 from kvpatch.planning.arguments import EngineArguments, whole_number
@@ -266,8 +266,10 @@ class _Reading:
             )
 
     def _facts(self) -> ReleaseFacts:
-        variables = self._arguments.environment
-        release = variables.get(settings.GENERATION) or self._arguments.about.get("release")
+        named = self._arguments.environment.get(settings.GENERATION)
+        if named:
+            return facts_named(named)
+        release = self._arguments.about.get("release")
         if release is None:
             raise BadOptions(
                 f"{self._arguments.source}: which release of vLLM is it? Say `release` in the "
