@@ -56,7 +56,7 @@ def answer_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) ->
         RequestFailed: nobody answers there, or too slowly, or without an end.
     """
     if not url.startswith(SCHEMES):
-        raise BadOptions(f"{url} is no URL of an API server: give one like http://127.0.0.1:8000")
+        raise BadOptions(f"{url} is no URL of an API server", "give one like http://127.0.0.1:8000")
     address = f"{url.rstrip('/')}{path}"
     deadline = time.monotonic() + timeout_seconds
     try:

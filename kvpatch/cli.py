@@ -265,7 +265,8 @@ def _require_extra(command: str, extra: str, *modules: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise BadOptions(
-            f"kvpatch {command} needs {' and '.join(missing)}: pip install 'kvpatch[{extra}]'"
+            f"kvpatch {command} needs {' and '.join(missing)}",
+            f"run pip install 'kvpatch[{extra}]'",
         )
 
 

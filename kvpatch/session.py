@@ -236,9 +236,9 @@ class Session:
         reasons = status.problem or "; ".join(map(str, refused))
         slugs = ",".join(p.slug for p in refused)
         raise PatchRefused(
-            f"kvpatch cannot patch {type(instance).__name__} of {status.vllm}: {reasons}. "
-            f"Use a release that kvpatch supports, or set {settings.DISABLE}={slugs} to serve "
-            f"without these patches, or unset {settings.ENABLE}"
+            f"kvpatch cannot patch {type(instance).__name__} of {status.vllm}: {reasons}",
+            f"use a release that kvpatch supports, or set {settings.DISABLE}={slugs} to serve "
+            f"without these patches, or unset {settings.ENABLE}",
         )
 
 

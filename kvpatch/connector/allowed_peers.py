@@ -103,8 +103,8 @@ def _entry(text: str) -> Entry:
         raise SettingsError(
             f"{settings.ALLOWED_PEERS} has {text!r}, which is no network (10.0.0.0/8, fd00::/8), "
             "address or host name, with or without a port or ports (10.0.0.0/8:5600-5700, "
-            "[fd00::/8]:5600, prefill-0:5600, *.prefill:5600, *:5600): set such ones, with commas "
-            "between them"
+            "[fd00::/8]:5600, prefill-0:5600, *.prefill:5600, *:5600)",
+            "set such ones, with commas between them",
         )
     return Entry(network, host.lower().rstrip(".") if is_name else "", first, last)
 

@@ -42,7 +42,7 @@ def common_blocks(layers: Mapping[str, LayerCache], kernel_blocks_per_block: int
         listed = ", ".join(f"{layer}: {count}" for layer, count in kernel_blocks.items())
         raise RegistrationRefused(
             "all layers need one number of KV cache blocks, a multiple of "
-            f"{kernel_blocks_per_block} (kernel blocks in a block), and have {listed}: make the "
-            "allocator hand out tensors of one size"
+            f"{kernel_blocks_per_block} (kernel blocks in a block), and have {listed}",
+            "make the allocator hand out tensors of one size",
         )
     return counts.pop() // kernel_blocks_per_block

@@ -157,7 +157,8 @@ def cross_layer_blocks_of(
         raise RegistrationRefused(
             f"the blocks of {len(kv_caches)} layers hold keys and values side by side, or others' "
             f"between them, and lie in {len(pools)} allocations: expected kvcached's contiguous "
-            "layout, which has one pool of all layers: set KVCACHED_CONTIGUOUS_LAYOUT=true"
+            "layout, which has one pool of all layers",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=true",
         )
     try:
         if packed is not None and all(layers.keys() >= set(group) for group in packed):
@@ -168,20 +169,22 @@ def cross_layer_blocks_of(
                 if not shares_place(layers[first].planes, layers[other].planes, axes):
                     raise RegistrationRefused(
                         f"{first} and {other}, of two attention groups, are expected to have one "
-                        "place in kvcached's contiguous layout, as many bytes there and one layout "
-                        f"inside, and have {layers[first].planes[0]} and "
-                        f"{layers[other].planes[0]}: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+                        "place in kvcached's contiguous layout, as many bytes there and one "
+                        f"layout inside, and have {layers[first].planes[0]} and "
+                        f"{layers[other].planes[0]}",
+                        "set KVCACHED_CONTIGUOUS_LAYOUT=false",
                     )
         pool = read_cross_layer_blocks({first: layers[first].planes for first, *_ in places})
     except UnreadableGeometry as error:
         raise RegistrationRefused(
-            f"kvcached's contiguous layout cannot be read here: {error}; set "
-            "KVCACHED_CONTIGUOUS_LAYOUT=false"
+            f"kvcached's contiguous layout cannot be read here: {error}",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         ) from error
     if differ_in_shape(layers) and len(set(pool.layer_bytes)) > 1:
         raise RegistrationRefused(
             "layers of several shapes have unlike bytes in a block of kvcached's contiguous "
-            f"layout: {sorted(set(pool.layer_bytes))}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            f"layout: {sorted(set(pool.layer_bytes))}",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
     return pool
 
@@ -217,7 +220,8 @@ class _OneRegion(wrapt.ObjectProxy[Any]):
         if self._self_is_named or not isinstance(descs, list) or not descs:
             raise RegistrationRefused(
                 "this vLLM registers memory in a way that kvcached's contiguous layout is not "
-                "known to fit: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+                "known to fit",
+                "set KVCACHED_CONTIGUOUS_LAYOUT=false",
             )
         self._self_is_named = True
         pool = self._self_pool

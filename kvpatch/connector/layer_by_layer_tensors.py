@@ -94,7 +94,8 @@ def _layer_tensor(
     if not set(names) <= set(sizes) or order.key_channels is not None:
         raise RegistrationRefused(
             f"this backend's tensors are {names}, which kvcached's contiguous layout does not "
-            "stand for: set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            "stand for",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
     # In memory: what is outside a block, then heads and tokens by the layout, then the rest.
     middle = ("token", "head") if inner_layout == "NHD" else ("head", "token")

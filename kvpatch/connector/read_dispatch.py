@@ -20,7 +20,7 @@ from kvpatch.connector.smaller_blocks import smaller_blocks
 from kvpatch.connector.smaller_blocks_pairing import Pairing
 from kvpatch.connector.smaller_blocks_reading import paired, refusing
 from kvpatch.connector.state import release_worker, worker_state
-from kvpatch.core.errors import KvpatchError, ReadRefused, UnlikePrompts
+from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead, UnlikePrompts
 
 
 @contextmanager
@@ -138,13 +138,14 @@ def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContex
         if request is None:
             raise ReadRefused(
                 f"request {context.request_id} reads from engine {engine_id} of another geometry "
-                "and carries no token count: set ENABLE_KVPATCH for the scheduler's process too"
+                "and carries no token count",
+                "set ENABLE_KVPATCH for the scheduler's process too",
             )
         return peer
     fills = request is not None and any(request.local_blocks)
     is_known, state = engine_id in worker._remote_agents, worker_state(worker)
     if is_known and state.is_host_buffered and fills:
-        raise ReadRefused(
+        raise UnexpectedRead(
             f"request {context.request_id} reads from engine {engine_id}, which has not shaken "
             "hands with the host buffer's reader"
         )

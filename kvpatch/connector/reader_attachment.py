@@ -48,7 +48,7 @@ from kvpatch.connector.transfer_handles import (
 )
 from kvpatch.connector.unlike_releases import messages
 from kvpatch.core import settings
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.digest_table import DigestTable
@@ -91,9 +91,10 @@ def attach_reader(
     can_read = _can_read(release, own)
     if state.cross_layer is not None and not can_read:
         raise RegistrationRefused(
-            "kvcached's contiguous layout cannot be read into here (context parallelism, "
-            "vLLM's own host buffer, kernel blocks smaller than the tensors', or recurrent "
-            "states that are not one behind the other): set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            "kvcached's contiguous layout cannot be read into here (context parallelism, vLLM's "
+            "own host buffer, kernel blocks smaller than the tensors', or recurrent states that "
+            "are not one behind the other)",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
     if can_read and own.cache is not None and own.behind is not None:
         agent, gate = _own_agent(worker.nixl_wrapper)
@@ -236,7 +237,7 @@ def _reader(
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it."""
     if own.cache is None or own.behind is None:
-        raise RegistrationRefused("a cache that cannot be read into has no reader")
+        raise UnexpectedCaches("a cache that cannot be read into has no reader")
     layers, groups, _ = own.cache
     state = worker_state(worker)
     buffer = state.host_buffer

@@ -106,11 +106,12 @@ def _refuse_without_reads(release: ReleaseWorker, *, reads: bool) -> None:
     """Refuses a host buffer into which nobody would read."""
     if not release.pulls:
         raise HostBufferRefused(
-            "in push mode P writes to D's memory, past a host buffer: use NixlConnector, which "
-            "pulls, or KVPATCH_HOST_BUFFER=never"
+            "in push mode P writes to D's memory, past a host buffer",
+            "use NixlConnector, which pulls, or KVPATCH_HOST_BUFFER=never",
         )
     if not reads:
         raise HostBufferRefused(
-            "what D reads goes through the host buffer by unlike_engines, which "
-            "KVPATCH_DISABLE turns off: leave it on, or use KVPATCH_HOST_BUFFER=never"
+            "what D reads goes through the host buffer by unlike_engines, which KVPATCH_DISABLE "
+            "turns off",
+            "leave it on, or use KVPATCH_HOST_BUFFER=never",
         )

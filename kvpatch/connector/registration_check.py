@@ -82,14 +82,15 @@ def _refuse_other_strides(release: ReleaseWorker, layers: Mapping[str, LayerCach
     if has_halves and int(release.worker.num_regions) <= len(regions):
         raise RegistrationRefused(
             "layers lie side by side in one allocation, of whose blocks this vLLM (0.23 to 0.25) "
-            "moves the first half: use vLLM 0.26 or later, or give each layer its own memory"
+            "moves the first half",
+            "use vLLM 0.26 or later, or give each layer its own memory",
         )
     for name, cache in layers.items():
         for plane in cache.planes:
             # Of several groups' layers some may have blocks that are not cut, or of more tokens.
             parts = {1, max(1, plane.counts.block_tokens // block_tokens)}
             if not any(_lies_in(plane, region, number) for region in regions for number in parts):
-                raise RegistrationRefused(_refusal(name, plane, regions))
+                raise _refusal(name, plane, regions)
 
 
 def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
@@ -106,9 +107,9 @@ def _refuse_other_copies(release: ReleaseWorker, layers: Mapping[str, LayerCache
     for name, cache in layers.items():
         if cache.order.dimensions.index("block") != 1:
             raise RegistrationRefused(
-                f"blocks of {name} are the first dimension of its tensor, and this vLLM's own host "
-                "buffer copies by the second (<= 0.22): set KVPATCH_HOST_BUFFER=always, or use "
-                "vLLM 0.23 or later"
+                f"blocks of {name} are the first dimension of its tensor, and this vLLM's own "
+                "host buffer copies by the second (<= 0.22)",
+                "set KVPATCH_HOST_BUFFER=always, or use vLLM 0.23 or later",
             )
 
 
@@ -120,11 +121,12 @@ def _lies_in(plane: Plane, region: _Region, parts: int) -> bool:
     return offset >= 0 and offset + extent <= region.block_bytes * parts
 
 
-def _refusal(name: str, plane: Plane, regions: tuple[_Region, ...]) -> str:
+def _refusal(name: str, plane: Plane, regions: tuple[_Region, ...]) -> RegistrationRefused:
     found = sorted({region.block_bytes for region in regions})
-    return (
+    return RegistrationRefused(
         f"blocks of {name} lie {plane.strides_bytes.block} bytes apart, and this vLLM takes them "
         f"to lie {', '.join(map(str, found))} apart: it would move other bytes. Expected a tensor "
-        "of the backend's own strides; where kvcached has made it, set ENABLE_KVCACHED=true in "
-        "every process of the engine, and of another allocator give each layer its own memory"
+        "of the backend's own strides",
+        "set ENABLE_KVCACHED=true in every process of the engine where kvcached has made it, and "
+        "have another allocator give each layer its own memory",
     )

@@ -44,8 +44,8 @@ class ReorderedLoads:
             if blocks is block_ids:
                 return is_other
         raise ReadRefused(
-            f"vLLM would reorder {len(block_ids)} blocks of a load that was not on its way: "
-            "use one attention backend on both sides"
+            f"vLLM would reorder {len(block_ids)} blocks of a load that was not on its way",
+            "use one attention backend on both sides",
         )
 
 

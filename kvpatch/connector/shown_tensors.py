@@ -82,9 +82,10 @@ def register_as_they_lie(
             return as_cross_layer_blocks()
         except RegistrationRefused as error:
             raise RegistrationRefused(
-                "recurrent state in blocks of all layers, which this vLLM reads from other "
-                "places than it lies in: set VLLM_KV_CACHE_LAYOUT=LBHNC. It cannot be read as "
-                f"kvcached's contiguous layout is either: {error}"
+                "recurrent state in blocks of all layers, which this vLLM reads from other places "
+                "than it lies in, and cannot be read as kvcached's contiguous layout either: "
+                f"{error.reason}",
+                "set VLLM_KV_CACHE_LAYOUT=LBHNC",
             ) from error
     elif not state.is_host_buffered and not release.has_own_mirror:
         state.planned_layout = state_own_order(release, layers)
@@ -103,8 +104,8 @@ def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch
     if len(owners) < len(kv_caches) and worker.model_config.hf_config.model_type == "llama4":
         raise RegistrationRefused(
             f"{len(kv_caches)} layers share {len(owners)} tensors, and this release keeps a "
-            "window per layer for llama4's local attention: disable the hybrid KV cache "
-            "manager (--disable-hybrid-kv-cache-manager)"
+            "window per layer for llama4's local attention",
+            "disable the hybrid KV cache manager (--disable-hybrid-kv-cache-manager)",
         )
     return register(owners)
 
@@ -127,8 +128,9 @@ def _with_keys_apart(
     if apart != kv_caches.keys():
         raise RegistrationRefused(
             f"{', '.join(sorted(apart))} keep keys and values apart and "
-            f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register "
-            "one or the other; set ENABLE_KVCACHED=false for this model"
+            f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register one "
+            "or the other",
+            "set ENABLE_KVCACHED=false for this model",
         )
     state_layout_of_strides(release, layers)
     return shown_apart(release, kv_caches)
@@ -188,10 +190,12 @@ def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> No
     if not is_read_by_us:
         raise RegistrationRefused(
             "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
-            "off: leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            "off",
+            "leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
     if not release.pulls:
         raise RegistrationRefused(
             "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
-            "read: use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false"
+            "read",
+            "use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )

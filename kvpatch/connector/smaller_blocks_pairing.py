@@ -15,7 +15,7 @@ from typing import Any
 from kvpatch.connector import read_request
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.smaller_blocks import ADVICE, Blocks, shares_tokens
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import ReadRefused, UnexpectedRead
 from kvpatch.core.releases import ReleaseFacts
 
 
@@ -77,7 +77,8 @@ def mend_pairing(worker: Any, meta: Any, pairing: Pairing) -> None:
     if theirs is None:
         raise ReadRefused(
             "this release's handshake does not say into what the peer's blocks are cut, and ours "
-            f"are: {ADVICE}"
+            "are",
+            ADVICE,
         )
     if shares_tokens(worker, pairing.engine_id, facts):
         _refuse_unlike_shares(meta, local, remote)
@@ -94,7 +95,8 @@ def mend_pairing(worker: Any, meta: Any, pairing: Pairing) -> None:
         if found is None:
             raise ReadRefused(
                 f"this vLLM would pair the {len(remote[number])} blocks of {theirs.tokens} tokens "
-                f"with the wrong ones of our {len(local[number])} of {ours.tokens}: {ADVICE}"
+                f"with the wrong ones of our {len(local[number])} of {ours.tokens}",
+                ADVICE,
             )
         kept[number] = lists.without_freed(number)[slice(*found)]
     if tuple(kept) != remote:
@@ -118,6 +120,7 @@ class _Lists:
 
         Raises:
             ReadRefused: its first token is not known.
+            UnexpectedRead: there are more blocks than the prompt fills.
         """
         held = len(self.local[number])
         if not self.groups[number].window_tokens:
@@ -129,7 +132,9 @@ class _Lists:
                 return Listed(held, whole * self.ours.tokens)
         first = (self._blocks_in_all(number) - held) * self.ours.tokens
         if first < 0:
-            raise ReadRefused(f"{held} blocks of {self.ours.tokens} tokens are more than it fills")
+            raise UnexpectedRead(
+                f"{held} blocks of {self.ours.tokens} tokens are more than it fills"
+            )
         return Listed(held, first)
 
     def remote_list(self, number: int) -> Listed:
@@ -138,7 +143,7 @@ class _Lists:
         if not self.groups[number].window_tokens:
             return Listed(blocks, 0)
         if self.request is None:
-            raise ReadRefused(_NO_COUNT)
+            raise _no_count()
         ends = -(-self.request.remote_tokens // self.theirs.tokens)
         return Listed(blocks, (ends - blocks) * self.theirs.tokens)
 
@@ -155,19 +160,20 @@ class _Lists:
         if self.request is not None:
             return -(-self.request.tokens // self.ours.tokens)
         if self.groups[number].window_tokens:
-            raise ReadRefused(_NO_COUNT)
+            raise _no_count()
         last = len(self.remote[number]) * self.theirs.tokens
         # P may leave out the last token of a model with recurrent state.
         least = last - self.theirs.tokens + (not any(group.has_state for group in self.groups))
         if -(-least // self.ours.tokens) != -(-last // self.ours.tokens):
-            raise ReadRefused(_NO_COUNT)
+            raise _no_count()
         return -(-last // self.ours.tokens)
 
 
-_NO_COUNT = (
-    "the request reads from blocks of another size and carries no token count: set ENABLE_KVPATCH "
-    "for the scheduler's process too"
-)
+def _no_count() -> ReadRefused:
+    return ReadRefused(
+        "the request reads from blocks of another size and carries no token count",
+        "set ENABLE_KVPATCH for the scheduler's process too",
+    )
 
 
 def _refuse_unlike_shares(
@@ -182,5 +188,6 @@ def _refuse_unlike_shares(
     if has_hit or any(len(theirs) > len(ours) for ours, theirs in zip(local, remote, strict=False)):
         raise ReadRefused(
             "with context parallelism this vLLM pairs the peer's smaller blocks one to one with "
-            f"ours: {ADVICE}"
+            "ours",
+            ADVICE,
         )

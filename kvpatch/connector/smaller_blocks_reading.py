@@ -13,7 +13,7 @@ from kvpatch.connector import read_request
 from kvpatch.connector.smaller_blocks import shares_tokens
 from kvpatch.connector.smaller_blocks_pairing import Pairing, mend_pairing
 from kvpatch.connector.state import worker_state
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
 from kvpatch.transfer.nixl import tell_over
 
 
@@ -22,7 +22,7 @@ def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
     """While inside, the release reads a request of a peer of smaller blocks, or fails it."""
     try:
         mend_pairing(worker, meta, pairing)
-    except ReadRefused as error:
+    except (ReadRefused, UnexpectedRead) as error:
         worker_state(worker).book.refuse(error)
         read_request.replace_remote_blocks(meta, _preparable(worker, meta, pairing), pairing.facts)
         with refusing(worker, pairing.engine_id, error):
@@ -34,7 +34,7 @@ def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
 class _RefusingAgent(wrapt.ObjectProxy[Any]):
     """Raises where the release prepares a transfer: there it makes one failed load of it."""
 
-    def __init__(self, agent: Any, worker: Any, engine_id: str, error: ReadRefused) -> None:
+    def __init__(self, agent: Any, worker: Any, engine_id: str, error: KvpatchError) -> None:
         super().__init__(agent)
         self._self_worker = worker
         self._self_engine_id = engine_id
@@ -52,7 +52,7 @@ class _RefusingAgent(wrapt.ObjectProxy[Any]):
         **kwargs: Any,
     ) -> Any:
         """Raises:
-        ReadRefused: always; P is told that nobody will read its blocks.
+        KvpatchError: always; P is told that nobody will read its blocks.
         """
         agents = _agents_behind(self._self_worker, self._self_engine_id, remote_handle)
         tell_over(self.__wrapped__, agents, notif_msg)
@@ -74,7 +74,7 @@ def _preparable(worker: Any, meta: Any, pairing: Pairing) -> list[list[int]]:
 
 
 @contextmanager
-def refusing(worker: Any, engine_id: str, error: ReadRefused) -> Iterator[None]:
+def refusing(worker: Any, engine_id: str, error: KvpatchError) -> Iterator[None]:
     """While inside, a transfer that the release prepares fails with this error."""
     agent = worker.nixl_wrapper
     worker.nixl_wrapper = _RefusingAgent(agent, worker, engine_id, error)

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpatch.connector.state import worker_state
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import UnexpectedRead
 
 
 def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
     """The peer's ranks that a handle of prepared descriptors stands for.
 
     Raises:
-        ReadRefused: none of its ranks.
+        UnexpectedRead: none of its ranks.
     """
     found = tuple(rank for rank, one in handles_of(worker, engine_id) if one == handle)
     if not found:
-        raise ReadRefused(f"a transfer was prepared with none of the ranks of engine {engine_id}")
+        raise UnexpectedRead(
+            f"a transfer was prepared with none of the ranks of engine {engine_id}"
+        )
     return found
 
 

@@ -146,8 +146,8 @@ def check_prompts(params: object, prompt: object, embedded: object) -> None:
     count = sum(_prompts_in(found) for found in (prompt, embedded))
     if count > 1:
         raise ParamsRefused(
-            f"{FIELD} belongs to one prompt, and the request's prompt has {count}: send a request "
-            "for each"
+            f"{FIELD} belongs to one prompt, and the request's prompt has {count}",
+            "send a request for each",
         )
 
 
@@ -198,8 +198,8 @@ def _check_address(params: Mapping[str, Any], limits: RequestLimits) -> None:
     if not limits.allows_peer(host, port):
         raise ParamsRefused(
             f"{FIELD}.remote_host {shown(host)} with port {port} is not among the peers that "
-            "KVPATCH_ALLOWED_PEERS lists (a name is compared with names, an address with networks)"
-            ": have the operator of D list it there, if it is a prefill engine of theirs"
+            "KVPATCH_ALLOWED_PEERS lists (a name is compared with names, an address with networks)",
+            "have the operator of D list it there, if it is a prefill engine of theirs",
         )
 
 

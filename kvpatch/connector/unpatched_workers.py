@@ -37,8 +37,9 @@ def require(slug: str) -> None:
     """
     if not is_applied(slug):
         raise NotPatchedHere(
-            f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this worker, "
-            f"which would read wrong blocks: {CURE}"
+            f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this "
+            "worker, which would read wrong blocks",
+            CURE,
         )
 
 

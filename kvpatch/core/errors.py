@@ -6,27 +6,50 @@ import signal
 
 from kvpatch.core.text import one_line
 
+#: What helps where a proxy stands between a request and its blocks.
+AS_ANSWERED = "pass on all of P's kv_transfer_params, as they are, with the prompt that P was sent"
+
 
 class KvpatchError(Exception):
     """Base of all of kvpatch's errors."""
 
 
-class FromOutside(KvpatchError):
-    """What a client or a peer brought about: its message is one line, and not a long one."""
+class Mistake(KvpatchError):
+    """A mistake of a user or an operator, or two engines that do not fit: it can be mended.
 
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+    `cure` says what to change: a clause that begins with a verb, without a full stop. A class
+    whose raises share one cure has it as the default.
+    """
+
+    def __init__(self, reason: str, cure: str) -> None:
+        super().__init__(reason, cure)  # both, or the error could not be pickled
+        self.reason = reason
+        self.cure = cure
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.cure}"
 
 
-class SettingsError(KvpatchError):
+class Fault(KvpatchError):
+    """A fault of kvpatch, or a release or a backend that is unknown: users can only report it."""
+
+
+class FromOutside(Mistake):
+    """A client or a peer brought it about: the message is one line, and not a long one."""
+
+    def __init__(self, reason: str, cure: str) -> None:
+        super().__init__(one_line(reason), cure)
+
+
+class SettingsError(Mistake):
     """An environment variable holds a value that kvpatch cannot take."""
 
 
-class ReleaseNotKnown(KvpatchError):
+class ReleaseNotKnown(Mistake):
     """The installed vLLM cannot be placed in a generation."""
 
 
-class SiteDrifted(KvpatchError):
+class SiteDrifted(Fault):
     """A place that a patch wraps is not what the patch was written for.
 
     `expected` and `found` are clauses of a sentence, without a full stop.
@@ -39,27 +62,38 @@ class SiteDrifted(KvpatchError):
         self.found = found
 
 
-class PatchRefused(KvpatchError):
+class PatchRefused(Mistake):
     """Raised by the tripwire, where a connector would otherwise run half-patched."""
 
 
-class RegistrationRefused(KvpatchError):
+class RegistrationRefused(Mistake):
     """KV caches that cannot be registered without risking wrong bytes."""
 
 
-class UnreadableGeometry(KvpatchError):
+class UnexpectedCaches(Fault):
+    """KV caches that are not what the release's plan says, or that the device copies wrongly."""
+
+
+class UnreadableGeometry(Fault):
     """A tensor, a plane or a dimension order that cannot be read without guessing."""
 
 
-class UnpairableBlocks(KvpatchError):
+class UnexpectedRead(Fault):
+    """A read that the release asks for in a way that kvpatch does not know."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class UnpairableBlocks(Fault):
     """Block lists that do not hold the tokens that are asked for."""
 
 
-class UnplannableCopy(KvpatchError):
+class UnplannableCopy(Fault):
     """Planes between which no exact copy exists, or segments that leave them."""
 
 
-class DigestsRefused(KvpatchError):
+class DigestsRefused(Fault):
     """Digests that cannot be made, added up or compared: of other blocks, seeds or ranges."""
 
 
@@ -71,55 +105,68 @@ class NoDigest(KvpatchError):
     """P's digest of a request that cannot be had: nothing is known of the load, good or bad."""
 
 
-class PoolExhausted(KvpatchError):
+class PoolExhausted(Mistake):
     """Space is held by transfers of peers that are gone, and too little is left."""
 
 
-class NothingToRead(KvpatchError):
+class NothingToRead(Fault):
     """A read of no bytes, which NIXL has no transfer for."""
 
 
-class HostBufferRefused(KvpatchError):
+class HostBufferRefused(Mistake):
     """A host buffer that cannot be, or a device that cannot do without one."""
 
 
-class NeverFits(KvpatchError):
+class NeverFits(Mistake):
     """A request with more blocks than the pool has."""
 
     def __init__(self, request_id: str, blocks: int, host_blocks: int) -> None:
         super().__init__(
             f"request {request_id} needs {blocks} blocks of the host buffer, which has "
-            f"{host_blocks}: set KVPATCH_HOST_BUFFER_BYTES to more"
+            f"{host_blocks}",
+            "set KVPATCH_HOST_BUFFER_BYTES to more",
         )
         self.blocks = blocks
         self.host_blocks = host_blocks
 
 
-class NotSaved(KvpatchError):
+class NotSaved(Fault):
     """Blocks that no host block holds for the request that wants to publish them."""
 
 
-class NotReserved(KvpatchError):
+class NotReserved(Fault):
     """More blocks saved for a request than host blocks were reserved for it."""
 
 
-class NotProven(KvpatchError):
+class NotProven(Mistake):
     """A request to be read from an engine of which something is not proven."""
 
 
-class NotPatchedHere(KvpatchError):
+class NotPatchedHere(Mistake):
     """A process without kvpatch was handed what only kvpatch can act on."""
 
 
-class BadOptions(KvpatchError):
+class BadOptions(Mistake):
     """Options that no run can be made of."""
 
+    def __init__(
+        self, reason: str, cure: str = "change what it names and run the command again"
+    ) -> None:
+        super().__init__(reason, cure)
 
-class CannotPlan(KvpatchError):
+
+class CannotPlan(Mistake):
     """A pair of engines of which nobody can say from arguments alone what becomes of it."""
 
+    def __init__(
+        self,
+        reason: str,
+        cure: str = "start both with ENABLE_KVPATCH and send a request: D's log says if it reads P",
+    ) -> None:
+        super().__init__(reason, cure)
 
-class IncompleteCache(KvpatchError):
+
+class IncompleteCache(Fault):
     """The ranks' reports do not add up to one whole cache."""
 
 
@@ -127,8 +174,11 @@ class EngineFailed(KvpatchError):
     """A server that did not start, died, or refused what the harness needs of it."""
 
 
-class RequestFailed(KvpatchError):
+class RequestFailed(Mistake):
     """An engine answered with an error, or without what was asked for."""
+
+    def __init__(self, reason: str, cure: str = "look into the log of that engine") -> None:
+        super().__init__(reason, cure)
 
 
 class Interrupted(KvpatchError):
@@ -154,11 +204,9 @@ class NoAnswer(FromOutside):
 class PeerRefused(FromOutside):
     """A peer whose cache cannot be read; a handshake puts both geometries before the reason."""
 
-    def __init__(self, reason: str, cure: str = "") -> None:
-        super().__init__(f"{reason}: {cure}" if cure else reason)
-        self.reason = reason
-        self.cure = cure
-
 
 class ParamsRefused(FromOutside, ValueError):
     """A request whose parameters are wrong; vLLM's servers make "bad request" of ValueErrors."""
+
+    def __init__(self, reason: str, cure: str = AS_ANSWERED) -> None:
+        super().__init__(reason, cure)

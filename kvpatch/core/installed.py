@@ -39,8 +39,8 @@ def installed_vllm() -> InstalledVllm:
     if len(beside) > 1:
         names = ", ".join(sorted(f"{d.metadata['Name']} {d.version}" for d in beside))
         raise ReleaseNotKnown(
-            f"{names} all provide the module vllm in {root}: uninstall all but one, then "
-            "reinstall that one"
+            f"{names} all provide the module vllm in {root}",
+            "uninstall all but one, then reinstall that one",
         )
     if beside:
         return InstalledVllm(beside[0].metadata["Name"], beside[0].version)
@@ -49,8 +49,8 @@ def installed_vllm() -> InstalledVllm:
         found = metadata.distribution("vllm")
     except metadata.PackageNotFoundError:
         raise ReleaseNotKnown(
-            f"the module vllm lies in {root}, and no installed distribution owns it: install "
-            "vLLM with pip, so that its version can be read"
+            f"the module vllm lies in {root}, and no installed distribution owns it",
+            "install vLLM with pip, so that its version can be read",
         ) from None
     return InstalledVllm(found.metadata["Name"], found.version)
 
@@ -73,8 +73,8 @@ def _module_root() -> Path:
         spec = importlib.util.find_spec("vllm") if module is None else None
         if spec is None or spec.origin is None:
             raise ReleaseNotKnown(
-                "vLLM is not installed in this Python environment: install it, or use the Python "
-                "that serves"
+                "vLLM is not installed in this Python environment",
+                "install it, or use the Python that serves",
             )
         origin = spec.origin
     return Path(origin).resolve().parent.parent

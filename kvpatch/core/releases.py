@@ -722,8 +722,9 @@ def facts_of(version: str) -> ReleaseFacts:
         return FACTS[public]
     raise ReleaseNotKnown(
         f"vLLM {version} is not a release that kvpatch knows (those from {RELEASES[0]} to "
-        f"{RELEASES[-1]}). Install one of them, or, if you know which it is like, set "
-        f"KVPATCH_GENERATION to that release, or to one of {', '.join(GENERATIONS)}"
+        f"{RELEASES[-1]})",
+        "install one of them, or, if you know which it is like, set KVPATCH_GENERATION to that "
+        f"release, or to one of {', '.join(GENERATIONS)}",
     )
 
 
@@ -740,5 +741,6 @@ def facts_named(name: str) -> ReleaseFacts:
     raise ReleaseNotKnown(
         f"KVPATCH_GENERATION={name!r} names no generation; there are "
         f"{', '.join(f'{slug} ({of[0]} to {of[-1]})' for slug, of in GENERATIONS.items())}, "
-        "and each of these releases: set one of them, or unset it"
+        "and each of these releases",
+        "set one of them, or unset it",
     )

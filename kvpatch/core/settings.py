@@ -146,7 +146,8 @@ def accepted_factors() -> tuple[str, ...]:
         if name in _CHANGES_BYTES:
             raise _settings_error(
                 f"{ACCEPT}={name!r} can never be accepted, for with another one bytes mean "
-                "something else: use one on both sides"
+                "something else",
+                "use one on both sides",
             )
         _check_choice(ACCEPT, name, _ACCEPTABLE)
     return names
@@ -202,8 +203,8 @@ def peer_block_size() -> int | None:
         return None
     if not value.isascii() or not value.isdigit() or int(value) < 1:
         raise _settings_error(
-            f"{PEER_BLOCK_SIZE}={value!r} is not a whole number of tokens: "
-            "set the --block-size of P, or unset it"
+            f"{PEER_BLOCK_SIZE}={value!r} is not a whole number of tokens",
+            "set the --block-size of P, or unset it",
         )
     return int(value)
 
@@ -278,8 +279,8 @@ def _byte_count(name: str, default: int) -> int:
         return default
     if not value.isascii() or not value.isdigit() or int(value) < 1:
         raise _settings_error(
-            f"{name}={value!r} is not a whole number of bytes above 0: "
-            f"set one ({default} say), or unset it"
+            f"{name}={value!r} is not a whole number of bytes above 0",
+            f"set one ({default} say), or unset it",
         )
     return int(value)
 
@@ -293,7 +294,7 @@ def _boolean(name: str) -> bool:
         return _BOOLEANS[value.strip().lower()]
     except KeyError:
         raise _settings_error(
-            f"{name}={value!r} is neither true, 1, false nor 0: set one of them, or unset it"
+            f"{name}={value!r} is neither true, 1, false nor 0", "set one of them, or unset it"
         ) from None
 
 
@@ -307,14 +308,14 @@ def _choice(name: str, choices: tuple[str, ...]) -> str:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise _settings_error(
-            f"{name}={value!r} is not one of {', '.join(choices)}: set one of them, or unset it"
+            f"{name}={value!r} is not one of {', '.join(choices)}", "set one of them, or unset it"
         )
 
 
-def _settings_error(message: str) -> SettingsError:
+def _settings_error(reason: str, cure: str) -> SettingsError:
     from kvpatch.core.errors import SettingsError
 
-    return SettingsError(message)
+    return SettingsError(reason, cure)
 
 
 def _nearest(name: str, real: tuple[str, ...]) -> str:

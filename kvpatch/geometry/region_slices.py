@@ -84,7 +84,8 @@ class Regions:
             )
         if self.names is not None and len(self.names) != len(self.block_bytes):
             raise PeerRefused(
-                f"{len(self.names)} names for {len(self.block_bytes)} regions cannot be true"
+                f"{len(self.names)} names for {len(self.block_bytes)} regions cannot be true",
+                "use one vLLM and one kvpatch on both sides",
             )
         is_one = self.layout in LAYERS_INSIDE_BLOCKS and len(self.block_bytes) == 1
         if is_one and len(units) > 1:

@@ -30,8 +30,9 @@ def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECOND
         if not socket.poll(round(seconds * 1000), zmq.POLLIN):
             raise NoAnswer(
                 f"the prefill engine's handshake listener at {address} did not answer within "
-                f"{seconds:g} s: is the engine alive, and VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT "
-                "at it what this host can reach?"
+                f"{seconds:g} s",
+                "see whether that engine is alive, and set its VLLM_NIXL_SIDE_CHANNEL_HOST and "
+                "_PORT to what this host can reach",
             )
     finally:
         context.destroy(linger=0)

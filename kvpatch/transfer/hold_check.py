@@ -78,7 +78,11 @@ class HoldCheck:
             return None  # all places for words are taken
         if found is None:  # for as long as a transfer of the release's would take
             if time.time() > self.ends and self._patience.is_over():
-                raise NoAnswer(f"{self.agent} has not answered, and its lease is over")
+                raise NoAnswer(
+                    f"{self.agent} has not answered, and its lease is over",
+                    "see whether P is alive and can be reached from here, and send the request "
+                    "again",
+                )
             return None
         # P's workers write a word before they compute the request. One that does not come is that
         # of an engine that has started anew.
@@ -131,7 +135,10 @@ class HoldCheck:
         if state == "PROC" or self._landing is None:
             return None
         if state != "DONE":
-            raise NoAnswer(f"whether {self.agent} holds its blocks could not be read: {state}")
+            raise NoAnswer(
+                f"whether {self.agent} holds its blocks could not be read: {state}",
+                "see whether P is alive and can be reached from here, and send the request again",
+            )
         found = self.table.word(self._landing)
         nixl.release_xfer_handle(self._handle)
         self.table.give_back(self._landing)

@@ -88,7 +88,8 @@ class BlockTensor:
         if min(self.shape) < 1 or min(self.strides) < 0 or not axes_nest(axes, self.item_bytes):
             raise RegistrationRefused(
                 f"layer {self.layer}: shape {self.shape} and strides {self.strides} overlap or "
-                "are empty, so that no host block can hold a block"
+                "are empty, so that no host block can hold a block",
+                "use KVPATCH_HOST_BUFFER=never, where NIXL can register the memory of this device",
             )
 
 
@@ -175,7 +176,8 @@ def rows_of(tensors: Sequence[BlockTensor], blocks: int) -> tuple[Rows, ...]:
             raise RegistrationRefused(
                 f"layer {layer}: blocks of {size} bytes, {step} apart from offset {start} on, lie "
                 f"across others of {last.row_bytes} bytes, {last.step_bytes} apart from "
-                f"{last.start} on: a host buffer cannot hold some of them alone"
+                f"{last.start} on: a host buffer cannot hold some of them alone",
+                "use KVPATCH_HOST_BUFFER=never, where NIXL can register the memory of this device",
             )
         merged[-1] = Rows(last.start, step, both)
     return tuple(merged)
@@ -217,7 +219,8 @@ def _place(
             raise RegistrationRefused(
                 f"layer {tensor.layer}: shape {tensor.shape} and strides {tensor.strides} have "
                 "other tensors between them at uneven distances, so that no tensor of host blocks "
-                "has their form"
+                "has their form",
+                "use KVPATCH_HOST_BUFFER=never, where NIXL can register the memory of this device",
             )
     shape = list(tensor.shape)
     shape[tensor.block_dimension] = host_blocks * tensor.parts

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.geometry.segments import kernel_blocks
 from kvpatch.transfer.device_copies import DeviceCopies
 from kvpatch.transfer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
@@ -142,7 +142,7 @@ class HostPool:
 
         Raises:
             ValueError: a number that is none of a block or host block, or a host block twice.
-            RegistrationRefused: the first block of all was not itself in its host block.
+            UnexpectedCaches: the first block of all was not itself in its host block.
         """
         self._check(blocks, host_blocks)
         if blocks and self._is_tried:
@@ -155,11 +155,11 @@ class HostPool:
         """From now on copies as the platform does, once that is seen to be right.
 
         Raises:
-            RegistrationRefused: it raises, what it copies is something else, or there is no block
+            UnexpectedCaches: it raises, what it copies is something else, or there is no block
                 to try it with. What copied before goes on.
         """
         if self._is_there_late:
-            raise RegistrationRefused("no block has memory behind it yet that could be copied")
+            raise UnexpectedCaches("no block has memory behind it yet that could be copied")
         self.settle()
         before, self._copies = (
             self._copies,
@@ -169,7 +169,7 @@ class HostPool:
         )
         try:
             self._try()
-        except RegistrationRefused:
+        except UnexpectedCaches:
             self._copies = before
             raise
 
@@ -195,7 +195,7 @@ class HostPool:
         """Copies the last block and looks at it, as the device itself shows it.
 
         Raises:
-            RegistrationRefused: it cannot be copied, or is another one.
+            UnexpectedCaches: it cannot be copied, or is another one.
         """
         host_block, block = self.host_blocks - 1, self._blocks - 1
         self._save_and_look([block], [host_block])
@@ -207,7 +207,7 @@ class HostPool:
         """Copies blocks and looks at the first one.
 
         Raises:
-            RegistrationRefused: it cannot be copied, or is another one.
+            UnexpectedCaches: it cannot be copied, or is another one.
         """
         import torch
 
@@ -222,11 +222,11 @@ class HostPool:
                 layer for layer, pair in pairs.items() if not torch.equal(*map(as_integers, pair))
             ]
         except CANNOT as error:
-            raise RegistrationRefused(
+            raise UnexpectedCaches(
                 f"KV caches on {self._device} cannot be copied to host memory: {error}"
             ) from error
         if wrong:
-            raise RegistrationRefused(
+            raise UnexpectedCaches(
                 f"a block of {', '.join(wrong)} on {self._device} is not itself after it was "
                 "copied to host memory"
             )
@@ -252,7 +252,7 @@ def _by_storage(
         dimension = block_dimensions[layer]
         parts, rest = divmod(tensor.shape[dimension], blocks)
         if rest or not parts:
-            raise RegistrationRefused(
+            raise UnexpectedCaches(
                 f"layer {layer}: {tensor.shape[dimension]} blocks in a tensor of shape "
                 f"{tuple(tensor.shape)}, where a multiple of {blocks} was planned"
             )
@@ -281,8 +281,9 @@ def _check_room(size_bytes: int, host_blocks: int) -> None:
     free = free_host_bytes()
     if free is not None and size_bytes > free:
         raise RegistrationRefused(
-            f"{host_blocks} blocks of host buffer take {size_bytes} bytes, and the host has {free} "
-            "free: set KVPATCH_HOST_BUFFER_BYTES to less"
+            f"{host_blocks} blocks of host buffer take {size_bytes} bytes, and the host has "
+            f"{free} free",
+            "set KVPATCH_HOST_BUFFER_BYTES to less",
         )
 
 

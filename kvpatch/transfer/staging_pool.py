@@ -296,9 +296,9 @@ class StagingPool:
             return True
         raise PoolExhausted(
             f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
-            f"{self.size_bytes} bytes, and a chunk needs {size_bytes}: wait until the failed "
-            "ones are surely over (two minutes), restart this engine, or give it a larger "
-            "KVPATCH_STAGING_BYTES"
+            f"{self.size_bytes} bytes, and a chunk needs {size_bytes}",
+            "wait until the failed ones are surely over (two minutes), restart this engine, or "
+            "give it a larger KVPATCH_STAGING_BYTES",
         )
 
     def _retire(self) -> bool:

@@ -107,8 +107,9 @@ async def prefill(client: httpx.AsyncClient, url: str, request: Request) -> dict
     params: dict[str, Any] | None = prefilled.get("kv_transfer_params")
     if not params:
         raise RequestFailed(
-            f"{url}: expected kv_transfer_params in the answer to a prefill, "
-            f"found {sorted(prefilled)}; is a KV connector configured?"
+            f"{url}: expected kv_transfer_params in the answer to a prefill, found "
+            f"{sorted(prefilled)}",
+            "start the engine with a --kv-transfer-config",
         )
     return params
 

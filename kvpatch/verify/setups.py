@@ -77,7 +77,7 @@ def parse_setups(text: str) -> tuple[str, ...]:
     asked = {name.strip() for name in text.split(",") if name.strip()}
     unknown = sorted(asked - set(SETUPS))
     if unknown or len(asked) < 2:
-        raise BadOptions(f"--setups: expected two or more of {', '.join(SETUPS)}, found {text!r}")
+        raise BadOptions(f"--setups is {text!r}", f"give two or more of {', '.join(SETUPS)}")
     return tuple(name for name in SETUPS if name in asked)
 
 
@@ -86,7 +86,7 @@ def parse_side(text: str) -> Side:
     for side in SIDES:
         if text == side:
             return side
-    raise BadOptions(f"--kvpatch-on: expected one of {', '.join(SIDES)}, found {text!r}")
+    raise BadOptions(f"--kvpatch-on is {text!r}", f"give one of {', '.join(SIDES)}")
 
 
 def require_release(expected: str) -> None:
@@ -94,8 +94,9 @@ def require_release(expected: str) -> None:
     found = installed_vllm()
     if Version(found.version).public != expected:
         raise BadOptions(
-            f"--release: expected vLLM {expected}, found {found.distribution} {found.version} "
-            "in this environment; experiments/equivalence.sh makes one for each release"
+            f"--release: expected vLLM {expected}, found {found.distribution} {found.version} in "
+            "this environment",
+            "run it in one with that release, which experiments/equivalence.sh makes",
         )
 
 
@@ -104,7 +105,9 @@ def parse_arguments(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
-        raise BadOptions(f"cannot split {text!r} into arguments: {error}") from None
+        raise BadOptions(
+            f"cannot split {text!r} into arguments: {error}", "write it as arguments of a shell"
+        ) from None
 
 
 def build_setups(options: Options, model: str) -> list[Setup]:

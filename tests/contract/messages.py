@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import kvpatch.core.errors
+from kvpatch.core.errors import Mistake
+
 GAP = "…"
+#: A cure that is put together at run time.
+IN_THE_LINE = "do what the line ends with"
 _ERROR = "KvpatchError"
 _FORMAT = re.compile(r"%(?:\.\d+)?[sdrf]")
 #: Commands that a person runs; what they say is no engine's.
@@ -23,10 +29,12 @@ class Refusal:
 
     Attributes:
         error: the class that is raised with it.
+        cure: what its raise says to change; empty where it says nothing.
     """
 
     error: str
     text: str
+    cure: str = ""
 
 
 @cache
@@ -48,15 +56,27 @@ def refusals() -> list[Refusal]:
     """Every sentence that kvpatch raises one of its errors with, each once."""
     errors = _errors()
     makers = _makers(errors)
-    with_cures = _with_cures()
     found = [
-        Refusal(error, text)
+        Refusal(error, text, cure)
         for tree in trees()
         for error, arguments in _raised(tree, makers)
         if error in errors
-        for text in _joined(_sentences(arguments), error in with_cures)
+        for text, cure in _reasons_and_cures(arguments, error in cures())
     ]
     return list(dict.fromkeys(found))
+
+
+@cache
+def cures() -> dict[str, str]:
+    """The errors that are made of a reason and a cure, with the default of the cure or nothing."""
+    found: dict[str, str] = {}
+    for name in _errors():
+        error = getattr(kvpatch.core.errors, name, None)
+        if error is not None and issubclass(error, Mistake):
+            parameter = inspect.signature(error).parameters.get("cure")
+            is_given = parameter is None or parameter.default is parameter.empty
+            found[name] = "" if is_given else parameter.default
+    return found
 
 
 def _raised(tree: ast.Module, makers: dict[str, str]) -> Iterator[tuple[str, list[ast.expr]]]:
@@ -123,23 +143,13 @@ def _makers(errors: Collection[str]) -> dict[str, str]:
     }
 
 
-def _with_cures() -> set[str]:
-    """Errors that are made of a reason and a cure."""
-    return {
-        node.name
-        for tree in trees()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        for method in node.body
-        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
-        if "cure" in [argument.arg for argument in method.args.args]
-    }
-
-
-def _joined(sentences: Iterable[str], has_cure: bool) -> list[str]:
-    """As an error's message puts them together."""
-    found = list(sentences)
-    return [": ".join(found)] if has_cure and len(found) == 2 else found
+def _reasons_and_cures(arguments: Sequence[ast.expr], has_cure: bool) -> Iterator[tuple[str, str]]:
+    """(reason, cure) of each way in which an error comes out; an empty cure where it has none."""
+    if has_cure and len(arguments) == 2:
+        for cure in list(_sentences(arguments[1:])) or [IN_THE_LINE]:
+            yield from ((reason, cure) for reason in _sentences(arguments[:1]))
+    else:
+        yield from ((reason, "") for reason in _sentences(arguments))
 
 
 def _texts(node: ast.AST | None) -> list[str]:

@@ -17,14 +17,15 @@ Written by `python -m tests.contract --write` from the code that raises them; `�
 run time.
 
 kvpatch refuses what it cannot serve rightly, and says what to change. A refusal at the handshake
-begins with `engine … cannot be read: it has …; we have …;` and both geometries. Search this page
+begins with `engine … cannot be read: it has …; we have …;` and both geometries. Only a fault of
+kvpatch, or a release or a backend that it does not know, is to be reported. Search this page
 for a few words of the line in your log; [Log lines and what to do](log_lines.md) has the others.
 """
 
 #: An instruction, to the end of the sentence.
 _CURE = re.compile(
     r"(?:^|(?:[:;.,]|\bor\b)\s+)(?:then |or |and )?"
-    r"((?:set|use|give|keep|install|restart|wait|send|leave|uninstall|make|disable|speculate|pass"
+    r"((?:set|use|say|give|keep|install|restart|wait|send|leave|uninstall|make|disable|speculate|pass"
     r"|run|let|unset|have|do not|both sides (?:need|must)|is the engine)\b.*)",
     re.IGNORECASE | re.DOTALL,
 )  # fmt: skip
@@ -37,7 +38,7 @@ class Moment:
     Attributes:
         errors: the classes that are raised then.
         becomes: what becomes of the engine or the request.
-        cure: what to do where a sentence does not say it.
+        cure: what to do about a fault of kvpatch's: its sentence does not say it.
     """
 
     title: str
@@ -50,14 +51,13 @@ MOMENTS = (
     Moment(
         "When kvpatch is turned on",
         ("SettingsError", "ReleaseNotKnown", "PatchRefused", "NotPatchedHere"),
-        "A variable that cannot be read ends the process. A release that cannot be patched still "
-        "starts, and constructing the connector raises.",
-        "install one of the supported [releases](releases.md), or set what is named to what is "
-        "expected ([Variables](variables.md))",
+        "A variable that cannot be read ends the process ([Variables](variables.md)). A release "
+        "that cannot be patched still starts, and constructing the connector raises.",
+        "",
     ),
     Moment(
         "When KV caches are registered",
-        ("RegistrationRefused", "HostBufferRefused", "UnreadableGeometry"),
+        ("RegistrationRefused", "HostBufferRefused", "UnexpectedCaches", "UnreadableGeometry"),
         "The engine does not start.",
         "the tensors are not what this release's plan says: report it with this line; without "
         "`ENABLE_KVPATCH` the engine starts as stock does",
@@ -66,61 +66,76 @@ MOMENTS = (
         "At the handshake",
         ("PeerRefused", "NoAnswer", "NotProven", "UnplannableCopy"),
         "The request fails as vLLM fails any load. Both engines stay up.",
-        "what P states contradicts itself, or fits no cache of D's model: use one vLLM, one "
-        "kvpatch and one model on both sides",
+        "use one vLLM, one kvpatch and one model on both sides; report it with this line where "
+        "they are",
     ),
     Moment(
         "When a request is read",
-        ("ReadRefused", "UnpairableBlocks", "PoolExhausted", "NothingToRead"),
+        ("ReadRefused", "UnlikePrompts", "PoolExhausted", "UnexpectedRead", "UnpairableBlocks",
+         "NothingToRead"),
         "That request fails by vLLM's load-failure policy; `<= 0.11.0` it waits until its client "
         "gives up. The others go on.",
-        "pass on P's `kv_transfer_params` as they are, with the prompt that P was sent",
+        "report it with this line, and with what stands between P and D",
     ),
     Moment(
         "When a client's parameters are checked",
         ("ParamsRefused",),
         "The API server answers with an error that names the field; behind it the scheduler "
         "computes the prompt.",
-        "pass on P's `kv_transfer_params` as they are",
+        "",
     ),
     Moment(
         "When blocks go through a host buffer",
         ("NeverFits", "NotSaved", "NotReserved"),
         "P does not publish the request; D computes the prompt.",
-        "set `KVPATCH_HOST_BUFFER_BYTES` to more",
+        "report it with this line",
+    ),
+    Moment(
+        "When a pair is planned",
+        ("BadOptions", "CannotPlan", "RequestFailed"),
+        "`kvpatch plan` ends with status 2.",
+        "",
     ),
 )  # fmt: skip
 #: Its clauses stand in the sentence of a PatchRefused.
 _CLAUSES = ("SiteDrifted",)
-#: A line of the log has it as its reason: nothing is refused (docs/explanation/witness.md).
-_REASONS = ("WitnessRefused",)
+#: A line of the log has it as its reason: nothing is refused (docs/explanation/witness.md and
+#: digests.md).
+_REASONS = ("WitnessRefused", "NoDigest")
 #: No engine raises them yet: digests are not made of loads so far.
 _NOT_YET = ("DigestsRefused",)
-_ELSEWHERE = Moment("Elsewhere", (), "", "report it with this line")
+#: A signal has ended a command.
+_NOTHING_WRONG = ("Interrupted",)
 
 
 def page() -> str:
-    """The whole document."""
+    """The whole document.
+
+    Raises:
+        KeyError: an error belongs to no moment.
+    """
     named = {error: moment for moment in MOMENTS for error in moment.errors}
-    rows: dict[str, list[tuple[str, str]]] = {}
+    rows: dict[str, set[tuple[str, str]]] = {}
     for refusal in messages.refusals():
-        if refusal.error in (*_CLAUSES, *_REASONS, *_NOT_YET):
+        if refusal.error in (*_CLAUSES, *_REASONS, *_NOT_YET, *_NOTHING_WRONG):
             continue
-        moment = named.get(refusal.error, _ELSEWHERE)
-        rows.setdefault(moment.title, []).append(_row(refusal.text, moment))
+        moment = named[refusal.error]
+        rows.setdefault(moment.title, set()).add(_row(refusal, moment))
     parts = [_HEAD]
-    for moment in (*MOMENTS, _ELSEWHERE):
-        if moment.title in rows:
-            table = markdown(("the log says", "what to do"), sorted(set(rows[moment.title])))
-            parts.append(f"\n## {moment.title}\n\n{moment.becomes}\n\n{table}")
+    for moment in MOMENTS:
+        table = markdown(("the log says", "what to do"), sorted(rows[moment.title]))
+        parts.append(f"\n## {moment.title}\n\n{moment.becomes}\n\n{table}")
     return "".join(parts)
 
 
-def _row(text: str, moment: Moment) -> tuple[str, str]:
-    found = _CURE.search(text)
+def _row(refusal: messages.Refusal, moment: Moment) -> tuple[str, str]:
+    if refusal.cure:
+        return _quoted(refusal.text), _quoted(refusal.cure)
+    found = _CURE.search(refusal.text)
     if found is None:
-        return _quoted(text), moment.cure
-    return _quoted(text[: found.start()] or text), _quoted(found[1])
+        default = messages.cures().get(refusal.error)
+        return _quoted(refusal.text), _quoted(default) if default else moment.cure
+    return _quoted(refusal.text[: found.start()] or refusal.text), _quoted(found[1])
 
 
 def _quoted(text: str) -> str:

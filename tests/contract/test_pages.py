@@ -18,6 +18,7 @@ from tests.releases import cache
 from tests.releases.fetch import fetch
 
 from . import documents, facts_table, messages, pages, refusals_page, tables, variables_page
+from .messages import Refusal
 
 pytestmark = pytest.mark.contract
 
@@ -135,7 +136,7 @@ class TestRefusals:
             "is not a whole number of tokens",
             "recurrent state is split over ranks",
             "blocks of the host buffer, which has",
-            "and its host buffer needs that: use KVPATCH_HOST_BUFFER=never",
+            "context parallelism), and its host buffer needs that",
         )
 
         assert all(any(part in text for text in found) for part in parts)
@@ -143,8 +144,10 @@ class TestRefusals:
     def test_a_sentence_is_split_into_cause_and_cure(self) -> None:
         moment = refusals_page.MOMENTS[0]
 
-        assert refusals_page._row("a is b: use c", moment) == ("a is b", "use c")
-        assert refusals_page._row("a is b", moment) == ("a is b", moment.cure)
+        assert refusals_page._row(Refusal("Fault", "a is b: use c"), moment) == ("a is b", "use c")
+        assert refusals_page._row(Refusal("Fault", "a is b"), moment) == ("a is b", moment.cure)
+        told = Refusal("PeerRefused", "a: use b", "use c")
+        assert refusals_page._row(told, moment) == ("a: use b", "use c")
 
 
 class TestReleases:

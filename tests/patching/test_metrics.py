@@ -48,7 +48,11 @@ class TestBook:
     def test_a_refusal_is_booked_by_its_class_and_goes_on(self) -> None:
         book = Book()
 
-        for error in (PeerRefused("no"), ReadRefused("no"), NotProven("no")):
+        for error in (
+            PeerRefused("no", "use x"),
+            ReadRefused("no", "use x"),
+            NotProven("no", "use x"),
+        ):
             with pytest.raises(type(error)), book.refusals():
                 raise error
         with pytest.raises(ValueError, match="not ours"), book.refusals():

@@ -28,7 +28,7 @@ from kvpatch.connector.shown_tensors import (
     has_cross_layer_blocks,
     is_split_inside,
 )
-from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches, UnreadableGeometry
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.cross_layer_blocks import places_of
 
@@ -304,15 +304,15 @@ class TestBadInput:
         assert str(tuple(tensor.shape)) in message and str(tuple(tensor.stride())) in message
 
     def test_a_missing_layer_is_named(self):
-        with pytest.raises(RegistrationRefused, match=r"no KV cache for b, c:"):
+        with pytest.raises(UnexpectedCaches, match=r"no KV cache for b, c:"):
             read_layers(reading(KEYS_FIRST, "abc"), {"a": _keys_first()})
 
     def test_a_missing_layer_is_counted_where_the_release_has_no_names(self):
-        with pytest.raises(RegistrationRefused, match="1 layers .* the model has 2"):
+        with pytest.raises(UnexpectedCaches, match="1 layers .* the model has 2"):
             read_layers(reading(KEYS_FIRST, 2), {"a": _keys_first()})
 
     def test_nothing_at_all_is_refused(self):
-        with pytest.raises(RegistrationRefused, match="no layer's KV cache"):
+        with pytest.raises(UnexpectedCaches, match="no layer's KV cache"):
             read_layers(reading(KEYS_FIRST, "abc"), {})
 
 

@@ -29,7 +29,7 @@ from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists
-from kvpatch.core.errors import PeerRefused, ReadRefused
+from kvpatch.core.errors import PeerRefused, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.direct_plan import plan_runs
@@ -635,8 +635,12 @@ class TestRequests:
             self._plan(ours, 100, tuple(range(7)), remote)
 
     def test_more_blocks_than_the_prompt_fills(self, ours):
-        with pytest.raises(ReadRefused, match="no more than it fills"):
+        with pytest.raises(UnexpectedRead, match="no more than it fills"):
             self._plan(ours, 16, (1, 2), (3,))
+
+    def test_fewer_blocks_of_the_peer_than_the_prompt_fills(self, ours):
+        with pytest.raises(UnlikePrompts, match="for 64 tokens, and the prompt has 100: pass on"):
+            self._plan(ours, 100, tuple(range(7)), (3,))
 
     def test_a_prompt_that_the_peer_has_only_a_part_of(self, ours):
         with pytest.raises(ReadRefused, match="same prompt"):

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.transfer import device_copies, host_copies, host_memory, host_pool
 from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
 from tests.storageless import StoragelessStandIn
@@ -540,7 +540,7 @@ def test_the_pool_itself_notices_rows_in_the_wrong_place(monkeypatch, field_name
         return replace(found, sheets=(sheet,))
 
     monkeypatch.setattr(host_pool, "host_storage", wrong)
-    with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
+    with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(tensors, cache.block_dimensions(tensors), 5, 3)
 
 
@@ -586,14 +586,14 @@ def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
     tensors = cache.tensors()
     arguments = tensors, cache.block_dimensions(tensors), 5, 3
     monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: None)
-    with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
+    with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(*arguments)
 
     def no_copies(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setattr(host_copies, "copy_rows", no_copies)
-    with pytest.raises(RegistrationRefused, match="on cpu cannot be copied.*no such kernel"):
+    with pytest.raises(UnexpectedCaches, match="on cpu cannot be copied.*no such kernel"):
         HostPool(*arguments)
 
 
@@ -655,7 +655,7 @@ def test_own_copies_that_are_wrong_are_refused_and_torch_goes_on(operation, mess
     dimensions = cache.block_dimensions(tensors)
     pool = HostPool(tensors, dimensions, 5, 3)
 
-    with pytest.raises(RegistrationRefused, match=message):
+    with pytest.raises(UnexpectedCaches, match=message):
         pool.use(operation)
 
     before = fill(pool)
@@ -680,7 +680,7 @@ def test_no_block_is_looked_at_before_it_is_saved(way, monkeypatch):
     dimensions = cache.block_dimensions(tensors)
     pool = HostPool(tensors, dimensions, 5, 3, is_there_late=True)
     before = fill(pool)
-    with pytest.raises(RegistrationRefused, match="no block has memory behind it"):
+    with pytest.raises(UnexpectedCaches, match="no block has memory behind it"):
         pool.use(Copying(1))
     assert not looked_at
 
@@ -700,7 +700,7 @@ def test_the_first_save_notices_what_the_trial_would_have(monkeypatch):
     pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3, is_there_late=True)
     monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: None)
     for _ in range(2):
-        with pytest.raises(RegistrationRefused, match="a block of layer.0, layer.1 on cpu is not"):
+        with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
             pool.save([2], [1])
 
 
@@ -720,7 +720,8 @@ def test_tensors_that_are_not_in_blocks_are_refused():
         ),
     }
     for message, (tensors, blocks) in cases.items():
-        with pytest.raises(RegistrationRefused, match=message):
+        error = UnexpectedCaches if "planned" in message else RegistrationRefused
+        with pytest.raises(error, match=message):
             HostPool(tensors, dict.fromkeys(tensors, 0), blocks, 2)
 
 

@@ -17,6 +17,7 @@ from kvpatch.geometry.layout_strides import inner_layout
 
 #: No engine has blocks as large; a peer that says so would have us list their parts.
 MOST_TOKENS = 1 << 20
+_ONE_VERSION = "use one vLLM and one kvpatch on both sides"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ def read_agent_metadata(
     layout, backend = fields.text("kv_cache_layout"), fields.text("attn_backend_name")
     form = form_in(layout, backend)
     if form is not None and len(addresses) != 1:
-        raise PeerRefused(f"a peer has rows of all layers in {len(addresses)} regions: expected 1")
+        raise PeerRefused(
+            f"a peer has rows of all layers in {len(addresses)} regions: expected 1", _ONE_VERSION
+        )
     if form is None:
         block_tokens = fields.optional_number("block_size")
         parts = fields.optional_number("physical_blocks_per_logical_kv_block")
@@ -115,7 +118,8 @@ def read_agent_metadata(
         raise PeerRefused(
             f"a peer's handshake has blocks of {parts} times {block_tokens} tokens, {blocks} of "
             f"the smaller ones: expected no more parts than there are, and {MOST_TOKENS} tokens "
-            "at most"
+            "at most",
+            _ONE_VERSION,
         )
     return AgentMetadata(
         engine_id=str(metadata.engine_id),
@@ -177,7 +181,9 @@ class _Fields:
     def text(self, name: str) -> str | None:
         found = getattr(self.metadata, name) if self.has(name) else None
         if found is not None and not isinstance(found, str):
-            raise PeerRefused(f"a peer's handshake has {name}={shown(found)}: expected a name")
+            raise PeerRefused(
+                f"a peer's handshake has {name}={shown(found)}: expected a name", _ONE_VERSION
+            )
         return found
 
     def names(self, name: str) -> tuple[str, ...] | None:
@@ -186,7 +192,8 @@ class _Fields:
         found = getattr(self.metadata, name)
         if not isinstance(found, (list, tuple)) or not all(isinstance(n, str) for n in found):
             raise PeerRefused(
-                f"a peer's handshake has {name}={shown(found)}: expected a list of names"
+                f"a peer's handshake has {name}={shown(found)}: expected a list of names",
+                _ONE_VERSION,
             )
         return tuple(found)
 
@@ -211,13 +218,15 @@ def _regions(fields: _Fields) -> tuple[tuple[int, ...], tuple[int, ...], tuple[i
     if not len(addresses) == len(block_bytes) == len(stride_bytes) > 0:
         raise PeerRefused(
             f"a peer's handshake has {len(addresses)} addresses, {len(block_bytes)} block lengths "
-            f"and {len(stride_bytes)} strides: expected one of each per region"
+            f"and {len(stride_bytes)} strides: expected one of each per region",
+            _ONE_VERSION,
         )
     for length, stride in zip(block_bytes, stride_bytes, strict=True):
         if stride < length:
             raise PeerRefused(
                 f"a peer's handshake has blocks of {length} bytes every {stride} bytes, which "
-                "overlap"
+                "overlap",
+                _ONE_VERSION,
             )
     return addresses, block_bytes, stride_bytes
 
@@ -232,7 +241,8 @@ def _packed_layers(fields: _Fields) -> tuple[tuple[str, int, int], ...]:
     ):
         raise PeerRefused(
             f"a peer's handshake has packed_member_layouts={shown(found)}: expected an offset and "
-            "a length for each layer"
+            "a length for each layer",
+            _ONE_VERSION,
         )
     return tuple(
         (name, *_numbers("packed_member_layouts", place, least=0))
@@ -249,15 +259,17 @@ def _memory_kind(fields: _Fields) -> Literal["DRAM", "VRAM"] | None:
     if kinds:
         raise PeerRefused(
             f"engine {fields.metadata.engine_id} cannot be read: its regions lie in memory of the "
-            f"kinds {', '.join(sorted(kinds))}: keep its whole KV cache on one device or on the "
-            "host"
+            f"kinds {', '.join(sorted(kinds))}",
+            "keep its whole KV cache on one device or on the host",
         )
     return None
 
 
 def _numbers(name: str, found: Any, least: int = 1) -> tuple[int, ...]:
     if not isinstance(found, (list, tuple)):
-        raise PeerRefused(f"a peer's handshake has {name}={shown(found)}, which is no list")
+        raise PeerRefused(
+            f"a peer's handshake has {name}={shown(found)}, which is no list", _ONE_VERSION
+        )
     return tuple(_number(name, number, least) for number in found)
 
 
@@ -265,6 +277,7 @@ def _number(name: str, found: Any, least: int = 1) -> int:
     if isinstance(found, bool) or not isinstance(found, int) or not least <= found < 1 << 63:
         raise PeerRefused(
             f"a peer's handshake has {name}={shown(found)}: expected a whole number of {least} or "
-            "more"
+            "more",
+            _ONE_VERSION,
         )
     return found

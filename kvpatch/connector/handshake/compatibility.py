@@ -111,7 +111,7 @@ def _refuse_unproven_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
     if may_be_kvcacheds(peer, parts):
         raise PeerRefused(
             "its blocks hold keys and values together, or it has kvcached, which would keep them "
-            "apart, and no kvpatch to say so",
-            "as many blocks come out of kvcached's pages. Set ENABLE_KVPATCH on a P with kvcached, "
-            "and have one without it use another number of blocks (--num-gpu-blocks-override)",
+            "apart, and no kvpatch to say so: as many blocks come out of kvcached's pages",
+            "set ENABLE_KVPATCH on a P with kvcached, and have one without it use another number "
+            "of blocks (--num-gpu-blocks-override)",
         )

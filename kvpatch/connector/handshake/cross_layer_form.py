@@ -76,8 +76,9 @@ def form_in(*texts: str | None) -> CrossLayerForm | None:
         found = _FORM.search(text)
         if found is None or found[3] not in _BY_LETTERS:
             raise PeerRefused(
-                f"a peer's blocks are said to be rows of all layers of the form {text!r}: expected "
-                f"one of {', '.join(_BY_LETTERS)}; use one kvpatch on both sides"
+                f"a peer's blocks are said to be rows of all layers of the form {text!r}: "
+                f"expected one of {', '.join(_BY_LETTERS)}",
+                "use one kvpatch on both sides",
             )
         axes = _BY_LETTERS[found[3]]
         return CrossLayerForm(int(found[2]), int(found[1]), axes, found[4] or "")

@@ -89,7 +89,7 @@ class Refuse:
     """
 
     reason: str
-    cure: str = ""
+    cure: str
 
     @property
     def error(self) -> PeerRefused:

@@ -55,8 +55,9 @@ def homogeneous_metadata(
     room = min(length // block for (_, length), block in zip(spans, block_bytes, strict=True))
     if room < 1:
         raise PeerRefused(
-            f"engine {peer.engine_id} holds less than one of our blocks ({max(block_bytes)} bytes) "
-            f"in a region: {peer}; give it more KV cache"
+            f"engine {peer.engine_id} holds less than one of our blocks ({max(block_bytes)} "
+            f"bytes) in a region: {peer}",
+            "give it more KV cache",
         )
     blocks = room if most_blocks is None else min(room, most_blocks)
     stated: dict[str, Any] = {

@@ -36,7 +36,10 @@ def peer_regions(ours: LocalGeometry, peer: AgentMetadata) -> tuple[tuple[Plane,
         else:
             found = by_number(ours, peer)
     except UnreadableGeometry as error:  # sizes that overlap, or end beyond all addresses
-        raise PeerRefused(f"its numbers cannot be true: {error}") from error
+        raise PeerRefused(
+            f"its numbers cannot be true: {error}",
+            "use one vLLM, one kvpatch and one model on both sides",
+        ) from error
     planes = [plane for region in found for plane in region]
     check_tokens(ours, peer, planes)
     check_planes(ours, planes)

@@ -95,8 +95,8 @@ def _check(name: str, layer: LayerCache, remote: Plane, local: Plane) -> None:
         check_whole(remote, local)
     except UnplannableCopy as error:
         raise PeerRefused(
-            f"blocks of layer {name} hold {layer.kind.contents}, and move whole",
-            f"use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides ({error})",
+            f"blocks of layer {name} hold {layer.kind.contents}, and move whole: {error}",
+            "use one --tensor-parallel-size and one VLLM_KV_CACHE_LAYOUT on both sides",
         ) from error
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import AS_ANSWERED, ReadRefused
 from kvpatch.core.text import shown
 
 FIELD = "kvpatch_hold"
@@ -68,8 +68,7 @@ def read_hold(stated: str) -> Hold | None:
         if _ANY_FORM.fullmatch(stated) and not stated.startswith("1/"):
             return None
         raise ReadRefused(
-            f"kv_transfer_params.{FIELD} is {shown(stated)}, which no P says: pass on all that P "
-            "answered, as it is"
+            f"kv_transfer_params.{FIELD} is {shown(stated)}, which no P says", AS_ANSWERED
         )
     tables = (int(address, 16) for address in found[2].split(","))
     return Hold(int(found[1], 16), tuple(tables))

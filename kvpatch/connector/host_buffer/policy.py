@@ -54,8 +54,8 @@ def is_wanted(
             else f"this vLLM registers {', '.join(sorted(memories))} with NIXL"
         )
         raise HostBufferRefused(
-            f"KVPATCH_HOST_BUFFER=never, and the device is {device_type} where {reason}: set it to "
-            "auto, or kv_buffer_device to a device whose memory can be registered"
+            f"KVPATCH_HOST_BUFFER=never, and the device is {device_type} where {reason}",
+            "set it to auto, or kv_buffer_device to a device whose memory can be registered",
         )
     return True
 
@@ -101,7 +101,8 @@ def refuse_shares(parallel_config: Any, facts: ReleaseFacts) -> None:
         if size > 1:
             raise HostBufferRefused(
                 f"{name} is {size}, and blocks go through a host buffer where all ranks have the "
-                "same tokens and layers: use 1, or KVPATCH_HOST_BUFFER=never"
+                "same tokens and layers",
+                "use 1, or KVPATCH_HOST_BUFFER=never",
             )
 
 
@@ -120,8 +121,9 @@ def host_blocks_in(budget_bytes: int, block_bytes: int, blocks: int) -> int:
     if host_blocks <= NULL_BLOCKS:
         least = block_bytes * (NULL_BLOCKS + 1)
         raise HostBufferRefused(
-            f"a host buffer of {budget_bytes} bytes holds no block: one takes {block_bytes} bytes, "
-            f"and vLLM's null block as many; set KVPATCH_HOST_BUFFER_BYTES to {least} or more"
+            f"a host buffer of {budget_bytes} bytes holds no block: one takes {block_bytes} "
+            "bytes, and vLLM's null block as many",
+            f"set KVPATCH_HOST_BUFFER_BYTES to {least} or more",
         )
     return host_blocks
 

@@ -92,7 +92,8 @@ class HostBufferScheduler:
         if self._table is None:
             raise HostBufferRefused(
                 "a request came before vLLM's own Scheduler was seen: the host buffer needs it to "
-                "know when blocks are freed; use it, or KVPATCH_HOST_BUFFER=never"
+                "know when blocks are freed",
+                "leave out --scheduler-cls, or set KVPATCH_HOST_BUFFER=never",
             )
         return self._table
 

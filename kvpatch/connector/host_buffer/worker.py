@@ -19,7 +19,7 @@ from kvpatch.connector.local.local_geometry import state_layout_of_strides
 from kvpatch.connector.local.registered_caches import is_as_planned, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core import settings
-from kvpatch.core.errors import HostBufferRefused, RegistrationRefused
+from kvpatch.core.errors import HostBufferRefused, UnexpectedCaches
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.transfer.platform_copies import Operation
@@ -68,8 +68,8 @@ class HostBuffer:
         if saves.buffer_blocks > self.host_blocks:
             raise HostBufferRefused(
                 f"the scheduler counts {saves.buffer_blocks} blocks in the host buffer and this "
-                f"worker has room for {self.host_blocks}: all ranks need tensors of one size; set "
-                "KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine"
+                f"worker has room for {self.host_blocks}: all ranks need tensors of one size",
+                "set KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine",
             )
         started = perf_counter()
         if saves.blocks:
@@ -86,7 +86,7 @@ class HostBuffer:
         name = f"{operation.__module__}.{getattr(operation, '__qualname__', operation)}"
         try:
             self.pool.use(operation)
-        except RegistrationRefused as error:
+        except UnexpectedCaches as error:
             _LOG.warning("%s is not used to save blocks, torch copies them: %s", name, error)
         else:
             _LOG.info("blocks are saved by %s, the platform's own", name)
@@ -164,8 +164,9 @@ def _refuse(layers: Iterable[str]) -> None:
     names = sorted(layers)
     if names:
         raise HostBufferRefused(
-            f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through a "
-            "host buffer; use KVPATCH_HOST_BUFFER=never"
+            f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through "
+            "a host buffer",
+            "use KVPATCH_HOST_BUFFER=never",
         )
 
 
@@ -173,16 +174,14 @@ def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
     """Copies a block onto the device, as the pool has copied one from it.
 
     Raises:
-        RegistrationRefused: it cannot be copied, or is another one.
+        UnexpectedCaches: it cannot be copied, or is another one.
     """
     try:
         wrong = caches.find_wrong()
     except CANNOT as error:
-        raise RegistrationRefused(
-            f"KV caches without a storage cannot be written: {error}"
-        ) from error
+        raise UnexpectedCaches(f"KV caches without a storage cannot be written: {error}") from error
     if wrong:
-        raise RegistrationRefused(
+        raise UnexpectedCaches(
             f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
             "copied to the device"
         )

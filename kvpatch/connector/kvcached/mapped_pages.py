@@ -81,9 +81,9 @@ def refuse_unmapped(
                     f"block {block} of {layer} is to be filled and the page at {address:#x} under "
                     "it is not mapped: found the page of zeros that all unmapped ones of kvcached "
                     "share, expected one of its own for every block that is handed out. Its "
-                    "processes disagree: give the engine and its workers one "
-                    "KVCACHED_CONTIGUOUS_LAYOUT, KVCACHED_PAGE_SIZE_MB and KVCACHED_IPC_NAME, or "
-                    "set ENABLE_KVCACHED=false"
+                    "processes disagree",
+                    "give the engine and its workers one KVCACHED_CONTIGUOUS_LAYOUT, "
+                    "KVCACHED_PAGE_SIZE_MB and KVCACHED_IPC_NAME, or set ENABLE_KVCACHED=false",
                 )
 
 

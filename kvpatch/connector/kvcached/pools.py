@@ -96,8 +96,8 @@ def _check_marks(tensors: Mapping[str, Any], layers: Mapping[str, LayerCache]) -
             raise RegistrationRefused(
                 f"{layer} says that it lies in kvcached's pool at {start:#x} to {end:#x} and lies "
                 f"at {low:#x} to {high:#x}: expected it inside, where kvcached maps pages. "
-                "Something has replaced its memory since kvcached made it; set "
-                "ENABLE_KVCACHED=false where that is wanted"
+                "Something has replaced its memory since kvcached made it",
+                "set ENABLE_KVCACHED=false where that is wanted",
             )
     pools = {tensors[layer].untyped_storage().data_ptr() for layer in marks}
     foreign = [
@@ -107,9 +107,9 @@ def _check_marks(tensors: Mapping[str, Any], layers: Mapping[str, LayerCache]) -
     ]
     if foreign:
         raise RegistrationRefused(
-            f"{', '.join(marks)} are kvcached's and {', '.join(foreign)} lie in none of its pools: "
-            "expected all attention layers there, whose pages it maps together; set "
-            "ENABLE_KVCACHED=false for this model"
+            f"{', '.join(marks)} are kvcached's and {', '.join(foreign)} lie in none of its "
+            "pools: expected all attention layers there, whose pages it maps together",
+            "set ENABLE_KVCACHED=false for this model",
         )
 
 
@@ -131,9 +131,9 @@ def _span(planes: tuple[Plane, ...]) -> tuple[int, int]:
 def _check_sizes(pools: tuple[_Pool, ...], layers: Mapping[str, LayerCache]) -> None:
     if len({pool.size_bytes for pool in pools}) > 1:
         raise RegistrationRefused(
-            f"kvcached's pools have unlike sizes: {_listed(pools)}. Expected one size, or one pool "
-            "of all layers: its manager maps pages for blocks of one size; set "
-            "ENABLE_KVCACHED=false for this model"
+            f"kvcached's pools have unlike sizes: {_listed(pools)}. Expected one size, or one "
+            "pool of all layers: its manager maps pages for blocks of one size",
+            "set ENABLE_KVCACHED=false for this model",
         )
     strides = {cache.planes[0].strides_bytes.block for cache in layers.values()}
     if len(pools) == 1 and len(strides) == 1:
@@ -149,7 +149,8 @@ def _check_sizes(pools: tuple[_Pool, ...], layers: Mapping[str, LayerCache]) -> 
         )
         raise RegistrationRefused(
             f"kvcached's layers have pages of unlike sizes: {found}. Expected blocks of one size "
-            "in all, which its manager maps pages for; set ENABLE_KVCACHED=false for this model"
+            "in all, which its manager maps pages for",
+            "set ENABLE_KVCACHED=false for this model",
         )
 
 
@@ -173,12 +174,14 @@ def _check_layout(
     if contiguous and len(pools) > 1:
         raise RegistrationRefused(
             f"KVCACHED_CONTIGUOUS_LAYOUT=true and the layers lie in {len(pools)} allocations: "
-            f"{_listed(pools)}. Expected one pool of all layers: {_SAME_EVERYWHERE}"
+            f"{_listed(pools)}. Expected one pool of all layers: {_READ_ANOTHER}",
+            _ONE_VALUE,
         )
     if contiguous and any(are_split(cache.planes) for cache in layers.values()):
         raise RegistrationRefused(
             "KVCACHED_CONTIGUOUS_LAYOUT=true and the tensors keep the keys of all blocks before "
-            f"the values of all: expected a block's bytes side by side. {_SAME_EVERYWHERE}"
+            f"the values of all: expected a block's bytes side by side. {_READ_ANOTHER}",
+            _ONE_VALUE,
         )
     # Attention groups share a pool layer by layer, each at its beginning.
     shared = [p for p in pools if len({_span(layers[n].planes)[0] for n in p.layers}) > 1]
@@ -186,15 +189,16 @@ def _check_layout(
         raise RegistrationRefused(
             "KVCACHED_CONTIGUOUS_LAYOUT=false and several layers lie side by side in one "
             f"allocation: {_listed(tuple(shared))}. Expected an allocation for each: "
-            f"{_SAME_EVERYWHERE}"
+            f"{_READ_ANOTHER}",
+            _ONE_VALUE,
         )
 
 
-_SAME_EVERYWHERE = (
+_READ_ANOTHER = (
     "kvcached has read another value when it made them, and where its processes read unlike values "
-    "pages are mapped at the wrong places; set KVCACHED_CONTIGUOUS_LAYOUT to one value before the "
-    "engine and its workers start"
+    "pages are mapped at the wrong places"
 )
+_ONE_VALUE = "set KVCACHED_CONTIGUOUS_LAYOUT to one value before the engine and its workers start"
 
 
 def _check_pages(pools: tuple[_Pool, ...], page_bytes: int | None) -> None:
@@ -203,6 +207,6 @@ def _check_pages(pools: tuple[_Pool, ...], page_bytes: int | None) -> None:
         raise RegistrationRefused(
             f"KVCACHED_PAGE_SIZE_MB={page_bytes // _MIB} and kvcached's pools are no whole number "
             f"of such pages: {_listed(odd)}. Expected multiples of {page_bytes} bytes: kvcached "
-            "has read another value when it made them; set KVCACHED_PAGE_SIZE_MB to one value "
-            "before the engine and its workers start"
+            "has read another value when it made them",
+            "set KVCACHED_PAGE_SIZE_MB to one value before the engine and its workers start",
         )

@@ -39,8 +39,8 @@ def refuse_cards(nixl_backends: Sequence[str], kv_caches: Mapping[str, Any]) -> 
             f"kvcached's memory on {', '.join(sorted(on_device))} is to be registered with NIXL's "
             f"{', '.join(others)}, and kvcached maps other pages under it later: expected UCX "
             "alone, whose transports without a card go by address at each transfer, found a "
-            'backend that may keep the pages of the registration. Set "backends": ["UCX"] in '
-            f"kv_connector_extra_config, or {_OTHERWISE}"
+            "backend that may keep the pages of the registration",
+            f'set "backends": ["UCX"] in kv_connector_extra_config, or {_OTHERWISE}',
         )
     ports = ports_in_play(active_ports(), settings.ucx_transports(), settings.ucx_net_devices())
     if ports:
@@ -48,10 +48,10 @@ def refuse_cards(nixl_backends: Sequence[str], kv_caches: Mapping[str, Any]) -> 
             f"kvcached's memory on {', '.join(sorted(on_device))} is to be registered where UCX "
             f"may use {', '.join(map(str, ports))}: a network card keeps the pages that are there "
             "at registration, all of them kvcached's page of zeros, and kvcached maps others "
-            "later. Expected no card in UCX's choice, found UCX_TLS="
-            f"{settings.ucx_transports() or 'all'} and UCX_NET_DEVICES="
-            f"{settings.ucx_net_devices() or 'all'}. Set UCX_TLS=^ib, or UCX_NET_DEVICES to "
-            f"Ethernet interfaces alone, or {_OTHERWISE}"
+            "later. Expected no card in UCX's choice, found "
+            f"UCX_TLS={settings.ucx_transports() or 'all'} and "
+            f"UCX_NET_DEVICES={settings.ucx_net_devices() or 'all'}",
+            f"set UCX_TLS=^ib, or UCX_NET_DEVICES to Ethernet interfaces alone, or {_OTHERWISE}",
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.errors import UnexpectedCaches
 from kvpatch.core.releases import ReleaseFacts
 
 
@@ -37,7 +37,7 @@ def planned_groups(
     """The groups of a worker's plan, in the order in which block ids are sent.
 
     Raises:
-        RegistrationRefused: a layer is in no group.
+        UnexpectedCaches: a layer is in no group.
     """
     groups = tuple(
         Group(
@@ -51,7 +51,7 @@ def planned_groups(
     )
     grouped = frozenset[str]().union(*(group.layers for group in groups))
     if not grouped.issuperset(layers):
-        raise RegistrationRefused(
+        raise UnexpectedCaches(
             f"layers in no cache group: {', '.join(sorted(set(layers) - grouped))}"
         )
     return groups

@@ -99,7 +99,8 @@ def states_in(
                 f"kvcached's contiguous layout: expected one of the {len(pool.layers)} places of "
                 f"{pool.blocks // parts} rows of {pool.block_bytes * parts} bytes, found "
                 f"{[(tuple(t.shape), tuple(t.stride()), str(t.dtype)) for t in tensors]} at byte "
-                f"{start}; set KVCACHED_CONTIGUOUS_LAYOUT=false"
+                f"{start}",
+                "set KVCACHED_CONTIGUOUS_LAYOUT=false",
             )
         found[name] = StateInPool(place, tensors, offsets)
     return dict(sorted(found.items()))

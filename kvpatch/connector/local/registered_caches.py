@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.connector.local.cache_kinds import ROWS, Holds, Kind
 from kvpatch.connector.local.kinds_of_layers import kind_of
 from kvpatch.connector.local.release_worker import ALL_LAYERS, ReleaseWorker
-from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
+from kvpatch.core.errors import UnexpectedCaches, UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import block_bytes
 from kvpatch.geometry.memory import Memory
@@ -61,11 +61,11 @@ def read_layers(
         first_head: the global number of this rank's first KV head.
 
     Raises:
-        RegistrationRefused: a layer is missing.
+        UnexpectedCaches: a layer is missing.
         UnreadableGeometry: a tensor cannot be what its layer needs.
     """
     if not kv_caches:
-        raise RegistrationRefused("no layer's KV cache was handed to the registration")
+        raise UnexpectedCaches("no layer's KV cache was handed to the registration")
     if ALL_LAYERS in kv_caches:
         # One tensor of all layers, laid out by the release itself, which compares
         # its block count with the plan.
@@ -130,16 +130,16 @@ def order_of(layer: str, cache: torch.Tensor, orders: tuple[DimensionOrder, ...]
 def _check_layers(expected: frozenset[str] | int, kv_caches: Mapping[str, Any]) -> None:
     if isinstance(expected, int):
         if len(kv_caches) < expected:
-            raise RegistrationRefused(
+            raise UnexpectedCaches(
                 f"{len(kv_caches)} layers were handed to the registration and the model has "
                 f"{expected}: {_listed(kv_caches)}"
             )
         return
     missing = expected - kv_caches.keys()
     if missing:
-        raise RegistrationRefused(
+        raise UnexpectedCaches(
             f"the registration was handed no KV cache for {_listed(missing)}: every layer of the "
-            f"plan needs one, or its blocks never move"
+            "plan needs one, or its blocks never move"
         )
 
 

@@ -174,7 +174,7 @@ class ReleaseWorker:
         """The cache groups of these layers; one <= 0.17.
 
         Raises:
-            RegistrationRefused: a layer is in no group.
+            UnexpectedCaches: a layer is in no group.
         """
         if not self.facts.has_cache_groups:
             return (Group(frozenset(layers), window_tokens=0),)

@@ -28,7 +28,8 @@ def shown_apart(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> dict[st
     if len(storages) == 1 and not release.facts.names_layouts:
         raise RegistrationRefused(
             f"{len(kv_caches)} layers keep keys and values apart in one allocation, which this "
-            "release takes for blocks that hold all layers: give each layer an allocation"
+            "release takes for blocks that hold all layers",
+            "give each layer an allocation",
         )
     return _as_layers(release, kv_caches)
 

@@ -86,8 +86,9 @@ def refuse_steps_under_way(release: ReleaseWorker) -> None:
     if any(hasattr(release.spec_of(layer), "shapes") for layer in release.worker._layer_specs):
         raise RegistrationRefused(
             "this model has recurrent state, and under asynchronous scheduling a step that is "
-            "under way writes to blocks that are loaded (vLLM #45357, #48481): use "
-            "--no-async-scheduling, or vLLM 0.26 or later; a P alone may have kv_role kv_producer"
+            "under way writes to blocks that are loaded (vLLM #45357, #48481)",
+            "use --no-async-scheduling, or vLLM 0.26 or later; a P alone may have kv_role "
+            "kv_producer",
         )
 
 

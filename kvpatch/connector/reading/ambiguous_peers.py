@@ -43,7 +43,8 @@ class AmbiguousPeers:
         """
         raise NotProven(
             f"engine {engine_id!r:.200} cannot be read: its handshake leaves open what its blocks "
-            "are, which this vLLM's handshakes say: use one vLLM on both sides"
+            "are, which this vLLM's handshakes say",
+            "use one vLLM on both sides",
         )
 
     def settle(self, engine_id: str, block_tokens: int = 0) -> None:

@@ -11,7 +11,7 @@ from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.speculative_decoding import reserves_slots
-from kvpatch.core.errors import ReadRefused, UnlikePrompts
+from kvpatch.core.errors import AS_ANSWERED, ReadRefused, UnlikePrompts
 from kvpatch.core.releases import ReleaseFacts
 
 
@@ -47,7 +47,8 @@ def leave_common_blocks(
         if len(remote[number]) < blocks * parts:
             raise UnlikePrompts(
                 f"the request names {len(remote[number]) // parts} blocks of engine {engine_id}, "
-                f"and the prompt fills {blocks} here: send both engines the same prompt"
+                f"and the prompt fills {blocks} here",
+                "send both engines the same prompt",
             )
         if request.hit_tokens is not None:  # with those that D reserves for drafted tokens
             hit = request.hit_tokens // block_tokens
@@ -89,7 +90,8 @@ def refuse_misnamed(
     if len(remote) != len(local):
         raise ReadRefused(
             f"the request names blocks of {len(remote)} cache groups of engine {engine_id}, and "
-            f"this model has {len(local)}"
+            f"this model has {len(local)}",
+            AS_ANSWERED,
         )
     if reader.has_state:  # pages of states are counted otherwise: the release's to judge
         return
@@ -99,12 +101,15 @@ def refuse_misnamed(
         last = max(theirs, default=0)
         if (last + 1) * parts > blocks:
             raise ReadRefused(
-                f"the request names block {last} of engine {engine_id}, which has {blocks // parts}"
+                f"the request names block {last} of engine {engine_id}, which has "
+                f"{blocks // parts}",
+                AS_ANSWERED,
             )
         if len(theirs) < len(ours):
             raise ReadRefused(
                 f"the request names {len(theirs)} blocks of engine {engine_id}, and the prompt "
-                f"fills {len(ours)} here: send both engines the same prompt"
+                f"fills {len(ours)} here",
+                "send both engines the same prompt",
             )
 
 

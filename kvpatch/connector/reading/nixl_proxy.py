@@ -99,7 +99,8 @@ class ReadingAgent(AgentProxy):
         if engine is not None:
             raise ReadRefused(
                 f"engine {engine} has another geometry, and a transfer with it was prepared as if "
-                "it had ours: restart this engine, with kvpatch on or off for all of its life"
+                "it had ours",
+                "restart this engine, with kvpatch on or off for all of its life",
             )
         found = self._rank_with_word(context, operation, remote_handle, notif_msg)
         handle = self.__wrapped__.make_prepped_xfer(

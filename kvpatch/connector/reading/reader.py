@@ -42,9 +42,11 @@ from kvpatch.connector.reading.state_runs import states_plan
 from kvpatch.connector.reading.token_pairing import shares_of, state_pairs, tails_of
 from kvpatch.connector.recent_engines import RecentEngines
 from kvpatch.core.errors import (
+    AS_ANSWERED,
     KvpatchError,
     PeerRefused,
     ReadRefused,
+    UnexpectedRead,
     UnlikePrompts,
     UnpairableBlocks,
 )
@@ -288,7 +290,9 @@ class Reader:
         if reading.peer.missing is not None:
             raise PeerRefused(
                 f"no rank of engine {self.is_reading()} that we read from holds "
-                f"{reading.peer.missing}"
+                f"{reading.peer.missing}",
+                "use one model, one --tensor-parallel-size and one --pipeline-parallel-size on "
+                "both sides",
             )
         rank = reading.peer.ranks[number]
         metadata = rank.metadata
@@ -423,7 +427,8 @@ class Reader:
             raise ReadRefused(
                 f"request {context.request_id} is read from rank {number} of engine "
                 f"{context.engine_id}, and the answer of P that it carries is of an engine with "
-                f"{len(hold.tables)} ranks: pass on the answer of the engine that it names"
+                f"{len(hold.tables)} ranks",
+                "pass on the answer of the engine that it names",
             )
         age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
         vouched = time.monotonic() - age_seconds
@@ -437,7 +442,7 @@ class Reader:
         """Those of the ranks that it takes to read every head that any of them holds.
 
         Raises:
-            ReadRefused: nothing is being read.
+            UnexpectedRead: nothing is being read.
         """
         ranks = self._being_read().peer.ranks
         held: frozenset[HeadName] = frozenset()
@@ -453,13 +458,13 @@ class Reader:
         """NIXL's name of a rank of the peer that is being read.
 
         Raises:
-            ReadRefused: nothing is being read.
+            UnexpectedRead: nothing is being read.
         """
         return self._being_read().peer.ranks[number].agent
 
     def _being_read(self) -> Reading:
         if self.context is None or self.context.reading is None:
-            raise ReadRefused("a transfer was prepared outside a request")
+            raise UnexpectedRead("a transfer was prepared outside a request")
         return self.context.reading
 
     @property
@@ -467,7 +472,7 @@ class Reader:
         """What is being read.
 
         Raises:
-            ReadRefused: nothing is.
+            UnexpectedRead: nothing is.
         """
         return self._being_read().request
 
@@ -499,7 +504,8 @@ class Reader:
             if remote_block >= metadata.blocks // parts:
                 raise ReadRefused(
                     f"the request names block {remote_block} of engine {metadata.engine_id}, "
-                    f"which has {metadata.blocks // parts}"
+                    f"which has {metadata.blocks // parts}",
+                    AS_ANSWERED,
                 )
             whole.append(
                 (kernel_blocks([remote_block], parts), kernel_blocks([local_block], parts))

@@ -12,7 +12,7 @@ from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.read_request import ReadRequest
 from kvpatch.connector.reading.token_pairing import state_pairs
-from kvpatch.core.errors import ReadRefused
+from kvpatch.core.errors import AS_ANSWERED, ReadRefused
 from kvpatch.geometry.direct_plan import Plan, plan_runs
 
 
@@ -35,7 +35,8 @@ def states_plan(
             if remote_block >= remote.blocks or local_block >= local.blocks:
                 raise ReadRefused(
                     f"the request names blocks {remote_block} and {local_block} of the states of "
-                    f"layer {name}, of {remote.blocks} and {local.blocks}"
+                    f"layer {name}, of {remote.blocks} and {local.blocks}",
+                    AS_ANSWERED,
                 )
             there = remote.address + remote_block * remote.stride_bytes
             here = local.address + local_block * local.stride_bytes

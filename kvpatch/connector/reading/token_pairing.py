@@ -9,7 +9,7 @@ from kvpatch.connector.handshake.block_shapes import tokens_of
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.core.errors import ReadRefused, UnlikePrompts
+from kvpatch.core.errors import AS_ANSWERED, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.segments import (
     BlockList,
@@ -35,14 +35,15 @@ def shares_of(
         block_tokens: of the peer's kernel blocks by layer; None where all have what it states.
 
     Raises:
-        ReadRefused: the request names blocks that the peer does not have, or more than
-            its tokens fill, or a sliding window begins before them.
+        ReadRefused: the request names blocks that the peer does not have, or that do not reach
+            to the prompt's end, or a sliding window begins before them.
+        UnexpectedRead: this engine has more blocks than the prompt fills.
         UnpairableBlocks: the blocks do not hold the tokens.
     """
     if request.tokens > request.remote_tokens:
         raise UnlikePrompts(
-            f"the prompt has {request.tokens} tokens and the peer holds {request.remote_tokens}: "
-            "send both engines the same prompt"
+            f"the prompt has {request.tokens} tokens and the peer holds {request.remote_tokens}",
+            "send both engines the same prompt",
         )
     stated = peer.block_tokens or ours.block_tokens
     tokens = [
@@ -58,6 +59,12 @@ def shares_of(
         remote = _remote_blocks(groups, peer, request, number, tokens)
         local = _local_blocks(ours, groups, request, number)
         start = _first_token(group, remote, local, request)
+        if start < request.tokens > remote.end_token:
+            raise UnlikePrompts(
+                f"the request names blocks of engine {peer.engine_id} for {remote.end_token} "
+                f"tokens, and the prompt has {request.tokens}",
+                AS_ANSWERED,
+            )
         segments = pair_blocks(remote, local, start, request.tokens)
         of_group = [overlap for overlap in overlaps if overlap.layer in group.layers]
         whole = tuple(overlap for overlap in of_group if overlap.is_whole)
@@ -91,8 +98,9 @@ def state_pairs(
             raise ReadRefused(
                 f"{len(local)} blocks of recurrent state are to be filled and P names "
                 f"{sum(map(bool, remote))} in {len(remote)} places: expected one, with the state "
-                "behind the prompt's tokens; use --no-enable-prefix-caching (--mamba-cache-mode "
-                "none) and no draft model on both sides"
+                "behind the prompt's tokens",
+                "use --no-enable-prefix-caching (--mamba-cache-mode none) and no draft model on "
+                "both sides",
             )
         yield group, found, local[0]
 
@@ -128,7 +136,7 @@ def loaded_tokens(
     """(group, our blocks, first token) of all that a read fills whole, whoever is read from.
 
     Raises:
-        ReadRefused: the request names more blocks than its tokens fill.
+        UnexpectedRead: this engine has more blocks than the prompt fills.
     """
     for number, group in enumerate(groups):
         if request.local_blocks[number] and not group.has_state:
@@ -148,10 +156,10 @@ def finished_blocks(
         tables: as the scheduler has them, from the first token on.
 
     Raises:
-        ReadRefused: there are tables of other groups among them.
+        UnexpectedRead: there are tables of other groups among them.
     """
     if len(tables) != len(groups):
-        raise ReadRefused(f"{len(tables)} block tables of {len(groups)} groups")
+        raise UnexpectedRead(f"{len(tables)} block tables of {len(groups)} groups")
     for number, (group, table) in enumerate(zip(groups, tables, strict=True)):
         if group.has_state:
             continue
@@ -182,15 +190,16 @@ def _first_token(group: Group, remote: BlockList, local: BlockList, request: Rea
             f"the blocks that this engine named begin with token {local.first_token} of a prompt "
             f"of {request.tokens}, and the sliding window of {group.window_tokens} with {seen}: "
             "this vLLM leaves out blocks of windows where a draft model reserves some (0.23 to "
-            "0.25); speculate without one, or use another release"
+            "0.25)",
+            "speculate without one, or use another release",
         )
     seen = max(local.first_token, seen)
     if remote.first_token > seen:
         raise UnlikePrompts(
             f"the prefill engine's blocks begin with token {remote.first_token} of a prompt of "
             f"{request.tokens}, and the sliding window of {group.window_tokens} with {seen}: it "
-            "has let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates); "
-            "use a later one on P, or --disable-hybrid-kv-cache-manager on both sides"
+            "has let go of a block that is needed (vLLM <= 0.19, or <= 0.24 while it speculates)",
+            "use a later one on P, or --disable-hybrid-kv-cache-manager on both sides",
         )
     return min(max(local.first_token, remote.first_token), request.tokens)
 
@@ -221,7 +230,8 @@ def _remote_blocks(
     if outside.size:
         raise ReadRefused(
             f"the request names blocks {outside[:3].tolist()} of engine {peer.engine_id}, which "
-            f"has {peer.blocks}"
+            f"has {peer.blocks}",
+            AS_ANSWERED,
         )
     return blocks
 
@@ -235,7 +245,9 @@ def _window_end(found: tuple[int, ...], block_tokens: int, parts: int, end_block
     freed = next((i for i, block in enumerate(found) if block != _NULL_BLOCK), len(found))
     first = end_block - len(found) + freed
     if first < 0:
-        raise ReadRefused(f"{len(found)} blocks in a window, and {end_block} in all of the prompt")
+        raise ReadRefused(
+            f"{len(found)} blocks in a window, and {end_block} in all of the prompt", AS_ANSWERED
+        )
     return BlockList(
         kernel_blocks(found[freed:], parts), block_tokens, first * block_tokens * parts
     )
@@ -252,7 +264,7 @@ def _local_blocks(
     found = found[: len(found) - _drafted_blocks(ours, groups, request)]
     first = (-(-request.tokens // logical_tokens) - len(found)) * logical_tokens
     if first < 0:
-        raise ReadRefused(
+        raise UnexpectedRead(
             f"{len(found)} blocks of {logical_tokens} tokens for a prompt of {request.tokens}: "
             "expected no more than it fills"
         )

@@ -72,7 +72,11 @@ class Interpretation:
         try:
             stated = msgspec.msgpack.decode(payload, type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise PeerRefused(f"P answers a handshake with {shown(payload)}") from error
+            raise PeerRefused(
+                f"P answers a handshake with {shown(payload)}",
+                "use one vLLM on both sides, and have the proxy pass on P's remote_host and "
+                "remote_port",
+            ) from error
         payload = self._payload(rank, stated, payload)
         if self.own.question != "stage and rank":
             return [payload]

@@ -22,7 +22,10 @@ def fields_of(metadata: bytes) -> dict[str, Any]:
     try:
         return msgspec.msgpack.decode(metadata, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise PeerRefused(f"what a P states is no metadata: {shown(str(error))}") from error
+        raise PeerRefused(
+            f"what a P states is no metadata: {shown(str(error))}",
+            "use one vLLM and one kvpatch on both sides",
+        ) from error
 
 
 def translated(statement: Statement, own: ReleaseFacts, backend: str) -> dict[str, Any]:

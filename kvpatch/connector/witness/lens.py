@@ -45,7 +45,7 @@ def lens_of(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Lens:
 
     Raises:
         WitnessRefused: nothing of them can be witnessed, and why.
-        UnreadableGeometry, RegistrationRefused: they cannot be read.
+        UnreadableGeometry, RegistrationRefused, UnexpectedCaches: they cannot be read.
     """
     import torch
 

@@ -21,7 +21,12 @@ from kvpatch.connector.witness.counts import Alarm, WitnessCounts
 from kvpatch.connector.witness.enforcement import why_not_enforced
 from kvpatch.connector.witness.lens import Lens, lens_of
 from kvpatch.connector.witness.loads import Load, loads_in
-from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry, WitnessRefused
+from kvpatch.core.errors import (
+    RegistrationRefused,
+    UnexpectedCaches,
+    UnreadableGeometry,
+    WitnessRefused,
+)
 from kvpatch.core.text import one_line
 from kvpatch.geometry.segments import Int64Array
 from kvpatch.transfer.slot_copies import PendingDistances, TakenSlots
@@ -189,7 +194,7 @@ def set_up(release: ReleaseWorker, kv_caches: Mapping[str, Any], wish: str) -> N
     lens: Lens | str
     try:
         lens = lens_of(release, kv_caches)
-    except (WitnessRefused, UnreadableGeometry, RegistrationRefused) as error:
+    except (WitnessRefused, UnreadableGeometry, RegistrationRefused, UnexpectedCaches) as error:
         lens = str(error)
         _LOG.warning("no load is witnessed here: %s", lens)
     hindrance = why_not_enforced(release) if wish == "enforce" else "not asked for"

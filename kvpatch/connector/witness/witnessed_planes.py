@@ -52,7 +52,7 @@ def witnessed_planes(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Wi
 
     Raises:
         WitnessRefused: nothing, and why.
-        UnreadableGeometry, RegistrationRefused: as of caches that cannot be read.
+        UnreadableGeometry, RegistrationRefused, UnexpectedCaches: as of caches that cannot be read.
     """
     cache = _readable(release, kv_caches)
     layers, groups, _ = cache

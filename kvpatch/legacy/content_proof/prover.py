@@ -186,10 +186,10 @@ class ContentProver(AmbiguousPeers):
             raise peer.refusal
         raise NotProven(
             f"engine {shown(engine_id)} cannot be read: this release's handshake does not state "
-            "all of its blocks, and no prompt that both engines have computed has shown it yet; "
+            "all of its blocks, and no prompt that both engines have computed has shown it yet",
             "let this engine compute such prompts (ENABLE_KVPATCH for its scheduler too), set "
             "KVPATCH_PEER_BLOCK_SIZE (and KVPATCH_PEER_LAYOUT on 0.10.0) to what it has, or use "
-            "vLLM 0.21 or later"
+            "vLLM 0.21 or later",
         )
 
     # -- a step --------------------------------------------------------------------
