@@ -256,13 +256,13 @@ class _Reading:
             )
         if connector == "MultiConnector":
             raise CannotPlan(
-                f"{arguments.source}: MultiConnector is not planned for: write the NixlConnector "
-                "that is in it as kv_transfer_config, and that one is planned"
+                f"{arguments.source}: MultiConnector is not planned for",
+                "write the NixlConnector that is in it as kv_transfer_config",
             )
         if transfer.get("enable_permute_local_kv"):
             raise CannotPlan(
-                f"{arguments.source}: enable_permute_local_kv is not planned for: use one "
-                "VLLM_KV_CACHE_LAYOUT on both sides and leave it out"
+                f"{arguments.source}: enable_permute_local_kv is not planned for",
+                "use one VLLM_KV_CACHE_LAYOUT on both sides and leave it out",
             )
 
     def _facts(self) -> ReleaseFacts:
@@ -272,8 +272,8 @@ class _Reading:
         release = self._arguments.about.get("release")
         if release is None:
             raise BadOptions(
-                f"{self._arguments.source}: which release of vLLM is it? Say `release` in the "
-                "section kvpatch, or give --release"
+                f"{self._arguments.source}: which release of vLLM is it?",
+                "write `release` into the section kvpatch, or give --release",
             )
         return facts_of(str(release))
 
@@ -281,7 +281,7 @@ class _Reading:
         arguments = self._arguments
         name = arguments.option("model") or arguments.option("model_tag")
         if not isinstance(name, str):
-            raise BadOptions(f"{arguments.source} names no model")
+            raise BadOptions(f"{arguments.source} names no model", "write `model` into it")
         given = arguments.about.get("model-config")
         config = self._config if given is None else Path(str(given))
         if given is not None and not Path(str(given)).is_absolute():
@@ -324,8 +324,9 @@ class _Reading:
         if model.is_mla and device != "cpu":
             raise CannotPlan(
                 f"{arguments.source}: which backend vLLM chooses for latents (MLA) and how many "
-                "tokens its blocks have depends on the card: say attention-backend in the section "
-                'kvpatch, and block-size (its log says "Using ... backend")'
+                "tokens its blocks have depends on the card",
+                "write attention-backend into the section kvpatch, and block-size (its log says "
+                '"Using ... backend")',
             )
         if device != "cpu":
             self._assume(
@@ -349,7 +350,8 @@ class _Reading:
         if asked == "auto" and model.cache_dtype:
             raise CannotPlan(
                 f"{self._arguments.source}: {model.name} states a KV cache of its own "
-                f"({model.cache_dtype:.60}): say --kv-cache-dtype"
+                f"({model.cache_dtype:.60})",
+                "give --kv-cache-dtype",
             )
         found = model_dtype if asked == "auto" else asked
         if found not in _ITEM_BYTES and not found.startswith("fp8"):
@@ -378,8 +380,9 @@ class _Reading:
         tokens = asked.get("num_speculative_tokens", 0 if not asked else None)
         if model.states is not None and not isinstance(tokens, int):
             raise CannotPlan(
-                f"{self._arguments.source}: say num_speculative_tokens in --speculative-config: a "
-                "convolution's states have as many more positions"
+                f"{self._arguments.source}: --speculative-config has no num_speculative_tokens, "
+                "and a convolution's states have as many more positions",
+                "write num_speculative_tokens into it",
             )
         return tokens if isinstance(tokens, int) else 0
 
@@ -404,7 +407,8 @@ class _Reading:
         if not found or block_tokens % found or (found < block_tokens and not facts.cuts_blocks):
             raise BadOptions(
                 f"{self._arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
-                f"of {block_tokens} tokens"
+                f"of {block_tokens} tokens",
+                "give another --block-size",
             )
         return found
 

@@ -161,7 +161,8 @@ def refuse_unseen(pair: Pair) -> None:
         if name not in names and next(_unlike(pair, (compared,)), None) is not None:
             raise CannotPlan(
                 f"P and D differ in {compared[0]}, which vLLM {pair.decode.facts.release} does "
-                f"not compare: {compared[2]}"
+                "not compare",
+                compared[2],
             )
     if all(map(has_cross_layer_blocks, pair.sides)):
         raise CannotPlan("enable_cross_layers_blocks is not planned for")

@@ -94,6 +94,7 @@ _VARIABLES = _names(
     """
 )
 _FAMILIES = ("VLLM_CPU_", "VLLM_DP_", "VLLM_LOGGING_", "VLLM_MOE_", "VLLM_USE_FLASHINFER_MOE_")
+_LEAVE_OUT = "leave it out of the file to have the rest planned"
 #: Variables with these beginnings are vLLM's, kvpatch's and kvcached's; others are not looked at.
 _OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
 
@@ -113,12 +114,13 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
             continue
         reason = _ABOUT_CACHES.get(plain)
         if reason is not None:
-            raise CannotPlan(f"{source}: {_typed(name)} is not planned for: {reason}")
+            raise CannotPlan(f"{source}: {_typed(name)} is not planned for: {reason}", _LEAVE_OUT)
         near = difflib.get_close_matches(plain, _READ | _OF_NO_MATTER, n=1, cutoff=0.8)
         hint = f"; did you mean {_typed(near[0])}?" if near else ""
         raise CannotPlan(
             f"{source}: {_typed(name)} is not planned for: kvpatch does not know what it does to "
-            f"the caches or to a transfer{hint}. Without it in the file the rest is planned"
+            f"the caches or to a transfer{hint}",
+            _LEAVE_OUT,
         )
 
 
@@ -141,7 +143,8 @@ def check_variables(environment: Mapping[str, str], source: str) -> None:
             raise BadOptions(f"{source}: {name} is no variable of kvpatch's{hint}")
         raise CannotPlan(
             f"{source}: {name} is not planned for: kvpatch does not know what it does to the "
-            f"caches or to a transfer{hint}. Without it in the file the rest is planned"
+            f"caches or to a transfer{hint}",
+            _LEAVE_OUT,
         )
 
 
@@ -156,7 +159,8 @@ def check_weights(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None
         if (theirs or None) != (ours or None):
             raise CannotPlan(
                 f"{_typed(name)} is {theirs} on P and {ours} on D: other weights make other keys "
-                "and values, and nothing compares them. Give it alike to both sides"
+                "and values, and nothing compares them",
+                "give it alike to both sides",
             )
 
 

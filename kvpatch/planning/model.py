@@ -125,7 +125,9 @@ def find_config(model: str, given: Path | None) -> Path:
     if given is not None:
         path = given / "config.json" if given.is_dir() else given
         if not path.is_file():
-            raise BadOptions(f"there is no model configuration at {path}")
+            raise BadOptions(
+                f"there is no model configuration at {path}", "give its config.json, or its folder"
+            )
         return path
     if (Path(model) / "config.json").is_file():
         return Path(model) / "config.json"
@@ -134,8 +136,8 @@ def find_config(model: str, given: Path | None) -> Path:
     if found:
         return found[-1]
     raise BadOptions(
-        f"{model} is neither a folder with a config.json nor in the hub cache ({_hub()}): give its "
-        "config.json with --model-config"
+        f"{model} is neither a folder with a config.json nor in the hub cache ({_hub()})",
+        "give its config.json with --model-config",
     )
 
 
@@ -204,15 +206,14 @@ class _Reading:
             if name.endswith("_config")
             and (isinstance(one, Mapping) and "num_hidden_layers" in one)
         ]
-        hint = ""
+        reason = f"{self.path}: not planned for: {said}; known are {', '.join(KNOWN)}"
         if nested:
-            hint = (
-                f"; where all layers are those of {nested[0]}, write these entries with their own "
-                "`architectures` into a file, and name it as model-config"
+            raise CannotPlan(
+                reason,
+                f"write the entries of {nested[0]} with their own `architectures` into a file, and "
+                "name it as model-config, where all layers with a cache are those",
             )
-        raise CannotPlan(
-            f"{self.path}: not planned for: {said}. Known are {', '.join(KNOWN)}{hint}"
-        )
+        raise CannotPlan(reason)
 
     def number(self, *names: str) -> int:
         """The first of some entries that is there."""
@@ -260,9 +261,9 @@ class _Reading:
         strange = sorted(set(types) - set(_STATE_TYPES) - set(_ATTENTION_TYPES))
         if strange or (types and len(types) != layers):
             raise CannotPlan(
-                f"{self.path}: {len(types)} layer_types for {layers} layers, of them "
-                f"{', '.join(strange) or 'no strange ones'}: what is known are attention, sliding "
-                "windows and Mamba2"
+                f"{self.path}: layers by layer_types are not planned for but attention, sliding "
+                f"windows and Mamba2, one for each of {layers} layers: it has {len(types)}, and "
+                f"{', '.join(strange) or 'no others'} among them"
             )
         return tuple(n for n, kind in enumerate(types) if kind in _STATE_TYPES)
 
@@ -277,8 +278,8 @@ class _Reading:
         if size and not is_said:
             raise CannotPlan(
                 f"{self.path}: which layers of {self.architecture} have the window of {size} is "
-                "not known here: say layer_types in it, or that there are none "
-                "(use_sliding_window: false)"
+                "not known here",
+                "write layer_types into it, or use_sliding_window: false where none has it",
             )
         return tuple(
             size if _has_window(number, types, pattern) else 0

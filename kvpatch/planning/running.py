@@ -92,10 +92,11 @@ def _require_all(found: EngineArguments, silences: Sequence[str]) -> None:
     if not missing:
         return
     raise BadOptions(
-        f"{found.source} does not tell {', '.join(missing)} ({'; '.join(silences)}). Write "
+        f"{found.source} does not tell {', '.join(missing)} ({'; '.join(silences)})",
+        "write "
         f"what it was started with into a file as vllm serve --config takes it, with `{SECTION}: "
         f"{{url: {found.source}, platform: ..., attention-backend: ...}}`, and give the file with "
-        "--from-url in place of the URL"
+        "--from-url in place of the URL",
     )
 
 

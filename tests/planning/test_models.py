@@ -101,5 +101,5 @@ def test_others_are_no_guess(changes: dict[str, Any], says: str, tmp_path: Path)
 def test_layers_of_a_nested_configuration_are_pointed_out(tmp_path: Path) -> None:
     content = {"architectures": ["SomeVLM"], "llm_config": _CONFIGS["LlamaForCausalLM"]}
 
-    with pytest.raises(CannotPlan, match="those of llm_config, write these"):
+    with pytest.raises(CannotPlan, match="write the entries of llm_config"):
         _read(tmp_path, content)
