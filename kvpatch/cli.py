@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from kvpatch.core.version import __version__
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -25,8 +27,24 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Moves KV caches between heterogeneous vLLM engines: byte-identical, or refused.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvpatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Moves KV caches between heterogeneous vLLM engines: byte-identical, or refused."""
 
 
 @app.command()
@@ -37,26 +55,21 @@ def doctor(
         typer.Option(help="Say how the engine behind this API server is doing, by its metrics."),
     ] = None,
 ) -> None:
-    """Show what is installed, which generation this vLLM is, and what becomes of each patch.
+    """Show what is installed, what becomes of each patch, and whether kvpatch works here.
 
-    Exit status: 0 when everything that is enabled can be applied, 1 otherwise. With --url: 0 when
-    no load failed, nothing was refused and no witness has alarmed, 1 otherwise, 2 when the engine
-    does not answer.
+    Exit status: 0 when an engine that is started here has every patch that is enabled, 1
+    otherwise, 2 for wrong arguments. With --url: 0 when no load failed, nothing was refused and no
+    witness has alarmed, 1 otherwise, 2 when the engine does not answer.
     """
     from rich.console import Console
 
     if url is not None:
         _show_engine(url, as_json=as_json)
 
-    from kvpatch.core.errors import SettingsError
     from kvpatch.doctor import diagnose
 
-    try:
-        with Console(stderr=True).status("importing vLLM"):
-            diagnosis = diagnose()
-    except SettingsError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+    with Console(stderr=True).status("importing vLLM"):
+        diagnosis = diagnose()
     if as_json:
         typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
     else:
@@ -95,9 +108,10 @@ def _show(diagnosis: Diagnosis) -> None:
     patches = Table("patch", "outcome", "why")
     for row in status.patches:
         patches.add_row(row.slug, row.outcome, row.reason, style=styles.get(row.outcome))
-    console.print(patches)
-    for problem in filter(None, (status.problem, diagnosis.connector)):
-        console.print(f"refused: {problem}", markup=False, style="red", soft_wrap=True)
+    if status.patches:
+        console.print(patches)
+    style = "green" if diagnosis.healthy else "red"
+    console.print(diagnosis.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from importlib import metadata
 from typing import Any
 
 import kvpatch
+from kvpatch.connector.allowed_peers import allowed_peers
 from kvpatch.core import settings
-from kvpatch.core.errors import ReleaseNotKnown
+from kvpatch.core.errors import ReleaseNotKnown, SettingsError
 from kvpatch.core.installed import installed_vllm
 from kvpatch.core.releases import facts_named
 from kvpatch.core.status import Status
@@ -28,32 +29,70 @@ class Diagnosis:
         gate: the value of ``ENABLE_KVPATCH``, as kvpatch takes it.
         settings: variables that decide how caches travel, as kvpatch takes them.
         status: the outcome of enabling kvpatch here, now.
-        connector: why the connector cannot be imported, or empty.
+        problems: why an engine of this environment runs without kvpatch, or does not start.
     """
 
     versions: dict[str, str]
     gate: bool
     settings: dict[str, str]
     status: Status
-    connector: str
+    problems: tuple[str, ...]
 
     @property
     def healthy(self) -> bool:
-        """Whether everything that is enabled can be applied."""
-        return not self.status.refused and not self.connector
+        """True if an engine that is started here has every patch that is enabled."""
+        return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """The last line that is shown."""
+        if self.healthy:
+            return "kvpatch works here"
+        return f"kvpatch does not work here: {'; '.join(self.problems)}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "status": self.status.as_dict(), "healthy": self.healthy}
+        return {
+            **asdict(self),
+            "status": self.status.as_dict(),
+            "healthy": self.healthy,
+            "verdict": self.verdict,
+        }
 
 
 def diagnose() -> Diagnosis:
     """Enables kvpatch in this process, imports the connector and reports what came of it."""
+    wrong = _settings_errors()
+    if wrong:  # an engine does not start with them
+        return Diagnosis(_installed(), False, {}, kvpatch.status(), tuple(wrong))
     kvpatch.enable()
     connector = _import_connector()
+    status = kvpatch.status()
+    refused = [str(patch) for patch in status.patches if patch.outcome == "refused"]
+    found = (*_not_loaded(), *([status.problem] if status.problem else refused), connector)
     return Diagnosis(
-        _installed(), settings.is_enabled(), settings_in_use(), kvpatch.status(), connector
+        _installed(), settings.is_enabled(), settings_in_use(), status, tuple(filter(None, found))
     )
+
+
+def _settings_errors() -> list[str]:
+    found = settings.errors()
+    try:
+        allowed_peers()
+    except SettingsError as error:
+        found.append(str(error))
+    return found
+
+
+def _not_loaded() -> list[str]:
+    """Why vLLM's processes do not load kvpatch, or enable it."""
+    found, plugins = [], settings.vllm_plugins()
+    if not settings.is_enabled():
+        found.append(f"{settings.ENABLE} is not on: set {settings.ENABLE}=true")
+    if plugins is not None and "kvpatch" not in plugins.split(","):
+        named = f"{plugins},kvpatch" if plugins else "kvpatch"
+        found.append(f"VLLM_PLUGINS={plugins!r} does not name kvpatch: set VLLM_PLUGINS={named}")
+    return found
 
 
 def settings_in_use() -> dict[str, str]:

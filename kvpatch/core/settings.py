@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvpatch.core.errors import SettingsError
 
@@ -112,6 +112,11 @@ def kvcached_page_bytes() -> int | None:
     """What ``KVCACHED_PAGE_SIZE_MB`` says; None where unset, or no number (kvcached refuses)."""
     value = os.environ.get("KVCACHED_PAGE_SIZE_MB", "")
     return int(value) * 1024**2 if value.isascii() and value.isdigit() else None
+
+
+def vllm_plugins() -> str | None:
+    """``VLLM_PLUGINS``, the only plugins that vLLM loads, by commas; None where it loads all."""
+    return os.environ.get("VLLM_PLUGINS")
 
 
 def ucx_transports() -> str | None:
@@ -258,6 +263,24 @@ def witness() -> str:
 def to_copy() -> tuple[str, ...]:
     """What of this process's variables every process of an engine must have."""
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
+
+
+def errors() -> list[str]:
+    """One sentence for every variable whose value kvpatch cannot take."""
+    from kvpatch.core.errors import SettingsError
+
+    readers: tuple[Callable[[], object], ...] = (
+        *(is_enabled, log_level, accepted_factors, digest, requires_tokens, witness),
+        *(host_buffer, host_buffer_bytes, kvcached_cards, staging_bytes, transfer_mode, progress),
+        *(peer_block_size, peer_keys, peer_layout, unstated_layout, on_failed_check),
+    )
+    found = []
+    for read in readers:
+        try:
+            read()
+        except SettingsError as error:
+            found.append(str(error))
+    return found
 
 
 def complaints(slugs: Iterable[str]) -> list[str]:

@@ -90,8 +90,14 @@ def _compare(release: str, against: ReleaseFacts) -> int:
         moved.add_row(name, verdict, style="yellow" if is_moved else "")
     console.print(moved)
     changed = facts.differences(against, facts.read(release))
+    lost: dict[str, list[str]] = {}
     for name, (before, now) in changed.items():
-        console.print(f"{name}: {before!r} in {baseline}, and now {now!r}")
+        if isinstance(now, facts.NotFound):
+            lost.setdefault(now.why, []).append(name)
+        else:
+            console.print(f"{name}: {before!r} in {baseline}, and now {now!r}")
+    for why, names in lost.items():
+        console.print(f"{release} does not tell {', '.join(names)}: {why}", markup=False)
     if refused or changed:
         console.print("This release needs facts of its own in kvpatch/core/releases.py.")
     elif any_moved:

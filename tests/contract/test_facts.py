@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, Place, ReleaseFacts
+from tests.releases import cache
 from tests.releases.fetch import fetch
 
 from . import facts
+from .__main__ import _compare
 
 pytestmark = pytest.mark.contract
 
@@ -23,6 +25,22 @@ def _trees():
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_releases_facts_are_those_of_its_source(release):
     assert facts.differences(FACTS[release], facts.read(release)) == {}
+
+
+def test_a_release_without_the_connectors_classes_is_told_in_sentences(
+    tmp_path, monkeypatch, capsys
+):
+    newest = RELEASES[-1]
+    (tmp_path / newest).symlink_to(cache.tree(newest).resolve())
+    monkeypatch.setenv("KVPATCH_TEST_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "500")
+
+    assert _compare("9.9.9", FACTS[newest]) == 1
+
+    told = capsys.readouterr().out
+    assert "9.9.9 does not tell connector, " in told
+    assert "nixl.base_worker.NixlBaseConnectorWorker" in told
+    assert "defines register_kv_caches" in told
 
 
 def test_every_fact_has_a_probe():

@@ -7,7 +7,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-_ENTRY_POINTS = ("kvpatch = kvpatch.cli:app", "kvpatch = kvpatch.plugin:load")
+_ENTRY_POINTS = ("kvpatch = kvpatch.__main__:main", "kvpatch = kvpatch.plugin:load")
 _BESIDE_MODULES = {"LICENSE", "README.md", "pyproject.toml", "setup.cfg"}
 
 

@@ -85,14 +85,15 @@ def peer_of_two_bytes(block_tokens: int = 64, **changes: Any) -> AgentMetadata:
 
 
 def whole(kind: Kind) -> LocalCache:
-    geometry = ours_of()[1]
+    found = local()
     layers = {
         name: replace(
             cache, kind=kind, planes=tuple(replace(p, is_whole=True) for p in cache.planes)
         )
-        for name, cache in geometry.layers.items()
+        for name, cache in found.geometry.layers.items()
     }
-    return local(layers=layers)
+    planes = [plane for layer in layers.values() for plane in layer.planes]
+    return replace(found, geometry=replace(found.geometry, layers=layers), planes=planes)
 
 
 def local_with_states(*division: StateDivision) -> LocalCache:

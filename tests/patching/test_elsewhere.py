@@ -39,7 +39,6 @@ def _load(sent: object, python_path: Path | None) -> subprocess.CompletedProcess
         env=environment | {"PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 
