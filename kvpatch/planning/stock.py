@@ -117,7 +117,8 @@ def start_problem(engine: PlannedEngine) -> Verdict | None:
             "use a --tensor-parallel-size that divides them",
         )
     layout = engine.arguments.environment.get(_STATE_LAYOUT, "").upper()
-    if engine.model.states is not None and layout != "DS":
+    has_started = engine.arguments.running is not None  # and does not say this variable
+    if engine.model.states is not None and layout != "DS" and not has_started:
         return Verdict(
             Outcome.REFUSED_AT_START,
             f"{engine.role}: a model with recurrent states does not start with NixlConnector",

@@ -60,7 +60,8 @@ say "planning a pair there"
 in_environment bin/python - <<'END'
 import json, pathlib
 pathlib.Path("m").mkdir()
-sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "hidden_size": 256, "dtype": "bfloat16"}
+sizes = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 8}
+sizes |= {"hidden_size": 256, "dtype": "bfloat16"}
 pathlib.Path("m/config.json").write_text(json.dumps(sizes))
 for side, tokens in (("p", 128), ("d", 32)):
     transfer = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'

@@ -11,9 +11,10 @@ import pytest
 
 from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
+from kvpatch.planning.arguments import Running
 from kvpatch.planning.ours import judged_by_kvpatch
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
-from kvpatch.planning.stock import stock_verdict
+from kvpatch.planning.stock import start_problem, stock_verdict
 from tests.lab.case import Case, EngineSpec
 from tests.lab.table import Cell, all_cases, known_cells
 
@@ -112,6 +113,19 @@ _STATES = EngineSpec(
     has_state=True,
     state_kind="mamba2",
 )
+
+
+def test_states_need_a_layout_that_vllm_asserts(tmp_path: Path) -> None:
+    """An engine that runs has it, and does not tell this variable."""
+    engine = pair_of(Case("states", _STATES, _STATES, 300), "0.33.0", tmp_path).decode
+    assert start_problem(engine) is None
+
+    bare = replace(engine, arguments=replace(engine.arguments, environment={}))
+    running = replace(bare.arguments, running=Running("http://d:8000", "0.33.0"))
+
+    problem = start_problem(bare)
+    assert problem is not None and problem.cure == "set VLLM_SSM_CONV_STATE_LAYOUT=DS"
+    assert start_problem(replace(bare, arguments=running)) is None
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
