@@ -116,7 +116,7 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
         if reason is not None:
             raise CannotPlan(f"{source}: {_typed(name)} is not planned for: {reason}", _LEAVE_OUT)
         near = difflib.get_close_matches(plain, _READ | _OF_NO_MATTER, n=1, cutoff=0.8)
-        hint = f"; did you mean {_typed(near[0])}?" if near else ""
+        hint = f" (did you mean {_typed(near[0])}?)" if near else ""
         raise CannotPlan(
             f"{source}: {_typed(name)} is not planned for: kvpatch does not know what it does to "
             f"the caches or to a transfer{hint}",
@@ -138,7 +138,7 @@ def check_variables(environment: Mapping[str, str], source: str) -> None:
         if name.startswith(_FAMILIES):
             continue
         near = difflib.get_close_matches(name, {*own, *_VARIABLES}, n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f" (did you mean {near[0]}?)" if near else ""
         if not name.startswith("VLLM_"):
             raise BadOptions(f"{source}: {name} is no variable of kvpatch's{hint}")
         raise CannotPlan(
