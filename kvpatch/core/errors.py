@@ -29,6 +29,9 @@ class Mistake(KvpatchError):
     def __str__(self) -> str:
         return f"{self.reason}: {self.cure}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r})"
+
 
 class Fault(KvpatchError):
     """A fault of kvpatch, or a release or a backend that is unknown: users can only report it."""
