@@ -225,9 +225,8 @@ class Handshake:
         """
         release, state = release_worker(self.worker), worker_state(self.worker)
         is_open = self.facts.encodes_metadata and release.is_where_mirrors_are
-        if not (is_open and state.is_host_buffered and release.memory_layout):
-            return peer
-        if self.worker.use_mla:
+        is_open = is_open and state.is_host_buffered and release.memory_layout is not None
+        if not is_open or self.worker.use_mla:
             return peer
         told = self._words.get(LAYOUT)
         if told not in ("HND", "NHD"):

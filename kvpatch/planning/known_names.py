@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.planning.arguments import plain
 
 
 def _names(text: str) -> frozenset[str]:
@@ -65,6 +66,7 @@ _OF_NO_MATTER = _names(
     uvicorn_log_level
     """
 )
+_TAKEN = _READ | _OF_NO_MATTER
 _ABOUT_CACHES = {
     "calculate_kv_scales": "each engine computes scales of its own, which are not sent",
     "disable_sliding_window": "layers with windows become layers without",
@@ -109,16 +111,16 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
         CannotPlan: one is not among them.
     """
     for name in options:
-        plain = name.removeprefix("no_")
-        if plain in _READ | _OF_NO_MATTER or plain in _OF_WEIGHTS:
+        affirmed = name.removeprefix("no_")
+        if affirmed in _TAKEN or affirmed in _OF_WEIGHTS:
             continue
-        reason = _ABOUT_CACHES.get(plain)
+        reason = _ABOUT_CACHES.get(affirmed)
         if reason is not None:
-            raise CannotPlan(f"{source}: {_typed(name)} is not planned for: {reason}", _LEAVE_OUT)
-        near = difflib.get_close_matches(plain, _READ | _OF_NO_MATTER, n=1, cutoff=0.8)
-        hint = f" (did you mean {_typed(near[0])}?)" if near else ""
+            raise CannotPlan(f"{source}: --{plain(name)} is not planned for: {reason}", _LEAVE_OUT)
+        near = difflib.get_close_matches(affirmed, _TAKEN, n=1, cutoff=0.8)
+        hint = f" (did you mean --{plain(near[0])}?)" if near else ""
         raise CannotPlan(
-            f"{source}: {_typed(name)} is not planned for: kvpatch does not know what it does to "
+            f"{source}: --{plain(name)} is not planned for: kvpatch does not know what it does to "
             f"the caches or to a transfer{hint}",
             _LEAVE_OUT,
         )
@@ -158,11 +160,7 @@ def check_weights(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None
         theirs, ours = prefill.get(name), decode.get(name)
         if (theirs or None) != (ours or None):
             raise CannotPlan(
-                f"{_typed(name)} is {theirs} on P and {ours} on D: other weights make other keys "
+                f"--{plain(name)} is {theirs} on P and {ours} on D: other weights make other keys "
                 "and values, and nothing compares them",
                 "give it alike to both sides",
             )
-
-
-def _typed(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
