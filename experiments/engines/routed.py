@@ -176,7 +176,8 @@ def unanswered(prompt: Prompt, side: str, error: Exception) -> Outcome:
 
 def short(error: Exception) -> str:
     """One line of an error, without what differs from engine to engine."""
-    text = str(error) or type(error).__name__
+    reason = error.reason if isinstance(error, RequestFailed) else str(error)
+    text = reason or type(error).__name__
     return text.partition(": ")[2][:120] if text.startswith("http") else text[:120]
 
 
