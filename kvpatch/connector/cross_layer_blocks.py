@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import wrapt
-
 from kvpatch.connector.handshake.cross_layer_form import (
     CrossLayerForm,
     packed_digest,
@@ -39,6 +37,7 @@ from kvpatch.connector.local.registered_caches import (
 )
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
+from kvpatch.core.proxies import ObjectProxy
 from kvpatch.geometry.cross_layer_blocks import (
     CrossLayerBlocks,
     layer_axes,
@@ -203,7 +202,7 @@ def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
         release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
 
 
-class _OneRegion(wrapt.ObjectProxy[Any]):
+class _OneRegion(ObjectProxy):
     """A NIXL agent that registers the one pool whatever regions the release names."""
 
     def __init__(self, agent: Any, pool: CrossLayerBlocks) -> None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import wrapt
-
 from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused
+from kvpatch.core.proxies import ObjectProxy
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.tensor_facts import extent_bytes
 
@@ -48,7 +47,7 @@ def strides_checked(release: ReleaseWorker, layers: Mapping[str, LayerCache]) ->
     checked.check()
 
 
-class _CheckedFirst(wrapt.ObjectProxy[Any]):
+class _CheckedFirst(ObjectProxy):
     """A NIXL agent that has something looked at before it prepares its first transfer."""
 
     def __init__(self, agent: Any, check: Callable[[], None]) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import wrapt
-
 from kvpatch.connector import read_request
 from kvpatch.connector.smaller_blocks import shares_tokens
 from kvpatch.connector.smaller_blocks_pairing import Pairing, mend_pairing
 from kvpatch.connector.state import worker_state
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
+from kvpatch.core.proxies import ObjectProxy
 from kvpatch.transfer.nixl import tell_over
 
 
@@ -31,7 +30,7 @@ def paired(worker: Any, meta: Any, pairing: Pairing) -> Iterator[None]:
         yield
 
 
-class _RefusingAgent(wrapt.ObjectProxy[Any]):
+class _RefusingAgent(ObjectProxy):
     """Raises where the release prepares a transfer: there it makes one failed load of it."""
 
     def __init__(self, agent: Any, worker: Any, engine_id: str, error: KvpatchError) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import wrapt
-
 from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Site, Wrapper
+from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 
 
@@ -28,7 +27,7 @@ def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int,
     return None if rest else tuple(range(tp_rank * ratio, (tp_rank + 1) * ratio))
 
 
-class HandshakeWithOneRank(wrapt.ObjectProxy[Any]):
+class HandshakeWithOneRank(ObjectProxy):
     """A worker while it shakes hands with the rank of a peer that we choose.
 
     The release works out the rank's number as if both sides had as many ranks, and ours were that
@@ -56,7 +55,7 @@ class HandshakeWithOneRank(wrapt.ObjectProxy[Any]):
         return _TopologyOfOneRank(self.__wrapped__.kv_topo, self._self_rank)
 
 
-class _TopologyOfOneRank(wrapt.ObjectProxy[Any]):
+class _TopologyOfOneRank(ObjectProxy):
     """The release's topology, but for the remote rank that it leads to."""
 
     def __init__(self, topology: Any, remote_rank: int) -> None:

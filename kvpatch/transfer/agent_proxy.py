@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import wrapt
+from kvpatch.core.proxies import ObjectProxy
 
 
-class AgentProxy(wrapt.ObjectProxy[Any]):
+class AgentProxy(ObjectProxy):
     """What a class of this kind does not define is the agent's own.
 
     Each step asks it of each transfer. wrapt looks for an attribute in its own way first, as which

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
 from kvpatch.connector.host_buffer.policy import host_blocks_in, supported_devices
 from kvpatch.connector.host_buffer.scheduler import StepSaves
 from kvpatch.connector.kvcached.mapped_pages import MappedPages, pages_behind
@@ -20,6 +18,7 @@ from kvpatch.connector.local.registered_caches import is_as_planned, read_layers
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, UnexpectedCaches
+from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
 from kvpatch.transfer.platform_copies import Operation
@@ -226,7 +225,7 @@ def become_plain(release: ReleaseWorker) -> None:
         worker.device_type = "cuda"
 
 
-class HostMemoryAgent(wrapt.ObjectProxy[Any]):
+class HostMemoryAgent(ObjectProxy):
     """A NIXL agent of 0.10.0, which calls all memory VRAM and asks tensors for their device."""
 
     def get_reg_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
