@@ -87,9 +87,6 @@ MEANINGS = {
     "cache",
     "KVPATCH_KVCACHED_CARDS": "`refuse` refuses kvcached's memory on a device that a network card "
     "could register, `trust` registers it ([kvcached](../how-to/kvcached.md))",
-    "KVPATCH_WITNESS": "what D does about a load that its own last token of the prompt speaks "
-    "against ([the witness](../explanation/witness.md)): `log` says so, `enforce` takes the load "
-    "for one that failed where vLLM can",
     "KVPATCH_GENERATION": "the release or generation to assume for a vLLM build that is not a "
     "listed [release](releases.md)",
     "KVPATCH_LOG_LEVEL": "for kvpatch's own loggers; unset leaves them as they are",
