@@ -7,7 +7,7 @@ when there is nothing to do, and what vLLM calls of both halves of the connector
 have counted from 0.24 on, where the scheduler's half is asked for it). "us" is what the thread that
 takes the steps takes of a processor; of 50 steps at a time the least, since what else runs only
 makes a step longer. Every D has read one prompt before, and answered it. "of it" is what an
-instrument adds to a D that has none of the three.
+instrument adds to a D that has neither.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPEC = EngineSpec(
 )
 _STEPS, _ROUNDS, _TOKENS = 2000, 40, 256
 _MOST_US, _MOST_TICKS = 5.0, 50
-_WITHOUT = tuple(slug for slug in SLUGS if slug not in ("stale_blocks", "digests", "witness"))
+_WITHOUT = tuple(slug for slug in SLUGS if slug not in ("stale_blocks", "digests"))
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,9 @@ SIDES = {
     STOCK: replace(SPEC, own_scheduler=True),
     BASE: _with(_WITHOUT),
     "holds (the default)": _with(SLUGS),
-    "holds and witness": _with(SLUGS, witness="log"),
     "holds and digests": _with(SLUGS, digest="all"),
 }
-_WANTED = ("holds (the default)", "holds and witness")
+_WANTED = ("holds (the default)",)
 
 
 def measure(lab: Lab) -> list[Row]:

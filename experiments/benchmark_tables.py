@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from proof_tables import clocked_rows, cost_rows, fault_rows, good_rows, lease_rows, recovery_rows
-
 Raw = Any
 """What a benchmark has written, read back."""
 
@@ -186,11 +184,4 @@ _JUDGED = ("right", "wrong", "failed")
 
 TABLES: dict[str, Callable[[Raw], Made]] = {
     made.__name__: made for made in (transfer, direct, choice, plan, steps, serving, growth, drill)
-} | {
-    "proof_good": lambda raw: Made(*good_rows(raw)),
-    "proof_faults": lambda raw: Made(*fault_rows(raw)),
-    "proof_recovery": lambda raw: Made(*recovery_rows(raw)),
-    "proof_lease": lambda raw: Made(*lease_rows(raw)),
-    "proof_cost": lambda raw: Made(*cost_rows(raw)),
-    "proof_clocked": lambda raw: Made(*clocked_rows(raw)),
-}
+} | {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,9 +105,7 @@ def preparing(
     reader.peers[_P] = peer = Peer({0: _rank(theirs, ours, agent)})
 
     def prepare(local: Sequence[int], remote: Sequence[int], tokens: int) -> OwnRead:
-        request = ReadRequest(
-            tokens, tokens, (tuple(local),), (tuple(remote),), arrived=time.time()
-        )
+        request = ReadRequest(tokens, tokens, (tuple(local),), (tuple(remote),), waited=0.0)
         with reader.request(RequestContext("request", _P, reading=Reading(peer, request))):
             nixl: Any = progress.agent
             return reader.prepare(nixl, 0, b"read")

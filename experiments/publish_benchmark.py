@@ -25,7 +25,6 @@ _SERVED = "0.32.0"
 _SCRIPTS = {
     "serving": "experiments/bench_serving.sh",
     "drill": "experiments/drill.sh",
-    **dict.fromkeys((name for name in TABLES if name.startswith("proof_")), "experiments/proof.sh"),
 }
 
 

@@ -58,8 +58,8 @@ def doctor(
     """Show what is installed, what becomes of each patch, and whether kvpatch works here.
 
     Exit status: 0 when an engine that is started here has every patch that is enabled, 1
-    otherwise, 2 for wrong arguments. With --url: 0 when no load failed, nothing was refused and no
-    witness has alarmed, 1 otherwise, 2 when the engine does not answer.
+    otherwise, 2 for wrong arguments. With --url: 0 when no load failed and nothing was
+    refused, 1 otherwise, 2 when the engine does not answer.
     """
     from rich.console import Console
 

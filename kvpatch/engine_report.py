@@ -30,7 +30,7 @@ class EngineReport:
 
     Attributes:
         sentences: what was found, and what to do about it.
-        is_well: whether no load failed, nothing was refused, and no witness has alarmed.
+        is_well: whether no load failed and nothing was refused.
     """
 
     sentences: tuple[str, ...]
@@ -68,10 +68,9 @@ def report(values: Values) -> EngineReport:
             is_well=False,
         )
     refused = sum(_of(values, "refusals_total").values())
-    parts = (_loads, _holds, _digested, _witnessed, _reads, _refusals, _pool, _host_buffer)
+    parts = (_loads, _holds, _digested, _reads, _refusals, _pool, _host_buffer)
     sentences = tuple(sentence for part in parts for sentence in part(values))
-    alarms = _of(values, "witnessed_loads_total").get("alarm", 0)
-    return EngineReport(sentences, is_well=not (_not_received(values) or refused or alarms))
+    return EngineReport(sentences, is_well=not (_not_received(values) or refused))
 
 
 def _of(values: Values, name: str) -> Mapping[str, float]:
@@ -137,22 +136,6 @@ def _digested(values: Values) -> Iterator[str]:
         )
     if found.get("unchecked"):
         yield f"{found['unchecked']:.0f} loads were not compared with digests, or not wholly."
-
-
-def _witnessed(values: Values) -> Iterator[str]:
-    """What prompts' last tokens say of loads."""
-    found = _of(values, "witnessed_loads_total")
-    alarms = found.get("alarm", 0)
-    looked_at = found.get("good", 0) + alarms
-    if looked_at:
-        yield f"Of {looked_at:.0f} loads that were witnessed {alarms:.0f} are alarms."
-    if alarms:
-        yield (
-            "The engine's log names each of them and what may be wrong "
-            "(docs/explanation/witness.md)."
-        )
-    if found.get("not_witnessed"):
-        yield f"{found['not_witnessed']:.0f} loads could not be witnessed."
 
 
 def _reads(values: Values) -> Iterator[str]:

@@ -13,8 +13,4 @@ The parts, in the order in which a run uses them; the rest is ``kvpatch.verify``
 
 The drill's: ``references`` (what one engine alone answers, the soak's too), ``routed`` (requests
 through P and D, judged), ``faults`` (engines are held up, killed and started again), ``scenes``.
-
-The proofs': ``proof_pairs`` (which engines, and what is on in them), ``proof_probe`` (in their
-workers: wrong bytes on purpose), ``load_faults`` (which), ``good_loads``, ``fault_loads``,
-``lease_loads``, ``load_costs``, ``clock``.
 """

@@ -12,6 +12,7 @@ from kvpatch.connector.handshake.remote_ranks import Peer
 from kvpatch.connector.holds.hold import read_hold
 from kvpatch.connector.kvcached.mapped_pages import refuse_unmapped
 from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.reading.leases import stated_end
 from kvpatch.connector.reading.named_blocks import leave_common_blocks, refuse_misnamed
 from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
 from kvpatch.connector.reading.reader import Reader
@@ -35,6 +36,8 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
         if reader is not None:
             context = RequestContext(request_id, engine_id)
             if request is not None:
+                context.arrived, context.is_read_back = request.arrived, request.is_read_back
+                context.expires = stated_end(worker, engine_id, meta, facts)
                 if reader.hold_table is not None:
                     _hear_of_hold(request, context)
                 if reader.digest_checks is not None:
@@ -85,7 +88,6 @@ def _changes_what_is_read(worker: Any, engine_id: str) -> bool:
 
 
 def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:
-    context.arrived = request.arrived
     if request.stated_hold is not None:
         try:
             context.hold = read_hold(request.stated_hold)

@@ -7,8 +7,10 @@ releases convert by our own before the worker can look.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -41,6 +43,10 @@ class Cancellation:
     is_cancelled: bool = False
 
 
+def _now() -> float:
+    return time.monotonic()
+
+
 @dataclass(frozen=True)
 class ReadRequest:
     """What a request needs from its peer, as the scheduler knew it.
@@ -54,7 +60,9 @@ class ReadRequest:
         computed: what D computes itself in the step that this comes with; None where it loads
             the prompt, or nobody has to know.
         cancellation: set when the request is over before its read is.
-        arrived: when the request came in.
+        waited: seconds since D was given the request, as its scheduler knew them; None where nobody
+            does.
+        is_read_back: whether a P reads an earlier turn back from a D.
         stated_hold: what P says of its hold on the blocks; None where it says nothing.
         stated_digest: what it says of their digests, as the hold.
         is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
@@ -68,14 +76,23 @@ class ReadRequest:
     hit_tokens: int | None = None
     computed: LocallyComputed | None = None
     cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
-    arrived: float | None = None
+    waited: float | None = None
+    is_read_back: bool = False
     stated_hold: str | None = None
     stated_digest: str | None = None
     is_guarded: bool = False
+    #: When this process got to know of it. Clocks of two processes are never compared.
+    known_since: float = field(default_factory=_now, compare=False, repr=False)
+
+    @property
+    def arrived(self) -> float | None:
+        """When D was given the request, as ``time.monotonic`` counts in this process."""
+        return None if self.waited is None else self.known_since - self.waited
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = _unpickled if self.is_guarded else ReadRequest
-        return make, tuple(getattr(self, one.name) for one in fields(self))
+        told = (one.name for one in fields(self) if one.name != "known_since")
+        return make, tuple(getattr(self, name) for name in told)
 
 
 def _unpickled(*values: Any) -> ReadRequest:
@@ -89,15 +106,13 @@ def attach_read_requests(
     metadata: Any,
     facts: ReleaseFacts,
     *,
-    equal_peers: EqualBlockPeers,
-    planned: PlannedLoads,
+    known: KnownOfLoads,
     step: Any = None,
 ) -> None:
     """Writes what each request reads onto its entry in the connector's metadata.
 
     Args:
-        equal_peers: the scheduler's.
-        planned: likewise.
+        known: what the scheduler knows.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
         step: the scheduler's output, where workers have to know what D computes itself.
@@ -106,7 +121,7 @@ def attach_read_requests(
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
-        tokens, held = loaded_tokens(scheduler, request, facts, planned)
+        tokens, held = loaded_tokens(scheduler, request, facts, known.planned)
         local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry, facts))
         has_load = any(local)
         found = ReadRequest(
@@ -117,8 +132,11 @@ def attach_read_requests(
             _hit_tokens(request, facts),
             None if has_load else computed.get(request_id),
             is_guarded=has_load
-            and is_guarded(scheduler, equal_peers, engine_of(entry, facts), held, remote, facts),
-            arrived=request.arrival_time,
+            and is_guarded(
+                scheduler, known.equal_peers, engine_of(entry, facts), held, remote, facts
+            ),
+            waited=known.waits.since(request.arrival_time),
+            is_read_back=bool(parameters.get("do_remote_decode")),
             stated_hold=stated_hold(parameters) if has_load else None,
             stated_digest=stated_promise(parameters) if has_load else None,
         )
@@ -139,6 +157,38 @@ class PlannedLoad(NamedTuple):
 
 class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
     """By vLLM's request, the loads that one scheduler has planned (``common_prompt``)."""
+
+
+class Waits:
+    """How long requests have waited in D by the time that their reads are sent to the workers.
+
+    vLLM's API server writes down when a request arrives, by the clock of its machine, which need
+    not be the scheduler's. So the shortest wait so far counts as none: it is what the clocks are
+    apart, and less than a step. Too short a wait lets a lease seem longer than it is.
+    """
+
+    def __init__(self) -> None:
+        self._shortest = inf
+
+    def since(self, arrival: float) -> float:
+        """Returns the seconds since a request arrived, as ``time.time`` counted then."""
+        found = time.time() - arrival
+        self._shortest = min(self._shortest, found)
+        return max(0.0, found - max(0.0, self._shortest))
+
+
+class KnownOfLoads(NamedTuple):
+    """What one scheduler knows of its loads.
+
+    Attributes:
+        equal_peers: whose blocks are as large as its own.
+        planned: the loads that it has planned.
+        waits: of its requests.
+    """
+
+    equal_peers: EqualBlockPeers
+    planned: PlannedLoads
+    waits: Waits
 
 
 def leave_unread(scheduler: Any, request: Any, facts: ReleaseFacts) -> None:

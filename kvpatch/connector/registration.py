@@ -1,6 +1,5 @@
 """What becomes of the tensors that vLLM hands to a worker, one step after the other.
 
-witness         its slots are what the witness will look at
 host_buffer     the device's tensors are replaced by those of a host buffer
 stale_blocks    the worker gets a table of what it holds, which it states with its memory
 digests         it gets a table of their digests
@@ -44,7 +43,7 @@ def registration_step(
     Args:
         part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what proves of
             peers what their handshakes leave open, where they do; of ``stale_blocks`` and
-            ``digests``, what makes the table; of ``witness``, what sets it up.
+            ``digests``, what makes the table.
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -75,8 +74,6 @@ def _register(
     """
     worker, reads = release.worker, "unlike_engines" in steps
     state = worker_state(worker)
-    if "witness" in steps:
-        steps["witness"](release, kv_caches)
     if "host_buffer" in steps and state.is_host_buffered:
         _refuse_without_reads(release, reads=reads)
         state.host_buffer = buffer = host_buffer_worker.make(release, kv_caches)

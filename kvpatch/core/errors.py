@@ -100,10 +100,6 @@ class DigestsRefused(Fault):
     """Digests that cannot be made, added up or compared: of other blocks, seeds or ranges."""
 
 
-class WitnessRefused(KvpatchError):
-    """Caches of which the last token's slot says nothing, or cannot be looked at."""
-
-
 class NoDigest(KvpatchError):
     """P's digest of a request that cannot be had: nothing is known of the load, good or bad."""
 

@@ -78,7 +78,6 @@ class ReleaseFacts:
         counts_prefix_hits: the scheduler keeps how many tokens of a request were cached here.
         lists_block_sizes: the configuration has a list of all sizes that a block may have.
         asks_for_kernel_sizes: a backend has a method that says which kernel blocks it takes.
-        evicts_failed_blocks: blocks that could not be loaded can leave the prefix cache.
         forgets_failed_reads: the metadata of a read that failed is gone.
         loads_whole_blocks_only: D computes the last, partial block of a prompt.
         asks_for_layout: the connector asks vLLM for a cache layout.
@@ -117,7 +116,6 @@ class ReleaseFacts:
         ends_by_reordering: it takes another dimension for that of blocks there, and ends.
         reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
         grants_leases: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
-        has_other_runner: the configuration says whether a second model runner is used.
         lists_drafted_blocks: P's lists may go on behind the prompt where P drafts tokens.
         throttles_prefills: a step of the scheduler can leave new prompts out.
         plans_transfers: the plan says which groups are transferred, and where in a tensor its
@@ -172,7 +170,6 @@ class ReleaseFacts:
     counts_prefix_hits: bool = True
     lists_block_sizes: bool = False
     asks_for_kernel_sizes: bool = True
-    evicts_failed_blocks: bool = False
     forgets_failed_reads: bool = False
     loads_whole_blocks_only: bool = False
     asks_for_layout: bool = True
@@ -208,7 +205,6 @@ class ReleaseFacts:
     ends_by_reordering: bool = False
     reserves_drafted_blocks: bool = False
     grants_leases: bool = False
-    has_other_runner: bool = False
     lists_drafted_blocks: bool = False
     throttles_prefills: bool = False
     plans_transfers: bool = False
@@ -448,7 +444,6 @@ _0_13_0 = replace(
     | _LATENTS,
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
-    evicts_failed_blocks=True,
     encodes_metadata=True,
     answer=_0_12_0.answer | {"remote_request_id"},
     params=_0_12_0.params | {"remote_request_id"},
@@ -555,7 +550,6 @@ _0_22_0 = replace(
     failed_loads="by the first",
     listens_by_host=True,
     grants_leases=True,
-    has_other_runner=True,
     blocks_kept_seconds=30,
 )
 _0_22_1 = replace(_0_22_0, release="0.22.1")

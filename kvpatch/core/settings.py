@@ -33,7 +33,6 @@ STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 PROGRESS = "KVPATCH_PROGRESS"
 UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
-WITNESS = "KVPATCH_WITNESS"
 
 #: All that engines read, but for :data:`ENABLE`.
 NAMES = (
@@ -55,7 +54,6 @@ NAMES = (
     STAGING_BYTES,
     TRANSFER,
     UNSTATED_LAYOUT,
-    WITNESS,
 )
 #: Read outside the engines: by the experiments and by the test suite.
 TOOLING = (
@@ -83,7 +81,6 @@ _ON_FAILED_CHECK = ("recompute", "fail")
 TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
 _UNSTATED_LAYOUTS = ("prove", "same")
-_WITNESSES = ("off", "log", "enforce")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -255,11 +252,6 @@ def unstated_layout() -> str:
     return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
 
 
-def witness() -> str:
-    """What is done about a load that D's own last token speaks against: ``off`` looks at none."""
-    return _choice(WITNESS, _WITNESSES)
-
-
 def to_copy() -> tuple[str, ...]:
     """What of this process's variables every process of an engine must have."""
     return tuple(n for n in os.environ if n == ENABLE or n.startswith("KVPATCH_"))
@@ -270,7 +262,7 @@ def errors() -> list[str]:
     from kvpatch.core.errors import SettingsError
 
     readers: tuple[Callable[[], object], ...] = (
-        *(is_enabled, log_level, accepted_factors, digest, requires_tokens, witness),
+        *(is_enabled, log_level, accepted_factors, digest, requires_tokens),
         *(host_buffer, host_buffer_bytes, kvcached_cards, staging_bytes, transfer_mode, progress),
         *(peer_block_size, peer_keys, peer_layout, unstated_layout, on_failed_check),
     )

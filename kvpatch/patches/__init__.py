@@ -27,7 +27,6 @@ SLUGS = (
     "host_buffer",
     "stale_blocks",
     "digests",
-    "witness",
     "handshake_listener",
     "transfer_params",
     "same_prompt",

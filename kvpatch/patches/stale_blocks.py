@@ -7,8 +7,8 @@ Why:
     late; D reports the load as received, and answers with HTTP 200 from another prompt's keys
     and values.
 Where:
-    Schedulers and workers of both sides; like pairs too. With a P without kvpatch D goes by
-    what it can tell itself, as before.
+    Schedulers and workers of both sides; like pairs too. Of a P without kvpatch D counts the
+    lease by its own clock (``transfer/lifetime.py``), on every release.
 How:
     Each worker of P registers a small table in host memory. When a request that D will read gets
     its blocks, the scheduler draws a word that no other request ever had, the workers write it
@@ -23,8 +23,8 @@ Upstream:
 Limits:
     <= 0.11.0 workers answer handshakes themselves, and the scheduler never learns where their
     tables are; there, in push mode, with other NIXL back ends than UCX, and where P has
-    several pipeline stages nothing is stated, and D goes by age and by its own pauses. Whoever
-    passes P's answer on must pass on all of it.
+    several pipeline stages nothing is stated, and D goes by P's lease. Whoever passes P's
+    answer on must pass on all of it.
 Remove when:
     The connector proves to D that P held the blocks to the end of the read.
 """

@@ -144,8 +144,11 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
             waiting,
             metadata,
             state.facts,
-            equal_peers=state.equal_peers,
-            planned=state.of(read_request.PlannedLoads),
+            known=read_request.KnownOfLoads(
+                state.equal_peers,
+                state.of(read_request.PlannedLoads),
+                state.of(read_request.Waits),
+            ),
             step=None if state.facts.states_kernel_blocks else output,
         )
 

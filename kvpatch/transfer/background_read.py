@@ -22,23 +22,15 @@ class BackgroundRead(OwnRead):
         self._read = read
         self.fate = read.fate
         self._thread = thread
-        #: Those of all the thread's reads, and the step that looked at this one.
-        self._looks = read.lease.looks = thread.looks
-        self._step = self._looks.step
 
     def start(self) -> str:
         """Hands it to the thread."""
         self._read.admit()
-        self._step = self._looks.step
         self._thread.add(self._read)
         return "PROC"
 
     def state(self) -> str:
         """What the thread has come to; without a thread it is done here."""
-        looks = self._looks
-        if self._step == looks.step:
-            looks.begin_step()
-        self._step = looks.step
         outcome = self.fate.outcome
         if outcome == "PROC" and not self._thread.is_running:
             with self._thread.paused():

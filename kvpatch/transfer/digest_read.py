@@ -11,8 +11,8 @@ import numpy as np
 from kvpatch.core.errors import NoDigest
 from kvpatch.transfer.digest_table import ENTRY_BYTES, DigestTable, Entry, entry_address
 from kvpatch.transfer.hold_table import HOST_MEMORY
-from kvpatch.transfer.looks import PAUSE_SECONDS, Patience
 from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
 
 #: P makes digests in a step after it has answered, and in a thread. Polls of each of: P has not
 #: written them, what is on its way does not come, there is no place for it to land.

@@ -17,8 +17,8 @@ from kvpatch.transfer.hold_table import (
     is_still_to_come,
     word_address,
 )
-from kvpatch.transfer.looks import PAUSE_SECONDS, Patience
 from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
@@ -40,7 +40,7 @@ class HoldCheck:
         generation: the word that stands there while it holds the blocks.
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
         is_paced: whether a thread looks again soon, and not the next step alone.
-        ends: when the peer's lease is over for good, as ``time.time`` counts.
+        ends: when the peer's lease is over for good, as ``time.monotonic`` counts.
     """
 
     table: HoldTable
@@ -77,7 +77,7 @@ class HoldCheck:
         if self._asked is None:
             return None  # all places for words are taken
         if found is None:  # for as long as a transfer of the release's would take
-            if time.time() > self.ends and self._patience.is_over():
+            if time.monotonic() > self.ends and self._patience.is_over():
                 raise NoAnswer(
                     f"{self.agent} has not answered, and its lease is over",
                     "see whether P is alive and can be reached from here, and send the request "

@@ -25,7 +25,6 @@ from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.inbox import Inbox
-from kvpatch.transfer.looks import Looks
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
@@ -84,7 +83,6 @@ class ProgressThread:
         gate: of the agent that they use.
 
     Attributes:
-        looks: the engine's, at the reads.
         copying: the thread that copies what was read; None where this one does.
     """
 
@@ -92,7 +90,6 @@ class ProgressThread:
         self._pool = pool
         self._device = device
         self._gate = gate
-        self.looks = Looks()
         #: Reads to begin with, and such as nobody wants any more.
         self._inbox: Inbox[tuple[StagedRead, bool] | None] = Inbox()
         self.copying: CopyingThread | None = None
@@ -101,9 +98,8 @@ class ProgressThread:
         #: All that are not over, and those among them that do not wait for others.
         self._reads: dict[int, StagedRead] = {}
         self._going: dict[int, StagedRead] = {}
-        #: When all of them were last looked at, and after how many of the engine's absences.
+        #: When all of them were last looked at.
         self._saw_all = 0.0
-        self._absences = 0
         self._called: deque[object] = deque()
         #: Held while something is done for a read.
         self._work = RLock()
@@ -266,10 +262,10 @@ class ProgressThread:
                         return
 
     def _call_all(self, now: float) -> None:
-        """Has reads that wait looked at too: now and then, and when the engine was away."""
-        if now - self._saw_all < _SURELY_SECONDS and self._absences == self.looks.absences:
+        """Has reads that wait looked at too, now and then."""
+        if now - self._saw_all < _SURELY_SECONDS:
             return
-        self._saw_all, self._absences = now, self.looks.absences
+        self._saw_all = now
         self._going = dict(self._reads)
 
     def _move(self) -> bool:

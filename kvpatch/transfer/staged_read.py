@@ -17,8 +17,7 @@ from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.lease_watch import LeaseWatch
-from kvpatch.transfer.lifetime import Verdict
+from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
@@ -106,7 +105,7 @@ class StagedRead(OwnRead):
             *errors_of(nixl),
         )
         self._placing = Placements(caches, pool, self._errors)
-        self.lease = LeaseWatch()
+        self.lifetime = Lifetime()
         #: Of another read of the request, where there is nothing to read here: the peer is told
         #: once that one is over.
         self.idle_until: Fate | None = None
@@ -114,8 +113,9 @@ class StagedRead(OwnRead):
         self.tails: Callable[[], Tails] | None = None
         #: Counts what is read.
         self.metered = Metered(ReadTimes(), None)
-        #: When the first transfer was posted.
+        #: When the first transfer was posted, and when the last one was found done.
         self._began: float | None = None
+        self._landed_at: float | None = None
 
     def start(self) -> str:
         """Posts what there is room for."""
@@ -127,8 +127,7 @@ class StagedRead(OwnRead):
         return "PROC"
 
     def admit(self) -> None:
-        """Books that it may begin, and what the device was told before; on the engine's thread."""
-        self.lease.admit()
+        """Records what the device was told before; on the engine's thread."""
         self._placing.mark()
 
     def _begin(self) -> None:
@@ -136,8 +135,7 @@ class StagedRead(OwnRead):
         self._is_begun = True
         if self._is_void:
             return
-        if self.lease.is_late:
-            self._expire()
+        if self._is_expired():
             return
         if self.idle_until is None:  # else nothing is read, in a time that tells nothing
             self.metered.begin()
@@ -179,8 +177,7 @@ class StagedRead(OwnRead):
 
     def state(self) -> str:
         """``DONE``, ``PROC`` or ``ERR``, after doing what can be done by now."""
-        self.lease.looks.book()
-        if self.outcome == "DONE" or (self.is_queued and not self.lease.was_away):
+        if self.outcome == "DONE" or self.is_queued:
             return self.outcome  # of thousands, in every step
         came = time.monotonic()
         self._away = came - self._left
@@ -206,11 +203,11 @@ class StagedRead(OwnRead):
             self._begin()
             if self._is_paced:
                 return True  # what it is about to post is known from now on
-        if self._unposted.is_any and self.lease.is_late:
-            self._expire()  # all that is on the wire already is as good as a release's own read
+        has_landed = self._land()
+        if has_landed or self._unposted.is_any:
+            self._is_expired()
         if self._unposted.is_any and self._began is None and not self._may_begin():
             return False
-        has_landed = self._land()
         if has_landed and self._away is not None and self._unposted.chunk is not None:
             self._pool.pace.looked(self._away, self._worked)
         if has_landed:
@@ -264,8 +261,8 @@ class StagedRead(OwnRead):
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
-        if self.lease.check is not None:
-            self.lease.check.release(self._nixl)
+        if self.lifetime.check is not None:
+            self.lifetime.check.release(self._nixl)
         self._let_go_of_digest()
         for handle in self._failed_handles:
             self._nixl.release_xfer_handle(handle)
@@ -310,17 +307,18 @@ class StagedRead(OwnRead):
         self._has_failed = True
         self._stop()
 
-    def _expire(self) -> None:
-        """Fails, if it has not: the peer may have given its blocks to another request."""
-        if not (self._has_failed or self._is_void):
-            _LOG.warning(
-                "a read from %s took so long that the peer may have let go of its blocks by now: "
-                "nothing more of it is read. More KVPATCH_STAGING_BYTES keep reads from waiting",
-                self._ends.agent,
-            )
-            self.lease.find(Verdict.EXPIRED)
+    def _is_expired(self) -> bool:
+        """True if the peer's lease was over when something landed last; the read fails then.
+
+        Of a read that has nothing on the wire: if it is over now.
+        """
+        landed = None if self._unposted.is_any else self._landed_at
+        late_by = self.lifetime.late_by(time.monotonic() if landed is None else landed)
+        if late_by and not (self._has_failed or self._is_void):
+            self.lifetime.expire(self._ends.agent, late_by)
             self._has_failed = True
             self._stop()
+        return late_by > 0
 
     def _conclude(self) -> bool:
         """Tells the peer and books the outcome, once there is nothing left to wait for.
@@ -333,13 +331,13 @@ class StagedRead(OwnRead):
         if self._waits_for_another:
             return False
         if not self._has_all:
-            if self._awaits_word(self.lease.check):
+            if self._awaits_word(self.lifetime.check):
                 return False
             self._has_all = True
             if self._is_paced and self._began is not None:  # several are on the wire together
                 self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
             self.metered.end(is_well=not (self._has_failed or self._is_void))
-        digest = self.lease.digest
+        digest = self.lifetime.digest
         if digest is not None and self._awaits(digest):
             return digest.is_comparing
         # Of wrong bytes too: the peer need not hold what nobody will read again.
@@ -351,8 +349,8 @@ class StagedRead(OwnRead):
             except self._errors:
                 self._fail()
         is_good = not (self._has_failed or self._is_void)
-        if is_good and self.lease.check is not None:
-            self.lease.find(Verdict.HELD)
+        if is_good and self.lifetime.check is not None:
+            self.lifetime.find(Verdict.HELD)
         self.fate.outcome = "DONE" if is_good else "ERR"
         self._let_go_of_digest()
         return False
@@ -365,7 +363,7 @@ class StagedRead(OwnRead):
 
     def _may_begin(self) -> bool:
         """Whether the peer surely had the blocks a moment ago; where it had not, it fails."""
-        check = self.lease.check
+        check = self.lifetime.check
         return check is None or not check.is_due or not self._awaits_word(check)
 
     def _awaits_word(self, check: HoldCheck | None) -> bool:
@@ -386,7 +384,7 @@ class StagedRead(OwnRead):
                 "started anew since it answered",
                 self._ends.agent,
             )
-            self.lease.find(Verdict.GONE)
+            self.lifetime.find(Verdict.GONE)
             self._has_failed = True
             self._stop()
         return is_held is None
@@ -402,14 +400,13 @@ class StagedRead(OwnRead):
             self._ends.agent,
             error,
         )
-        if self.lease.lifetime is not None:
-            self.lease.lifetime.check = None
+        self.lifetime.check = None
         try:
             check.release(self._nixl)
         except errors_of(self._nixl):
             _LOG.debug("a read of a word could not be released", exc_info=True)
-        if self._began is not None and self.lease.is_late:
-            self._expire()
+        if self._began is not None:
+            self._is_expired()
 
     def _awaits(self, digest: DigestCheck) -> bool:
         """Whether what was read is still to be compared; where it is wrong, the read fails."""
@@ -421,15 +418,15 @@ class StagedRead(OwnRead):
             self._fail()
             return False
         if is_well is False:
-            self.lease.find(Verdict.WRONG)
+            self.lifetime.find(Verdict.WRONG)
             self._has_failed = self._is_wrong = True
             self._stop()
         return is_well is None
 
     def _let_go_of_digest(self) -> None:
-        if self.lease.digest is not None:
+        if self.lifetime.digest is not None:
             try:
-                self.lease.digest.release(self._nixl)
+                self.lifetime.digest.release(self._nixl)
             except errors_of(self._nixl):
                 _LOG.warning("a read of a digest could not be released", exc_info=True)
 
@@ -445,6 +442,7 @@ class StagedRead(OwnRead):
                 continue
             self._flights.remove(flight)
             if state == "DONE":
+                self._landed_at = time.monotonic()
                 self._landed.append(flight)
                 self._let_go(flight.handle)
             else:
@@ -498,8 +496,7 @@ class StagedRead(OwnRead):
 
     def _post_more(self) -> bool:
         """Whether something was posted."""
-        # In an engine's steps nothing is posted but in a look.
-        if self._has_failed or (self._is_paced and self.lease.must_wait):
+        if self._has_failed:
             return False
         try:
             return self._post()

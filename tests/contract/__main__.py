@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.core import settings
 from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts, facts_named
 from kvpatch.patches import load
 from tests.releases.fetch import FetchFailed, fetch
@@ -22,8 +20,6 @@ from tests.releases.fetch import FetchFailed, fetch
 from . import contract, facts, pages
 from .relied_on import bodies
 from .source import method
-
-os.environ.pop(settings.WITNESS, None)  # some of its places are left out where it only logs
 
 
 def main() -> int:

@@ -74,29 +74,10 @@ QUESTIONS = (
         "{{prompt}}",
     ),
     Question(
-        "What does the prompt's last token say of loads?",
-        "sum by (verdict) (increase(kvpatch_witnessed_loads_total{$of}[$window]))",
-        "short",
-        "{{verdict}}",
-    ),
-    Question(
         "What do P's digests say of loads?",
         "sum by (digest) (increase(kvpatch_load_digests_total{$of}[$window]))",
         "short",
         "{{digest}}",
-    ),
-    Question(
-        "In which layers does the last token speak against loads?",
-        "sum by (layer) (increase(kvpatch_witness_alarms_total{$of}[$window]))",
-        "short",
-        "{{layer}}",
-    ),
-    Question(
-        "By how much, as a multiple of what would be an alarm?",
-        "max by (layer) (kvpatch_witness_alarm_distance{$of} "
-        "/ kvpatch_witness_alarm_threshold{$of})",
-        "short",
-        "{{layer}}",
     ),
     Question(
         "Which is the first layer with wrong bytes?",

@@ -442,9 +442,6 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         s.method(module, "AttentionBackend.get_supported_kernel_block_sizes")
         for module in ("vllm.attention.backends.abstract", "vllm.v1.attention.backend")
     ),
-    "evicts_failed_blocks": lambda s: (
-        "evict_blocks" in s.parameters(_SCHEDULER, "Scheduler._update_requests_with_invalid_blocks")
-    ),
     "forgets_failed_reads": _forgets_failed_reads,
     "loads_whole_blocks_only": lambda s: (
         "round_down(" in s.body(s.scheduler, "get_num_new_matched_tokens")
@@ -519,9 +516,6 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "reserves_drafted_blocks": _reserves_drafted_blocks,
     "grants_leases": lambda s: "self._lease_extension = " in s.body(s.worker, "__init__"),
-    "has_other_runner": lambda s: (
-        s.method("vllm.config.vllm", "VllmConfig.use_v2_model_runner") is not None
-    ),
     "lists_drafted_blocks": lambda s: (
         "get_block_ids_for_computed_tokens" not in s.core("_connector_finished")
     ),

@@ -39,10 +39,8 @@ A gauge is what it was after the last step in which it changed.
   ([old releases](../how-to/old_releases.md)) is no load.
 - `stale` and `hold`: see [Blocks gone stale](../explanation/stale_blocks.md). `held`: P has said after the
   last byte that it held the blocks. `gone`: P has said that it had let go of them. `expired`: P says
-  nothing, and D gave the read up when P may have let go of them. `unproven`: received, and nobody has
+  nothing, and its lease must have run out before the last byte. `unproven`: received, and nobody has
   said anything. `received` is `held` and `unproven`; `stale` is `gone` and `expired`.
-- `verdict`: see [the witness](../explanation/witness.md); each worker looks at its own heads. `learnt`: it
-  was learnt from, and nothing is said of it. The log names what could not be witnessed at start.
 - `way`: `stock` is read by vLLM itself, `direct` goes straight to its place, `staged` goes in part or
   in whole through the staging pool, `host_buffer` through a pool in host memory.
 - What failed, and what to do about it, is in the log: [Log lines and what to do](log_lines.md) has the lines.

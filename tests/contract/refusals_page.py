@@ -99,9 +99,8 @@ MOMENTS = (
 )  # fmt: skip
 #: Its clauses stand in the sentence of a PatchRefused.
 _CLAUSES = ("SiteDrifted",)
-#: A line of the log has it as its reason: nothing is refused (docs/explanation/witness.md and
-#: digests.md).
-_REASONS = ("WitnessRefused", "NoDigest")
+#: A line of the log has it as its reason: nothing is refused (docs/explanation/digests.md).
+_REASONS = ("NoDigest",)
 #: No engine raises them yet: digests are not made of loads so far.
 _NOT_YET = ("DigestsRefused",)
 #: A signal has ended a command.

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.contract
 _BASES = {KvpatchError, Mistake, Fault, errors.FromOutside}
 #: They say what has happened: to a server, to a command, to a check that a load goes without.
 _NEITHER = {
-    errors.EngineFailed, errors.Interrupted, errors.NoDigest, errors.WitnessRefused,
+    errors.EngineFailed, errors.Interrupted, errors.NoDigest,
 }  # fmt: skip
 _ALL = {
     name: error

@@ -1,7 +1,8 @@
-"""In which order a release's model runners call the connector: what the witness leans on.
+"""In which order a release's model runners call the connector: what checks of loads lean on.
 
-It takes slots in ``bind_connector_metadata`` and compares them where the worker is asked for its
-results, which is before it is asked for blocks that could not be loaded. The model runs in between.
+The words of new holds are written, and digests are begun, in ``bind_connector_metadata``, before
+the model runs. A load that fails a check is found where the worker is asked for its results, and
+its name is handed over where it is asked for blocks that could not be loaded.
 """
 
 from __future__ import annotations

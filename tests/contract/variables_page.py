@@ -37,7 +37,7 @@ _TAIL = """
 | `VLLM_PLUGINS` | where it is set, it must name `kvpatch`: vLLM loads no other plugins |
 | `ENABLE_KVCACHED`, `KVCACHED_CONTIGUOUS_LAYOUT`, `KVCACHED_PAGE_SIZE_MB` | compares them with what kvcached's tensors are, and refuses contradictions ([kvcached](../how-to/kvcached.md)) |
 | `UCX_TLS`, `UCX_NET_DEVICES` | concludes whether a network card could register kvcached's memory ([kvcached's memory](../explanation/kvcached.md#network-cards)) |
-| `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` | `<= 0.21`: concludes how long a staged read may wait before P may have let go of its blocks; set it alike on P and D |
+| `VLLM_NIXL_ABORT_REQUEST_TIMEOUT` | `<= 0.21`: how long P keeps blocks; a load that ends later counts as failed ([the lease](../explanation/stale_blocks.md#a-p-without-kvpatch-the-lease-by-the-clock)); set it alike on P and D |
 | `VLLM_NIXL_SIDE_CHANNEL_HOST`, `VLLM_NIXL_SIDE_CHANNEL_PORT` | nothing: they are vLLM's own, and say where P answers handshakes |
 
 The experiments and tests read others, which their scripts describe: `KVPATCH_PYTHON`,
@@ -87,9 +87,6 @@ MEANINGS = {
     "cache",
     "KVPATCH_KVCACHED_CARDS": "`refuse` refuses kvcached's memory on a device that a network card "
     "could register, `trust` registers it ([kvcached](../how-to/kvcached.md))",
-    "KVPATCH_WITNESS": "what D does about a load that its own last token of the prompt speaks "
-    "against ([the witness](../explanation/witness.md)): `log` says so, `enforce` takes the load "
-    "for one that failed where vLLM can",
     "KVPATCH_GENERATION": "the release or generation to assume for a vLLM build that is not a "
     "listed [release](releases.md)",
     "KVPATCH_LOG_LEVEL": "for kvpatch's own loggers; unset leaves them as they are",

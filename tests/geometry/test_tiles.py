@@ -17,7 +17,6 @@ from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides, Tile
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
-from kvpatch.geometry.slot_gather import Table, slot_gather
 from kvpatch.geometry.tensor_facts import TensorFacts
 
 from .packed_tiles import by_column, by_row, packed_keys, packed_values
@@ -316,21 +315,3 @@ def test_tiles_of_two_sizes_are_refused() -> None:
     segments = pair_blocks(BlockList(np.arange(1), 8), BlockList(np.arange(1), 8), 0, 8)
     with pytest.raises(UnplannableCopy, match="tiles of one size"):
         plan_copy(segments, planes[:1], planes[1:])
-
-
-# --- one token's items ------------------------------------------------------------------------
-
-
-def test_a_slot_is_gathered_out_of_tiles() -> None:
-    rows = rows_of(1, 64)
-    raw = cache_of(KeyOrder.TILED, rows)
-    planes = planes_at(KeyOrder.TILED, 64, SOURCE)
-    gather = slot_gather(planes, [Table(0, 64)] * 2, SOURCE)
-    items = np.frombuffer(raw, dtype=np.uint16)
-    for position in (0, 1, 15, 16, 37, 63):
-        starts = gather.starts(position, [3])
-        assert starts is not None
-        taken = items[starts[gather.plane_of_item] + gather.inner]
-        for number, plane in enumerate(gather.planes):
-            wanted = rows[planes.index(plane), 3, :, position]
-            assert taken[gather.plane_of_item == number].tobytes() == wanted.tobytes()

@@ -111,7 +111,7 @@ _SHUT_DOWN_SECONDS = 2.0
 
 
 def _serve(connection: Connection) -> None:
-    from .modelled import ModelledPlayer
+    from .player import Player
 
     engine: Any = None
     is_left = False
@@ -123,7 +123,7 @@ def _serve(connection: Connection) -> None:
         method, arguments = connection.recv()
         try:
             if method == "start":
-                engine, result = ModelledPlayer(*arguments), None
+                engine, result = Player(*arguments), None
             else:
                 result = None if engine is None else getattr(engine, method)(*arguments)
                 if method == "stop":

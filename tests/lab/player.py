@@ -21,7 +21,7 @@ from .core import CoreScheduler
 from .digests import digests_of
 from .engine import Engine, LoadFailed
 from .engine_api import Ask, Left, Prompt, Seen, Served, Timed, Told
-from .scheduler import Computation, Scheduler, Tracked
+from .scheduler import WAITED, Computation, Scheduler, Tracked
 from .standstill import standstill
 
 _POLL_SECONDS = 0.001
@@ -507,18 +507,24 @@ class Player(Engine):
             logged=tuple(self.log.errors),
         )
 
-    def pause(self, seconds: float, longest: float) -> None:
-        """Takes no step for so long; a lease allows for no more than `longest` of that."""
-        for worker in self.workers:
-            reader = _reader_of(release.nixl_of(worker).connector_worker)
-            assert reader is not None
-            assert reader.leases.gap_seconds == 15.0, "half of the release's lease"
-            for reads in release.nixl_of(worker).connector_worker._recving_transfers.values():
+    def wait_before(self, seconds: float) -> None:
+        """Has the requests that D is given from now on have waited for so long before."""
+        WAITED.seconds = seconds
+
+    def end_leases(self) -> None:
+        """Has P's leases of all that is being read have run out."""
+        from kvpatch.transfer.lifetime import Lease
+
+        for worker in self._inner_workers():
+            for reads in worker._recving_transfers.values():
                 for read in reads:
-                    staged = getattr(read, "_read", read)  # in the thread, or in the steps
-                    staged.lease.lifetime.longest_gap = longest
-                    staged.lease.looks.allow(longest)
-        time.sleep(seconds)
+                    getattr(read, "_read", read).lifetime.lease = Lease(0.0)
+
+    def beaten(self) -> int:
+        """To how many ranks of peers the first worker knows that heartbeats have gone."""
+        reader = _reader_of(self._inner_workers()[0])
+        assert reader is not None
+        return sum(beats._run[1] > 0 for beats in reader.leases._heartbeats.values())
 
     def _parts(self, name: str) -> set[str]:
         """What the release may say is broken: a request, or some of its blocks."""

@@ -101,7 +101,7 @@ def _preload_ours() -> None:
     from kvpatch.patches import load
 
     load()
-    importlib.import_module("tests.lab.modelled")
+    importlib.import_module("tests.lab.player")
     early = [name for name in sys.modules if name.startswith(f"{_PACKAGE}.nixl")]
     if early:
         raise ImportError(f"{early} came before kvpatch: the lab would play no patch of it")

@@ -194,6 +194,16 @@ TO_BE_READ = {
 }
 
 
+@dataclass
+class Waited:
+    """How long requests have waited in D before its scheduler takes them; of this process."""
+
+    seconds: float = 0.0
+
+
+WAITED = Waited()
+
+
 def new_request(
     request_id: str,
     token_ids: list[int],
@@ -219,6 +229,7 @@ def new_request(
         "block_hasher": block_hasher,
     }
     request = Request(**accepted(Request, wanted))
+    request.arrival_time -= WAITED.seconds
     request.kv_transfer_params = params  # what a sampling parameter may be is not asked here
     return request
 

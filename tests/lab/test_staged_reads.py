@@ -172,7 +172,7 @@ def late_read(lab: Lab, stage: Stage, meet: Callable[[Actor], object] = lambda _
     prefill.hold()
     decode.ask(early, late)
     if is_leased:
-        decode.call("pause", 0.5, 0.2)
+        decode.call("end_leases")
     else:
         time.sleep(2.0)
     prefill.go_on()

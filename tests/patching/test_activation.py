@@ -48,7 +48,7 @@ def tree(facts, tmp_path):
 
 
 #: What is off by its own variable where nobody says otherwise.
-ALL_ON = {"KVPATCH_DIGEST": "all", "KVPATCH_WITNESS": "enforce"}
+ALL_ON = {"KVPATCH_DIGEST": "all"}
 ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
 IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
 
@@ -208,7 +208,7 @@ print(json.dumps([rows, lines]))
     assert "off: block_count (KVPATCH_DISABLE)" in summaries[0]
 
 
-@pytest.mark.parametrize("on", [{}, {"KVPATCH_DIGEST": "all"}, {"KVPATCH_WITNESS": "log"}])
+@pytest.mark.parametrize("on", [{}, {"KVPATCH_DIGEST": "all"}])
 def test_what_nobody_has_asked_for_wraps_nothing(tmp_path, on):
     """A step of an engine takes no time for it."""
     tree = write_tree(tmp_path, NEWEST, "0.33.0")
@@ -217,16 +217,13 @@ def test_what_nobody_has_asked_for_wraps_nothing(tmp_path, on):
         + """
 kvpatch.enable(); raw()
 rows = {p.slug: [p.outcome, p.reason] for p in kvpatch.status().patches}
-print(json.dumps([rows["digests"], rows["witness"], SITES, kinds()]))
+print(json.dumps([rows["digests"], SITES, kinds()]))
 """
     )
-    switches = {"digests": "KVPATCH_DIGEST", "witness": "KVPATCH_WITNESS"}
-
-    *found, sites, wrapped = run(tree, script, **on)
+    row, sites, wrapped = run(tree, script, **on)
     *_, all_wrapped = run(tree, script, **ALL_ON)
 
-    for row, switch in zip(found, switches.values(), strict=True):
-        assert row == (["applied", ""] if switch in on else ["off", f"{switch} is off"])
+    assert row == (["applied", ""] if on else ["off", "KVPATCH_DIGEST is off"])
     assert set(all_wrapped) == {"wrapped"}
     left = [name for (_, _, name), kind in zip(sites, wrapped, strict=True) if kind == "function"]
     # Digests share each of their places with other patches, and `log` takes no load back.

@@ -77,17 +77,6 @@ def test_loads_of_blocks_that_p_has_given_away() -> None:
     assert found.sentences[2].startswith("25 of them failed since P let go of their blocks")
 
 
-@pytest.mark.parametrize(("wrong", "is_well"), [(0, True), (2, False)])
-def test_loads_that_were_witnessed(wrong: int, is_well: bool) -> None:
-    """An alarm that is only logged is a load that was received, and may be a wrong answer."""
-    counts = {"good": 5, "alarm": wrong, "not_witnessed": 1}
-    found = report(values_of(_D + _of("witnessed_loads", "verdict", counts)))
-
-    assert found.is_well is is_well
-    assert f"Of {5 + wrong} loads that were witnessed {wrong} are alarms." in found.sentences
-    assert "1 loads could not be witnessed." in found.sentences
-
-
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_loads_that_were_compared_with_digests(wrong: int) -> None:
     counts = {"checked": 4, "partly": 1, "alarm": wrong, "unchecked": 1}

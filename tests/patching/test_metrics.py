@@ -295,10 +295,10 @@ class TestShown:
     def test_layers_are_shown_once_they_alarm_and_not_without_end(self) -> None:
         shown = _shown()
         for number in range(1000):
-            shown.observe([["kvpatch_witness_alarms", f"layers.{number}", 1]], 0)
-        assert _value("kvpatch_witness_alarms_total", "0", layer="layers.7") == 1
-        assert _value("kvpatch_witness_alarms_total", "0", layer="layers.999") is None
-        assert _value("kvpatch_witness_alarms_total", "0", layer="other") == 1000 - 512
+            shown.observe([["kvpatch_digest_alarms", f"layers.{number}", 1]], 0)
+        assert _value("kvpatch_digest_alarms_total", "0", layer="layers.7") == 1
+        assert _value("kvpatch_digest_alarms_total", "0", layer="layers.999") is None
+        assert _value("kvpatch_digest_alarms_total", "0", layer="other") == 1000 - 512
 
     def test_a_newer_engine_and_an_engine_that_is_not_ours_are_passed_over(self) -> None:
         shown = _shown()

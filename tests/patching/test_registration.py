@@ -39,7 +39,7 @@ DOES = {
 _LAST = "named_factors"
 #: Those that say themselves what is done.
 PARTS = {"failed_loads", "stale_blocks", "digests"}
-ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines", "witness"}
+ALL = {"block_count", "host_buffer", "kvcached_regions", "unlike_engines"}
 
 
 class _Pool:

@@ -6,8 +6,6 @@ import pickle
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +15,6 @@ import zmq
 
 from kvpatch.connector.handshake.decision import Read, Refuse, decide
 from kvpatch.connector.handshake.other_releases import FLASH_ATTENTION
-from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.state import worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
 from kvpatch.connector.unlike_releases.messages import to_agent, to_engine
@@ -398,17 +395,6 @@ def test_a_p_that_comes_back_as_one_of_ours_is_one_of_ours() -> None:
     worker_state(worker).of(PeerReleases).state("p", 0, None)
 
     assert to_engine(worker, "p", b"a:8") == b"a:8"
-
-
-def test_how_long_p_keeps_blocks_is_its_releases() -> None:
-    ours, old = Leases(gap_seconds=15.0), Leases(456.0)
-
-    assert ours.at(()) is ours
-    assert old.at(()) is old
-    assert ours.at(("0.20.2",)) == Leases(456.0, 15.0)
-    assert old.at(("0.33.0",)) == Leases(15.0)
-    assert old.at(("0.20.2",)) == old
-    assert ours.at(("0.25.1",)) == replace(ours, seconds=inf)
 
 
 class TestWhereNoOtherReleaseIsAccepted:

@@ -19,6 +19,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.lifetime import Lease
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
@@ -31,6 +32,8 @@ SIZES = CacheSizes(layers=3, blocks=12, heads=2, block_tokens=32, channels=16, i
 LOCAL_SIZES = replace(SIZES, block_tokens=48, blocks=8)
 TOKENS = 300
 SECONDS = 60.0
+#: A lease that has run out long ago.
+OVER = Lease(0.0)
 
 
 class Failing(wrapt.ObjectProxy):

@@ -26,8 +26,8 @@ from kvpatch.transfer.hold_table import (
     HoldTable,
     generation_of,
 )
-from kvpatch.transfer.lifetime import Lifetime, Verdict
-from kvpatch.transfer.looks import PAUSE_SECONDS
+from kvpatch.transfer.lifetime import Lease, Lifetime, Verdict
+from kvpatch.transfer.patience import PAUSE_SECONDS
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 
@@ -166,7 +166,7 @@ def test_what_is_on_its_way_is_waited_for_until_the_lease_is_over(tables, monkey
     for _ in range(12):
         assert check.answer(silent) is None
         time.sleep(PAUSE_SECONDS)
-    check.ends = time.time() - 3600.0
+    check.ends = time.monotonic() - 3600.0
     assert check.answer(silent) is None, "not by the first poll behind that"
     with pytest.raises(NoAnswer, match="its lease is over"):
         for _ in range(12):
@@ -226,17 +226,17 @@ class _Reads:
         agent = agent or self.world.decode
         if not self.is_paced:
             read = self.world.read(self.pool, agent, **how)
-            read.lease.lifetime = Lifetime(check=check)
+            read.lifetime = Lifetime(check=check)
             return read
         gated = ProgressAgent(agent, self.gate)
         read = self.world.read(self.pool, gated, is_paced=True, **how)
-        read.lease.lifetime = Lifetime(check=check)
+        read.lifetime = Lifetime(check=check)
         return BackgroundRead(read, self.thread)
 
 
 def _lifetime(read: StagedRead | BackgroundRead) -> Lifetime:
     staged = read._read if isinstance(read, BackgroundRead) else read
-    return staged.lease.lifetime
+    return staged.lifetime
 
 
 def _verdict(read: StagedRead | BackgroundRead) -> Verdict | None:
@@ -380,7 +380,7 @@ def test_before_anything_is_read_the_lease_decides_in_its_place(reads, tables, i
     agent = Wordless(reads.world.decode, "fails")
     read = reads.make(tables.check(generation, age_seconds=2.0), agent)
     lifetime = _lifetime(read)
-    lifetime.ends = time.time() + (-1 if is_over else SECONDS)
+    lifetime.lease = Lease(time.monotonic() + (-1 if is_over else SECONDS))
     lifetime.fail_check = lambda: told.append(read)
     read.start()
     assert finish(read) == ["ERR" if is_over else "DONE"]

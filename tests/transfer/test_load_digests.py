@@ -20,7 +20,7 @@ from kvpatch.transfer.digest_read import DigestRead
 from kvpatch.transfer.digest_table import _LANDINGS, _RING_BYTES, _SLOTS, MOST_BYTES, DigestTable
 from kvpatch.transfer.hold_table import generation_of
 from kvpatch.transfer.load_proof import DigestCounts, LoadProof, Proof
-from kvpatch.transfer.looks import PAUSE_SECONDS
+from kvpatch.transfer.patience import PAUSE_SECONDS
 from kvpatch.transfer.table_digests import DigestStream, TableTokens
 
 from .digest_world import Engine, Rank, request_of

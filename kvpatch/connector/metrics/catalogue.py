@@ -50,15 +50,6 @@ class Prompt(str, Enum):
     AGAIN = "again"
 
 
-class Verdict(str, Enum):
-    """What a prompt's last token says of a load."""
-
-    GOOD = "good"
-    ALARM = "alarm"
-    LEARNT = "learnt"
-    NOT_WITNESSED = "not_witnessed"
-
-
 @dataclass(frozen=True)
 class Metric:
     """One of them.
@@ -105,7 +96,8 @@ READ_SECONDS = Metric(
 LOADS = Metric(
     "kvpatch_loads",
     "counter",
-    "Requests that a worker was to load, by outcome; stale: P let go of the blocks, or may have.",
+    "Requests that a worker was to load, by outcome; stale: P let go of the blocks, or its lease was "
+    "over.",
     "outcome",
     tuple(outcome.value for outcome in Outcome),
 )
@@ -133,39 +125,12 @@ HELD = Metric(
     "hold",
     tuple(hold.value for hold in Hold),
 )
-WITNESSED = Metric(
-    "kvpatch_witnessed_loads",
-    "counter",
-    "Loads by what the prompt's last token says of them, where KVPATCH_WITNESS asks for it.",
-    "verdict",
-    tuple(verdict.value for verdict in Verdict),
-)
 DIGESTS = Metric(
     "kvpatch_load_digests",
     "counter",
     "Loads by what P's digest has said of them; none where digests are off.",
     "digest",
     tuple(proof.value for proof in Proof),
-)
-WITNESS_ALARMS = Metric(
-    "kvpatch_witness_alarms",
-    "counter",
-    "Loads that the prompt's last token speaks against, by the layer that is farthest beyond its "
-    "threshold.",
-    _LAYER,
-)
-ALARM_DISTANCE = Metric(
-    "kvpatch_witness_alarm_distance",
-    "gauge",
-    "Of the last alarm of that layer, how far what P has sent is from what D computed: the norm of "
-    "the difference by the larger one.",
-    _LAYER,
-)
-ALARM_THRESHOLD = Metric(
-    "kvpatch_witness_alarm_threshold",
-    "gauge",
-    "How far it would have had to be for an alarm, by what good loads of that P are like.",
-    _LAYER,
 )
 DIGEST_ALARMS = Metric(
     "kvpatch_digest_alarms",
@@ -216,8 +181,7 @@ HOST_WAITING = Metric(
 )
 
 METRICS = (
-    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, PROMPTS, HELD, WITNESSED, DIGESTS),
-    *(WITNESS_ALARMS, ALARM_DISTANCE, ALARM_THRESHOLD, DIGEST_ALARMS),
-    *(POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
+    *(READS, READ_BYTES, READ_SECONDS, LOADS, REFUSALS, PROMPTS, HELD, DIGESTS),
+    *(DIGEST_ALARMS, POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS),
     *(SAVED_BLOCKS, SAVE_SECONDS, HOST_BLOCKS, HOST_WAITING),
 )

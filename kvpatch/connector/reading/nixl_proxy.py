@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from time import monotonic
 from typing import Any
 from weakref import finalize
 
 from kvpatch.connector.holds.hold import mask_of
+from kvpatch.connector.reading.leases import HEARTBEAT
 from kvpatch.connector.reading.prepared_transfers import RequestContext
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.core.errors import KvpatchError, ReadRefused
@@ -102,14 +104,14 @@ class ReadingAgent(AgentProxy):
                 "it had ours",
                 "restart this engine, with kvpatch on or off for all of its life",
             )
-        found = self._rank_with_word(context, operation, remote_handle, notif_msg)
+        found = self._rank_like_us(context, operation, remote_handle, notif_msg)
         handle = self.__wrapped__.make_prepped_xfer(
             operation,
             local_handle,
             local_indices,
             remote_handle,
             remote_indices,
-            notif_msg if found is None else b"",
+            notif_msg if found is None or found[1].check is None else b"",
             *args,
             **kwargs,
         )
@@ -117,22 +119,25 @@ class ReadingAgent(AgentProxy):
             return handle
         return self._self_reader.prepare_like(self.__wrapped__, *found, handle, notif_msg)
 
-    def _rank_with_word(
+    def _rank_like_us(
         self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
     ) -> tuple[str, Lifetime] | None:
-        """NIXL's name of a rank of a peer like us that gives its word, and how it is asked for it.
+        """NIXL's name of a rank of a peer like us, and what is known of the blocks that it holds.
+
+        None where nobody knows which rank it is, or anything of its blocks.
 
         Raises:
             ReadRefused: what P is said to have answered does not fit it.
         """
-        if context is None or operation != "READ" or not self._self_reader.has_word:
+        if context is None or operation != "READ" or context.arrived is None:
             return None
         rank = self._self_rank_of(context.engine_id, handle)
+        if rank is None:
+            return None
         try:
-            lifetime = None if rank is None else self._self_reader.lifetime_by_word(*rank)
-            return None if rank is None or lifetime is None else (rank[1], lifetime)
+            return rank[1], self._self_reader.lifetime_of_like(*rank)
         except ReadRefused:
-            tell_over(self.__wrapped__, [rank[1]] if rank else [], notification)
+            tell_over(self.__wrapped__, [rank[1]], notification)
             raise
 
     def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
@@ -172,7 +177,11 @@ class ReadingAgent(AgentProxy):
             read_first = context.request_id, context.engine_id, context.computed_here
             if peers.sample(self.__wrapped__, remote_agent_name, notif_msg, *read_first):
                 return None  # it is told once a sample of its blocks has been read
-        return self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
+        now = monotonic()
+        found = self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
+        if notif_msg.startswith(HEARTBEAT):
+            self._self_reader.leases.beat(remote_agent_name, now)
+        return found
 
     def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
         """Starts a transfer."""

@@ -48,7 +48,9 @@ class RequestContext:
         reading: what ours are planned from, in place of the release's; None where its stand.
         computed_here: what D computes itself, of a peer that has yet to be proven what it is.
         hold: of P's on the blocks that are read; None where P says nothing of it.
-        arrived: when the request came in, as ``time.time`` counts.
+        arrived: when D was given the request, as ``time.monotonic`` counts; None if unknown.
+        is_read_back: whether a P reads an earlier turn back from a D.
+        expires: when the peer has said that its blocks do; None where it does not.
         is_refused: whether that was booked.
         digest: what the load is checked by; None where digests are off.
     """
@@ -61,6 +63,8 @@ class RequestContext:
     computed_here: ReadRequest | None = None
     hold: Hold | None = None
     arrived: float | None = None
+    is_read_back: bool = False
+    expires: float | None = None
     is_refused: bool = False
     digest: LoadDigest | None = None
 

@@ -117,7 +117,7 @@ class ReadFactory:
             unposted,
             is_paced=self.progress is not None,
         )
-        read.lease.lifetime = lifetime
+        read.lifetime = lifetime
         return read
 
     def _own(self, read: StagedRead, request: ReadRequest | None) -> StagedRead | BackgroundRead:

@@ -59,7 +59,7 @@ from kvpatch.geometry.staged_plan import Share
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.hold_table import MOST_MISSED, HoldTable
-from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.lifetime import Lease, LeasedTransfer, Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
@@ -111,7 +111,7 @@ class Reader:
     Attributes:
         ambiguous_peers: of peers whose handshakes leave something open.
         ways: what goes straight to its place, and what through the pool.
-        leases: how long peers without kvpatch keep what is to be read.
+        leases: how long peers keep what is to be read.
         to_engine: (engine id, message) -> the message in that engine's words, None for none.
         to_agent: (NIXL's name of a rank, message) -> the same.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
@@ -339,21 +339,26 @@ class Reader:
     def prepare_like(
         self, nixl: Any, agent: str, lifetime: Lifetime, handle: Any, notification: bytes
     ) -> OwnRead:
-        """A transfer of the release's, of a peer like us, whose word on its blocks is asked for.
+        """A transfer of the release's, of a peer like us.
 
         Args:
             agent: the peer's rank.
-            lifetime: of its blocks, by its word.
-            handle: prepared without a notification: the peer is told once its word has come.
+            handle: prepared without a notification where the peer is asked for its word: it is
+                told once that has come.
         """
+        if lifetime.check is None:
+            return LeasedTransfer(nixl, handle, agent, lifetime)
         ends = Ends(self.ours.memory, self.ours.memory, agent)
         return self._reads.prepared(nixl, ends, notification, handle, lifetime)
 
-    @property
-    def has_word(self) -> bool:
-        """Whether the peer that is being read says whether it holds the blocks."""
-        context = self.context
-        return context is not None and context.hold is not None and self.hold_table is not None
+    def lifetime_of_like(self, number: int, agent: str) -> Lifetime:
+        """Of what vLLM reads of a rank of a peer like us: by its word, or by its lease.
+
+        Raises:
+            ReadRefused: P's answer is of an engine with fewer ranks.
+        """
+        by_word = self.lifetime_by_word(number, agent)
+        return self.lifetime_by_clock(agent) if by_word is None else by_word
 
     def _lifetime(
         self,
@@ -377,7 +382,20 @@ class Reader:
         found = self.lifetime_by_word(number, agent, taken, releases)
         if found is not None:
             return found
-        return self._watched(self.leases.at(releases).lifetime(request.arrived))
+        return self.lifetime_by_clock(agent, releases)
+
+    def lifetime_by_clock(self, agent: str, releases: Sequence[str] = ()) -> Lifetime:
+        """Of what is read of a rank that does not give its word: by its lease."""
+        return self._watched(Lifetime(self._lease(agent, releases)))
+
+    def _lease(self, agent: str, releases: Sequence[str]) -> Lease:
+        context = self.context
+        if context is None:
+            return Lease()
+        if context.expires is not None:
+            return Lease(context.expires)
+        leases = self.leases.at(releases)
+        return leases.lease(agent, context.arrived, is_read_back=context.is_read_back)
 
     def lifetime_by_word(
         self,
@@ -399,8 +417,9 @@ class Reader:
         check, context, checks = self.hold_check(number, agent), self.context, self.digest_checks
         if check is None or context is None:
             return None
-        found = self.leases.at(releases).lifetime(context.arrived)
-        found.check, check.ends = check, found.ends
+        found = Lifetime(self._lease(agent, releases), check=check)
+        if found.lease.heartbeats is None:
+            check.ends = found.lease.granted
         if checks is not None and context.digest is not None:
             rank = PeersRank(number, agent, check.generation, taken, self.masks[agent])
             found.digest = checks.check(context.digest, rank)
@@ -409,6 +428,7 @@ class Reader:
     def _watched(self, lifetime: Lifetime) -> Lifetime:
         """Has what a read finds of the blocks stand in the metrics, and fail as a check's."""
         if self.context is not None:
+            lifetime.request_id = self.context.request_id
             self.book.watch(self.context.request_id, lifetime)
             lifetime.fail_check = partial(self.failed_checks.append, self.context.request_id)
         return lifetime
@@ -430,8 +450,7 @@ class Reader:
                 f"{len(hold.tables)} ranks",
                 "pass on the answer of the engine that it names",
             )
-        age_seconds = 0.0 if context.arrived is None else max(0.0, time.time() - context.arrived)
-        vouched = time.monotonic() - age_seconds
+        vouched = time.monotonic() if context.arrived is None else context.arrived
         address = hold.tables[number] ^ self.masks[agent]
         if table.missed[agent, address] >= MOST_MISSED:
             return None

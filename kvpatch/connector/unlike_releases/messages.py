@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch.connector.reading.leases import HEARTBEAT
 from kvpatch.connector.state import held_by
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases
 from kvpatch.core.releases import FACTS
-
-_HEARTBEAT = b"HB:"
 
 
 def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
@@ -21,7 +20,7 @@ def to_engine(worker: Any, engine_id: str, message: bytes) -> bytes | None:
     statement = None if known is None else known.speaks_otherwise(engine_id)
     if statement is None:
         return message
-    if message.startswith(_HEARTBEAT):
+    if message.startswith(HEARTBEAT):
         grants = any(FACTS[name].grants_leases for name in statement.releases)
         return message if grants else None
     request, colon, _ = message.rpartition(b":")

@@ -1,0 +1,136 @@
+"""A P without kvpatch, whose lease runs out while D is held up: D counts the lease by its clock.
+
+The fault is a real one: P has given the blocks to another request, and says nothing of it. Stock
+answers with HTTP 200 from that request's keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.core.releases import FACTS
+
+from .host import Lab
+from .releases import states_block_size, states_layout
+from .stage import Actor, Stage
+from .test_several_peers import SPEC, TOKENS, assert_identical, introduce, loaded, names
+from .test_stale_blocks import (
+    UNLIKE,
+    Scene,
+    _assert_computed,
+    _assert_nothing_wrong_is_cached,
+    has_policy,
+    prefill,
+    states_holds,
+)
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+#: Longer than any release's lease by default, and shorter than any.
+_TOO_LONG, _SOME = 3600.0, 10.0
+
+
+@pytest.fixture(scope="module", params=UNLIKE)
+def kind(lab: Lab, request: pytest.FixtureRequest) -> str:
+    if request.param == "unlike" and not states_layout(lab.release):
+        pytest.skip("no unlike pair here")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def scene(lab: Lab, kind: str) -> Iterator[Scene]:
+    """P has a short lease, and D the release's own."""
+    with Stage(lab) as stage:
+        actor, decode = prefill(stage, UNLIKE[kind], patched=False), stage.decode(SPEC)
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        yield Scene(stage, lab.release, {(kind, False): actor}, decode)
+
+
+def _of(scene: Scene, kind: str) -> Actor:
+    return scene.prefill[kind, False]
+
+
+def _wait_before(scene: Scene, seconds: float) -> None:
+    scene.decode.call("wait_before", seconds)
+
+
+def test_a_load_that_ends_after_the_lease_is_not_taken(scene: Scene, kind: str) -> None:
+    """On releases <= 0.11.0 no single load can fail: it waits until its client gives up."""
+    prompt, ask = scene.stale(_of(scene, kind))
+    _wait_before(scene, _TOO_LONG)
+
+    scene.decode.ask(ask)
+
+    can_fail = states_block_size(scene.release)
+    seen = scene.decode.watch(prompt, seconds=60.0 if can_fail else 0.5)
+    _wait_before(scene, 0.0)
+    assert (seen.failed if can_fail else seen.waiting) == names([prompt]), seen
+    assert not seen.received
+
+
+def test_a_load_that_ends_before_it_is_served(scene: Scene, kind: str) -> None:
+    prompt, ask = scene.fresh(_of(scene, kind))
+    _wait_before(scene, _SOME)
+
+    scene.decode.ask(ask)
+
+    assert_identical(scene.decode, [prompt], loaded(prompt, scene.release))
+    _wait_before(scene, 0.0)
+
+
+def test_where_p_gives_its_word_no_clock_is_looked_at(lab: Lab, kind: str) -> None:
+    """P's answer was long on its way, and P holds the blocks all the same."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    with Stage(lab) as stage:
+        spec = replace(UNLIKE[kind], patched=True)
+        actor, decode = stage.start(spec), stage.decode(SPEC)
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
+        prompt, ask = scene.fresh(actor)
+        _wait_before(scene, _TOO_LONG)
+
+        decode.ask(ask)
+
+        assert_identical(decode, [prompt], loaded(prompt, lab.release))
+
+
+def test_d_computes_the_load(lab: Lab, kind: str) -> None:
+    """Whatever the policy for transfers says; D's scheduler is the release's own."""
+    if not states_holds(lab.release) or not has_policy(lab.release):
+        pytest.skip("this release computes all loads that fail, or none")
+    with Stage(lab) as stage:
+        actor = prefill(stage, SPEC, patched=False)
+        decode = stage.decode(replace(UNLIKE[kind], own_scheduler=True, load_failure_policy="fail"))
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
+        first, ask = scene.fresh(actor)  # by which D's scheduler knows that clocks agree
+        decode.ask(ask)
+        assert decode.watch(first).received == names([first])
+        decode.call("loaded", [first.name])
+        prompt, ask = scene.stale(actor)
+        _wait_before(scene, _TOO_LONG)
+
+        decode.ask(ask)
+
+        assert decode.watch(prompt).failed == names([prompt])
+        decode.call("loaded", [prompt.name])
+        _assert_computed(decode, prompt)
+        _assert_nothing_wrong_is_cached(decode, prompt)
+
+
+def test_d_knows_of_its_heartbeats(lab: Lab) -> None:
+    """From 0.22 on they extend P's lease; the release itself sends them, in D's steps."""
+    with Stage(lab) as stage:
+        actor = stage.start(SPEC)
+        decode = stage.start(replace(SPEC, patched=True), {"kv_lease_duration": 5})
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        prompt = stage.prompt(TOKENS)
+
+        decode.ask(*actor.compute(prompt))
+        decode.watch(prompt)
+
+        assert decode.call("beaten") == int(FACTS[lab.release].grants_leases)

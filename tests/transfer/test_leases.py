@@ -1,0 +1,209 @@
+"""Leases by the clock, of peers that give no word: the clock is a fake, and NIXL may be."""
+
+from __future__ import annotations
+
+import pickle
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvpatch.connector.read_request import ReadRequest, Waits
+from kvpatch.connector.reading.leases import Leases
+from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Lifetime, Verdict
+
+pytestmark = pytest.mark.patching
+
+_EXTENSION = 20.0
+
+
+class Clock:
+    """Fake: stands still until it is put on; both of Python's clocks, of one machine."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1e9 + self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    for module in ("kvpatch.transfer.lifetime", "kvpatch.connector.read_request"):
+        monkeypatch.setattr(f"{module}.time", made)
+    return made
+
+
+class _Nixl:
+    """Fake: a transfer that is done when it is said to be."""
+
+    def __init__(self) -> None:
+        self.is_done, self.polls, self.released = False, 0, 0
+
+    def transfer(self, handle: object) -> str:
+        return "PROC"
+
+    def check_xfer_state(self, handle: object) -> str:
+        self.polls += 1
+        return "DONE" if self.is_done else "PROC"
+
+    def release_xfer_handle(self, handle: object) -> None:
+        self.released += 1
+
+
+def _end_of(granted: float, *sent: float) -> float:
+    beats = Heartbeats(_EXTENSION)
+    for when in sent:
+        beats.send(when)
+    return Lease(granted, beats).end
+
+
+class TestALease:
+    def test_ends_as_granted_without_heartbeats(self) -> None:
+        assert Lease(130.0).end == 130.0
+        assert Lease().end == inf
+        assert _end_of(130.0) == 130.0
+
+    def test_is_extended_by_each_heartbeat(self) -> None:
+        assert _end_of(130.0, 101.0) == 130.0, "it lasts longer without"
+        assert _end_of(130.0, 115.0) == 135.0
+        assert _end_of(130.0, *range(105, 500, 5)) == 515.0
+
+    def test_that_has_run_out_is_extended_by_none(self) -> None:
+        """D was held up, and sends heartbeats again: P has let go of the blocks meanwhile."""
+        assert _end_of(130.0, 131.0) == 130.0
+        assert _end_of(130.0, 105.0, 110.0, 170.0, 175.0) == 130.0
+
+    def test_that_is_new_is_extended_behind_a_gap(self) -> None:
+        assert _end_of(190.0, 105.0, 110.0, 170.0, 175.0) == 195.0
+
+
+class TestHowLongPKeepsBlocks:
+    def test_a_fixed_time(self) -> None:
+        fixed = Leases(480.0, read_back_seconds=480.0)
+        fixed.beat("P", 500.0)
+        assert fixed.lease("P", 100.0) == Lease(580.0)
+        assert fixed.lease("P", 100.0, is_read_back=True) == Lease(580.0)
+
+    def test_a_lease_that_heartbeats_to_that_very_rank_extend(self) -> None:
+        leases = Leases(30.0, _EXTENSION, 480.0)
+        here, there = leases.lease("P", 100.0), leases.lease("another", 100.0)
+        for when in range(105, 305, 5):
+            leases.beat("P", float(when))
+        assert here.end == leases.lease("P", 100.0).end == 320.0
+        assert there.end == 130.0
+
+    def test_an_earlier_turn_has_no_heartbeats(self) -> None:
+        leases = Leases(30.0, _EXTENSION, 480.0)
+        leases.beat("P", 105.0)
+        assert leases.lease("P", 100.0, is_read_back=True) == Lease(580.0)
+
+    def test_without_end_where_nobody_knows_when_the_request_came(self) -> None:
+        assert Leases(480.0).lease("P", None) == Lease()
+
+    def test_by_the_release_of_p(self) -> None:
+        ours, old = Leases(40.0, _EXTENSION), Leases(456.0)
+
+        assert ours.at(()) is ours
+        assert old.at(()) is old
+        assert ours.at(("0.25.1",)) is ours
+        assert old.at(("0.20.2",)) is old
+        assert ours.at(("0.20.2",)) == Leases(480.0)
+        assert old.at(("0.33.0",)) == Leases(30.0)
+        assert ours.at(("0.20.2", "0.33.0")) == Leases(30.0), "whichever it is"
+
+
+class TestATransferOfVllms:
+    @staticmethod
+    def made(lease: Lease, told: list[str]) -> tuple[_Nixl, LeasedTransfer]:
+        nixl = _Nixl()
+        lifetime = Lifetime(lease, "a", fail_check=lambda: told.append("a"))
+        return nixl, LeasedTransfer(nixl, object(), "P", lifetime)
+
+    def test_that_ends_before_the_lease_is_done(self, clock: Clock) -> None:
+        """However late it is asked for again: a freeze behind that is none of its own."""
+        told: list[str] = []
+        nixl, read = self.made(Lease(clock.now + 10.0), told)
+        assert read.start() == read.state() == "PROC"
+        nixl.is_done = True
+        clock.now += 9.9
+        assert read.state() == "DONE"
+        clock.now += 3600.0
+        assert read.state() == "DONE"
+        assert read.lifetime.verdict is None
+        assert not told
+
+    def test_that_is_found_done_behind_it_fails_a_check(self, clock: Clock, caplog: Any) -> None:
+        told: list[str] = []
+        nixl, read = self.made(Lease(clock.now + 10.0), told)
+        read.start()
+        clock.now += 12.5
+        assert read.state() == "PROC", "whatever is on its way may still land: it is not over"
+        nixl.is_done = True
+        assert read.state() == "ERR"
+        assert read.state() == "ERR"
+        assert told == ["a"]
+        assert read.lifetime.verdict is Verdict.EXPIRED
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
+        for _ in range(2):
+            read.release()
+        assert nixl.released == 1
+
+    def test_that_breaks_off_is_no_checks(self, clock: Clock, monkeypatch: Any) -> None:
+        told: list[str] = []
+        nixl, read = self.made(Lease(clock.now - 1.0), told)
+        monkeypatch.setattr(nixl, "check_xfer_state", lambda handle: "ERR")
+        assert read.state() == "ERR"
+        assert not told
+        assert read.lifetime.verdict is None
+
+    def test_of_which_d_sends_heartbeats_lasts(self, clock: Clock) -> None:
+        beats, told = Heartbeats(_EXTENSION), []
+        nixl, read = self.made(Lease(clock.now + 30.0, beats), told)
+        for _ in range(20):
+            clock.now += 5.0
+            beats.send(clock.now)
+            assert read.state() == "PROC"
+        nixl.is_done = True
+        assert read.state() == "DONE"
+        assert not told
+
+
+def test_where_p_is_asked_no_clock_is_looked_at() -> None:
+    check: Any = object()
+    lifetime = Lifetime(Lease(0.0), check=check)
+    assert lifetime.late_by(1e9) == 0.0
+    lifetime.check = None
+    assert lifetime.late_by(1e9) == 1e9, "negative control"
+
+
+class TestWhenDWasGivenARequest:
+    def test_is_told_by_its_wait_in_the_scheduler(self, clock: Clock) -> None:
+        waits = Waits()
+        assert waits.since(clock.time()) == 0.0
+        assert waits.since(clock.time() - 50.0) == 50.0
+
+    @pytest.mark.parametrize("apart", [3600.0, 0.25])
+    def test_clocks_of_two_machines_are_not_compared(self, clock: Clock, apart: float) -> None:
+        """The API server's is behind by so much; the first request tells how far at most."""
+        waits = Waits()
+        assert waits.since(clock.time() - apart) == 0.0
+        assert waits.since(clock.time() - apart - 50.0) == pytest.approx(50.0)
+
+    def test_a_clock_that_is_ahead_makes_no_wait_longer(self, clock: Clock) -> None:
+        waits = Waits()
+        assert waits.since(clock.time() + 3600.0) == 0.0
+        assert waits.since(clock.time() + 3600.0 - 50.0) == 0.0
+        assert waits.since(clock.time() - 50.0) == 50.0
+
+    def test_each_process_counts_from_when_it_got_to_know(self, clock: Clock) -> None:
+        sent = pickle.dumps(ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0))
+        clock.now += 7000.0  # the worker's machine was started before the scheduler's
+        got = pickle.loads(sent)
+        assert got.arrived == clock.now - 50.0
+        assert ReadRequest(1, 1, ((1,),), ((1,),)).arrived is None
