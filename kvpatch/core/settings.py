@@ -32,7 +32,6 @@ REQUIRE_TOKENS = "KVPATCH_REQUIRE_TOKENS"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 PROGRESS = "KVPATCH_PROGRESS"
-UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 WITNESS = "KVPATCH_WITNESS"
 
 #: All that engines read, but for :data:`ENABLE`.
@@ -54,7 +53,6 @@ NAMES = (
     REQUIRE_TOKENS,
     STAGING_BYTES,
     TRANSFER,
-    UNSTATED_LAYOUT,
     WITNESS,
 )
 #: Read outside the engines: by the experiments and by the test suite.
@@ -82,7 +80,6 @@ _LAYOUTS = ("HND", "NHD")
 _ON_FAILED_CHECK = ("recompute", "fail")
 TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
-_UNSTATED_LAYOUTS = ("prove", "same")
 _WITNESSES = ("off", "log", "enforce")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 DEFAULT_STAGING_BYTES = 256 * 1024**2
@@ -250,11 +247,6 @@ def progress() -> str:
     return _choice(PROGRESS, _PROGRESSES)
 
 
-def unstated_layout() -> str:
-    """What becomes of a peer whose handshake states no layout (0.10.0): ``prove`` or ``same``."""
-    return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
-
-
 def witness() -> str:
     """What is done about a load that D's own last token speaks against: ``off`` looks at none."""
     return _choice(WITNESS, _WITNESSES)
@@ -272,7 +264,7 @@ def errors() -> list[str]:
     readers: tuple[Callable[[], object], ...] = (
         *(is_enabled, log_level, accepted_factors, digest, requires_tokens, witness),
         *(host_buffer, host_buffer_bytes, kvcached_cards, staging_bytes, transfer_mode, progress),
-        *(peer_block_size, peer_keys, peer_layout, unstated_layout, on_failed_check),
+        *(peer_block_size, peer_keys, peer_layout, on_failed_check),
     )
     found = []
     for read in readers:
