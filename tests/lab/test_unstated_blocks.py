@@ -1,4 +1,4 @@
-"""What a handshake of ``<= 0.20`` leaves open: P's kvpatch states it, or D's operator declares it."""
+"""What a handshake of ``<= 0.20`` leaves open: P's kvpatch states it, or D's operator does."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
     # 0.10.0 names whole blocks alone: D computes what it cannot load.
     assert report.outcome == "corrupt" or not report.moved_tokens, report
     report = lab.run(case.patched(*SLUGS))
-    assert report.outcome == "identical" if states_block_size(lab.release) else "refused", report
+    expected = "identical" if states_block_size(lab.release) else "refused"
+    assert report.outcome == expected, report
 
 
 # --- 0.10.0 states no layout ---------------------------------------------------------------
@@ -140,8 +141,8 @@ def _states_no_layout(lab: Lab) -> None:
 @pytest.mark.parametrize("says", ["P states it", "D declares it"])
 def test_layouts(lab: Lab, p: int, d: int, layouts: tuple[str, str], says: str) -> None:
     case = pair(lab.release, p, d, layout=layouts[0])
-    case = replace(case, decode=replace(case.decode, layout=layouts[1]), prompt_tokens=4 * p * d)
-    case = replace(case, prompt_tokens=4 * p * d // 16)
+    decode = replace(case.decode, layout=layouts[1])
+    case = replace(case, decode=decode, prompt_tokens=4 * p * d // 16)
 
     report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
 
