@@ -36,8 +36,10 @@ def _holds(scheduler: Any, request: Any, tokens: int) -> bool:
     stated, blocks = read_prompt(params), params.get("remote_block_ids")
     if stated is not None:
         return stated.tokens >= tokens
+    if not isinstance(blocks, list | tuple):
+        return False
     block_tokens = settings.peer_block_size() or int(scheduler.block_size)
-    held = max((len(group) for group in read_request.groups(blocks or ())), default=0)
+    held = max((len(group) for group in read_request.groups(blocks)), default=0)
     return held * block_tokens >= tokens
 
 
