@@ -98,7 +98,7 @@ def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:
 def _seal(worker: Any, context: RequestContext, request: ReadRequest) -> None:
     """Books that all of a load's reads have been prepared."""
     is_loaded = any(request.local_blocks) and context.engine_id in worker._remote_agents
-    is_read = is_loaded and context.refusal is None and context.computed_here is None
+    is_read = is_loaded and context.refusal is None
     if context.digest is None:
         return
     if context.is_refused:  # a part of it may be on its way, and the load fails
@@ -107,17 +107,14 @@ def _seal(worker: Any, context: RequestContext, request: ReadRequest) -> None:
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:
-    """Has a request read by us, or fail, or its prompt be computed, where the release cannot."""
-    engine_id, request = context.engine_id, read_request.read_request_of(meta)
+    """Has a request read by us, or fail, where the release cannot read it."""
+    request = read_request.read_request_of(meta)
     facts = worker_state(worker).facts
     try:
         peer = _checked_peer(worker, meta, reader, context)
     except KvpatchError as error:
         read_request.match_local_block_count(meta, facts)
         context.refusal = error
-        return
-    if request is not None and reader.ambiguous_peers.is_ambiguous(engine_id):  # D computes it
-        context.computed_here = request
         return
     # Else one like us; or one that hands are shaken with now (from 0.32), and the request
     # comes again; or a full prefix hit or an abort, of which the release tells P.
@@ -134,8 +131,6 @@ def _checked_peer(worker: Any, meta: Any, reader: Reader, context: RequestContex
     """
     engine_id, request = context.engine_id, read_request.read_request_of(meta)
     peer = reader.peer(engine_id)
-    if any(read_request.groups(meta.local_block_ids)):
-        reader.ambiguous_peers.require_proven(engine_id)
     if peer is not None:  # its blocks are paired by token, which tells wrong ones
         if request is None:
             raise ReadRefused(

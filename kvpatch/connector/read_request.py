@@ -23,19 +23,6 @@ _READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
 
 
-@dataclass(frozen=True)
-class LocallyComputed:
-    """What D has computed itself of a request's prompt when a step is over.
-
-    Attributes:
-        tokens: from the first one on.
-        blocks: per cache group, those that hold them, and may hold more.
-    """
-
-    tokens: int
-    blocks: tuple[tuple[int, ...], ...]
-
-
 @dataclass(eq=False)
 class Cancellation:
     """Whether nobody waits for a read any more; a worker's own."""
@@ -57,8 +44,6 @@ class ReadRequest:
         local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
         remote_blocks: per cache group, the peer's blocks, in the peer's own size.
         hit_tokens: of D's own prefix hit; None where the length of a list tells it.
-        computed: what D computes itself in the step that this comes with; None where it loads
-            the prompt, or nobody has to know.
         cancellation: set when the request is over before its read is.
         waited: seconds since D was given the request, as its scheduler knew them; None where nobody
             does.
@@ -74,7 +59,6 @@ class ReadRequest:
     local_blocks: tuple[tuple[int, ...], ...]
     remote_blocks: tuple[tuple[int, ...], ...]
     hit_tokens: int | None = None
-    computed: LocallyComputed | None = None
     cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     waited: float | None = None
     is_read_back: bool = False
@@ -107,7 +91,6 @@ def attach_read_requests(
     facts: ReleaseFacts,
     *,
     known: KnownOfLoads,
-    step: Any = None,
 ) -> None:
     """Writes what each request reads onto its entry in the connector's metadata.
 
@@ -115,9 +98,7 @@ def attach_read_requests(
         known: what the scheduler knows.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
-        step: the scheduler's output, where workers have to know what D computes itself.
     """
-    computed = _computed_in(step)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
@@ -130,7 +111,6 @@ def attach_read_requests(
             local,
             remote,
             _hit_tokens(request, facts),
-            None if has_load else computed.get(request_id),
             is_guarded=has_load
             and is_guarded(
                 scheduler, known.equal_peers, engine_of(entry, facts), held, remote, facts
@@ -226,16 +206,6 @@ def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:
     if not facts.prefill_count:
         return prompt
     return int(getattr(scheduler, facts.prefill_count)(prompt))
-
-
-def _computed_in(step: Any) -> dict[str, LocallyComputed]:
-    """By request, what of new ones the model has computed when a step is over."""
-    found = {}
-    for new in () if step is None else step.scheduled_new_reqs:
-        tokens = new.num_computed_tokens + step.num_scheduled_tokens.get(new.req_id, 0)
-        prompt = len(new.prompt_token_ids or ())  # none of a prompt of embeddings
-        found[new.req_id] = LocallyComputed(min(int(tokens), prompt), groups(new.block_ids))
-    return found
 
 
 def _hit_tokens(request: Any, facts: ReleaseFacts) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -63,16 +63,9 @@ _LOG = logging.getLogger("kvpatch.digests")
 
 
 def attach_reader(
-    release: ReleaseWorker,
-    kv_caches: Mapping[str, Any],
-    own: InspectedCaches,
-    prove_peers: Callable[[Any], None] | None = None,
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], own: InspectedCaches
 ) -> None:
     """Gives a worker its reader, where its cache is one that can be read into.
-
-    Args:
-        prove_peers: has the worker prove of peers what their handshakes leave open; None where
-            they leave nothing open.
 
     Raises:
         RegistrationRefused: it is not, and nobody else knows how its blocks lie.
@@ -88,15 +81,15 @@ def attach_reader(
     if release.computes_on_amx():
         ask_for_tiles()
     state = worker_state(worker)
-    can_read = _can_read(release, own)
-    if state.cross_layer is not None and not can_read:
+    is_read = can_read(release, own)
+    if state.cross_layer is not None and not is_read:
         raise RegistrationRefused(
             "kvcached's contiguous layout cannot be read into here (context parallelism, vLLM's "
             "own host buffer, kernel blocks smaller than the tensors', or recurrent states that "
             "are not one behind the other)",
             "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
-    if can_read and own.cache is not None and own.behind is not None:
+    if is_read and own.cache is not None and own.behind is not None:
         agent, gate = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
@@ -120,8 +113,6 @@ def attach_reader(
         )
         watch_divided_blocks(worker, release.facts)
         release.admit_larger_blocks()
-    if prove_peers is not None:
-        prove_peers(worker)
 
 
 def _digest_checks(
@@ -161,7 +152,8 @@ def _tell(book: Book, proof: Proof, layer: str) -> None:
         book.add(DIGEST_ALARMS, 1, layer)
 
 
-def _can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
+def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
+    """True if a worker's cache is one that can be read into."""
     return (
         own.cache is not None
         and is_plain(release)

@@ -18,6 +18,7 @@ Each is a patch's, and is left out where that is off or not needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -36,13 +37,13 @@ from kvpatch.core.releases import ReleaseFacts
 
 
 def registration_step(
-    facts: ReleaseFacts, part: Callable[..., None] | None = None
+    facts: ReleaseFacts, part: Callable[..., object] | None = None
 ) -> dict[Site, Step]:
     """A patch's part in the call; which part that is its slug says.
 
     Args:
-        part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what proves of
-            peers what their handshakes leave open, where they do; of ``stale_blocks`` and
+        part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what adds to
+            answers that begin as the worker registers (``<= 0.11.0``); of ``stale_blocks`` and
             ``digests``, what makes the table.
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
@@ -91,9 +92,11 @@ def _register(
         register = partial(register_once, register, worker)
     if "kvcached_regions" in steps:
         register = partial(register_as_they_lie, register, release, is_read_by_us=reads)
-    result = register(kv_caches)
+    answers = steps.get("unlike_engines")
+    with nullcontext() if answers is None or own is None else answers(release, own):
+        result = register(kv_caches)
     if own is not None:
-        attach_reader(release, kv_caches, own, steps["unlike_engines"])
+        attach_reader(release, kv_caches, own)
     if "named_factors" in steps and release.pulls:
         compare_by_factor(release, checks=reads)
     return result

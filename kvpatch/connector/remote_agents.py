@@ -7,8 +7,7 @@ us. :func:`~kvpatch.connector.handshake.decision.decide` says which of the two a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +19,7 @@ from kvpatch.connector.handshake.agent_metadata import (
     state_bytes_of,
 )
 from kvpatch.connector.handshake.cpu_keys import may_be_tiled, order_of
-from kvpatch.connector.handshake.decision import Decision, LocalCache, Prove, Read, Refuse
+from kvpatch.connector.handshake.decision import Decision, LocalCache, Read, Refuse
 from kvpatch.connector.handshake.homogeneous_view import (
     block_bytes_as_ours,
     book_own_cut,
@@ -37,9 +36,9 @@ from kvpatch.connector.handshake.kv_head_replication import (
 from kvpatch.connector.handshake.other_rows import BY_COLUMN
 from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
 from kvpatch.connector.handshake.peer_hash.sentences import clause
-from kvpatch.connector.handshake.possible_geometries import declared_geometry
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.connector.handshake.unstated_blocks import declared_geometry, leaves_open
 from kvpatch.connector.local.cache_kinds import Kind
 from kvpatch.connector.local.kinds_of_layers import has_slots, kind_of
 from kvpatch.connector.local.local_geometry import LocalGeometry, own_regions
@@ -52,7 +51,7 @@ from kvpatch.connector.reordered_loads import note_peer
 from kvpatch.connector.smaller_blocks_admission import why_misread
 from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.connector.state import WorkerState, release_worker, worker_state
-from kvpatch.connector.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels
+from kvpatch.connector.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
 from kvpatch.connector.unlike_releases.stated import read_statement
 from kvpatch.core.errors import PeerRefused
@@ -86,7 +85,7 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
         is_plain=not any(group.window_tokens for group in reader.groups)
         and not reserves_slots(release.worker.vllm_config),
         has_sure_layout=_has_sure_layout(state, reader.ours),
-        declared=declared_geometry(release.facts),
+        declared=declared_geometry(),
     )
 
 
@@ -215,6 +214,8 @@ class Handshake:
         peer = replace(peer, shares_tokens=shares_tokens, named=named)
         if statement is None and isinstance(local, LocalCache) and asks_for_keys(local, peer):
             peer = replace(peer, stated_keys=order_of(self._words.get(KEYS)))
+        if isinstance(local, LocalCache) and leaves_open(local.geometry, peer):
+            peer = replace(peer, stated_blocks=stated_blocks(self._words))
         return self._with_memory_layout(peer) if statement is None else peer
 
     def _with_memory_layout(self, peer: AgentMetadata) -> AgentMetadata:
@@ -276,18 +277,28 @@ class Handshake:
         named = state.of(NamedPeers).accepted()
         if named is not None:
             _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), clause(named))
-        if isinstance(decision, Prove):
-            return self._add_to_prove(decision, _reader(state))
-        peer = decision.mapping.metadata if isinstance(decision, Read) else decision.peer
+        if decision.open_to:
+            self._warn(decision.open_to)
         if isinstance(decision, Read):
-            agent = self._add_heterogeneous(decision.mapping, _reader(state))
-        elif peer is None:
-            agent = self.as_release()
-        else:
-            agent = self._add_like(peer, _reader(state))
-        block_tokens = 0 if peer is None else _block_tokens(peer)
-        state.ambiguous_peers.settle(self.metadata.engine_id, block_tokens)
-        return agent
+            return self._add_heterogeneous(decision.mapping, _reader(state))
+        if decision.peer is None:
+            return self.as_release()
+        return self._add_like(decision.peer, _reader(state))
+
+    def _warn(self, variables: Sequence[str]) -> None:
+        """Says once of a peer that it is taken for a like engine."""
+        engine_id = self.metadata.engine_id
+        warned = worker_state(self.worker).of(SideChannels).warned
+        if engine_id in warned:
+            return
+        warned[engine_id] = None
+        _LOG.warning(
+            "engine %s does not say all of its blocks and is taken for an engine like this one: "
+            "tokens are wrong where it is another. Set %s on this side to what it has, or "
+            "ENABLE_KVPATCH on that side",
+            shown(engine_id),
+            " and ".join(variables),
+        )
 
     def as_release(self) -> Any:
         """Has the release book the peer as it is."""
@@ -315,39 +326,10 @@ class Handshake:
         _LOG.info("reading from engine %s; we have %s", told, reader.ours)
         return rank.agent
 
-    def _add_to_prove(self, decision: Prove, reader: Reader) -> Any:
-        """Nothing is loaded from such a peer before it is proven what it is."""
-        first = next(iter(decision.mappings.values())).metadata
-        if isinstance(decision.stock, int):  # how its blocks are cut is all that is open
-            book_own_cut(self.worker, self.facts, reader.ours, first)
-            agent = self.as_release()
-        else:
-            # The release reads the one that turns out to be like us, any block of it.
-            shows_all = decision.stock is not None
-            with nullcontext() if shows_all else blocks_undivided(self.worker):
-                agent = self._add_as_homogeneous(first, reader.ours, shows_all=shows_all)
-        for rank in decision.mappings.values():
-            rank.agent = agent
-        refusals = {name: refused.error for name, refused in decision.refusals.items()}
-        reader.admit_ambiguous(decision.mappings, refusals, decision.stock)
-        _LOG.info(
-            "engine %s does not state all of its blocks, and is not read before a prompt has shown "
-            "it: it has %s, or one of %d; we have %s",
-            shown(first.engine_id),
-            one_line(first),
-            len(decision.mappings) + len(decision.refusals),
-            reader.ours,
-        )
-        return agent
-
-    def _add_as_homogeneous(
-        self, peer: AgentMetadata, ours: LocalGeometry, *, shows_all: bool = False
-    ) -> Any:
+    def _add_as_homogeneous(self, peer: AgentMetadata, ours: LocalGeometry) -> Any:
         """Shows the release a peer like us, within the memory of this one; its name to NIXL.
 
-        Args:
-            shows_all: whether the release may come to read it, and not one block's worth of it
-                for its books: it makes descriptors of all that it is shown.
+        One block's worth of it, for its books: it makes descriptors of all that it is shown.
         """
         view = homogeneous_metadata(
             self.metadata,
@@ -356,7 +338,7 @@ class Handshake:
             ours,
             block_bytes_as_ours(ours, peer),
             own_regions(self.worker, self.facts),
-            most_blocks=None if shows_all else ours.kernel_blocks_per_block,
+            most_blocks=ours.kernel_blocks_per_block,
         )
         book_own_cut(self.worker, self.facts, ours, peer)
         shown_ranks = ours.tp_size if has_ranks_unmet(ours, peer) else self.tp_size
@@ -375,8 +357,3 @@ def _reader(state: WorkerState) -> Reader:
             "send the request again",
         )
     return state.reader
-
-
-def _block_tokens(peer: AgentMetadata) -> int:
-    """Of one of the blocks that its ids count; 0 where that is not known."""
-    return (peer.block_tokens or 0) * (peer.kernel_blocks_per_block or 1)

@@ -17,7 +17,6 @@ from kvpatch.connector.host_buffer.worker import HostBuffer
 from kvpatch.connector.kvcached.mapped_pages import MappedPages
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.metrics.book import Book
-from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.unpatched_workers import EqualBlockPeers
 from kvpatch.core.installed import installed_facts
@@ -68,7 +67,6 @@ class WorkerState(_State):
         cross_layer: registered in place of its tensors; None where it has none.
         planned_layout: what it would state of a layout that an allocator has changed.
         reader: of peers; None before it registers, and where nothing can be read into.
-        ambiguous_peers: what is booked of peers' handshakes, and of what they leave open.
         book: what it has to tell of loads.
     """
 
@@ -78,7 +76,6 @@ class WorkerState(_State):
     cross_layer: RegisteredCrossLayerBlocks | None = None
     planned_layout: str | None = None
     reader: Reader | None = None
-    ambiguous_peers: AmbiguousPeers = field(default_factory=AmbiguousPeers)
     book: Book = field(default_factory=Book)
 
 

@@ -27,9 +27,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     """All that are told what one rank is told: of more ranks than ours the release knows one."""
     reader = worker_state(worker).reader
     if reader is not None and reader.ours.facts.meets_one_rank:
-        # Handshakes add to it.
-        unproven = (reader.known(engine_id) for engine_id in reader.ambiguous_peers.engine_ids)
-        for peer in (*tuple(reader.peers.values()), *(peer for peer in unproven if peer)):
+        for peer in tuple(reader.peers.values()):  # handshakes add to it
             names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
             if agent in names:
                 return names
@@ -39,8 +37,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
 def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
     reader = worker_state(worker).reader
-    # Handshakes add to both.
-    for engine_id in (*tuple(reader.peers), *reader.ambiguous_peers.engine_ids) if reader else ():
+    for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
         if any(found == handle for _, found in handles_of(worker, engine_id)):
             return engine_id
     return None
@@ -74,5 +71,5 @@ def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
         return [(int(rank), handle) for rank, handle in list(handles.items())]
     # One for the only rank that the release knows of; we may know of more.
     reader = worker_state(worker).reader
-    peer = reader.known(engine_id) if reader else None
+    peer = reader.peer(engine_id) if reader else None
     return [(rank, handles) for rank in list(peer.ranks)] if peer else []

@@ -137,10 +137,6 @@ class NotReserved(Fault):
     """More blocks saved for a request than host blocks were reserved for it."""
 
 
-class NotProven(Mistake):
-    """A request to be read from an engine of which something is not proven."""
-
-
 class NotPatchedHere(Mistake):
     """A process without kvpatch was handed what only kvpatch can act on."""
 

@@ -32,7 +32,6 @@ REQUIRE_TOKENS = "KVPATCH_REQUIRE_TOKENS"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 PROGRESS = "KVPATCH_PROGRESS"
-UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 
 #: All that engines read, but for :data:`ENABLE`.
 NAMES = (
@@ -53,7 +52,6 @@ NAMES = (
     REQUIRE_TOKENS,
     STAGING_BYTES,
     TRANSFER,
-    UNSTATED_LAYOUT,
 )
 #: Read outside the engines: by the experiments and by the test suite.
 TOOLING = (
@@ -80,7 +78,6 @@ _LAYOUTS = ("HND", "NHD")
 _ON_FAILED_CHECK = ("recompute", "fail")
 TRANSFERS = ("auto", "direct", "staged")
 _PROGRESSES = ("auto", "step")
-_UNSTATED_LAYOUTS = ("prove", "same")
 _DEFAULT_HOST_BUFFER_BYTES = 4 * 1024**3
 DEFAULT_STAGING_BYTES = 256 * 1024**2
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -247,9 +244,6 @@ def progress() -> str:
     return _choice(PROGRESS, _PROGRESSES)
 
 
-def unstated_layout() -> str:
-    """What becomes of a peer whose handshake states no layout (0.10.0): ``prove`` or ``same``."""
-    return _choice(UNSTATED_LAYOUT, _UNSTATED_LAYOUTS)
 
 
 def to_copy() -> tuple[str, ...]:
@@ -264,7 +258,7 @@ def errors() -> list[str]:
     readers: tuple[Callable[[], object], ...] = (
         *(is_enabled, log_level, accepted_factors, digest, requires_tokens),
         *(host_buffer, host_buffer_bytes, kvcached_cards, staging_bytes, transfer_mode, progress),
-        *(peer_block_size, peer_keys, peer_layout, unstated_layout, on_failed_check),
+        *(peer_block_size, peer_keys, peer_layout, on_failed_check),
     )
     found = []
     for read in readers:

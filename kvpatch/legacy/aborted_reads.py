@@ -9,11 +9,14 @@ between two steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from kvpatch.connector.read_request import ReadRequest
+from kvpatch.connector.read_request import ReadRequest, read_requests_of
 from kvpatch.connector.state import worker_state
+from kvpatch.core import seams
+from kvpatch.core.ledger import Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.own_read import OwnRead
 
@@ -113,3 +116,39 @@ def _is_going(read: OwnRead, nixl: Any) -> bool:
     except errors as error:
         _LOG.warning("a read that was given up could not be released: %s", error)
     return False
+
+
+def _get_finished(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def get_finished(finished_req_ids: set[str]) -> Any:
+        worker = instance.connector_worker
+        if worker is None or worker_state(worker).reader is None:
+            return wrapped(finished_req_ids)
+        reads = worker_state(worker).of(AbortedReads)
+        reads.end(worker, finished_req_ids)
+        sent, received = wrapped(finished_req_ids)
+        return sent, reads.report(worker, received or ())
+
+    return get_finished(*args, **kwargs)
+
+
+def _start_load_kv(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def start(metadata: Any) -> Any:
+        if worker_state(instance).reader is not None:
+            found = read_requests_of(metadata)
+            loads = {name: request for name, request in found if any(request.local_blocks)}
+            worker_state(instance).of(AbortedReads).begin(loads)
+        return wrapped(metadata)
+
+    return start(*args, **kwargs)
+
+
+def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+    """What is wrapped in a release that needs it."""
+    return {
+        seams.start_load_kv(facts): _start_load_kv,
+        seams.get_finished(facts): _get_finished,
+    }

@@ -22,13 +22,24 @@ Remove when:
 
 from __future__ import annotations
 
-from kvpatch.core.ledger import Patch
-from kvpatch.patches import old_releases
+from collections.abc import Mapping
+
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+
+
+def _sites(facts: ReleaseFacts) -> Mapping[Site, Wrapper | Step]:
+    if facts.keeps_aborted_blocks:  # from 0.16 on
+        return {}
+    from kvpatch.legacy import aborted_loads
+
+    return aborted_loads.sites(facts)
+
 
 PATCH = Patch(
     slug="aborted_loads",
     wire_affecting=False,
-    sites=old_releases.aborted_loads,
+    sites=_sites,
     not_needed="since 0.16 the release keeps them itself",
     document=__doc__,
 )

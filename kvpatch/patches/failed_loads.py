@@ -31,13 +31,24 @@ Remove when:
 
 from __future__ import annotations
 
-from kvpatch.core.ledger import Patch
-from kvpatch.patches import old_releases
+from collections.abc import Mapping
+
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+
+
+def _sites(facts: ReleaseFacts) -> Mapping[Site, Wrapper | Step]:
+    if facts.failed_loads == "as failed":  # from 0.30 on
+        return {}
+    from kvpatch.legacy import failed_loads
+
+    return failed_loads.sites(facts)
+
 
 PATCH = Patch(
     slug="failed_loads",
     wire_affecting=False,
-    sites=old_releases.failed_loads,
+    sites=_sites,
     not_needed="since 0.30 failed requests are reported as failed",
     document=__doc__,
 )

@@ -70,9 +70,12 @@ def _request_finished(
     def finished(request: Any, block_ids: Any) -> Any:
         keeps_blocks, params = wrapped(request, block_ids)
         if keeps_blocks and params:
-            named = names_images(connector_scheduler(instance))
-            held = params.get("remote_num_tokens") or request.num_computed_tokens  # from 0.21 on
-            params = {**params, FIELD: str(state_prompt(request, int(held), names_images=named))}
+            scheduler = connector_scheduler(instance)
+            named = names_images(scheduler)
+            held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
+            if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
+                held -= held % int(scheduler.block_size)
+            params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
         return keeps_blocks, params
 
     return finished(*args, **kwargs)

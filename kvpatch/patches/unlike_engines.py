@@ -30,12 +30,10 @@ Upstream:
 Limits:
     <= 0.20 the handshake does not say all of a block: the data type <= 0.11.0, the layout on
     0.10.0, and then how blocks are cut, where a backend may cut them (FlashInfer, FlashMLA).
-    There D computes the first prompt of a P itself, of one like it too, reads some of what P's
-    blocks hold of it, and loads later ones once they have shown the rest; nothing is loaded
-    from a P that holds something else. A P whose cut blocks' null block is not all zeros, or
-    a model whose keys and values do not depend on a token's place, is not told apart.
-    ``KVPATCH_PEER_BLOCK_SIZE`` (and ``KVPATCH_PEER_LAYOUT``) leave the proof out. On 0.10.0 what
-    ends behind P's whole blocks D computes, and with a draft model every prompt.
+    P's kvpatch states the rest, or ``KVPATCH_PEER_BLOCK_SIZE`` (and ``KVPATCH_PEER_LAYOUT`` on
+    0.10.0) declares it. Where neither does, a P that fits a like engine is left to vLLM with one
+    warning, and any other is refused. On 0.10.0 what ends behind P's whole blocks D computes, and
+    with a draft model every prompt.
     On releases <= 0.13 the ranks of a P with more than D are a multiple of D's.
     Refused are a CPU's keys of which nobody says whether AMX tiles them (P's kvpatch says it, or
     ``KVPATCH_PEER_KEYS``), and <= 0.24 models of windows alone, or of groups of unlike
@@ -82,7 +80,6 @@ from kvpatch.connector.unpatched_workers import is_guarded
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.patches import old_releases
 
 
 def _add_remote_agent(
@@ -149,7 +146,6 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
                 state.of(read_request.PlannedLoads),
                 state.of(read_request.Waits),
             ),
-            step=None if state.facts.states_kernel_blocks else output,
         )
 
     return attach
@@ -239,8 +235,7 @@ def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     if facts.listens_in_scheduler:
         found[seams.get_handshake_metadata(facts)] = _get_handshake_metadata
         found[seams.set_xfer_handshake_metadata(facts)] = _set_xfer_handshake_metadata
-    if facts.encodes_metadata:
-        found[seams.nixl_handshake(facts)] = _nixl_handshake
+    found[seams.nixl_handshake(facts)] = _nixl_handshake
     return found
 
 
@@ -258,14 +253,35 @@ def _before(
     return first(call, instance, args, kwargs)
 
 
+def _of_old_releases(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
+    """What old releases alone need, imported where they do."""
+    found: dict[Site, Wrapper | Step] = {}
+    if facts.meets_one_rank:  # <= 0.13
+        from kvpatch.legacy import multi_rank
+
+        found |= multi_rank.sites(facts)
+    if not facts.keeps_aborted_blocks:  # <= 0.15
+        from kvpatch.legacy import aborted_reads
+
+        found |= aborted_reads.sites(facts)
+    if not facts.listens_in_scheduler:  # <= 0.11.0
+        from kvpatch.legacy import listener_words
+
+        found |= registration_step(facts, listener_words.words_in_answers)
+    if facts.loads_whole_blocks_only:  # 0.10.0
+        from kvpatch.legacy import whole_blocks_only
+
+        found |= whole_blocks_only.sites(facts)
+    return found
+
+
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
         seams.build_connector_meta(facts): Step(build, _build_metadata),
-        **old_releases.multi_rank_handshakes(facts),
-        **old_releases.content_proof(facts),  # which has a registration step of its own
+        **_of_old_releases(facts),
     }
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))

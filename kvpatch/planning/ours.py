@@ -8,18 +8,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata, StatedBlocks
 from kvpatch.connector.handshake.cpu_keys import BY_WORD, word_of
-from kvpatch.connector.handshake.decision import (
-    Decision,
-    LocalCache,
-    Prove,
-    Read,
-    Refuse,
-    decide,
-)
-from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
+from kvpatch.connector.handshake.decision import Decision, LocalCache, Read, Refuse, decide
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UnreadCache
+from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry, leaves_open
 from kvpatch.connector.local.cache_kinds import LATENT, ROWS, Kind
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.state_division import StateDivision
@@ -44,7 +38,7 @@ class Judged:
 
     Attributes:
         verdict: of a request.
-        way: "vLLM's own", "read by kvpatch", "proven first", or "refused".
+        way: "vLLM's own", "read by kvpatch", or "refused".
         mappings: of the ranks that D's first rank reads; empty where it reads none.
     """
 
@@ -75,10 +69,8 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
     decisions = [
         decide(
             local_cache(pair.decode, rank),
-            replace(
-                rank_cache(pair.prefill, met).stated(facts),
-                named=named,
-                stated_keys=_stated_keys(pair.prefill),
+            _as_asked(
+                pair, rank, replace(rank_cache(pair.prefill, met).stated(facts), named=named)
             ),
             facts,
         )
@@ -91,10 +83,17 @@ def judged_by_kvpatch(pair: Pair, request: Request) -> Judged:
     return _judged(pair, request, decisions)
 
 
-def _stated_keys(engine: PlannedEngine) -> KeyOrder | None:
-    """What P's own kvpatch says, where its processor has the say."""
-    is_told = engine.has_kvpatch and engine.facts.encodes_metadata
-    return engine.key_order if is_told and word_of(engine.key_order) else None
+def _as_asked(pair: Pair, rank: int, peer: AgentMetadata) -> AgentMetadata:
+    """Returns what a rank of P states, with what its kvpatch adds where D asks for that."""
+    p = pair.prefill
+    if not p.has_kvpatch:
+        return peer
+    keys = p.key_order if word_of(p.key_order) else None
+    blocks = StatedBlocks(p.block_tokens, p.kernel_tokens, p.inner_layout)
+    is_asked = not pair.decode.has_mirror and leaves_open(
+        rank_cache(pair.decode, rank).geometry, peer
+    )
+    return replace(peer, stated_keys=keys, stated_blocks=blocks if is_asked else None)
 
 
 def _says_types(pair: Pair) -> bool:
@@ -104,13 +103,22 @@ def _says_types(pair: Pair) -> bool:
     return p.has_kvpatch and is_asked
 
 
-def _wrong_keys(pair: Pair, decisions: Iterable[Decision]) -> Verdict | None:
-    """What becomes of a P whose keys D takes for others, by what it was told."""
-    p = pair.prefill
+def _wrongly_read(pair: Pair, decisions: Iterable[Decision]) -> Verdict | None:
+    """What becomes of a P that D takes for another, by what was declared or left open."""
+    p, facts = pair.prefill, pair.decode.facts
     for one in decisions:
-        read = one.mapping.metadata.key_order if isinstance(one, Read) else None
-        if p.knows_processor and read not in (None, p.key_order):
-            reason = f"{settings.PEER_KEYS} on D declares keys that P has not"
+        if not isinstance(one, Read):
+            continue
+        peer, variables = one.mapping.metadata, []
+        if p.knows_processor and peer.key_order not in (None, p.key_order):
+            variables.append(settings.PEER_KEYS)
+        if not facts.states_kernel_blocks and peer.form is None and peer.releases == ():
+            if (peer.block_tokens, peer.kernel_blocks_per_block or 1) != (p.kernel_tokens, p.parts):
+                variables.append(settings.PEER_BLOCK_SIZE)
+            if not facts.states_layout and peer.layout not in (None, p.inner_layout):
+                variables.append(settings.PEER_LAYOUT)
+        if variables:
+            reason = f"by {' and '.join(variables)} on D P is taken for what it is not"
             return Verdict(Outcome.WRONG, reason, "set it to what P has, or unset it")
     return None
 
@@ -121,14 +129,7 @@ def _judged(pair: Pair, request: Request, decisions: list[Decision]) -> Judged:
             reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
             return Judged(Verdict(Outcome.REFUSED, reason, one.cure), "refused")
     of_first = decisions[: len(pair.ranks_met(0))]
-    if any(isinstance(one, Prove) for one in decisions):
-        mappings = tuple(_proven(pair, one) for one in of_first if isinstance(one, Prove))
-        reason = (
-            "the handshake leaves something of P's blocks open: D computes P's first prompts "
-            "itself, and loads later ones once a prompt has shown it"
-        )
-        return Judged(Verdict(Outcome.IDENTICAL, reason), "proven first", mappings)
-    wrong = _wrong_keys(pair, decisions)
+    wrong = _wrongly_read(pair, decisions)
     if wrong is not None:
         return Judged(wrong, "read by kvpatch")
     if any(isinstance(one, Read) for one in decisions):
@@ -140,17 +141,6 @@ def _judged(pair: Pair, request: Request, decisions: list[Decision]) -> Judged:
         reason = "vLLM reads it; a request whose blocks it would pair wrongly fails alone"
         found = Verdict(Outcome.IDENTICAL, reason)
     return Judged(found, "vLLM's own")
-
-
-def _proven(pair: Pair, decision: Prove) -> RemoteRank:
-    """The one of the mappings that P's arguments say to be right, or the first."""
-    p = pair.prefill
-    for mapping in decision.mappings.values():
-        peer = mapping.metadata
-        same_cut = peer.kernel_blocks_per_block in (None, p.parts)
-        if same_cut and peer.layout in (None, p.layout, p.inner_layout):
-            return mapping
-    return next(iter(decision.mappings.values()))
 
 
 # --- D's side -----------------------------------------------------------------------
@@ -224,11 +214,9 @@ def staging_bytes(engine: PlannedEngine) -> int:
 def _declared(engine: PlannedEngine) -> DeclaredGeometry:
     variables = engine.arguments.environment
     tokens = variables.get(settings.PEER_BLOCK_SIZE)
-    proves = engine.facts.states_layout or variables.get(settings.UNSTATED_LAYOUT) != "same"
     return DeclaredGeometry(
         whole_number(tokens, settings.PEER_BLOCK_SIZE) if tokens else None,
         variables.get(settings.PEER_LAYOUT, "").upper() or None,
-        proves,
         _declared_keys(engine),
     )
 

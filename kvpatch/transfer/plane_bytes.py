@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.plane import Plane
@@ -138,20 +137,3 @@ def _evenly_apart(addresses: Sequence[int]) -> Sequence[tuple[int, int, int]]:
     if len(apart) > 1:
         return [(address, 0, 1) for address in addresses]
     return [(addresses[0], next(iter(apart), 0), len(addresses))]
-
-
-def first_tokens(
-    cache: torch.Tensor, plane: Plane, blocks: Sequence[int], tokens: int
-) -> npt.NDArray[np.uint8]:
-    """[token, head, channel, byte] of a table's first tokens, in host memory; waits for the device.
-
-    Args:
-        cache: the tensor that the plane was read from.
-        blocks: the table's first blocks, as many as the tokens fill.
-    """
-    import torch
-
-    found = plane_view(cache, plane)[torch.as_tensor(blocks, device=cache.device)]
-    by_token = found.reshape(-1, *plane.counts[1:], plane.item_bytes).transpose(1, 2).cpu().numpy()
-    taken: npt.NDArray[np.uint8] = by_token.reshape(-1, *by_token.shape[2:])[:tokens]
-    return taken

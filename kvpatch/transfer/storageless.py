@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
@@ -235,16 +234,6 @@ class StoragelessCaches:
         place = replace(plane, address=plane.address + blocks.data_ptr(), counts=counts)
         zero_tokens(storage_of(blocks), (place,), _renumbered(tail, touched))
         store(tensor, dimension, touched, blocks)
-
-    def first_tokens(self, plane: Plane, blocks: Int64Array, tokens: int) -> npt.NDArray[np.uint8]:
-        """As :func:`kvpatch.transfer.plane_bytes.first_tokens`."""
-        import torch
-
-        found = fetch(self._tensors[plane.layer], self._block_dimensions[plane.layer], blocks)
-        raw = found.view(-1).view(torch.uint8).numpy()
-        taken = replace(plane, counts=plane.counts._replace(blocks=len(blocks)))
-        array = taken.as_array(raw, self._shown[plane.layer].data_ptr()).swapaxes(1, 2)
-        return array.reshape(-1, *array.shape[2:])[:tokens]
 
     def settle(self) -> None:
         """All is done already."""

@@ -35,8 +35,7 @@ A gauge is what it was after the last step in which it changed.
   Each counts once, in one outcome, whatever failed of it, a refused handshake included. `failed` is
   computed by D or ends its request, by vLLM's `kv_load_failure_policy`; `stale`, and `failed` of loads that
   digests found wrong, is computed by D, or by the policy with `KVPATCH_ON_FAILED_CHECK=fail`. A request that
-  its client has given up may count too. A prompt that D computes since it does not know yet what P is
-  ([old releases](../how-to/old_releases.md)) is no load.
+  its client has given up may count too.
 - `stale` and `hold`: see [Blocks gone stale](../explanation/stale_blocks.md). `held`: P has said after the
   last byte that it held the blocks. `gone`: P has said that it had let go of them. `expired`: P says
   nothing, and its lease must have run out before the last byte. `unproven`: received, and nobody has

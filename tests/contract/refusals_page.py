@@ -64,7 +64,7 @@ MOMENTS = (
     ),
     Moment(
         "At the handshake",
-        ("PeerRefused", "NoAnswer", "NotProven", "UnplannableCopy"),
+        ("PeerRefused", "NoAnswer", "UnplannableCopy"),
         "The request fails as vLLM fails any load. Both engines stay up.",
         "use one vLLM, one kvpatch and one model on both sides; report it with this line where "
         "they are",

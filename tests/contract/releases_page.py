@@ -26,7 +26,7 @@ version (`+cpu`, `+cu129`). A release that is not listed is refused, pre-release
 
 - **Generation**: releases that are tested alike; `KVPATCH_GENERATION` takes it for the newest of
   them.
-- **Handshake leaves open**: what a peer does not state, so that D proves it or is told
+- **Handshake leaves open**: what a peer's release does not state, so that D has to be told
   ([old releases](../how-to/old_releases.md)).
 - **Not needed**: [patches](patches.md) that this release does without; all others are applied.
 - **Pairs**: [heterogeneous pairs](../evidence/heterogeneous.md) that are identical, and silently

@@ -71,15 +71,13 @@ MEANINGS = {
     "their own; slower, for where a thread beside the engine is not wanted",
     "KVPATCH_TRANSFER": "`direct` or `staged` forces one way of reading heterogeneous caches",
     "KVPATCH_PEER_BLOCK_SIZE": "tokens of the blocks of every P (its `--block-size`), where "
-    "handshakes do not say (`<= 0.20`): D does not have to find it out, and refuses a P whose "
-    "handshake says otherwise",
+    "handshakes do not say (`<= 0.20`) and P has no kvpatch; D refuses a P that says otherwise "
+    "([old releases](../how-to/old_releases.md))",
     "KVPATCH_PEER_KEYS": "how every P with the CPU backend has its keys where it computes in "
     "bfloat16, which handshakes do not say: `tiles` on a processor with AMX, `columns` on another "
     "x86 processor; not needed where P runs kvpatch, and a wrong one gives wrong tokens "
     "([which backends fit](../how-to/rolling_upgrades.md#which-backends-fit))",
     "KVPATCH_PEER_LAYOUT": "the layout of every P, likewise (0.10.0)",
-    "KVPATCH_UNSTATED_LAYOUT": "of a peer whose handshake states no layout (0.10.0): `prove` has D "
-    "find it out, `same` takes it for D's own, as `KVPATCH_PEER_LAYOUT` with D's layout does",
     "KVPATCH_HOST_BUFFER": "`auto` sends KV through a [buffer in host "
     "memory](../how-to/host_buffer.md) where NIXL cannot register the device's and vLLM has no "
     "host buffer of its own for it, `always` everywhere, `never` nowhere",

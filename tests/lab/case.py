@@ -31,8 +31,6 @@ StateMode = Literal["none", "align", "all"]
 Outcome = Literal["identical", "corrupt", "refused", "failed"]
 Sabotage = Literal["shift_block", "skip_layer", "skip_state", "flip_byte"]
 
-#: Of a prompt, where there are several cache groups: one is no longer than that.
-HYBRID_TOKENS = 500
 #: Of the longest request of a model with recurrent state.
 STATE_TOKENS = 512
 
@@ -40,7 +38,6 @@ STATE_TOKENS = 512
 OWN_BLOCK_TOKENS = {"window of latents": 64, "compressor": 4, "ring": 8}
 
 #: kvpatch's variable; the lab's engines have "same" where they do not say otherwise.
-UNSTATED_LAYOUT = "KVPATCH_UNSTATED_LAYOUT"
 PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
 PEER_KEYS = "KVPATCH_PEER_KEYS"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
@@ -143,8 +140,6 @@ class EngineSpec:
     load_failure_policy: str = ""
     #: Whether the connector is one of a MultiConnector's.
     in_multi: bool = False
-    #: What it computes itself of a prompt that P holds: the same as P, nearly, or other things.
-    own_values: Literal["same", "near", "other"] = "same"
     #: What the platform calls its device; empty for what the release can take for a CPU.
     device: str = ""
     #: Whether no element is a NaN, of which XLA makes one.
@@ -320,34 +315,22 @@ class Case:
     #: Tokens that D's own prefix cache holds: whole D blocks, or all of them.
     prefix_hit_tokens: int = 0
     n_requests: int = 1
-    #: Of a prompt that goes before, with no hit; 0 for none. See :meth:`introduced`.
-    introduction_tokens: int = 0
+    #: Of a prompt that goes before, with no hit; 0 for none. See :meth:`behind_another`.
+    tokens_before: int = 0
 
     def __post_init__(self) -> None:
         hit, block_tokens = self.prefix_hit_tokens, self.decode.block_tokens
         if not 0 <= hit <= self.prompt_tokens or hit % block_tokens:
             raise ValueError(f"{self.name}: a hit of {hit} tokens is not whole blocks of D")
 
-    def introduced(self) -> Case:
-        """The same case behind a prompt that fills four blocks of P's and most of a fifth.
-
-        <= 0.20 D computes it, and finds out by it what the handshake does not say of P's blocks.
-        """
-        if self.introduction_tokens:
-            return self
+    def behind_another(self) -> Case:
+        """The same case behind a prompt that fills four blocks of P's and most of a fifth."""
         tokens = 5 * self.prefill.block_tokens - 1
-        if self.prefill.is_hybrid or self.decode.is_hybrid:
-            tokens = min(tokens, HYBRID_TOKENS)
         prefill, decode = (
             replace(side, planned_blocks=side.planned_blocks - -tokens // side.block_tokens)
             for side in (self.prefill, self.decode)
         )
-        return replace(self, prefill=prefill, decode=decode, introduction_tokens=tokens)
-
-    def proving(self) -> Case:
-        """The same case with a D that has to prove P's layout (0.10.0), as it does by default."""
-        settings = (*self.decode.settings, (UNSTATED_LAYOUT, "prove"))
-        return replace(self, decode=replace(self.decode, settings=settings))
+        return replace(self, prefill=prefill, decode=decode, tokens_before=tokens)
 
     def stock(self) -> Case:
         """The same case with kvpatch off on both sides."""

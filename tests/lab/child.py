@@ -136,11 +136,11 @@ def _serve(connection: Connection) -> None:
 
 
 def _failure(where: str, error: Exception, logged: list[str]) -> Failure:
-    from .engine import LoadFailed, NothingProven
+    from .engine import LoadFailed
 
     frames = traceback.extract_tb(error.__traceback__)
     by_lab = str(Path(frames[-1].filename).parent) == _LAB
-    is_refusal = isinstance(error, LoadFailed | NothingProven) or (where == "start" and not by_lab)
+    is_refusal = isinstance(error, LoadFailed) or (where == "start" and not by_lab)
     message = "; logged: ".join([str(error), *dict.fromkeys(logged)])
     trace = "".join(traceback.format_exception(error))
     return Failure(where, type(error).__name__, message, trace, is_refusal)

@@ -102,10 +102,6 @@ class CoreScheduler:
         """Takes a prompt of P's, which D loads or computes."""
         return self._add(number, request_id, prompt_tokens, params)
 
-    def believed_loaded(self) -> set[str]:
-        """What the scheduler takes for requests that have been loaded and not yet scheduled."""
-        return set(self._core.finished_recving_kv_req_ids)
-
     def _add(
         self, number: int, request_id: str, prompt_tokens: int, params: dict[str, Any] | None
     ) -> Tracked:

@@ -42,9 +42,6 @@ _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfe
 _TABLES = (TABLE_BYTES, DIGEST_TABLE_BYTES)
 #: and the probe's memory.
 _BESIDE_CACHES = (OWN_BYTES, *_TABLES)
-# How long a sample of P's blocks may take to come and be compared.
-PROOF_SECONDS = 5.0
-_NOTHING_PROVEN = "D computes P's prompts: nothing of P's is proven"
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
 #: Of a load that nothing is under way for.
@@ -57,10 +54,6 @@ class Forgotten(RuntimeError):
 
 class Unfinished(RuntimeError):
     """The release neither finished nor failed a request in time."""
-
-
-class NothingProven(RuntimeError):
-    """D has computed a prompt of P's, and kvpatch has drawn nothing from it."""
 
 
 class LoadFailed(RuntimeError):
@@ -77,11 +70,13 @@ class ErrorLog(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.errors: list[str] = []
+        self.warnings: list[str] = []
         self.first_seconds: float | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if error is None and record.levelno < logging.ERROR:
+            self.warnings.append(record.getMessage())
             return
         self.first_seconds = self.first_seconds or time.monotonic()
         self.errors.append(repr(error) if error is not None else record.getMessage())
@@ -309,27 +304,13 @@ class Engine:
             self._send(computation.metadata, computation.computed)
             self.scheduler.computed(computation)
 
-    def decode(
-        self,
-        prompts: Sequence[tuple[str, int, int, str]],
-        seconds: float,
-        is_introduced: bool = False,
-    ) -> int:
-        """Loads prompts on D until all are there; returns the tokens loaded.
-
-        Args:
-            is_introduced: whether the first prompt is one from which D is to find out what P
-                is, where it would not load it.
-        """
+    def decode(self, prompts: Sequence[tuple[str, int, int, str]], seconds: float) -> int:
+        """Loads prompts on D until all are there; returns the tokens loaded."""
         for number, (request_id, tokens, hit, answer) in enumerate(prompts):
             params = json.loads(answer) or {}
             if not params:
                 raise Unfinished(f"P gave no transfer parameters for {request_id}")
             if isinstance(self.scheduler, CoreScheduler):
-                if is_introduced and not number:
-                    self.introduce_to_core(self.scheduler, number, request_id, tokens, params)
-                    self.descriptors = 0  # of what was looked at
-                    continue
                 self._serve_alone(self.scheduler, number, request_id, hit)
             tracked = self.scheduler.decode(number, request_id, tokens, hit, params)
             self.tracked.append(tracked)
@@ -338,69 +319,10 @@ class Engine:
                 self.caches[0].unmap_one()
             if not isinstance(self.scheduler, CoreScheduler):
                 self._write(tracked, range(hit))
-                if is_introduced and not number and not tracked.external_tokens:
-                    self.introduce(tracked, tokens)
-                    self.descriptors = 0  # of what was looked at
         self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
         waiting = {t.request.request_id for t in self.tracked if t.external_tokens}
         self._until_received(waiting, seconds)
         return sum(t.external_tokens for t in self.tracked)
-
-    def introduce(self, tracked: Tracked, tokens: int, seconds: float = PROOF_SECONDS) -> None:
-        """Has D compute a prompt that P holds, until its scheduler hears what that proves.
-
-        Raises:
-            NothingProven: nothing, in that time.
-        """
-        scheduler = self.scheduler
-        assert isinstance(scheduler, Scheduler)
-        computation = scheduler.compute_own(tracked, tokens)
-        self._send(computation.metadata, computation.computed, own=True)
-        end = time.monotonic() + seconds
-        reported: list[set[str]] = [set() for _ in self.workers]
-        while True:
-            for rank, found in enumerate(self._finished()[1]):
-                reported[rank] |= found
-            by_all = set.intersection(*reported)
-            if by_all:
-                taken = scheduler.heard(by_all)
-                assert not taken, f"announcements taken for requests: {taken}"
-                return
-            if time.monotonic() > end:
-                raise NothingProven(_NOTHING_PROVEN)
-            time.sleep(_POLL_SECONDS)
-            self._step()
-
-    def introduce_to_core(
-        self, core: CoreScheduler, number: int, name: str, tokens: int, params: Any
-    ) -> Tracked:
-        """As :meth:`introduce`, where the release's own scheduler has D compute the prompt.
-
-        Raises:
-            NothingProven: nothing, in that time.
-        """
-        tracked = core.receive(number, name, tokens, params)
-        end = time.monotonic() + PROOF_SECONDS
-        reported: list[set[str]] = [set() for _ in self.workers]
-        while time.monotonic() < end:
-            computation = core.compute()
-            if computation is None:
-                self._step()
-            else:
-                self._send(computation.metadata, computation.computed, own=True)
-                core.computed(computation)
-            for rank, found in enumerate(self._finished()[1]):
-                reported[rank] |= found
-            reports_in = set.intersection(*reported)
-            if reports_in:
-                core.loaded(reports_in)
-                self.tick()
-                self._compute()
-                if core.believed_loaded():
-                    raise RuntimeError(f"taken for requests: {core.believed_loaded()}")
-                return tracked
-            time.sleep(_POLL_SECONDS)
-        raise NothingProven(_NOTHING_PROVEN)
 
     def _serve_alone(
         self, scheduler: CoreScheduler, number: int, request_id: str, tokens: int
@@ -471,21 +393,13 @@ class Engine:
         self,
         metadata: Any,
         computed: Sequence[tuple[Tracked, range]] = (),
-        *,
-        own: bool = False,
     ) -> None:
-        """One step of the workers, with the model's part in it where there is any.
-
-        Args:
-            own: whether D computes what P has computed too, as its spec has it.
-        """
+        """One step of the workers, with the model's part in it where there is any."""
         metadata = pickle.dumps(metadata)
         with self._in_workers():
-            self._run_workers(metadata, computed, own=own)
+            self._run_workers(metadata, computed)
 
-    def _run_workers(
-        self, metadata: bytes, computed: Sequence[tuple[Tracked, range]], *, own: bool
-    ) -> None:
+    def _run_workers(self, metadata: bytes, computed: Sequence[tuple[Tracked, range]]) -> None:
         loads_first = not release.loads_behind_models_part()
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
@@ -493,10 +407,7 @@ class Engine:
                 if loads_first:
                     worker.start_load_kv(None)
         for tracked, tokens in computed:
-            if own and self.spec.own_values != "same":
-                self._write_other(tracked, tokens)
-            else:
-                self._write(tracked, tokens)
+            self._write(tracked, tokens)
         for rank, worker in enumerate(self.workers):
             with standins.tensor_parallel(rank, self.spec.tp_size):
                 if not loads_first:
@@ -622,14 +533,6 @@ class Engine:
         yield
         for device in self.on_device:
             device.push()
-
-    def _write_other(self, tracked: Tracked, tokens: range) -> None:
-        """What another engine computes: the same but for the lowest bits, or all else."""
-        bits = {1: 1, 2: 2, 4: 16}[self.spec.item_bytes]
-        highest = 8 * self.spec.item_bytes if self.spec.own_values == "other" else bits
-        for _, array, block, offset, value in self._elements(tracked, tokens):
-            noise = self.noise.integers(0, 1 << highest, value.shape).astype(value.dtype)
-            array[block, offset] = value ^ noise
 
     def check(self, sabotage: str | None) -> tuple[int, int, int]:
         """Wrong and total elements of all requests, and bytes written elsewhere."""

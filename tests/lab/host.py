@@ -24,9 +24,9 @@ from typing import Any, TextIO
 from tests.releases import cache, kvcached
 
 from .ancestor import LOG, Ancestor
-from .case import UNSTATED_LAYOUT, Case, EngineSpec, Report, Sabotage
+from .case import Case, EngineSpec, Report, Sabotage
 from .engine_api import MODELS, Failure, Fork, Start
-from .releases import must_prove, states_layout
+from .releases import declaring
 from .side_channel import is_listening
 from .states import StateSabotage
 
@@ -173,21 +173,21 @@ class Lab:
         case: Case,
         sabotage: Sabotage | StateSabotage | None = None,
         *,
-        introduces: bool = True,
+        declares: bool = True,
         of_prefill: Lab | None = None,
         extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> Report:
         """Plays `case`; `sabotage` spoils what D holds, to see it noticed.
 
         Args:
-            introduces: whether a D that has to find out what P's handshake does not say gets a
-                prompt that shows it before.
+            declares: whether a D that has to be told what a stock P's handshake does not say is
+                told by its operator.
             of_prefill: P's, where P is of another release.
             extra: of the connector's own configuration, on both sides.
         """
         started = time.perf_counter()
-        if introduces and must_prove(case.decode, self.release):
-            case = case.introduced()
+        if declares:
+            case = declaring(case, self.release)
         of_prefill = of_prefill or self
         prefill, decode = of_prefill.hire(case.prefill), self.hire(case.decode)
         ports = PORTS.take(case.prefill.tp_size), PORTS.take(case.decode.tp_size)
@@ -208,7 +208,7 @@ class Lab:
 
     def hire(self, spec: EngineSpec) -> Engine:
         """A process for an engine of `spec`, in which none is running."""
-        kind = (spec.patched, spec.patches, self._settings(spec))
+        kind = (spec.patched, spec.patches, spec.settings)
         found = next((engine for engine in self._idle if engine.kind == kind), None)
         if found is None:
             found = self._fork(kind)
@@ -216,13 +216,6 @@ class Lab:
             self._idle.remove(found)
         self._hired.append(found)
         return found
-
-    def _settings(self, spec: EngineSpec) -> tuple[tuple[str, str], ...]:
-        """On 0.10.0 layouts are taken to be alike, where a test does not have them proven."""
-        named = {name for name, _ in spec.settings}
-        if states_layout(self.release) or not spec.patched or UNSTATED_LAYOUT in named:
-            return spec.settings
-        return (*spec.settings, (UNSTATED_LAYOUT, "same"))
 
     def dismiss(self, *engines: Engine) -> None:
         """Shuts the engines in these processes down, which can then be hired again."""
@@ -265,8 +258,8 @@ class Lab:
 
         prompts = [(f"req-{run}-{n}", case.prompt_tokens) for n in range(case.n_requests)]
         hits = [case.prefix_hit_tokens] * case.n_requests
-        if case.introduction_tokens:
-            prompts.insert(0, (f"req-{run}-first", case.introduction_tokens))
+        if case.tokens_before:
+            prompts.insert(0, (f"req-{run}-first", case.tokens_before))
             hits.insert(0, 0)
         answers = prefill.call("prefill", prompts)
         if isinstance(answers, Failure):
@@ -275,8 +268,7 @@ class Lab:
             (*prompt, hit, answer)
             for prompt, hit, answer in zip(prompts, hits, answers, strict=True)
         ]
-        is_introduced = bool(case.introduction_tokens)
-        moved = decode.call("decode", wanted, _TRANSFER_SECONDS, is_introduced)
+        moved = decode.call("decode", wanted, _TRANSFER_SECONDS)
         if isinstance(moved, Failure):
             return _without_answer("transfer", moved)
         computed = [error for error in decode.call("logged") if _COMPUTED in error]

@@ -395,30 +395,6 @@ class Player(Engine):
         self._step()
         return tokens
 
-    def introduce_one(self, ask: Ask) -> int:
-        """Has D compute a prompt of P's itself; the tokens that it loads instead.
-
-        Raises:
-            NothingProven: it knows no more of P than before.
-        """
-        prompt, params = ask.prompt, json.loads(ask.answer)
-        if not self.before:
-            self.before = [[m.copy() for m in caches.memory] for caches in self.caches]
-        if isinstance(self.scheduler, CoreScheduler):
-            self._by_name[prompt.name] = self.introduce_to_core(
-                self.scheduler, prompt.number, prompt.name, prompt.tokens, params
-            )
-            return 0
-        tracked = self.scheduler.decode(prompt.number, prompt.name, prompt.tokens, 0, params)
-        self._by_name[prompt.name] = tracked
-        self.tracked.append(tracked)
-        self._map(tracked)
-        if tracked.external_tokens:
-            self._step()
-        else:
-            self.introduce(tracked, prompt.tokens)
-        return tracked.external_tokens
-
     def timed(self, ask: Ask, seconds: float) -> Timed:
         """Reads one prompt from a P that is known; its pages are there before the clock runs."""
         prompt = ask.prompt
@@ -602,6 +578,10 @@ class Player(Engine):
     def last_offer(self) -> str:
         """The parameters that an error came with."""
         return self._offered[-1]
+
+    def warned(self) -> list[str]:
+        """What the release and kvpatch have logged as warnings."""
+        return self.log.warnings
 
     def logged(self) -> list[str]:
         """What the release and kvpatch have logged as errors."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from packaging.version import Version
 
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
 
-from .case import EngineSpec
+from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, Case, EngineSpec
 
 _VARIABLE = "KVPATCH_TEST_RELEASES"
 _FULL = "KVPATCH_TEST_FULL"
@@ -76,12 +77,12 @@ def cuts_flash_attention(release: str) -> bool:
 
 
 def tells_blocks(release: str) -> bool:
-    """Whether a handshake says all of a block; <= 0.20 D may have to find it out."""
+    """Whether a handshake says all of a block; <= 0.20 D may have to be told."""
     return states_block_size(release) and states_kernel_blocks(release)
 
 
-def must_prove(decode: EngineSpec, release: str) -> bool:
-    """Whether D computes a P's first prompt, to find out what its handshake does not say.
+def must_be_told(decode: EngineSpec, release: str) -> bool:
+    """Whether D has to be told what P's handshake does not say.
 
     From 0.11.1 on where a backend cuts blocks: FlashInfer, AITER, an indexer's; and in 0.11.1 and
     0.11.2 some more,
@@ -96,6 +97,20 @@ def must_prove(decode: EngineSpec, release: str) -> bool:
     if not states_block_size(release) or cuts:
         return True
     return cuts_flash_attention(release) and decode.family in ("flash", "cpu")
+
+
+def declaring(case: Case, release: str) -> Case:
+    """The case with a D whose operator says what a stock P's handshake does not say of its blocks.
+
+    A P with kvpatch states it.
+    """
+    if case.prefill.patched or not must_be_told(case.decode, release):
+        return case
+    said = [(PEER_BLOCK_SIZE, str(case.prefill.block_tokens))]
+    if not states_layout(release):
+        said.append((PEER_LAYOUT, case.prefill.layout))
+    decode = replace(case.decode, settings=(*case.decode.settings, *said))
+    return replace(case, decode=decode)
 
 
 def meets_one_rank(release: str) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,24 +134,6 @@ class Scheduler:
         self.connector.update_state_after_alloc(request, blocks, external)
         return Tracked(number, request, [block_ids], hit + external, external)
 
-    def compute_own(self, tracked: Tracked, prompt_tokens: int) -> Computation:
-        """The step in which D computes a prompt of P's itself."""
-        metadata = self.connector.build_connector_meta(_own_output(tracked, prompt_tokens))
-        return Computation(metadata, ((tracked, range(tracked.tokens, prompt_tokens)),))
-
-    def heard(self, reported: set[str]) -> set[str]:
-        """Tells vLLM's scheduler what all workers have reported; what it takes for requests.
-
-        Fake: of vLLM's scheduler there is no more than its connector.
-        """
-        from vllm.v1.core.sched.scheduler import Scheduler as Core
-
-        core = object.__new__(Core)
-        core.connector, core.finished_recving_kv_req_ids = self.connector, set()
-        output = SimpleNamespace(finished_recving=set(reported), finished_sending=set())
-        core._update_from_kv_xfer_finished(output)
-        return set(core.finished_recving_kv_req_ids)
-
     def step(self) -> Any:
         """The metadata of one engine step."""
         return self.connector.build_connector_meta(_empty_output())
@@ -243,20 +224,6 @@ def _blocks(block_ids: list[int], hashed: int) -> Any:
     for block in blocks[:hashed]:
         block._block_hash = f"hash of {block.block_id}"
     return KVCacheBlocks((blocks,))
-
-
-def _own_output(tracked: Tracked, prompt_tokens: int) -> Any:
-    """A step in which a new prompt is computed."""
-    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-
-    new = NewRequestData.from_request(tracked.request, tuple(tracked.tables))
-    new.num_computed_tokens = tracked.tokens
-    names = tuple(SchedulerOutput.__dataclass_fields__)
-    # Some releases look at the requests that go on, of which there are none (0.14 to 0.17).
-    output = _empty_output() or SchedulerOutput(**dict.fromkeys(names))
-    output.scheduled_new_reqs = [new]
-    output.num_scheduled_tokens = {new.req_id: prompt_tokens - tracked.tokens}
-    return output
 
 
 def _takes_groups(connector: Any) -> bool:

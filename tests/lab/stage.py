@@ -18,6 +18,7 @@ from kvpatch.patches import SLUGS
 from .case import EngineSpec
 from .engine_api import Ask, Failure, Left, Prompt, Seen, Served, Start, Timed
 from .host import EXTRA, PORTS, Engine, Lab
+from .releases import must_be_told
 
 #: P must take part in every transfer: one that is stopped holds them all.
 _TCP_ALONE = "self,tcp"
@@ -79,10 +80,6 @@ class Actor:
         """Serves prompts that come together, with P's answers or without."""
         served: list[Served] = self.call("complete", asks, seconds)
         return served
-
-    def introduce(self, ask: Ask) -> int:
-        """Has D compute a prompt itself and prove P's layout; the tokens that it loads instead."""
-        return int(self.call("introduce_one", ask))
 
     def timed(self, ask: Ask) -> Timed:
         """Reads one prompt, timed in D's own process."""
@@ -209,7 +206,12 @@ class Stage:
         self._lab.dismiss(*(process for process in processes if process not in dead))
 
     def prefill(self, spec: EngineSpec, *, port: int = 0, engine_id: str = "") -> Actor:
-        """Starts a stock P; with a port or an id of its own, one that has come back."""
+        """Starts a P; with a port or an id of its own, one that has come back.
+
+        It is stock, but for what kvpatch has to state where a handshake does not say it all.
+        """
+        if not spec.patched and must_be_told(replace(spec, patched=True), self._lab.release):
+            spec = replace(spec, patched=True, patches=("unlike_engines",))
         return self._start("prefill", spec, port, engine_id)
 
     def decode(self, spec: EngineSpec, *, patched: bool = True) -> Actor:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from .case import PEER_BLOCK_SIZE, EngineSpec
+from .case import EngineSpec
 from .engine_api import Ask, Left, Prompt, Seen
 from .host import Lab
-from .releases import must_prove, states_block_size, states_kernel_blocks, states_layout
+from .releases import states_block_size, states_layout
 from .stage import Actor, Raised, Stage
 from .test_several_peers import (
     SPEC,
@@ -113,25 +113,6 @@ def assert_failed_alone(decode: Actor, release: str, lost: Sequence[Prompt]) -> 
     assert untouched(decode, lost)
     assert decode.strays() == 0
     return seen
-
-
-def computes_first_prompts(release: str) -> bool:
-    """Whether D computes the prompts of a P of which it does not know what its blocks are cut into.
-
-    There its first load is one that a P has shaken hands for: what no P answers, or what is
-    refused, was never to be loaded, and nothing can fail (docs/explanation/unstated.md).
-    """
-    return must_prove(replace(STAGED, patched=True), release)
-
-
-def assert_computed_alone(decode: Actor, computed: Prompt) -> None:
-    """D's to compute: neither failed nor received, no byte came, and nothing waits for one."""
-    seen = decode.watch(computed, seconds=0.5)
-    assert seen.waiting == {computed.name}, seen  # as the lab calls it: D would compute it
-    # Its metadata stays: releases from 0.11.1 to 0.31 keep that of a request that only notifies.
-    assert computed.name not in decode.left().transfers
-    assert decode.written(computed) == 0
-    assert decode.strays() == 0
 
 
 def watch_for(decode: Actor, prompt: Prompt, message: str) -> None:
@@ -266,29 +247,17 @@ def test_death_before_the_read(stage: Stage, lab: Lab) -> None:
 
 def test_death_before_the_handshake(stage: Stage, lab: Lab) -> None:
     """<= 0.11.0 stock waits for its answer for ever, and with it the handshakes behind it."""
-    specs, decoding = unlike(lab.release), STAGED
-    if not states_block_size(lab.release):  # D loads no first prompt, but of declared blocks
-        told = (PEER_BLOCK_SIZE, str(SPEC.block_tokens))
-        specs, decoding = (SPEC, SPEC), replace(STAGED, settings=(*STAGED.settings, told))
-    mortal, survivor = (stage.prefill(spec) for spec in specs)
-    decode = stage.decode(decoding)
-    is_computed = states_block_size(lab.release) and computes_first_prompts(lab.release)
-    if is_computed:
-        introduce(decode, stage.prompts(1, TOKENS), survivor)
+    mortal, survivor = (stage.prefill(spec) for spec in unlike(lab.release))
+    decode = stage.decode(STAGED)
     lost, kept = stage.prompts(2, TOKENS)
     asks = [*mortal.compute(lost), *survivor.compute(kept)]
     mortal.die()
 
-    tokens = decode.ask(*asks)
+    decode.ask(*asks)
 
     if not reports_failures(lab.release):
         watch_for(decode, lost, "did not answer within 5 s")
-    if is_computed:
-        assert tokens == loaded(kept, lab.release)
-        watch_for(decode, lost, "Again")  # ZeroMQ's timeout: D has tried to tell P
-        assert_computed_alone(decode, lost)
-    else:
-        assert_failed_alone(decode, lab.release, [lost])
+    assert_failed_alone(decode, lab.release, [lost])
     assert_identical(decode, [kept], loaded(kept, lab.release))
     assert_served(stage, lab.release, survivor, decode)
 
@@ -416,28 +385,20 @@ def unreadable(release: str) -> EngineSpec:
 
 
 def test_an_unreadable_peer(stage: Stage, lab: Lab) -> None:
-    if not states_block_size(lab.release):
-        pytest.skip("D computes all that it does not know the blocks of")
     refusing = stage.prefill(unreadable(lab.release))
     readable, decode = stage.prefill(unlike(lab.release)[0]), stage.decode(STAGED)
     introduce(decode, stage.prompts(1, TOKENS), readable)
     refused, again, kept = stage.prompts(3, TOKENS)
     asks = [*refusing.compute(refused), *readable.compute(kept)]
 
-    def assert_not_read(prompt: Prompt) -> None:
-        if computes_first_prompts(lab.release):
-            assert_computed_alone(decode, prompt)
-        else:
-            assert_failed_alone(decode, lab.release, [prompt])
-
     with held(readable):
         decode.ask(*asks)
         watch_for(decode, refused, "cannot be read")
-        assert_not_read(refused)
+        assert_failed_alone(decode, lab.release, [refused])
 
     assert_identical(decode, [kept], loaded(kept, lab.release))
     decode.ask(*refusing.compute(again))
-    assert_not_read(again)
+    assert_failed_alone(decode, lab.release, [again])
     assert_served(stage, lab.release, readable, decode)
 
 
@@ -456,23 +417,6 @@ def test_blocks_that_do_not_hold_the_tokens(pair: Pair, lab: Lab) -> None:
     assert prefill.heard([refused]) == {refused.name}
     assert_identical(decode, [kept], loaded(kept, lab.release))
     assert_served(stage, lab.release, prefill, decode)
-
-
-def test_a_short_prompt_shows_how_blocks_are_cut(stage: Stage, lab: Lab) -> None:
-    """D computes it, P may let go of its blocks, and a longer one is loaded."""
-    if not states_block_size(lab.release) or states_kernel_blocks(lab.release):
-        pytest.skip("no block is cut, or the handshake says into what")
-    prefill = stage.prefill(engine(family="flashinfer", block_tokens=128, parts=2))
-    decode = stage.decode(replace(STAGED, family="flashinfer"))
-    short, told = stage.prompt(40), stage.prompt(8 * 128 - 20)
-
-    assert decode.introduce(*prefill.compute(short)) == 0
-
-    assert prefill.heard([short]) == {short.name}
-    assert decode.ask(*prefill.compute(told)) == told.tokens
-    assert decode.watch(told).received == {told.name}
-    assert decode.wrong(told)[0] == 0
-    assert prefill.heard([told]) == {told.name}
 
 
 def _without_a_block(ask: Ask) -> Ask:

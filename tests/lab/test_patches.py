@@ -6,16 +6,13 @@ release mends it shows here, and the patch can go.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvpatch.core.releases import FACTS, ReleaseFacts
 
-from .case import PEER_BLOCK_SIZE, Case, EngineSpec, Report
+from .case import Case, EngineSpec, Report
 from .cases import known_failures
 from .host import Lab
-from .releases import states_layout
 from .selection import on_every_release
 
 pytestmark = pytest.mark.lab
@@ -44,9 +41,7 @@ def _counts_tensors(lab: Lab) -> bool:
 
 def _both(lab: Lab, name: str) -> tuple[Case, Report, Report]:
     case = _CASES[name]
-    told = (PEER_BLOCK_SIZE, str(case.prefill.block_tokens))  # which needs no pool for a proof
-    decode = replace(case.decode, settings=(*case.decode.settings, told))
-    return case, lab.run(case), lab.run(replace(case, decode=decode).patched())
+    return case, lab.run(case), lab.run(case.patched())
 
 
 @pytest.mark.parametrize("name", on_every_release(_ELASTIC, ["D over-allocated, 3 more"]))
@@ -95,8 +90,6 @@ def test_split_halves_of_unlike_blocks(lab: Lab, blocks: tuple[int, int]) -> Non
         for n in blocks
     )
     case = Case("split halves", prefill, decode, prompt_tokens=192)
-    if not states_layout(lab.release):
-        case = case.proving()
 
     report = lab.run(case.patched())
 

@@ -19,7 +19,7 @@ from kvpatch.connector.stated_prompt import FIELD
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 
-from .case import PEER_BLOCK_SIZE, UNSTATED_LAYOUT, EngineSpec
+from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, EngineSpec
 from .engine_api import Ask, Prompt, Served
 from .host import Lab
 from .releases import newest
@@ -38,7 +38,6 @@ _SPEC = EngineSpec(
     head_dim=16,
     dtype="float32",
     own_scheduler=True,
-    settings=((UNSTATED_LAYOUT, "same"),),
 )
 _MODELS = {
     "attention": {},
@@ -95,8 +94,8 @@ class Pair:
 
 
 def _pair(stage: Stage, prefill: EngineSpec, decode: EngineSpec) -> Pair:
-    told = (PEER_BLOCK_SIZE, str(prefill.block_tokens))
-    decode = replace(decode, settings=(*decode.settings, told))
+    said = ((PEER_BLOCK_SIZE, str(prefill.block_tokens)), (PEER_LAYOUT, prefill.layout))
+    decode = replace(decode, settings=(*decode.settings, *said))
     actors = [
         stage.start(replace(spec, patches=SLUGS if spec.patched else ()))
         for spec in (prefill, decode)

@@ -53,14 +53,11 @@ def held(*actors: Actor) -> Iterator[None]:
 
 
 def introduce(decode: Actor, prompts: Sequence[Prompt], *prefill: Actor) -> None:
-    """Has D read a prompt from each P, or compute it: they have shaken hands, and D knows P."""
-    loaded = []
+    """Has D read a prompt from each P: they have shaken hands, and D knows P."""
     for prompt, actor in zip(prompts, prefill, strict=True):
-        (ask,) = actor.compute(prompt)
-        if decode.introduce(ask):
-            loaded.append(prompt)
-    seen = decode.watch(*loaded)
-    assert seen.received == names(loaded), seen
+        decode.ask(*actor.compute(prompt))
+    seen = decode.watch(*prompts)
+    assert seen.received == names(prompts), seen
 
 
 def names(prompts: Sequence[Prompt]) -> set[str]:

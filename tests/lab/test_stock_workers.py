@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from .case import Case, EngineSpec
 from .host import Lab
-from .releases import must_prove, states_block_size
+from .releases import states_block_size
 from .stage import Actor, Stage
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
@@ -26,7 +26,7 @@ _WARNING = "not in all of its workers"
 @pytest.fixture(autouse=True)
 def _workers_are_heard_at_the_handshake(lab: Lab) -> None:
     if not states_block_size(lab.release):
-        pytest.skip("no worker without kvpatch announces a peer here: D computes all prompts")
+        pytest.skip("no scheduler hears here of workers without kvpatch")
 
 
 @pytest.fixture
@@ -69,9 +69,7 @@ def test_of_an_unlike_peer_d_computes_all(stage: Stage, lab: Lab, p_tokens: int)
     assert prefill.heard([prompt], 20 if is_told else 0.1) == ({prompt.name} if is_told else set())
 
 
-def test_workers_with_kvpatch_load_a_first_prompt_of_one_block(stage: Stage, lab: Lab) -> None:
-    if must_prove(replace(OWN, patched=True), lab.release):
-        pytest.skip("D computes a P's first prompt here")
+def test_workers_with_kvpatch_load_a_first_prompt_of_one_block(stage: Stage) -> None:
     decode = stage.decode(replace(OWN, stock_workers=False))
 
     assert _load(stage.prefill(SPEC), decode, 40, stage) == 40

@@ -19,7 +19,7 @@ from tests.planning.cells import pair_of, request_of
 
 from .case import PEER_KEYS, Case, EngineSpec, Report, Sabotage
 from .host import Lab
-from .releases import misreads_cpu_blocks, must_prove, registers_cpu_caches
+from .releases import misreads_cpu_blocks, registers_cpu_caches
 from .test_named_factors import BACKEND, assert_refused
 from .test_named_factors import pair as disguised
 from .unlike import told
@@ -73,8 +73,6 @@ def test_tiles_beside_columns(
     lab: Lab, p_tokens: int, d_tokens: int, p_amx: bool, p_has_kvpatch: bool
 ) -> None:
     """In blocks of one size too, which stock takes for each other. P says it, or the operator."""
-    if p_has_kvpatch and not FACTS[lab.release].encodes_metadata:
-        pytest.skip("this release's handshake has no room for a word of P's kvpatch")
     keys = None if p_has_kvpatch else TILES if p_amx else COLUMNS
     p, d = cpu(p_tokens, amx=p_amx), cpu(d_tokens, amx=not p_amx)
 
@@ -83,8 +81,6 @@ def test_tiles_beside_columns(
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_like_processors_say_so(lab: Lab, amx: bool) -> None:
-    if not FACTS[lab.release].encodes_metadata:
-        pytest.skip("this release's handshake has no room for a word of P's kvpatch")
     case = pair(lab, cpu(64, amx=amx), cpu(32, amx=amx), None, p_has_kvpatch=True)
 
     assert_identical(lab.run(case))
@@ -202,9 +198,6 @@ def test_a_wrong_declaration_is_noticed(lab: Lab, p_amx: bool, d_amx: bool) -> N
 
     report = lab.run(case)
 
-    if must_prove(case.decode, lab.release):  # which finds no such place in D's own prompt
-        assert_refused(report, "nothing of P's is proven")
-        return
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
 
@@ -218,9 +211,6 @@ def test_a_wrong_declaration_beside_rows_is_noticed(lab: Lab) -> None:
 
 
 def test_a_wrong_declaration_is_refused_where_p_says_otherwise(lab: Lab) -> None:
-    if not FACTS[lab.release].encodes_metadata:
-        pytest.skip("this release's handshake has no room for a word of P's kvpatch")
-
     report = lab.run(pair(lab, cpu(64, amx=True), cpu(32, amx=True), COLUMNS, p_has_kvpatch=True))
 
     assert report.outcome == "refused", report

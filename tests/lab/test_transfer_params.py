@@ -24,16 +24,12 @@ from tests.bad_params import bad_params
 
 from .engine_api import Ask
 from .host import Lab
-from .releases import must_prove
 from .stage import Actor, Raised, Stage
 from .test_several_peers import SPEC, introduce
 
 pytestmark = pytest.mark.lab
 
-#: What layout P has is not what is asked here (0.10.0 states none).
-OWN = replace(
-    SPEC, own_scheduler=True, settings=(*SPEC.settings, ("KVPATCH_UNSTATED_LAYOUT", "same"))
-)
+OWN = replace(SPEC, own_scheduler=True)
 #: Whole blocks: 0.10.0 loads no others.
 TOKENS = 192
 _SETS = 1000
@@ -194,7 +190,7 @@ def test_without_the_patch_they_end_the_engine(stage: Stage) -> None:
 
 @pytest.mark.one_per_generation
 @pytest.mark.parametrize(("listed", "is_p"), [("10.0.0.0/8,localhost", False), ("127.0.0.1", True)])
-def test_d_connects_to_listed_peers_alone(stage: Stage, lab: Lab, listed: str, is_p: bool) -> None:
+def test_d_connects_to_listed_peers_alone(stage: Stage, listed: str, is_p: bool) -> None:
     settings = (*OWN.settings, ("KVPATCH_ALLOWED_PEERS", listed))
     prefill, decode = stage.prefill(SPEC), stage.decode(replace(OWN, settings=settings))
     (own,) = prefill.compute(stage.prompt(TOKENS))
@@ -203,8 +199,7 @@ def test_d_connects_to_listed_peers_alone(stage: Stage, lab: Lab, listed: str, i
 
     is_told = any("KVPATCH_ALLOWED_PEERS" in line for line in decode.call("logged"))
     assert is_told is not is_p
-    if not must_prove(decode.spec, lab.release):  # D computes a first prompt there anyway
-        assert outcome == ("WAITING_FOR_REMOTE_KVS" if is_p else "FINISHED_LENGTH_CAPPED")
+    assert outcome == ("WAITING_FOR_REMOTE_KVS" if is_p else "FINISHED_LENGTH_CAPPED")
 
 
 @pytest.mark.one_per_generation
@@ -375,7 +370,8 @@ def test_a_first_prompt_through_a_typed_proxy(stage: Stage, kind: type) -> None:
     prefill, decode = stage.prefill(SPEC), stage.decode(OWN)
     first, second = (_through_a_typed_proxy(stage, prefill, kind) for _ in range(2))
 
-    decode.introduce(first)
+    decode.ask(first)
+    assert decode.watch(first.prompt).received == {first.prompt.name}
     assert decode.ask(second) == TOKENS, decode.call("logged")
 
     assert decode.watch(second.prompt).received == {second.prompt.name}

@@ -16,7 +16,6 @@ from .releases import (
     has_tpus,
     is_full,
     moves_full_blocks_only,
-    must_prove,
     registers_cpu_caches,
     states_block_size,
     states_kernel_blocks,
@@ -24,7 +23,7 @@ from .releases import (
 )
 from .selection import on_every_release
 from .test_like_pairs import tokens_to_move
-from .unlike import Dimensions, cases, told
+from .unlike import Dimensions, cases
 
 pytestmark = pytest.mark.lab
 
@@ -47,7 +46,7 @@ def _one_each_way() -> list[str]:
 
 @pytest.mark.parametrize("name", on_every_release(_CASES, _one_each_way()))
 def test_unlike_pair_is_identical(lab: Lab, name: str) -> None:
-    case = told(_CASES[name], lab.release)
+    case = _CASES[name]
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
@@ -66,7 +65,7 @@ def _pair(family="flash", p=32, d=64, p_layout="HND", d_layout="HND", p_tp=1, d_
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_a_spoilt_cache_is_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    report = lab.run(told(_pair(), lab.release).patched(*SLUGS, prefill=False), sabotage=sabotage)
+    report = lab.run(_pair().patched(*SLUGS, prefill=False), sabotage=sabotage)
 
     assert report.outcome == "corrupt", report
     assert report.wrong_elements > 0
@@ -78,7 +77,7 @@ def test_the_cpu_backends_keys_by_column(lab: Lab, p: int, d: int) -> None:
     if not registers_cpu_caches(lab.release):
         pytest.skip("this release's worker, P's too, does not register a CPU backend's cache")
 
-    report = lab.run(told(_pair("cpu", p, d), lab.release).patched(*SLUGS, prefill=False))
+    report = lab.run(_pair("cpu", p, d).patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
 
@@ -95,7 +94,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
         decode=replace(case.decode, head_dim=128),
     )
 
-    report = lab.run(told(case, lab.release).patched(*SLUGS, prefill=False))
+    report = lab.run(case.patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
 
@@ -104,7 +103,7 @@ def test_a_tpus_key_and_value_heads_by_turns(lab: Lab, sizes: dict[str, int]) ->
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 2), (2, 1)])
 def test_unlike_ranks(lab: Lab, p_tp: int, d_tp: int, layout: str) -> None:
     """Heads are split by the plan, in NHD too, where stock refuses or goes wrong."""
-    case = told(_pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp), lab.release)
+    case = _pair(p_layout=layout, d_layout=layout, p_tp=p_tp, d_tp=d_tp)
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
@@ -116,7 +115,7 @@ def test_latents_of_several_ranks(lab: Lab, p: int, d: int, p_tp: int, d_tp: int
     """Each rank has all of a latent, whichever heads of the model are its own."""
     case = _pair("mla", p, d, "NHD", "NHD", p_tp, d_tp)
     sides = (replace(side, head_dim=64) for side in (case.prefill, case.decode))
-    case = told(replace(case, **dict(zip(("prefill", "decode"), sides, strict=True))), lab.release)
+    case = replace(case, **dict(zip(("prefill", "decode"), sides, strict=True)))
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -133,7 +132,7 @@ def test_other_named_layouts(lab: Lab, layout: str) -> None:
         assert report.outcome == "identical", (case.name, report)
 
 
-# -- what a handshake does not say, and no prompt has told --------------------------------
+# -- what a handshake does not say ---------------------------------------------------------
 
 
 def _other_items(p: int, p_dtype: str, d: int, d_dtype: str, prompt_tokens: int) -> Case:
@@ -188,21 +187,6 @@ def test_an_engine_that_ends_is_not_called_refused(lab: Lab) -> None:
     assert report.outcome == ("refused" if survives else "failed"), report
 
 
-@pytest.mark.parametrize("p", [16, 64])
-@pytest.mark.parametrize("d", [32, 64])
-def test_a_prompt_of_one_block_comes_first(lab: Lab, p: int, d: int) -> None:
-    """D computes it itself where something is left open; else it is read."""
-    case = replace(_pair(p=p, d=d), prompt_tokens=16)
-
-    case = case.patched(*SLUGS, prefill=False)
-
-    report = lab.run(case, introduces=False)
-
-    assert report.outcome == "identical", report
-    is_computed = must_prove(case.decode, lab.release)
-    assert report.moved_tokens == (0 if is_computed else tokens_to_move(case, lab.release))
-
-
 # -- blocks that FlashInfer cuts into kernel blocks of 64 ----------------------------------
 
 _CUT = [(128, 128), (128, 64), (64, 128), (256, 128), (128, 16), (32, 128)]
@@ -233,18 +217,6 @@ def test_blocks_that_are_cut(lab: Lab, p: int, d: int) -> None:
 
     assert report.outcome == "identical", report
     assert report.moved_tokens == tokens_to_move(case, lab.release)
-
-
-@pytest.mark.parametrize(("p", "d"), _CUT)
-def test_blocks_that_are_cut_before_a_prompt_has_told(lab: Lab, p: int, d: int) -> None:
-    _must_cut(lab)
-
-    case = _cut_pair(p, d, prompt_tokens=40).patched(*SLUGS, prefill=False)
-
-    report = lab.run(case, introduces=False)
-
-    assert report.outcome == "identical", report
-    assert report.moved_tokens == (40 if states_kernel_blocks(lab.release) else 0)
 
 
 @pytest.mark.parametrize(("p", "d"), [(80, 48), (48, 80)])
@@ -278,26 +250,3 @@ def test_a_cut_block_that_is_taken_for_a_whole_one_is_noticed(lab: Lab) -> None:
     report = lab.run(_cut_pair(128, 64).patched(*SLUGS, prefill=False), sabotage="shift_block")
 
     assert report.outcome == "corrupt", report
-
-
-@pytest.mark.parametrize(("block", "cut", "parts", "short"), [(64, 128, 2, 40), (16, 48, 3, 10)])
-def test_like_blocks_that_a_peer_may_have_cut(
-    lab: Lab, block: int, cut: int, parts: int, short: int
-) -> None:
-    """D computes the first prompt of peers like it too: a load that fails would fail it."""
-    if states_kernel_blocks(lab.release) or not states_block_size(lab.release):
-        pytest.skip("D is told how blocks are cut, or none is")
-    if cut == 48 and Version(lab.release) < Version("0.18"):
-        pytest.skip("no such blocks")
-    side = EngineSpec("flashinfer", "HND", block, 16, device="cuda")
-    case = Case("like, may be cut", side, side, prompt_tokens=short)
-    others = replace(case, prefill=replace(side, block_tokens=cut, parts=parts))
-
-    for found in (case, others):
-        report = lab.run(found.patched(*SLUGS, prefill=False), introduces=False)
-        assert (report.outcome, report.moved_tokens) == ("identical", 0), report
-
-    for found in (case, others):
-        report = lab.run(found.patched(*SLUGS, prefill=False))
-        assert report.outcome == "identical", report
-        assert report.moved_tokens == tokens_to_move(found, lab.release)

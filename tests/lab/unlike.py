@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from allpairspy import AllPairs
 
 from .case import Case, EngineSpec, Family
-from .releases import states_layout
 
 BLOCK_TOKENS = (16, 32, 48, 64, 128)
 PROMPTS = (1, 16, 17, 100, 150, 300)
@@ -54,11 +53,6 @@ def cases(dimensions: Dimensions, seed: int, *, full: bool = False) -> Iterator[
         case = _case(*row)
         if case is not None:
             yield case
-
-
-def told(case: Case, release: str) -> Case:
-    """The case with a D that finds out P's layout, where the release does not state it (0.10.0)."""
-    return case if states_layout(release) else case.proving()
 
 
 def _case(

@@ -10,11 +10,10 @@ import pytest
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.cpu_keys import BY_WORD, order_of, word_of
 from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
-from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry, declared_geometry
+from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry, declared_geometry
 from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.connector.local.vllm_bugs import may_use_amx
 from kvpatch.core.errors import SettingsError
-from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
 
@@ -128,17 +127,17 @@ def test_words() -> None:
 
 @pytest.mark.parametrize("word", ["tiles", "Columns"])
 def test_the_setting(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    assert declared_geometry(FACTS["0.33.0"]).keys is None
+    assert declared_geometry().keys is None
     monkeypatch.setenv("KVPATCH_PEER_KEYS", word)
 
-    assert declared_geometry(FACTS["0.33.0"]).keys is BY_WORD[word.lower()]
+    assert declared_geometry().keys is BY_WORD[word.lower()]
 
 
 def test_a_setting_of_another_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPATCH_PEER_KEYS", "rows")
 
     with pytest.raises(SettingsError, match="is not one of columns, tiles"):
-        declared_geometry(FACTS["0.33.0"])
+        declared_geometry()
 
 
 @pytest.mark.parametrize("own", [COLUMNS, TILES])

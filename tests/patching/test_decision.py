@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.connector.handshake.decision import LocalCache, Prove, Read, Refuse, Stock, decide
-from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry
+from kvpatch.connector.handshake.agent_metadata import (
+    AgentMetadata,
+    StatedBlocks,
+    read_agent_metadata,
+)
+from kvpatch.connector.handshake.decision import LocalCache, Read, Refuse, Stock, decide
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry
 from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
 from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
 from kvpatch.connector.local.local_geometry import units_of
@@ -134,7 +138,7 @@ READ: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any
     ),
     "cut in a way that nobody knows": (
         local, lambda: replace(peer(block_tokens=64), kernel_blocks_per_block=None),
-        "vLLM 0.21 or later",
+        "set KVPATCH_PEER_BLOCK_SIZE to the --block-size of P",
     ),
     "like us, and all is ours": (lambda: local(reads_all=True), peer, Read),
     "a layout of no name": (
@@ -264,44 +268,124 @@ def test_a_mapping_says_where_the_peers_layers_lie() -> None:
     assert {p.address >> 20 for p in found.mapping.planes} == {1, 1 << 10}
 
 
-#: name: our side, what a release states that leaves something open, the names of what it may be,
-#: and which of them the release reads.
-PROVE: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any, Any]] = {
-    "items of any size": (local, unstated, {"stated"}, "stated"),
+def _by_number(**changes: Any) -> LocalCache:
+    """Our side on a release whose layouts have no names."""
+    return local(layout="HND", units=None, **changes)
+
+
+def _uncut(**changes: Any) -> AgentMetadata:
+    return replace(peer(**changes), kernel_blocks_per_block=None)
+
+
+def _muted(**changes: Any) -> AgentMetadata:
+    """As 0.10.0 states it, which has no word for the layout either."""
+    return replace(unstated(**changes), layout=None)
+
+
+_SIZE, _LAYOUT, _KEYS = (f"KVPATCH_PEER_{name}" for name in ("BLOCK_SIZE", "LAYOUT", "KEYS"))
+_CUT = {"kernel_sizes": _CUTS}
+_LARGE = {"block_tokens": 64, "num_blocks": 40}
+_IN_TWO = StatedBlocks(128, 64)
+
+#: name: our side, what the peer states, what becomes of it, and the variables of the warning; of a
+#: refusal the words of its cure.
+OPEN: dict[str, tuple[Callable[[], LocalCache], Callable[[], AgentMetadata], Any, Any]] = {
+    "items of any size, like ours": (local, unstated, Stock, (_SIZE,)),
+    "items of any size, like ours, and all is ours": (
+        lambda: local(reads_all=True), unstated, Read, (_SIZE,),
+    ),
     "items of any size, other blocks": (
-        local, lambda: unstated(block_tokens=64), {"stated"}, None,
+        local, lambda: unstated(block_tokens=64), f"set {_SIZE} to what P has", None,
     ),
-    "either layout": (
-        lambda: local(layout="HND", units=None), lambda: unstated(kv_cache_layout=None),
-        {"HND", "NHD"}, "HND",
+    "items of any size, declared": (
+        lambda: local(declared=DeclaredGeometry(64)), lambda: unstated(block_tokens=64), Read, (),
     ),
-    "any cut": (
-        lambda: local(kernel_sizes=_CUTS),
-        lambda: replace(peer(block_tokens=64, num_blocks=40), kernel_blocks_per_block=None),
-        {1, 2, 4}, None,
+    "items of any size, declared, like ours": (
+        lambda: local(declared=DeclaredGeometry(16)), unstated, Stock, (),
+    ),
+    "items of any size, stated": (
+        local, lambda: replace(unstated(block_tokens=64), stated_blocks=StatedBlocks(64, 64)),
+        Read, (),
+    ),
+    "items of a type that is stated": (
+        lambda: local(dtype="bfloat16"),
+        lambda: replace(unstated(), stated_blocks=StatedBlocks(16, 16, dtype="fp8_e4m3")),
+        "one --dtype and --kv-cache-dtype", None,
+    ),
+    "other blocks than are stated": (
+        local, lambda: replace(unstated(), stated_blocks=StatedBlocks(32, 32)),
+        "--kv-cache-dtype", None,
+    ),
+    "stated, and declared otherwise": (
+        lambda: local(declared=DeclaredGeometry(32)),
+        lambda: replace(unstated(), stated_blocks=StatedBlocks(16, 16)),
+        "set it to the --block-size of P", None,
+    ),
+    "either layout, ours the one that vLLM chooses": (
+        _by_number, _muted, Stock, (_SIZE, _LAYOUT),
+    ),
+    "either layout, ours another": (
+        lambda: _by_number(inner_layout="NHD"), _muted, f"set {_SIZE} and {_LAYOUT}", None,
+    ),
+    "either layout, and the blocks declared": (
+        lambda: _by_number(declared=DeclaredGeometry(16)), _muted, Stock, (_LAYOUT,),
+    ),
+    "a layout that is declared": (
+        lambda: _by_number(declared=DeclaredGeometry(16, "NHD")), _muted, Read, (),
+    ),
+    "a layout that is stated": (
+        _by_number, lambda: replace(_muted(), stated_blocks=StatedBlocks(16, 16, "NHD")), Read, (),
+    ),
+    "any cut, other blocks": (
+        lambda: local(**_CUT), lambda: _uncut(**_LARGE), f"set {_SIZE} to what P has", None,
+    ),
+    "any cut, like ours": (
+        lambda: local(**_CUT, block_tokens=64), lambda: _uncut(**_LARGE), Stock, (_SIZE,),
+    ),
+    "any cut but ours": (
+        lambda: local(**_CUT, block_tokens=64, kernel_blocks_per_block=3),
+        lambda: _uncut(**_LARGE), f"set {_SIZE}", None,
+    ),
+    "a cut that is declared": (
+        lambda: local(**_CUT, block_tokens=64, declared=DeclaredGeometry(128)),
+        lambda: _uncut(**_LARGE), Read, (),
+    ),
+    "a cut that is stated": (
+        lambda: local(**_CUT, block_tokens=64),
+        lambda: replace(_uncut(**_LARGE), stated_blocks=_IN_TWO), Read, (),
+    ),
+    "a cut that is stated, of other kernel blocks": (
+        lambda: local(**_CUT, block_tokens=64),
+        lambda: replace(_uncut(**_LARGE), stated_blocks=StatedBlocks(64, 32)), "kvpatch on both",
+        None,
+    ),
+    "a cut that nobody knows, like ours": (local, _uncut, Stock, (_SIZE,)),
+    "a cut that nobody knows, declared": (
+        lambda: local(declared=DeclaredGeometry(64)), lambda: _uncut(block_tokens=64), Read, (),
+    ),
+    "block sizes that are none": (
+        lambda: local(misreads_blocks=True), lambda: replace(peer(), block_tokens=4),
+        Stock, (_SIZE,),
+    ),
+    "a CPU's keys, like ours": (
+        of_two_bytes, lambda: peer_of_two_bytes(32), Stock, (_KEYS,),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROVE)
-def test_what_is_left_open_has_to_be_proven(name: str) -> None:
-    ours, theirs, names, stock = PROVE[name]
+@pytest.mark.parametrize("name", OPEN)
+def test_what_becomes_of_a_peer_that_leaves_something_open(name: str) -> None:
+    ours, theirs, expected, variables = OPEN[name]
 
     found = decide(ours(), theirs(), OLDEST)
 
-    assert isinstance(found, Prove)
-    assert found.mappings.keys() == names
-    assert found.stock == stock
+    _says(found, expected)
+    if not isinstance(found, Refuse):
+        assert found.open_to == variables
 
 
 def test_what_cannot_be_read_as_anything_is_refused() -> None:
     _says(decide(local(), unstated(attn_backend_name="OTHER", block_tokens=64), OLDEST), "use one")
-
-
-def test_a_declared_peer_has_nothing_to_prove() -> None:
-    found = decide(local(declared=DeclaredGeometry(64)), unstated(block_tokens=64), OLDEST)
-
-    assert isinstance(found, Read)
 
 
 #: name: a cache that we do not read into, the peer, and what becomes of it.

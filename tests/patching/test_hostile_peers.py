@@ -16,8 +16,8 @@ import pytest
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.connector.handshake.compatibility import is_compatible
 from kvpatch.connector.handshake.decision import with_both_geometries
-from kvpatch.connector.handshake.possible_geometries import DeclaredGeometry, possible_geometries
 from kvpatch.connector.handshake.remote_geometry import peer_regions
+from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry, complete
 from kvpatch.connector.local.kv_cache_groups import Group
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.connector.read_request import ReadRequest
@@ -67,7 +67,7 @@ def _real_metadata(layout: str = "LBHNC") -> Any:
 
 def _completed(ours: LocalGeometry, metadata: Any) -> AgentMetadata:
     peer = read_agent_metadata(metadata, installed_facts(), 0, 1)
-    return possible_geometries(ours, peer, DeclaredGeometry()).completed[0]
+    return complete(ours, peer, DeclaredGeometry()).peer
 
 
 def _mutate(rng: random.Random, metadata: Any) -> None:

@@ -26,7 +26,7 @@ from kvpatch.connector.metrics.catalogue import (
     Outcome,
 )
 from kvpatch.connector.metrics.prometheus import Shown
-from kvpatch.core.errors import NotProven, PeerRefused, ReadRefused
+from kvpatch.core.errors import HostBufferRefused, PeerRefused, ReadRefused
 from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.telemetry import Telemetry, sum_of
 
@@ -51,7 +51,7 @@ class TestBook:
         for error in (
             PeerRefused("no", "use x"),
             ReadRefused("no", "use x"),
-            NotProven("no", "use x"),
+            HostBufferRefused("no", "use x"),
         ):
             with pytest.raises(type(error)), book.refusals():
                 raise error
@@ -59,7 +59,7 @@ class TestBook:
             raise ValueError("not ours")
 
         causes = [label for _, label, _ in book.take()]
-        assert causes == ["PeerRefused", "ReadRefused", "NotProven"]
+        assert causes == ["PeerRefused", "ReadRefused", "HostBufferRefused"]
 
     @pytest.mark.parametrize(
         ("verdicts", "has_failed", "told"),
@@ -273,7 +273,7 @@ class TestShown:
                 ["kvpatch_reads", "direct", 1],
                 [POOL_USED_BYTES.name, "0", 7],
                 [POOL_USED_BYTES.name, "0", 5],
-                ["kvpatch_refusals", "NotProven", 1],
+                ["kvpatch_refusals", "HostBufferRefused", 1],
             ],
             1,
         )
@@ -281,7 +281,7 @@ class TestShown:
         assert _value("kvpatch_reads_total", "1", way="direct") == 3
         assert _value("kvpatch_reads_total", "0", way="direct") == 0
         assert _value(POOL_USED_BYTES.name, "1", rank="0") == 5
-        assert _value("kvpatch_refusals_total", "1", cause="NotProven") == 1
+        assert _value("kvpatch_refusals_total", "1", cause="HostBufferRefused") == 1
 
     def test_what_is_counted_stands_there_from_the_start(self) -> None:
         _shown()

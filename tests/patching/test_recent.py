@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.connector.handshake.remote_ranks import Peer
-from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.reader import Reader
 from kvpatch.connector.recent_engines import MOST_ENGINES, RecentEngines
 
@@ -29,20 +28,7 @@ def _reader(*engines: str) -> Reader:
     reader = object.__new__(Reader)
     reader.peers = {engine: Peer() for engine in engines}
     reader._unbooked = frozenset()
-    reader.ambiguous_peers = _OnePeerOpen()
     return reader
-
-
-class _OnePeerOpen(AmbiguousPeers):
-    def __init__(self) -> None:
-        self.engines = {"open"}
-
-    @property
-    def engine_ids(self) -> tuple[str, ...]:
-        return tuple(self.engines)
-
-    def forget(self, engine_id: str) -> None:
-        self.engines.discard(engine_id)
 
 
 def test_engines_that_the_release_has_let_go_of_are_forgotten_at_the_second_handshake():
@@ -53,6 +39,5 @@ def test_engines_that_the_release_has_let_go_of_are_forgotten_at_the_second_hand
     reader.keep(["kept", "on its way"])
 
     assert set(reader.peers) == {"kept", "on its way"}
-    assert reader.ambiguous_peers.engine_ids == ()
     reader.keep(["kept"])
     assert set(reader.peers) == {"kept", "on its way"}

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake import possible_geometries as possible
+from kvpatch.connector.handshake import unstated_blocks as unstated
 from kvpatch.connector.handshake.agent_metadata import read_agent_metadata
 from kvpatch.connector.handshake.block_shapes import heads_of
 from kvpatch.connector.handshake.compatibility import is_compatible
@@ -122,9 +122,9 @@ def _stated(rank=0, size=1, **changes):
     return read_agent_metadata(_metadata(**changes), NEWEST, rank, size)
 
 
-def _view(metadata, peer, ours, block_bytes, own_regions=None, **most):
+def _view(metadata, peer, ours, block_bytes, own_regions=None, most_blocks=1 << 40):
     return homogeneous_metadata(
-        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, **most
+        metadata, NEWEST, peer, ours, block_bytes, own_regions or {}, most_blocks=most_blocks
     )
 
 
@@ -487,46 +487,45 @@ def test_heads_of_a_rank(rank, size, expected):
     assert heads_of(4, rank, size) == expected
 
 
-def _possible(ours, stated):
-    return possible.possible_geometries(ours, stated, possible.declared_geometry(_FACTS))
+def _completed(ours, stated):
+    return unstated.complete(ours, stated, unstated.declared_geometry())
 
 
 def _to_0110(ours, **changes):
     stated = replace(_stated(**changes), block_tokens=None, kernel_blocks_per_block=None)
-    return _possible(ours, stated)
+    return _completed(ours, stated)
 
 
 @pytest.mark.parametrize(("block_tokens", "alike"), [(16, True), (64, False), (48, False)])
-def test_an_unstated_block_size_follows_from_the_bytes_and_has_to_be_proven(block_tokens, alike):
+def test_an_unstated_block_size_follows_from_the_bytes_and_is_open(block_tokens, alike):
     _, ours = ours_of(block_tokens=16)
     found = _to_0110(ours, block_tokens=block_tokens)
-    (peer,) = found.completed
 
     assert found.is_open, "its items may be of another size"
-    assert peer.block_tokens == block_tokens
-    assert is_compatible(ours, peer) is alike
+    assert found.peer.block_tokens == block_tokens
+    assert is_compatible(ours, found.peer) is alike
 
 
-def test_a_declared_block_size_is_checked_and_needs_no_proof(monkeypatch):
+def test_a_declared_block_size_is_checked(monkeypatch):
     _, ours = ours_of(block_tokens=16)
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "64")
     assert not _to_0110(ours, block_tokens=64).is_open
     with pytest.raises(PeerRefused, match="KVPATCH_PEER_BLOCK_SIZE declares blocks of 64"):
         _to_0110(ours, block_tokens=32)
     stated = _stated(block_tokens=32, physical_blocks_per_logical_kv_block=2)
-    assert _possible(ours, stated).completed == (stated,)
+    assert _completed(ours, stated).peer == stated
     with pytest.raises(PeerRefused, match="comes to blocks of 32"):
-        _possible(ours, replace(stated, kernel_blocks_per_block=1))
+        _completed(ours, replace(stated, kernel_blocks_per_block=1))
 
 
-def test_a_declared_layout_is_checked_and_needs_no_proof(monkeypatch):
+def test_a_declared_layout_is_checked(monkeypatch):
     _, ours = ours_of(block_tokens=16)
-    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).completed] == ["HND", "NHD"]
+    assert _to_0110(ours, kv_cache_layout=None).peer.layout is None
     monkeypatch.setenv("KVPATCH_PEER_LAYOUT", "nhd")
-    assert [s.layout for s in _to_0110(ours, kv_cache_layout=None).completed] == ["NHD"]
-    assert _possible(ours, _stated(kv_cache_layout="NHD")).completed
+    assert _to_0110(ours, kv_cache_layout=None).peer.layout == "NHD"
+    assert _completed(ours, _stated(kv_cache_layout="NHD")).peer
     with pytest.raises(PeerRefused, match="KVPATCH_PEER_LAYOUT declares NHD"):
-        _possible(ours, _stated(kv_cache_layout="HND"))
+        _completed(ours, _stated(kv_cache_layout="HND"))
 
 
 def test_bytes_that_are_no_whole_tokens_are_refused():
@@ -537,14 +536,13 @@ def test_bytes_that_are_no_whole_tokens_are_refused():
         _to_0110(ours, block_lens=[16 * TOKEN, 32 * TOKEN])
 
 
-def test_an_unstated_layout_is_one_of_two_where_there_are_heads_and_tokens():
+def test_an_unstated_layout_is_open_where_there_are_heads_and_tokens():
     _, ours = ours_of()
-    peer = _to_0110(ours, kv_cache_layout=None).completed[0]
-    peer = replace(peer, layout=None)
-    assert possible.has_two_layouts(ours, peer)
-    assert not possible.has_two_layouts(ours, replace(peer, layout="HND"))
-    assert not possible.has_two_layouts(ours, replace(peer, tp_size=ours.total_heads))
-    assert not possible.has_two_layouts(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
+    peer = _to_0110(ours, kv_cache_layout=None).peer
+    assert unstated.has_open_layout(ours, peer)
+    assert not unstated.has_open_layout(ours, replace(peer, layout="HND"))
+    assert not unstated.has_open_layout(ours, replace(peer, tp_size=ours.total_heads))
+    assert not unstated.has_open_layout(replace(ours, key_order=KeyOrder.COLUMN_MAJOR), peer)
 
 
 def test_like_kernel_blocks_of_unlike_blocks_are_unlike():
@@ -558,27 +556,28 @@ def test_unstated_kernel_blocks_are_refused_where_the_backend_may_cut_blocks():
     with pytest.raises(PeerRefused, match="may cut blocks"):
         is_compatible(ours, stated)
     whole = replace(ours, kernel_sizes=KernelBlockSizes(((),), ((16,),)))
-    found = _possible(whole, stated)
-    (peer,) = found.completed
-    assert not found.is_open and peer.kernel_blocks_per_block == 1
-    assert not is_compatible(whole, peer)
+    found = _completed(whole, stated)
+    assert not found.is_open and found.peer.kernel_blocks_per_block == 1
+    assert not is_compatible(whole, found.peer)
 
 
-def _parts(found):
-    return [statement.kernel_blocks_per_block for statement in found.completed]
-
-
-def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_blocks_allow():
+@pytest.mark.parametrize(
+    ("blocks", "own", "expected"),
+    [(40, 1, (1, True, True)), (40, 4, (4, True, True)), (42, 4, (1, True, False)),
+     (41, 1, (1, False, True)), (41, 4, (1, False, True))],
+)  # fmt: skip
+def test_unstated_kernel_blocks_are_as_many_as_a_backend_and_the_number_of_blocks_allow(
+    blocks, own, expected
+):
+    """An odd number of kernel blocks is cut in one way; else they are taken for as many as ours."""
     _, ours = ours_of(block_tokens=64)
     sizes = KernelBlockSizes(((16, 32, 64),), ((),), blocks=(16, 32, 64, 128, 256))
-    cut = replace(ours, kernel_sizes=sizes)
+    cut = replace(ours, kernel_sizes=sizes, kernel_blocks_per_block=own)
     stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, backend=None)
 
-    found = _possible(cut, replace(stated, blocks=40))
-    assert found.is_open and _parts(found) == [1, 2, 4]
-    assert _parts(_possible(cut, replace(stated, blocks=42))) == [1, 2]
-    found = _possible(cut, replace(stated, blocks=41))
-    assert not found.is_open and _parts(found) == [1], "an odd number of kernel blocks"
+    found = _completed(cut, replace(stated, blocks=blocks))
+
+    assert (found.peer.kernel_blocks_per_block, found.is_open, found.is_like) == expected
 
 
 def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
@@ -586,11 +585,11 @@ def test_declared_blocks_leave_one_number_of_kernel_blocks(monkeypatch):
     cut = replace(ours, kernel_sizes=KernelBlockSizes(((16, 32, 64),), ((),)))
     stated = replace(_stated(block_tokens=64), kernel_blocks_per_block=None, blocks=40)
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "128")
-    found = _possible(cut, stated)
-    assert not found.is_open and _parts(found) == [2]
+    found = _completed(cut, stated)
+    assert not found.is_open and found.peer.kernel_blocks_per_block == 2
     monkeypatch.setenv("KVPATCH_PEER_BLOCK_SIZE", "96")
     with pytest.raises(PeerRefused, match="comes to kernel blocks of 64 tokens"):
-        _possible(cut, stated)
+        _completed(cut, stated)
 
 
 def test_two_byte_keys_of_which_nobody_knows_how_they_lie_are_refused():

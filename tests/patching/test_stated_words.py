@@ -13,13 +13,20 @@ import pytest
 import torch
 import zmq
 
+from kvpatch.connector.handshake.agent_metadata import StatedBlocks
 from kvpatch.connector.local.whole_blocks import check_contents, contents_of
 from kvpatch.connector.stated_words import (
+    BLOCKS,
     CONTENTS,
+    DTYPE,
     KEYS,
+    LAYOUT,
     SideChannels,
     state_words,
+    stated_blocks,
+    with_names,
     with_stated_words,
+    words_of,
 )
 from kvpatch.connector.unlike_releases import side_channel
 from kvpatch.connector.unlike_releases.side_channel import Address
@@ -27,6 +34,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 
 from .release_workers import worker_of
+from .test_decision import local
 
 pytestmark = pytest.mark.patching
 
@@ -113,6 +121,63 @@ def test_a_worker_writes_what_it_has_to_say() -> None:
     assert with_stated_words({0: other})[0] is other
 
 
+def _geometry(**changes: Any) -> Any:
+    return local(block_tokens=64, kernel_blocks_per_block=2, dtype="fp8_e4m3", **changes).geometry
+
+
+def _untiled(release: str) -> Any:
+    class Worker(type(_worker())):  # type: ignore[misc]
+        tiles_on_amx = False
+
+    found = worker_of(release, _layer_specs={})
+    return Worker(found.worker, found.facts)
+
+
+def test_old_releases_state_what_a_block_is() -> None:
+    plain = _untiled("0.20.2")
+    assert words_of(plain, _geometry()) == {BLOCKS: "128/64", DTYPE: "fp8_e4m3"}
+    assert words_of(plain, None) == {}, "nobody reads into what it has registered"
+    assert words_of(_untiled("0.21.0"), _geometry()) == {}, "the handshake says it"
+    oldest = words_of(_untiled("0.10.0"), _geometry(inner_layout="NHD"))
+    assert oldest == {BLOCKS: "128/64", DTYPE: "fp8_e4m3", LAYOUT: "NHD"}
+
+
+def test_a_struct_of_an_old_release_takes_names_more() -> None:
+    class Struct(msgspec.Struct, omit_defaults=True, dict=True):  # type: ignore[call-arg]
+        engine_id: str
+        blocks: int = 0
+
+    found = with_names(Struct("p", 3), {BLOCKS: "128/64"})
+
+    encoded = msgspec.msgpack.encode(found)
+    assert msgspec.msgpack.decode(encoded) == {"engine_id": "p", "blocks": 3, BLOCKS: "128/64"}
+    assert msgspec.msgpack.decode(encoded, type=Struct) == Struct("p", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({}, None),
+        ({BLOCKS: "128/64"}, StatedBlocks(128, 64)),
+        (
+            {BLOCKS: "16/16", LAYOUT: "NHD", DTYPE: "float32"},
+            StatedBlocks(16, 16, "NHD", "float32"),
+        ),
+        ({BLOCKS: "16/16", LAYOUT: "BLHNC", DTYPE: 7}, StatedBlocks(16, 16)),
+    ],
+)
+def test_what_a_peer_states_of_its_blocks(words: dict[str, object], expected: object) -> None:
+    assert stated_blocks(words) == expected
+
+
+@pytest.mark.parametrize(
+    "blocks", ["", "16", "0/0", "16/32", "48/32", "99999999/1", "-1/1", 16, []]
+)
+def test_blocks_that_cannot_be_are_refused(blocks: object) -> None:
+    with pytest.raises(PeerRefused, match="its kvpatch states blocks of"):
+        stated_blocks({BLOCKS: blocks})
+
+
 @pytest.fixture
 def answering() -> Iterator[dict[str, Any]]:
     """A listener, and what it answers."""
@@ -152,7 +217,8 @@ def test_a_word_is_asked_for_where_p_answers(
     channels.found["p"] = Address("127.0.0.1", answering["port"])
 
     assert channels.words("p", 0, facts).get(CONTENTS) == word
-    assert channels.words("p", 0, FACTS["0.12.0"]) == {}
+    channels.found["p"] = Address("127.0.0.1", answering["port"] - 3)
+    assert channels.words("p", 3, FACTS["0.11.0"]).get(CONTENTS) == word, "a port for each rank"
 
 
 def test_a_peer_that_nobody_reaches_is_taken_for_one_without_kvpatch(

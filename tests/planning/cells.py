@@ -50,7 +50,7 @@ def requests_of(case: Case, release: str) -> tuple[Request, ...]:
     """Those of the run, stock: the one that goes before, where the lab has it, and its own."""
     if tells_blocks(release):
         return (request_of(case),)
-    return (Request(case.introduced().introduction_tokens), request_of(case))
+    return (Request(case.behind_another().tokens_before), request_of(case))
 
 
 @cache

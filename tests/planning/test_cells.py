@@ -16,9 +16,10 @@ from kvpatch.planning.ours import judged_by_kvpatch
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
 from kvpatch.planning.stock import start_problem, stock_verdict
 from tests.lab.case import Case, EngineSpec
+from tests.lab.releases import declaring
 from tests.lab.table import Cell, all_cases, known_cells
 
-from .cells import PLAYED, pair_of, requests_of
+from .cells import PLAYED, pair_of, request_of, requests_of
 
 pytestmark = pytest.mark.patching
 
@@ -54,7 +55,8 @@ def differences(
     found = {}
     for cell in cells:
         case = CASES[cell.case]
-        pair = pair_of(case, cell.release, folder)
+        played = declaring(case.patched(*SLUGS, prefill=False), cell.release)
+        pair = pair_of(played, cell.release, folder)
         outcome = _first_that_fails(said(pair, one) for one in requests_of(case, cell.release))
         if seen(cell) not in PLAYED[outcome]:
             found[cell.release, cell.case] = f"seen {seen(cell)}, said {outcome.value}"
@@ -134,7 +136,7 @@ def test_states_of_other_types_are_wrong_on_stock(release: str, side: str, tmp_p
     """As the lab's test_other_types_of_states has seen; alike they are identical."""
     alike = Case("states", _STATES, _STATES, 300).patched(*SLUGS, prefill=False)
     longer = replace(getattr(alike, side), state_dtype="float32")
-    request = requests_of(alike, release)[0]
+    request = request_of(alike)
 
     pair = pair_of(alike, release, tmp_path)
     assert stock_verdict(pair, request).outcome is Outcome.IDENTICAL
@@ -151,7 +153,7 @@ def test_states_of_other_types_and_as_many_bytes(tmp_path: Path, says: bool) -> 
     """A handshake states how many bytes there are, and not of what; P's kvpatch does."""
     alike = Case("states", _STATES, _STATES, 300).patched(*SLUGS, prefill=says)
     other = replace(alike, prefill=replace(alike.prefill, state_dtype="float16"))
-    pair, request = pair_of(other, "0.33.0", tmp_path), requests_of(alike, "0.33.0")[0]
+    pair, request = pair_of(other, "0.33.0", tmp_path), request_of(alike)
 
     assert stock_verdict(pair, request).outcome is Outcome.WRONG
     assert _by_kvpatch(pair, request).outcome is (Outcome.REFUSED if says else Outcome.WRONG)

@@ -14,7 +14,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, uncovered_tail
 from kvpatch.transfer.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.transfer.one_memory import storage_of
-from kvpatch.transfer.plane_bytes import first_tokens, zero_tokens
+from kvpatch.transfer.plane_bytes import zero_tokens
 from tests.geometry.test_tiles import cache_of, planes_at, rows_of
 
 from .digest_world import SEED, Engine, Rank, request_of
@@ -82,13 +82,3 @@ def test_what_lies_behind_the_last_token_is_zeroed(end: int) -> None:
     zero_tokens(storage_of(memory), planes, uncovered_tail(BlockList(_IDS, 64), end))
 
     assert memory.numpy().tobytes() == cache_of(KeyOrder.TILED, expected)
-
-
-def test_the_first_tokens_are_those_of_the_rows() -> None:
-    rows = rows_of(1, 32)
-    memory, planes = held(KeyOrder.TILED, rows)
-    for plane, of_plane in zip(planes, rows, strict=True):
-        found = first_tokens(memory, plane, _IDS.tolist(), 70)
-
-        wanted = of_plane[_IDS].swapaxes(1, 2).reshape(-1, *of_plane.shape[1::2])[:70]
-        assert found.tobytes() == wanted.tobytes()

@@ -21,6 +21,23 @@ _ONE_VERSION = "use one vLLM and one kvpatch on both sides"
 
 
 @dataclass(frozen=True)
+class StatedBlocks:
+    """What P's kvpatch states of blocks that its release's handshake leaves open.
+
+    Attributes:
+        block_tokens: of one of the blocks that ids count.
+        kernel_tokens: of a kernel block, which it is a multiple of.
+        layout: HND or NHD, where the release states none (0.10.0); else None.
+        dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where not stated.
+    """
+
+    block_tokens: int
+    kernel_tokens: int
+    layout: str | None = None
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
 class AgentMetadata:
     """What one rank of a peer states of itself.
 
@@ -49,6 +66,8 @@ class AgentMetadata:
         key_order: how its keys lie in a block, where it has such a backend, or where a CPU's are
             known; None for as ours.
         stated_keys: how they lie by its own kvpatch's word; None where it says nothing.
+        stated_blocks: what its own kvpatch states of them; None where it states nothing, and where
+            nobody has asked.
     """
 
     engine_id: str
@@ -74,6 +93,7 @@ class AgentMetadata:
     cache_shape: CacheShape | None = None
     key_order: KeyOrder | None = None
     stated_keys: KeyOrder | None = None
+    stated_blocks: StatedBlocks | None = None
 
     @property
     def inner_layout(self) -> str | None:

@@ -39,7 +39,7 @@ def is_compatible(ours: LocalGeometry, peer: AgentMetadata) -> bool:
     if _has_same_blocks(ours, peer) and same_split and not ours.misses_pages:
         return True
     if not same_split:
-        _refuse_unproven_split(ours, peer)
+        _refuse_unknown_split(ours, peer)
     _refuse_undecidable(ours, peer)
     return False
 
@@ -82,7 +82,7 @@ def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
         raise PeerRefused(
             f"{ours.backend} may cut blocks into kernel blocks, and this release's handshake does "
             "not say so",
-            "use one --block-size on both sides, or vLLM 0.21 or later",
+            "set KVPATCH_PEER_BLOCK_SIZE to the --block-size of P, or ENABLE_KVPATCH on P",
         )
     if peer.backend not in (None, ours.backend):
         raise PeerRefused(
@@ -91,7 +91,7 @@ def _refuse_undecidable(ours: LocalGeometry, peer: AgentMetadata) -> None:
         )
 
 
-def _refuse_unproven_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
+def _refuse_unknown_split(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Refuses a peer whose keys and values are together by its statement, and may not be.
 
     Raises:

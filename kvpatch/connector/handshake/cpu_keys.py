@@ -63,6 +63,16 @@ def with_key_order(
     return replace(peer, key_order=found)
 
 
+def is_key_order_open(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """True if a CPU's keys are taken for ours, because nobody says how they lie."""
+    return (
+        peer.key_order is None
+        and ours.key_order is not KeyOrder.ROW_MAJOR
+        and peer.backend in (None, ours.backend)
+        and may_be_tiled(ours, peer)
+    )
+
+
 def check_key_order(ours: LocalGeometry, peer: AgentMetadata) -> None:
     """Whether it is known how keys lie in the blocks of a peer that is not read as our own.
 

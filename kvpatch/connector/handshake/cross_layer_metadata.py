@@ -17,6 +17,8 @@ from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.cross_layer_blocks import CrossLayerBlocks
 
+_LISTENER = "_nixl_handshake_listener"
+
 
 def as_cross_layer(
     metadata: Any, facts: ReleaseFacts, pool: CrossLayerBlocks, form: CrossLayerForm
@@ -67,7 +69,7 @@ def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iter
         yield
         return
     worker = release.worker
-    listen = worker._nixl_handshake_listener
+    listen, before = worker._nixl_handshake_listener, vars(worker).get(_LISTENER)
 
     def listener(metadata: Any, *more: Any, **named: Any) -> Any:
         return listen(restate(metadata), *more, **named)
@@ -76,7 +78,10 @@ def listener_told(release: ReleaseWorker, restate: Callable[[Any], Any]) -> Iter
     try:
         yield
     finally:
-        del worker._nixl_handshake_listener
+        if before is None:
+            del worker._nixl_handshake_listener
+        else:
+            worker._nixl_handshake_listener = before
 
 
 def restate_payload(release: ReleaseWorker, pool: CrossLayerBlocks, form: CrossLayerForm) -> None:

@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpatch.connector.handshake.accepted_peers import as_accepted, by_its_hash
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.compatibility import is_compatible
 from kvpatch.connector.handshake.other_releases import with_cache_shape
-from kvpatch.connector.handshake.possible_geometries import (
-    DeclaredGeometry,
-    GeometryName,
-    PossibleGeometries,
-    possible_geometries,
-)
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.remote_states import (
@@ -35,6 +29,7 @@ from kvpatch.connector.handshake.unread_caches import (
     check_unread,
     has_smaller_blocks,
 )
+from kvpatch.connector.handshake.unstated_blocks import Completed, DeclaredGeometry, complete
 from kvpatch.connector.local.cache_kinds import Holds
 from kvpatch.connector.local.local_geometry import LocalGeometry
 from kvpatch.core.errors import PeerRefused
@@ -52,31 +47,24 @@ class Stock:
 
     Attributes:
         peer: what it states, completed; None where nobody here looks at it.
+        open_to: the variables that would say what is taken for ours, of a peer that fits a like
+            engine and does not say it all.
     """
 
     peer: AgentMetadata | None = None
+    open_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Read:
-    """We read the peer."""
-
-    mapping: RemoteRank
-
-
-@dataclass(frozen=True)
-class Prove:
-    """The peer may be one of several for all that it says, and its blocks have to show which.
+    """We read the peer.
 
     Attributes:
-        mappings: by the name of each that can be read; one at least.
-        refusals: by the name of each other.
-        stock: the one of `mappings` that the release reads; None for none.
+        open_to: as of :class:`Stock`, where like peers are ours to read.
     """
 
-    mappings: Mapping[GeometryName, RemoteRank]
-    refusals: Mapping[GeometryName, Refuse]
-    stock: GeometryName | None = None
+    mapping: RemoteRank
+    open_to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Refuse:
         return PeerRefused(self.reason, self.cure)
 
 
-Decision = Stock | Read | Prove | Refuse
+Decision = Stock | Read | Refuse
 
 # --- what it is made of -----------------------------------------------------------------
 
@@ -146,23 +134,21 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
             peer = with_cache_shape(ours, by_its_hash(ours, peer), is_plain=is_plain)
         elif peer.named is not None:
             peer = as_accepted(ours, peer, peer.named)
-        if ours.misreads_blocks:
-            peer = replace(peer, block_tokens=None)
-        possible = possible_geometries(ours, peer, local.declared)
-        peer = possible.completed[0]
+        completed = complete(ours, peer, local.declared)
+        peer = completed.peer
         if not local.has_sure_layout and peer.layout not in (None, ours.layout):
             raise PeerRefused(
                 "the caches of this device have no storage, and a peer on one like it may have "
                 "another layout than it states",
                 "set ENABLE_KVPATCH there too",
             )
-        if possible.is_open:
-            return _to_prove(local, possible, facts)
+        if completed.is_open:
+            _check_like(ours, completed)
         if _is_stocks(local, peer) or _is_joined(local, peer, facts):
             check_state_sizes(peer, sizes_at_peer(ours, peer))
-            return Stock(peer)
+            return Stock(peer, completed.variables)
         _check_block_lists(local, peer, facts)
-        return Read(mapping_of(local, peer))
+        return Read(mapping_of(local, peer), completed.variables if completed.is_open else ())
     except PeerRefused as error:
         return with_both_geometries(ours, peer, error)
 
@@ -173,26 +159,19 @@ def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRe
     return Refuse(f"{both}; {error.reason}", error.cure)
 
 
-def _to_prove(
-    local: LocalCache, possible: PossibleGeometries, facts: ReleaseFacts
-) -> Prove | Refuse:
-    mappings: dict[GeometryName, RemoteRank] = {}
-    refusals: dict[GeometryName, Refuse] = {}
-    stock: GeometryName | None = None
-    for name, peer in possible.named.items():
-        try:
-            is_stock = _is_stocks(local, peer)
-            if not is_stock:
-                _check_block_lists(local, peer, facts)
-            mappings[name] = mapping_of(local, peer)
-        except PeerRefused as error:
-            refusals[name] = with_both_geometries(local.geometry, peer, error)
-            continue
-        if is_stock:
-            stock = name
-    if not mappings:
-        return next(iter(refusals.values()))
-    return Prove(mappings, refusals, stock)
+def _check_like(ours: LocalGeometry, completed: Completed) -> None:
+    """Refuses a peer that leaves something open and does not fit a like engine.
+
+    Raises:
+        PeerRefused: with the variables that would say what is open.
+    """
+    if is_compatible(ours, completed.peer) and completed.is_like:
+        return
+    variables = " and ".join(completed.variables)
+    raise PeerRefused(
+        "this vLLM's handshake does not say all of its blocks, and they are not like ours",
+        f"set {variables} to what P has, or set ENABLE_KVPATCH on P",
+    )
 
 
 def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:

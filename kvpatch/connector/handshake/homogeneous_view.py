@@ -32,7 +32,7 @@ def homogeneous_metadata(
     block_bytes: tuple[int, ...],
     own_regions: Mapping[str, Any],
     *,
-    most_blocks: int | None = None,
+    most_blocks: int,
 ) -> Any:
     """A copy of a peer's metadata that describes the same memory in our geometry.
 
@@ -41,7 +41,7 @@ def homogeneous_metadata(
     Args:
         block_bytes: of each of our regions, as the peer's would be.
         own_regions: what this worker states of its own regions.
-        most_blocks: in any region; None for as many as there is room for.
+        most_blocks: in any region, where there is room for as many.
 
     Raises:
         PeerRefused: the peer registered less than one of our blocks.
@@ -59,7 +59,7 @@ def homogeneous_metadata(
             f"bytes) in a region: {peer}",
             "give it more KV cache",
         )
-    blocks = room if most_blocks is None else min(room, most_blocks)
+    blocks = min(room, most_blocks)
     stated: dict[str, Any] = {
         "num_blocks": blocks,
         "block_len": block_bytes[0],

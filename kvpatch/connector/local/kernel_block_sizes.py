@@ -1,11 +1,11 @@
 """Into how many kernel blocks a peer's blocks may be cut, where its handshake does not say it.
 
 From 0.11.1 on a handshake states the tokens and the bytes of a kernel block, and on releases
-<= 0.20 not how many kernel blocks a block is cut into; block ids count blocks. Which it is has to
-be proven (``kvpatch.legacy.content_proof``) or declared. So it has on releases <= 0.11.0, whose
-handshakes state a block's bytes and not its tokens: divided by our own bytes of a token they come
-to a number of tokens, which is wrong where the peer's items are of another size (fp8 beside bf16).
-0.10.0 does not state the layout either.
+<= 0.20 not how many kernel blocks a block is cut into; block ids count blocks. P's kvpatch states
+it, or the operator declares it. So it is on releases <= 0.11.0, whose handshakes state a block's
+bytes and not its tokens: divided by the local bytes of a token they come to a number of tokens,
+which is wrong where the peer's items are of another size (fp8 beside bf16). 0.10.0 does not state
+the layout either.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KernelBlockSizes:
         most = max(_MOST_TOKENS // kernel_tokens, 1)
         every = tuple(range(1, most + 1))
         found = tuple(n for n in every if self.kernel_of(kernel_tokens * n) == kernel_tokens)
-        # No block comes to this: its backend is not quite ours, and all has to be proven.
+        # No block comes to this: its backend is not quite ours, and any is possible.
         return found or every
 
     @property

@@ -47,6 +47,7 @@ class LocalGeometry:
         total_heads: KV heads of the whole model.
         key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
         tiles_on_amx: whether the CPU backend has such items in tiles there.
+        dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
         facts: of the release that reads it.
         region_names: the layer that each region is named after; None in releases <= 0.29.
         units: the layers of each tensor, in the order in which tensors are handed to the
@@ -98,6 +99,7 @@ class LocalGeometry:
     backend_layout: str | None = None
     backends: frozenset[str] = frozenset()
     tiles_on_amx: bool = True
+    dtype: str = ""
 
     @cached_property
     def has_heads(self) -> bool:
@@ -179,6 +181,7 @@ def local_geometry_of(
         backends=frozenset(backend.get_name() for backend in release.backends),
         key_order=key_order,
         tiles_on_amx=release.tiles_on_amx,
+        dtype="" if facts.states_kernel_blocks else release.cache_dtype,
         state_bytes=release.state_bytes,
         facts=facts,
         region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,

@@ -72,6 +72,15 @@ class ReleaseWorker:
         return tuple(int(getattr(parallel, name)) for name in self.facts.context_sizes)
 
     @property
+    def cache_dtype(self) -> str:
+        """The type of keys and values, in the words of ``--kv-cache-dtype``."""
+        config = self.worker.vllm_config
+        found = str(config.cache_config.cache_dtype)
+        if found == "auto":
+            return str(config.model_config.dtype).removeprefix("torch.")
+        return "fp8_e4m3" if found == "fp8" else found
+
+    @property
     def stated_layout(self) -> str | None:
         """The layout that it tells peers; None on 0.10.0, which tells none."""
         return self.worker.kv_cache_layout if self.facts.states_layout else None

@@ -158,7 +158,7 @@ class ReadingAgent(AgentProxy):
 
     def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
         """Tells a peer that a request is over: nobody will ever read its blocks."""
-        peer = self._self_reader.known(engine_id)
+        peer = self._self_reader.peer(engine_id)
         if peer is not None:
             ranks = self._self_ranks_of(engine_id, remote_handle)
             tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
@@ -172,11 +172,6 @@ class ReadingAgent(AgentProxy):
         beside = self._self_beside(remote_agent_name)
         others = [name for name in beside if name != remote_agent_name]
         tell_over(self.__wrapped__, others, notif_msg)
-        context, peers = self._self_reader.context, self._self_reader.ambiguous_peers
-        if context is not None and context.computed_here is not None:
-            read_first = context.request_id, context.engine_id, context.computed_here
-            if peers.sample(self.__wrapped__, remote_agent_name, notif_msg, *read_first):
-                return None  # it is told once a sample of its blocks has been read
         now = monotonic()
         found = self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
         if notif_msg.startswith(HEARTBEAT):

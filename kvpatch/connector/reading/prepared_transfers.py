@@ -46,7 +46,6 @@ class RequestContext:
         refusal: is raised in place of preparing a transfer. From 0.11.1 on the release fails one
             request there; an error anywhere before that would end the engine.
         reading: what ours are planned from, in place of the release's; None where its stand.
-        computed_here: what D computes itself, of a peer that has yet to be proven what it is.
         hold: of P's on the blocks that are read; None where P says nothing of it.
         arrived: when D was given the request, as ``time.monotonic`` counts; None if unknown.
         is_read_back: whether a P reads an earlier turn back from a D.
@@ -60,7 +59,6 @@ class RequestContext:
     check: Callable[[], None] | None = None
     refusal: KvpatchError | None = None
     reading: Reading | None = None
-    computed_here: ReadRequest | None = None
     hold: Hold | None = None
     arrived: float | None = None
     is_read_back: bool = False

@@ -22,7 +22,6 @@ import numpy as np
 
 from kvpatch.connector.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.possible_geometries import GeometryName
 from kvpatch.connector.handshake.remote_planes import peer_memory
 from kvpatch.connector.handshake.remote_ranks import Peer, RemoteRank
 from kvpatch.connector.local.kv_cache_groups import Group
@@ -32,7 +31,6 @@ from kvpatch.connector.local.registered_caches import LayerCache
 from kvpatch.connector.metrics.book import Book
 from kvpatch.connector.metrics.catalogue import Way
 from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.ambiguous_peers import AmbiguousPeers
 from kvpatch.connector.reading.chosen_ways import ChosenWays
 from kvpatch.connector.reading.digest_checks import DigestChecks, PeersRank
 from kvpatch.connector.reading.leases import Leases
@@ -109,7 +107,6 @@ class Reader:
         progress: what reads go on in between the engine's steps; None for the steps alone.
 
     Attributes:
-        ambiguous_peers: of peers whose handshakes leave something open.
         ways: what goes straight to its place, and what through the pool.
         leases: how long peers keep what is to be read.
         to_engine: (engine id, message) -> the message in that engine's words, None for none.
@@ -149,7 +146,6 @@ class Reader:
         self._reads = ReadFactory(pool, caches, progress)
         self.ways = ChosenWays(mode, pool, caches.device, progress)
         self.planes = [plane for layer in self._layers.values() for plane in layer.planes]
-        self.ambiguous_peers = AmbiguousPeers()
         self.context: RequestContext | None = None
         self._states = destination.states
         self.leases = Leases()
@@ -175,18 +171,10 @@ class Reader:
         Args:
             booked: the engines that the release knows, and the one that hands are shaken with.
         """
-        held = frozenset((*self.peers, *self.ambiguous_peers.engine_ids))
-        unbooked = held.difference(booked)
+        unbooked = frozenset(self.peers).difference(booked)
         for engine_id in unbooked & self._unbooked:
             self.peers.pop(engine_id, None)
-            self.ambiguous_peers.forget(engine_id)
         self._unbooked = unbooked
-
-    def known(self, engine_id: str) -> Peer | None:
-        """As :meth:`peer`, and one of which nothing is read before it is proven what it is."""
-        found = self.peers.get(engine_id)
-        ranks = self.ambiguous_peers.ranks(engine_id) if found is None else None
-        return Peer(ranks) if ranks else found
 
     def admit(self, rank: RemoteRank) -> None:
         """Books a rank that the release has admitted; another number of ranks begins anew."""
@@ -196,30 +184,6 @@ class Reader:
     def admit_like(self, engine_id: str) -> None:
         """Books a rank of a peer like us, which the release reads."""
         self.peers.pop(engine_id, None)
-
-    def admit_ambiguous(
-        self,
-        candidates: Mapping[GeometryName, RemoteRank],
-        refusals: Mapping[GeometryName, KvpatchError],
-        alike: GeometryName | None,
-    ) -> None:
-        """Books a rank of a peer whose handshake leaves something open.
-
-        Args:
-            candidates: what it may be.
-            refusals: of what it may be and cannot be read as.
-            alike: the candidate that the release reads; None for none.
-        """
-        engine_id = next(iter(candidates.values())).metadata.engine_id
-        self.peers.pop(engine_id, None)
-
-        def admit(name: GeometryName) -> None:
-            if name == alike:
-                self.admit_like(engine_id)
-            else:
-                self.admit(candidates[name])
-
-        self.ambiguous_peers.add(engine_id, candidates, refusals, admit)
 
     def _book(self, peers: dict[str, Peer], rank: RemoteRank) -> None:
         metadata = rank.metadata

@@ -1,1 +1,0 @@
-"""Proof by content (<= 0.20): what a peer's blocks are, where its handshake does not say it all."""

@@ -1,0 +1,180 @@
+"""What a handshake of ``<= 0.20`` leaves open: P's kvpatch states it, or D's operator does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvpatch.patches import SLUGS
+
+from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, Case, EngineSpec
+from .host import Lab
+from .releases import declaring, states_block_size, states_layout, tells_blocks
+from .stage import Stage
+from .test_like_pairs import tokens_to_move
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_WARNING = "is taken for an engine like this one"
+
+
+@pytest.fixture(autouse=True)
+def _handshakes_leave_something_open(lab: Lab) -> None:
+    if tells_blocks(lab.release):
+        pytest.skip("this release's handshake says all of a block")
+
+
+def spec(release: str, block_tokens: int, **more: object) -> EngineSpec:
+    """An engine of whose blocks a handshake does not say all; FlashInfer cuts those of 128."""
+    found = EngineSpec("flash", "HND", block_tokens, 60, kv_heads=2, head_dim=16)
+    if states_block_size(release):
+        found = replace(found, family="flashinfer", parts=max(1, block_tokens // 64))
+    return replace(found, **more)  # type: ignore[arg-type]
+
+
+def pair(release: str, p: int, d: int, **of_p: object) -> Case:
+    """Six blocks of P's."""
+    return Case(f"P {p}, D {d}", spec(release, p, **of_p), spec(release, d), 6 * p - 20)
+
+
+@pytest.mark.parametrize(("p", "d"), [(128, 64), (64, 128), (128, 16), (32, 128), (32, 16)])
+@pytest.mark.parametrize("says", ["P states it", "D declares it"])
+def test_unlike_blocks(lab: Lab, p: int, d: int, says: str) -> None:
+    case = pair(lab.release, p, d)
+
+    report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens >= tokens_to_move(case, lab.release) - p
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_a_spoilt_cache_is_noticed(lab: Lab, prefill: bool) -> None:
+    case = pair(lab.release, 128, 64)
+
+    report = lab.run(case.patched(*SLUGS, prefill=prefill), sabotage="shift_block")
+
+    assert report.outcome == "corrupt", report
+
+
+@pytest.mark.parametrize(("p", "d"), [(128, 16), (32, 128), (32, 16)])
+def test_an_unlike_p_of_which_nobody_says_it_is_refused(lab: Lab, p: int, d: int) -> None:
+    report = lab.run(pair(lab.release, p, d).patched(*SLUGS, prefill=False), declares=False)
+
+    assert report.outcome == "refused", report
+    assert PEER_BLOCK_SIZE in report.detail and "ENABLE_KVPATCH on P" in report.detail
+
+
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_a_like_p_of_which_nobody_says_it_is_vllms_with_one_warning(
+    lab: Lab, block_tokens: int
+) -> None:
+    own = spec(lab.release, block_tokens)
+    with Stage(lab) as stage:
+        p, d = stage.start(own), stage.decode(own)
+        prompts = stage.prompts(2, 6 * block_tokens)
+
+        for prompt in prompts:
+            d.ask(*p.compute(prompt))
+            assert d.watch(prompt).received == {prompt.name}
+
+        assert d.wrong(*prompts)[0] == 0
+        assert not d.unlike()
+        warned = [line for line in d.call("warned") if _WARNING in line]
+        assert len(warned) == 1 and PEER_BLOCK_SIZE in warned[0], warned
+        assert (PEER_LAYOUT in warned[0]) is not states_layout(lab.release)
+
+
+@pytest.mark.parametrize("says", ["P states it", "D declares it"])
+def test_nobody_is_warned_of_a_like_p_of_which_all_is_said(lab: Lab, says: str) -> None:
+    own = spec(lab.release, 64)
+    case = Case("like", own, own, 300).patched(*SLUGS, prefill=says == "P states it")
+    case = declaring(case, lab.release)
+    with Stage(lab) as stage:
+        p, d = stage.start(case.prefill), stage.start(case.decode)
+        prompt = stage.prompt(256)
+        d.ask(*p.compute(prompt))
+        assert d.watch(prompt).received == {prompt.name}
+        assert d.wrong(prompt)[0] == 0
+        assert not [line for line in d.call("warned") if _WARNING in line]
+
+
+def test_a_wrong_declaration_is_refused_where_p_states_otherwise(lab: Lab) -> None:
+    case = pair(lab.release, 128, 64).patched(*SLUGS)
+    said = replace(case.decode, settings=((PEER_BLOCK_SIZE, "64"),))
+
+    report = lab.run(replace(case, decode=said))
+
+    assert report.outcome == "refused", report
+    assert f"{PEER_BLOCK_SIZE} declares blocks of 64 tokens" in report.detail
+
+
+def test_known_wrong_a_p_that_looks_like_d(lab: Lab) -> None:
+    """What the warning is about: the handshake of an unlike P that is that of a like one."""
+    case = pair(lab.release, 128, 64)
+    if not states_block_size(lab.release):  # as many bytes, of items half as large
+        case = pair(lab.release, 32, 16, dtype="fp8")
+    case = replace(case, prompt_tokens=16)
+
+    report = lab.run(case.patched(*SLUGS, prefill=False), declares=False)
+
+    # 0.10.0 names whole blocks alone: D computes what it cannot load.
+    assert report.outcome == "corrupt" or not report.moved_tokens, report
+    report = lab.run(case.patched(*SLUGS))
+    expected = "identical" if states_block_size(lab.release) else "refused"
+    assert report.outcome == expected, report
+
+
+# --- 0.10.0 states no layout ---------------------------------------------------------------
+
+
+@pytest.fixture
+def _states_no_layout(lab: Lab) -> None:
+    if states_layout(lab.release):
+        pytest.skip("this release states its layout")
+
+
+@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.parametrize("layouts", [("HND", "NHD"), ("NHD", "HND"), ("NHD", "NHD")])
+@pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
+@pytest.mark.parametrize("says", ["P states it", "D declares it"])
+def test_layouts(lab: Lab, p: int, d: int, layouts: tuple[str, str], says: str) -> None:
+    case = pair(lab.release, p, d, layout=layouts[0])
+    decode = replace(case.decode, layout=layouts[1])
+    case = replace(case, decode=decode, prompt_tokens=4 * p * d // 16)
+
+    report = lab.run(case.patched(*SLUGS, prefill=says == "P states it"))
+
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == case.prompt_tokens
+
+
+@pytest.mark.usefixtures("_states_no_layout")
+def test_a_d_of_another_layout_than_vllm_chooses_refuses_what_nobody_says(lab: Lab) -> None:
+    case = pair(lab.release, 16, 16)
+    case = replace(case, decode=replace(case.decode, layout="NHD"))
+
+    report = lab.run(case.patched(*SLUGS, prefill=False), declares=False)
+
+    assert report.outcome == "refused", report
+    assert PEER_LAYOUT in report.detail
+
+
+@pytest.mark.usefixtures("_states_no_layout")
+@pytest.mark.parametrize("step_tokens", [40, 2048])
+@pytest.mark.parametrize(("p", "d"), [(16, 16), (32, 16), (16, 48)])
+def test_with_the_releases_own_scheduler(lab: Lab, p: int, d: int, step_tokens: int) -> None:
+    """D loads the whole blocks that P names, and computes the rest."""
+    own = {"own_scheduler": True, "step_tokens": step_tokens}
+    with Stage(lab) as stage:
+        prefill = stage.start(spec(lab.release, p, layout="NHD", patched=True, patches=SLUGS))
+        decode = stage.decode(spec(lab.release, d, **own))
+        for tokens in (190, 192):
+            prompt = stage.prompt(tokens)
+
+            decode.ask(*prefill.compute(prompt))
+
+            assert decode.watch(prompt).received == {prompt.name}
+            assert decode.wrong(prompt)[0] == 0
+            assert prefill.heard([prompt]) == {prompt.name}
