@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from kvpatch.connector.compared_hash import NamedPeers
 from kvpatch.connector.divided_block_handles import blocks_undivided
 from kvpatch.connector.handshake.agent_metadata import (
     AgentMetadata,
@@ -34,9 +35,6 @@ from kvpatch.connector.handshake.kv_head_replication import (
     heads_without_replication,
     model_of_heads,
 )
-from kvpatch.connector.handshake.other_rows import BY_COLUMN
-from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
-from kvpatch.connector.handshake.peer_hash.sentences import clause
 from kvpatch.connector.handshake.possible_geometries import declared_geometry
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
@@ -126,8 +124,9 @@ def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
     """Whether P has the CPU backend, and its processor the say in how its keys lie."""
     ours = local.geometry
     backend = ours.backend if peer.named is None else peer.named.backend
-    form = ours.facts.form_of(backend) or ""
-    is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or form.endswith(BY_COLUMN)
+    form = ours.facts.form_of(backend)
+    is_by_column = form is not None and form.by_column
+    is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or is_by_column
     return is_cpus and may_be_tiled(ours, peer)
 
 
@@ -175,7 +174,7 @@ class Handshake:
         named = worker_state(self.worker).of(NamedPeers).accepted()
         if named is not None and isinstance(local, UnreadCache):
             raise PeerRefused(
-                f"{clause(named)}, which is accepted where kvpatch reads into the cache, and it "
+                f"{named}, which is accepted where kvpatch reads into the cache, and it "
                 "does not into ours (a host buffer of vLLM's, keys in tiles, context parallelism, "
                 "layers that share caches)",
                 "use one of each on both sides",
@@ -275,7 +274,7 @@ class Handshake:
         state = worker_state(self.worker)
         named = state.of(NamedPeers).accepted()
         if named is not None:
-            _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), clause(named))
+            _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), named)
         if isinstance(decision, Prove):
             return self._add_to_prove(decision, _reader(state))
         peer = decision.mapping.metadata if isinstance(decision, Read) else decision.peer

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -30,6 +30,18 @@ class Place:
 ShapeSource = Literal["flags", "topology", "backend", "backends", "layout name"]
 #: How FlashAttention's tensors begin; packed ones have keys and values in one row.
 CacheShape = Literal["keys first", "blocks first", "packed"]
+
+
+class Form(NamedTuple):
+    """How the tensors of a backend begin, and how keys lie in its blocks."""
+
+    shape: CacheShape | Literal["latents"]
+    by_column: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.shape}, keys by column" if self.by_column else self.shape
+
+
 #: What a worker makes of a load that failed: it knows no such thing, or it reports the request
 #: as one received, or so with the first of its reads that fails, or as what it is.
 FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
@@ -151,7 +163,7 @@ class ReleaseFacts:
     agent_metadata: frozenset[str]
     hash_factors: frozenset[str]
     connector_version: int
-    backend_forms: frozenset[str]
+    backend_forms: Mapping[str, Form]
     question: Question
     answer: frozenset[str]
     params: frozenset[str]
@@ -271,10 +283,9 @@ class ReleaseFacts:
         """Whether a handshake has a hash of what both sides must have alike."""
         return bool(self.hash_factors)
 
-    def form_of(self, backend: str) -> str | None:
+    def form_of(self, backend: object) -> Form | None:
         """How a backend's tensors begin; None where that is not known."""
-        names = (form.partition(": ") for form in self.backend_forms)
-        return next((form for name, _, form in names if name == backend), None)
+        return self.backend_forms.get(str(backend))
 
     @property
     def names_remote_request(self) -> bool:
@@ -305,12 +316,8 @@ _HASHED = frozenset(
 ) | {"num_hidden_layers", "attn_backend_name", "cache_dtype"}
 
 
-def _forms(form: str, *backends: str) -> frozenset[str]:
-    return frozenset(f"{backend}: {form}" for backend in backends)
-
-
-_LATENTS = _forms("latents", "TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA") | _forms(
-    "latents", "FLASH_ATTN_MLA"
+_LATENTS = dict.fromkeys(
+    ("TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"), Form("latents")
 )
 
 _ADDRESS = frozenset(("remote_block_ids", "remote_host", "remote_port", "remote_engine_id"))
@@ -330,7 +337,7 @@ _0_10_0 = ReleaseFacts(
     | {"attn_backend_name"},
     hash_factors=frozenset(),
     connector_version=0,
-    backend_forms=frozenset(),
+    backend_forms={},
     question="at a port",
     answer=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
     params=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
@@ -442,10 +449,12 @@ _0_13_0 = replace(
     generation="g0130",
     hash_factors=_HASHED,
     connector_version=2,
-    backend_forms=_forms("keys first", "FLASH_ATTN")
-    | _forms("blocks first", "FLASHINFER")
-    | _forms("keys first, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={
+        "FLASH_ATTN": Form("keys first"),
+        "FLASHINFER": Form("blocks first"),
+        "CPU_ATTN": Form("keys first", by_column=True),
+        **_LATENTS,
+    },
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
     evicts_failed_blocks=True,
@@ -511,7 +520,7 @@ _0_20_0 = replace(
     _0_19_1,
     release="0.20.0",
     generation="g0200",
-    backend_forms=_0_19_1.backend_forms | _forms("blocks first", "TRITON_ATTN"),
+    backend_forms={**_0_19_1.backend_forms, "TRITON_ATTN": Form("blocks first")},
     connector=Place(f"{_PACKAGE}.connector", "NixlConnector"),
     worker=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
     reader=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
@@ -564,9 +573,11 @@ _0_23_0 = replace(
     release="0.23.0",
     tells_chosen_block_size=True,
     generation="g0230",
-    backend_forms=_forms("blocks first", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    | _forms("packed, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={
+        **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), Form("blocks first")),
+        "CPU_ATTN": Form("packed", by_column=True),
+        **_LATENTS,
+    },
     cache_shape="blocks first",
     reserves_drafted_blocks=True,
     ends_by_reordering=True,
@@ -598,9 +609,10 @@ _0_26_0 = replace(
     _0_25_1,
     release="0.26.0",
     generation="g0260",
-    backend_forms=_forms("packed", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    | _forms("packed, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={
+        **_0_25_1.backend_forms,
+        **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), Form("packed")),
+    },
     connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
@@ -629,9 +641,7 @@ _0_29_0 = replace(
     _0_28_0,
     release="0.29.0",
     generation="g0290",
-    backend_forms=_forms("packed", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
-    | _forms("packed, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={**_0_28_0.backend_forms, "FLEX_ATTENTION": Form("packed")},
     hash_factors=_0_28_0.hash_factors - {"cross_layers_blocks"},
     connector_version=9,
     agent_metadata=_0_28_0.agent_metadata | {"block_strides", "dcp_size", "pcp_size"},

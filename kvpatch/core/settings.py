@@ -68,7 +68,7 @@ TOOLING = (
 )
 
 #: What may differ at a peer, and what never may: there the same bytes mean something else.
-_ACCEPTABLE = ("vllm_version", "attn_backend")
+ACCEPTABLE = ("vllm_version", "attn_backend")
 _CHANGES_BYTES = (
     *("model", "dtype", "quantization", "quantisation", "cache_dtype", "kv_cache_dtype"),
     *("num_kv_heads", "head_size", "num_hidden_layers", "speculative_config"),
@@ -154,7 +154,7 @@ def accepted_factors() -> tuple[str, ...]:
                 "something else",
                 "use one on both sides",
             )
-        _check_choice(ACCEPT, name, _ACCEPTABLE)
+        _check_choice(ACCEPT, name, ACCEPTABLE)
     return names
 
 

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import zmq
 
+from kvpatch.connector.handshake.accepted_peers import FLASH_ATTENTION
 from kvpatch.connector.handshake.decision import Read, Refuse, decide
-from kvpatch.connector.handshake.other_releases import FLASH_ATTENTION
 from kvpatch.connector.reading.leases import Leases
 from kvpatch.connector.state import worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
