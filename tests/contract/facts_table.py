@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
 
@@ -50,6 +51,8 @@ def _change(before: object, now: object) -> str:
     """In a few words, behind the fact's name."""
     if isinstance(now, bool):
         return "" if now else " no longer"
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        before, now = (frozenset(f"{n}: {v}" for n, v in one.items()) for one in (before, now))
     if isinstance(before, frozenset | tuple) and isinstance(now, frozenset | tuple):
         before, now = frozenset(before), frozenset(now)
         signs = [f"+{name}" for name in sorted(now - before)]
