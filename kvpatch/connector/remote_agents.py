@@ -52,7 +52,7 @@ from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves
 from kvpatch.connector.state import WorkerState, release_worker, worker_state
 from kvpatch.connector.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
-from kvpatch.connector.unlike_releases.stated import read_statement
+from kvpatch.connector.unlike_releases.translation import read_statement
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown

@@ -31,8 +31,7 @@ from kvpatch.connector.unlike_releases.peer_releases import (
     speak_alike,
 )
 from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
-from kvpatch.connector.unlike_releases.stated import read_statement
-from kvpatch.connector.unlike_releases.translation import translated
+from kvpatch.connector.unlike_releases.translation import read_statement, translated
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases
