@@ -18,7 +18,7 @@ from typing import Any
 import wrapt
 
 from kvpatch.connector.allowed_peers import allowed_peers
-from kvpatch.core import kvcacheds_patch, logs, ray_variables, seams, settings
+from kvpatch.core import kvcacheds_patch, ray_variables, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch.core.installed import InstalledVllm, installed_facts, installed_vllm
 from kvpatch.core.ledger import Ledger, Patch
@@ -53,7 +53,7 @@ class Session:
         """See :func:`kvpatch.enable`."""
         if self._enabled:
             return
-        logs.set_up(_LOG)
+        _set_up(_LOG)
         # A list that cannot be read is an error now, and not with a request.
         allowed_peers()
         settings.accepted_factors()
@@ -244,3 +244,20 @@ class Session:
 
 #: This process's session.
 SESSION = Session()
+
+
+def _set_up(logger: logging.Logger) -> None:
+    """Gives `logger` the level asked for and, if no handler would see it, one of its own.
+
+    vLLM configures its own logger only, so that the line which says what was
+    patched would be dropped with the root logger's default level.
+    """
+    level = settings.log_level()
+    if level is not None:
+        logger.setLevel(level)
+    elif logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s"))
+        logger.addHandler(handler)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from kvpatch.connector.compared_hash import NamedPeers
 from kvpatch.connector.divided_block_handles import blocks_undivided
 from kvpatch.connector.handshake.agent_metadata import (
     AgentMetadata,
@@ -33,9 +34,6 @@ from kvpatch.connector.handshake.kv_head_replication import (
     heads_without_replication,
     model_of_heads,
 )
-from kvpatch.connector.handshake.other_rows import BY_COLUMN
-from kvpatch.connector.handshake.peer_hash.named_peers import NamedPeers
-from kvpatch.connector.handshake.peer_hash.sentences import clause
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.connector.handshake.unstated_blocks import declared_geometry, leaves_open
@@ -53,7 +51,7 @@ from kvpatch.connector.speculative_decoding import hides_ends_of_lists, reserves
 from kvpatch.connector.state import WorkerState, release_worker, worker_state
 from kvpatch.connector.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
 from kvpatch.connector.unlike_releases.peer_releases import PeerReleases, Statement
-from kvpatch.connector.unlike_releases.stated import read_statement
+from kvpatch.connector.unlike_releases.translation import read_statement
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
@@ -125,8 +123,9 @@ def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
     """Whether P has the CPU backend, and its processor the say in how its keys lie."""
     ours = local.geometry
     backend = ours.backend if peer.named is None else peer.named.backend
-    form = ours.facts.form_of(backend) or ""
-    is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or form.endswith(BY_COLUMN)
+    form = ours.facts.form_of(backend)
+    is_by_column = form is not None and form.by_column
+    is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or is_by_column
     return is_cpus and may_be_tiled(ours, peer)
 
 
@@ -174,7 +173,7 @@ class Handshake:
         named = worker_state(self.worker).of(NamedPeers).accepted()
         if named is not None and isinstance(local, UnreadCache):
             raise PeerRefused(
-                f"{clause(named)}, which is accepted where kvpatch reads into the cache, and it "
+                f"{named}, which is accepted where kvpatch reads into the cache, and it "
                 "does not into ours (a host buffer of vLLM's, keys in tiles, context parallelism, "
                 "layers that share caches)",
                 "use one of each on both sides",
@@ -276,7 +275,7 @@ class Handshake:
         state = worker_state(self.worker)
         named = state.of(NamedPeers).accepted()
         if named is not None:
-            _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), clause(named))
+            _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), named)
         if decision.open_to:
             self._warn(decision.open_to)
         if isinstance(decision, Read):

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvpatch.connector.cross_layer_blocks import register_cross_layer_blocks
 from kvpatch.connector.kvcached.mapped_pages import pages_behind
 from kvpatch.connector.kvcached.pools import check_pools, kvcacheds_settings
-from kvpatch.connector.kvcached.rdma_devices import refuse_cards
-from kvpatch.connector.kvcached.transport_notes import note_transport
+from kvpatch.connector.kvcached.transports import note_transport, refuse_cards
 from kvpatch.connector.local.backend_layouts import state_own_order
 from kvpatch.connector.local.local_geometry import state_layout_of_strides
 from kvpatch.connector.local.registered_caches import LayerCache, read_layers

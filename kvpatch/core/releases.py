@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
@@ -30,6 +30,18 @@ class Place:
 ShapeSource = Literal["flags", "topology", "backend", "backends", "layout name"]
 #: How FlashAttention's tensors begin; packed ones have keys and values in one row.
 CacheShape = Literal["keys first", "blocks first", "packed"]
+
+
+class Form(NamedTuple):
+    """How the tensors of a backend begin, and how keys lie in its blocks."""
+
+    shape: CacheShape | Literal["latents"]
+    by_column: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.shape}, keys by column" if self.by_column else self.shape
+
+
 #: What a worker makes of a load that failed: it knows no such thing, or it reports the request
 #: as one received, or so with the first of its reads that fails, or as what it is.
 FailedLoads = Literal["unknown", "as received", "by the first", "as failed"]
@@ -42,184 +54,178 @@ ReaderCount = Literal["readers of a rank", "ranks"]
 
 @dataclass(frozen=True)
 class ReleaseFacts:
-    """What kvpatch has to know of one release.
+    """The facts that kvpatch has to know of one release."""
 
-    Attributes:
-        release: its public version.
-        generation: of the run of releases that are tested alike, for ``KVPATCH_GENERATION``.
-        connector: the class that defines ``NixlConnector``'s methods; importing its module
-            defines or imports every class below.
-        worker: the class that registers KV caches.
-        reader: the class that reads blocks from a peer.
-        scheduler: the class that plans transfers.
-        completions_module: where the API server takes requests to ``/v1/completions``.
-        server_request: the parameters of the engine client's ``add_request``.
-        agent_metadata: the fields of what a worker states at the handshake.
-        hash_factors: what a worker hashes into the compatibility hash that it states (from 0.13).
-        connector_version: of the connector's protocol, one of these; 0 where there is no hash.
-        backend_forms: of backends whose blocks hold rows of tokens, how their tensors begin; of
-            those alone that have the layout which they state.
-        question: what D asks P for at a handshake.
-        answer: the fields of what P answers a request with, which D is sent.
-        params: the fields of ``kv_transfer_params`` that its connector reads.
-        reader_count: what the number means that D tells P with the name of a request.
-        request_metadata: the fields of a request to receive, in the connector's metadata.
-        core_output: the scheduler's name of what its workers report to it.
-        prefill_count: the scheduler's name of how many tokens of a prompt P computes.
-        device_table: where the worker's module lists the devices that it can be made for.
-        tpu_flag: the worker's name of whether its tensors are a TPU's.
-        books_of_regions: the worker's names of what it keeps of its regions and may state of them.
-        context_sizes: of how many ranks share out the tokens of a block, in the configuration.
-        cache_shape: how FlashAttention's tensors begin.
-        shape_source: where a worker finds out the shape of its caches.
-        failed_loads: what a worker makes of a load that failed.
-        has_validation_errors: the server has errors of its own for bad requests.
-        notices_bad_requests: a request that the server refuses comes to the scheduler to be ended.
-        counts_prefix_hits: the scheduler keeps how many tokens of a request were cached here.
-        lists_block_sizes: the configuration has a list of all sizes that a block may have.
-        asks_for_kernel_sizes: a backend has a method that says which kernel blocks it takes.
-        forgets_failed_reads: the metadata of a read that failed is gone.
-        loads_whole_blocks_only: D computes the last, partial block of a prompt.
-        asks_for_layout: the connector asks vLLM for a cache layout.
-        has_host_buffer: a worker can mirror its cache in host memory.
-        chooses_backends: the configuration can name other NIXL backends than UCX.
-        checks_device_again: a worker looks at its device's name once more as it registers.
-        has_host_buffer_layout: the mirror has a layout of its own, which a handshake states.
-        can_answer_later: a connector can say that it does not know yet what it will load.
-        registers_shared_tensors_once: layers that share a tensor are registered once.
-        listens_in_scheduler: the scheduler answers handshakes, and not each worker.
-        listens_by_host: the listener is handed its host.
-        books_unprocessed: the scheduler tells P's worker which finished requests nobody will read.
-        encodes_metadata: a worker keeps what it states encoded, beside a hash of it.
-        meets_one_rank: a worker shakes hands with one rank of its peer.
-        compares_block_sizes_first: larger blocks fail a handshake before anything is read of it.
-        topology: the worker's name for what it knows of the ranks of both sides; empty where it
-            has no such object.
-        topology_has_block_size: the worker's topology keeps a block size of its own.
-        cuts_blocks: a worker counts kernel blocks where its kernel has smaller ones.
-        backends_tell_state: an attention backend says whether its layers have recurrent state.
-        keeps_load_metadata: a worker keeps the metadata of a load until it is done.
-        divides_own_blocks: a worker prepares its own blocks in parts for a peer of more ranks.
-        books_cuts_of_peers: a worker books how a peer's blocks are cut, by the bytes of its states.
-        has_channels_first: a worker with recurrent state does not start unless its convolutions'
-            channels are outermost, and reads those of other ranks by shares.
-        keeps_aborted_blocks: the blocks of an aborted request stay while they are written to.
-        expands_remote_blocks: P's ids are expanded to kernel blocks before a request is read.
-        expands_by_own_cut: it expands them to as many kernel blocks as one of its own blocks has.
-        has_cache_groups: the connector is handed the plan, which has groups of layers.
-        counts_tokens_of_failed: the scheduler looks at a step's tokens where loads failed.
-        counts_loaded_slots: the scheduler takes all slots of loaded blocks for computed tokens.
-        counts_one_head: a P of as many ranks as heads is taken for one that shares them.
-        reads_its_share: a D of more ranks than heads finds its head in a P of fewer ranks.
-        reads_back: P may load an earlier turn from D.
-        reorders_for_cpu: a worker on a CPU reorders loads of other backends' blocks for its own.
-        ends_by_reordering: it takes another dimension for that of blocks there, and ends.
-        reserves_drafted_blocks: D reserves blocks for drafted tokens while it loads a prompt.
-        grants_leases: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
-        lists_drafted_blocks: P's lists may go on behind the prompt where P drafts tokens.
-        throttles_prefills: a step of the scheduler can leave new prompts out.
-        plans_transfers: the plan says which groups are transferred, and where in a tensor its
-            layers lie.
-        names_layouts: a layout is a name, and the regions of a peer have strides.
-        pairs_heads_by_layout: heads of smaller blocks find their places in any layout.
-        joins_in_groups: smaller blocks are put together where there are several block tables.
-        reads_states_by_latents: of a P of more ranks all are read for their states, where latents
-            are whole on each.
-        buffer_devices: as "device: buffer", what a worker's ``kv_buffer_device`` may be.
-        buffer_follows_device: an engine that is not told has its device's own.
-        side_channel_port: of the handshakes, where nobody says another.
-        blocks_kept_seconds: that P keeps a prompt for a D that is not heard of, or whose lease is
-            not renewed.
-        spares_loaded_blocks: a step that is under way writes to no block of a load, where a model
-            has recurrent state.
-        can_sleep: a worker takes back what it has registered while its engine sleeps.
-        stats: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
-        asks_scheduler_for_stats: the scheduler's half of the connector is asked too, in each step.
-        tells_chosen_block_size: the API server knows the size of blocks where nobody asked for one.
-    """
-
+    #: its public version.
     release: str
+    #: of the run of releases that are tested alike, for ``KVPATCH_GENERATION``.
     generation: str
+    #: the class that defines ``NixlConnector``'s methods; importing its module defines or
+    #: imports every class below.
     connector: Place
+    #: the class that registers KV caches.
     worker: Place
+    #: the class that reads blocks from a peer.
     reader: Place
+    #: the class that plans transfers.
     scheduler: Place
+    #: where the API server takes requests to ``/v1/completions``.
     completions_module: str
+    #: the parameters of the engine client's ``add_request``.
     server_request: tuple[str, ...]
+    #: the fields of what a worker states at the handshake.
     agent_metadata: frozenset[str]
+    #: what a worker hashes into the compatibility hash that it states (from 0.13).
     hash_factors: frozenset[str]
+    #: of the connector's protocol, one of these; 0 where there is no hash.
     connector_version: int
-    backend_forms: frozenset[str]
+    #: of backends whose blocks hold rows of tokens, how their tensors begin; of those alone
+    #: that have the layout which they state.
+    backend_forms: Mapping[str, Form]
+    #: what D asks P for at a handshake.
     question: Question
+    #: the fields of what P answers a request with, which D is sent.
     answer: frozenset[str]
+    #: the fields of ``kv_transfer_params`` that its connector reads.
     params: frozenset[str]
+    #: what the number means that D tells P with the name of a request.
     reader_count: ReaderCount
+    #: the fields of a request to receive, in the connector's metadata.
     request_metadata: frozenset[str]
+    #: the scheduler's name of what its workers report to it.
     core_output: str
+    #: the scheduler's name of how many tokens of a prompt P computes.
     prefill_count: str
+    #: where the worker's module lists the devices that it can be made for.
     device_table: str
+    #: the worker's name of whether its tensors are a TPU's.
     tpu_flag: str
+    #: of how many ranks share out the tokens of a block, in the configuration.
     context_sizes: tuple[str, ...]
+    #: how FlashAttention's tensors begin.
     cache_shape: CacheShape
+    #: where a worker finds out the shape of its caches.
     shape_source: ShapeSource
+    #: what a worker makes of a load that failed.
     failed_loads: FailedLoads
+    #: the worker's name for what it knows of the ranks of both sides; empty where it has no
+    #: such object.
     topology: Topology = ""
+    #: the worker's names of what it keeps of its regions and may state of them.
     books_of_regions: tuple[str, ...] = ()
+    #: the server has errors of its own for bad requests.
     has_validation_errors: bool = True
+    #: a request that the server refuses comes to the scheduler to be ended.
     notices_bad_requests: bool = True
+    #: the scheduler keeps how many tokens of a request were cached here.
     counts_prefix_hits: bool = True
+    #: the configuration has a list of all sizes that a block may have.
     lists_block_sizes: bool = False
+    #: a backend has a method that says which kernel blocks it takes.
     asks_for_kernel_sizes: bool = True
+    #: the metadata of a read that failed is gone.
     forgets_failed_reads: bool = False
+    #: D computes the last, partial block of a prompt.
     loads_whole_blocks_only: bool = False
+    #: the connector asks vLLM for a cache layout.
     asks_for_layout: bool = True
+    #: a worker can mirror its cache in host memory.
     has_host_buffer: bool = True
+    #: the configuration can name other NIXL backends than UCX.
     chooses_backends: bool = True
+    #: the mirror has a layout of its own, which a handshake states.
     has_host_buffer_layout: bool = False
+    #: a worker looks at its device's name once more as it registers.
     checks_device_again: bool = False
+    #: a connector can say that it does not know yet what it will load.
     can_answer_later: bool = True
+    #: layers that share a tensor are registered once.
     registers_shared_tensors_once: bool = True
+    #: the scheduler answers handshakes, and not each worker.
     listens_in_scheduler: bool = True
+    #: the listener is handed its host.
     listens_by_host: bool = False
+    #: the scheduler tells P's worker which finished requests nobody will read.
     books_unprocessed: bool = True
+    #: a worker keeps what it states encoded, beside a hash of it.
     encodes_metadata: bool = True
+    #: a worker shakes hands with one rank of its peer.
     meets_one_rank: bool = False
+    #: larger blocks fail a handshake before anything is read of it.
     compares_block_sizes_first: bool = False
+    #: the worker's topology keeps a block size of its own.
     topology_has_block_size: bool = False
+    #: a worker counts kernel blocks where its kernel has smaller ones.
     cuts_blocks: bool = True
+    #: an attention backend says whether its layers have recurrent state.
     backends_tell_state: bool = False
+    #: a worker keeps the metadata of a load until it is done.
     keeps_load_metadata: bool = True
+    #: a worker prepares its own blocks in parts for a peer of more ranks.
     divides_own_blocks: bool = False
+    #: a worker books how a peer's blocks are cut, by the bytes of its states.
     books_cuts_of_peers: bool = False
+    #: a worker with recurrent state does not start unless its convolutions' channels are
+    #: outermost, and reads those of other ranks by shares.
     has_channels_first: bool = False
+    #: the blocks of an aborted request stay while they are written to.
     keeps_aborted_blocks: bool = True
+    #: P's ids are expanded to kernel blocks before a request is read.
     expands_remote_blocks: bool = False
+    #: it expands them to as many kernel blocks as one of its own blocks has.
     expands_by_own_cut: bool = False
+    #: the connector is handed the plan, which has groups of layers.
     has_cache_groups: bool = False
+    #: the scheduler looks at a step's tokens where loads failed.
     counts_tokens_of_failed: bool = False
+    #: the scheduler takes all slots of loaded blocks for computed tokens.
     counts_loaded_slots: bool = False
+    #: a P of as many ranks as heads is taken for one that shares them.
     counts_one_head: bool = False
+    #: a D of more ranks than heads finds its head in a P of fewer ranks.
     reads_its_share: bool = False
+    #: P may load an earlier turn from D.
     reads_back: bool = False
+    #: a worker on a CPU reorders loads of other backends' blocks for its own.
     reorders_for_cpu: bool = False
+    #: it takes another dimension for that of blocks there, and ends.
     ends_by_reordering: bool = False
+    #: D reserves blocks for drafted tokens while it loads a prompt.
     reserves_drafted_blocks: bool = False
+    #: P keeps a prompt for as long as D renews its lease, and not for a fixed time.
     grants_leases: bool = False
+    #: P's lists may go on behind the prompt where P drafts tokens.
     lists_drafted_blocks: bool = False
+    #: a step of the scheduler can leave new prompts out.
     throttles_prefills: bool = False
+    #: the plan says which groups are transferred, and where in a tensor its layers lie.
     plans_transfers: bool = False
+    #: a layout is a name, and the regions of a peer have strides.
     names_layouts: bool = False
+    #: heads of smaller blocks find their places in any layout.
     pairs_heads_by_layout: bool = False
+    #: smaller blocks are put together where there are several block tables.
     joins_in_groups: bool = False
+    #: of a P of more ranks all are read for their states, where latents are whole on each.
     reads_states_by_latents: bool = False
+    #: as "device: buffer", what a worker's ``kv_buffer_device`` may be.
     buffer_devices: frozenset[str] = frozenset(("cuda: cuda",))
+    #: an engine that is not told has its device's own.
     buffer_follows_device: bool = False
+    #: of the handshakes, where nobody says another.
     side_channel_port: int = 5557
+    #: that P keeps a prompt for a D that is not heard of, or whose lease is not renewed.
     blocks_kept_seconds: int = 120
+    #: a step that is under way writes to no block of a load, where a model has recurrent
+    #: state.
     spares_loaded_blocks: bool = False
+    #: a worker takes back what it has registered while its engine sleeps.
     can_sleep: bool = False
+    #: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
     stats: Place | None = None
+    #: the scheduler's half of the connector is asked too, in each step.
     asks_scheduler_for_stats: bool = False
+    #: the API server knows the size of blocks where nobody asked for one.
     tells_chosen_block_size: bool = True
 
     @property
@@ -267,10 +273,9 @@ class ReleaseFacts:
         """Whether a handshake has a hash of what both sides must have alike."""
         return bool(self.hash_factors)
 
-    def form_of(self, backend: str) -> str | None:
+    def form_of(self, backend: object) -> Form | None:
         """How a backend's tensors begin; None where that is not known."""
-        names = (form.partition(": ") for form in self.backend_forms)
-        return next((form for name, _, form in names if name == backend), None)
+        return self.backend_forms.get(str(backend))
 
     @property
     def names_remote_request(self) -> bool:
@@ -301,12 +306,8 @@ _HASHED = frozenset(
 ) | {"num_hidden_layers", "attn_backend_name", "cache_dtype"}
 
 
-def _forms(form: str, *backends: str) -> frozenset[str]:
-    return frozenset(f"{backend}: {form}" for backend in backends)
-
-
-_LATENTS = _forms("latents", "TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA") | _forms(
-    "latents", "FLASH_ATTN_MLA"
+_LATENTS = dict.fromkeys(
+    ("TRITON_MLA", "FLASHMLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"), Form("latents")
 )
 
 _ADDRESS = frozenset(("remote_block_ids", "remote_host", "remote_port", "remote_engine_id"))
@@ -326,7 +327,7 @@ _0_10_0 = ReleaseFacts(
     | {"attn_backend_name"},
     hash_factors=frozenset(),
     connector_version=0,
-    backend_forms=frozenset(),
+    backend_forms={},
     question="at a port",
     answer=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
     params=_ADDRESS | {"do_remote_prefill", "do_remote_decode", "tp_size"},
@@ -438,10 +439,12 @@ _0_13_0 = replace(
     generation="g0130",
     hash_factors=_HASHED,
     connector_version=2,
-    backend_forms=_forms("keys first", "FLASH_ATTN")
-    | _forms("blocks first", "FLASHINFER")
-    | _forms("keys first, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={
+        "FLASH_ATTN": Form("keys first"),
+        "FLASHINFER": Form("blocks first"),
+        "CPU_ATTN": Form("keys first", by_column=True),
+        **_LATENTS,
+    },
     agent_metadata=_0_12_0.agent_metadata - {"attn_backend_name"},
     request_metadata=_0_12_0.request_metadata - _ADDRESS | {"remote"},
     encodes_metadata=True,
@@ -506,7 +509,7 @@ _0_20_0 = replace(
     _0_19_1,
     release="0.20.0",
     generation="g0200",
-    backend_forms=_0_19_1.backend_forms | _forms("blocks first", "TRITON_ATTN"),
+    backend_forms={**_0_19_1.backend_forms, "TRITON_ATTN": Form("blocks first")},
     connector=Place(f"{_PACKAGE}.connector", "NixlConnector"),
     worker=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
     reader=Place(f"{_PACKAGE}.worker", "NixlConnectorWorker"),
@@ -558,9 +561,11 @@ _0_23_0 = replace(
     release="0.23.0",
     tells_chosen_block_size=True,
     generation="g0230",
-    backend_forms=_forms("blocks first", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    | _forms("packed, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={
+        **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), Form("blocks first")),
+        "CPU_ATTN": Form("packed", by_column=True),
+        **_LATENTS,
+    },
     cache_shape="blocks first",
     reserves_drafted_blocks=True,
     ends_by_reordering=True,
@@ -592,9 +597,10 @@ _0_26_0 = replace(
     _0_25_1,
     release="0.26.0",
     generation="g0260",
-    backend_forms=_forms("packed", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
-    | _forms("packed, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={
+        **_0_25_1.backend_forms,
+        **dict.fromkeys(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"), Form("packed")),
+    },
     connector_version=5,
     request_metadata=_0_25_1.request_metadata | {"pp_size"},
     cache_shape="packed",
@@ -623,9 +629,7 @@ _0_29_0 = replace(
     _0_28_0,
     release="0.29.0",
     generation="g0290",
-    backend_forms=_forms("packed", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
-    | _forms("packed, keys by column", "CPU_ATTN")
-    | _LATENTS,
+    backend_forms={**_0_28_0.backend_forms, "FLEX_ATTENTION": Form("packed")},
     hash_factors=_0_28_0.hash_factors - {"cross_layers_blocks"},
     connector_version=9,
     agent_metadata=_0_28_0.agent_metadata | {"block_strides", "dcp_size", "pcp_size"},

@@ -8,22 +8,22 @@ Why:
 Where:
     D's worker. P needs nothing.
 How:
-    The worker's own hash is compared with P's in the thread of the handshake. Where they
-    differ, D hashes what P may be: another release, another attention backend, another type of
-    cache, one and two differences at a time, until P's hash comes out; for a second at most, with
-    pauses, and once for each hash. The refusal then says "P runs vLLM 0.31.0 with FLASHINFER; this
-    engine runs 0.32.0 with FLASH_ATTN", and what to set. ``KVPATCH_ACCEPT`` names factors that may
+    The worker's own hash is compared with P's in the thread of the handshake. Where they differ, D
+    hashes what it is itself with every version of vLLM and every attention backend, until P's hash
+    comes out; in some 0.3 s, with pauses, and once for each hash. The refusal then says "P runs
+    vLLM 0.31.0 with FLASHINFER; this engine runs 0.32.0 with FLASH_ATTN", and what to set; for
+    anything else it says what D's own hash is made of. ``KVPATCH_ACCEPT`` names factors that may
     differ (``vllm_version``, ``attn_backend``). What is accepted is checked by what both releases
     and backends make of a block, and then as any heterogeneous peer is, by geometry and kinds. Of
     model, data types and all else nothing is ever waived.
 Upstream:
     vLLM #52999; llm-d #499, dynamo #10027.
 Limits:
-    A model's name cannot be found by trying, nor can a build that is no release: such a peer
-    "differs in something that is not enumerable". In push mode, and where the release's own list
-    is not the one that is known, stock's refusal stays. Nothing is compared where
-    ``enforce_handshake_compat`` is false. Accepted are releases and backends that kvpatch knows,
-    and layers that hold plain rows of tokens.
+    What cannot be accepted is not looked for: of a P with another model, data type or drafter, or
+    of a build that is no release, D says its own factors, and not P's. In push mode, and where the
+    release's own list is not the one that is known, stock's refusal stays. Nothing is compared
+    where ``enforce_handshake_compat`` is false. Accepted are releases and backends that kvpatch
+    knows, and layers that hold plain rows of tokens.
 Remove when:
     The connector says which factor differs, and can accept one alone.
 """

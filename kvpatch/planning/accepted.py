@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation
-from kvpatch.connector.handshake.peer_hash.factors import BACKEND, VERSION
-from kvpatch.connector.handshake.peer_hash.sentences import ACCEPTABLE, refusal
+from kvpatch.connector.handshake.peer_hash import Explanation, not_accepted
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.planning.factors import compared_factors, versions
@@ -27,15 +25,13 @@ def named_difference(pair: Pair) -> Explanation | None:
         first = content or found[0]
         raise PeerRefused(str(first), first.cure)
     theirs, ours = versions(pair)
-    values = (
-        (VERSION, theirs, ours),
-        (BACKEND, p.backend.name, d.backend.name),
+    backends = p.backend.name, d.backend.name
+    named = Explanation(
+        theirs, p.facts.release, backends[0], ours, backends[1], _word_of_dtype(pair)
     )
-    differences = tuple(Difference(*one) for one in values if one[1] != one[2])
-    named = Explanation(differences, theirs, p.facts.release, p.backend.name, _word_of_dtype(pair))
     accepted = _accepted(pair)
-    if not all(ACCEPTABLE[one.factor] in accepted for one in differences):
-        raise refusal(named, accepted)
+    if not set(named.factors) <= set(accepted):
+        raise not_accepted(named, accepted)
     return named
 
 
@@ -48,9 +44,9 @@ def _accepted(pair: Pair) -> tuple[str, ...]:
     """What ``KVPATCH_ACCEPT`` lists on D."""
     names = settings.listed(pair.decode.arguments.environment.get(settings.ACCEPT, ""))
     for name in names:
-        if name not in ACCEPTABLE.values():
+        if name not in settings.ACCEPTABLE:
             raise BadOptions(
-                f"{settings.ACCEPT}={name!r} can not be accepted; {', '.join(ACCEPTABLE.values())} "
+                f"{settings.ACCEPT}={name!r} can not be accepted; {', '.join(settings.ACCEPTABLE)} "
                 "can be"
             )
     return names

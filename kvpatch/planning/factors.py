@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from kvpatch.connector.handshake.peer_hash import factors as hashed
+from kvpatch.connector.handshake import peer_hash as hashed
 from kvpatch.core.errors import CannotPlan
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.pair import Pair

@@ -17,6 +17,7 @@ from typing import Any
 from kvpatch.core.releases import (
     CacheShape,
     FailedLoads,
+    Form,
     Place,
     Question,
     ReaderCount,
@@ -313,45 +314,45 @@ _LATENTS = (
     f"{_BACKENDS}.mla.flashinfer_mla:FlashInferMLABackend",
     f"{_BACKENDS}.mla.flashattn_mla:FlashAttnMLABackend",
 )
-_SHAPES = {
+_SHAPES: dict[str, CacheShape] = {
     "(2, num_blocks,": "keys first",
     "(num_blocks, 2, block_size": "blocks first",
     "(num_blocks, num_kv_heads, block_size, 2 * head_size)": "packed",
 }
 
 
-def _backend_forms(source: Source) -> frozenset[str]:
+def _backend_forms(source: Source) -> dict[str, Form]:
     if not _hash_factors(source):
-        return frozenset()
-    found = {_form_of_rows(source, *place.split(":")) for place in _ROWS}
-    found |= {_form_of_latents(source, *place.split(":")) for place in _LATENTS}
-    return frozenset(form for form in found if form)
+        return {}
+    found = [_form_of_rows(source, *place.split(":")) for place in _ROWS]
+    found += [_form_of_latents(source, *place.split(":")) for place in _LATENTS]
+    return {name: form for name, form in found if form is not None}
 
 
 def _name_of(source: Source, module: str, owner: str) -> str:
     return source.body(module, f"{owner}.get_name").removeprefix("return ").strip("'")
 
 
-def _form_of_rows(source: Source, module: str, owner: str) -> str:
-    """Empty where the order of heads and tokens is not the one that is stated."""
+def _form_of_rows(source: Source, module: str, owner: str) -> tuple[str, Form | None]:
+    """None where the order of heads and tokens is not the one that is stated."""
     name = _name_of(source, module, owner)
     if source.method(_FLASH, "FlashAttentionBackend.get_kv_cache_shape") is None:
-        form = "packed"  # from 0.29 no backend has a shape of its own
+        form: CacheShape = "packed"  # from 0.29 no backend has a shape of its own
     else:
         shape = source.body(module, f"{owner}.get_kv_cache_shape")
         form = next(form for words, form in _SHAPES.items() if words in shape)
         order = source.body(module, f"{owner}.get_kv_cache_stride_order")
         if name != "CPU_ATTN" and "get_kv_cache_layout()" not in order:
-            return ""
-    return f"{name}: {form}{', keys by column' if name == 'CPU_ATTN' else ''}"
+            return name, None
+    return name, Form(form, by_column=name == "CPU_ATTN")
 
 
-def _form_of_latents(source: Source, module: str, owner: str) -> str:
+def _form_of_latents(source: Source, module: str, owner: str) -> tuple[str, Form]:
     found = [c for c in classes(source.release, module) if c.name == owner]
     assert [ast.unparse(base) for base in found[0].bases] == ["MLACommonBackend"], owner
     for own in ("get_kv_cache_shape", "customize_spec"):
         assert source.method(module, f"{owner}.{own}") is None, owner
-    return f"{_name_of(source, module, owner)}: latents"
+    return _name_of(source, module, owner), Form("latents")
 
 
 def _books_of_regions(source: Source) -> tuple[str, ...]:

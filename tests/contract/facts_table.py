@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
 
@@ -11,7 +13,7 @@ from kvpatch.core.releases import FACTS, Place, ReleaseFacts
 from .tables import markdown
 
 _NAMES = ("release", "generation")
-_ATTRIBUTE = re.compile(r"^ +(\w+): (.+?)(?=^ +\w+: |\Z)", re.DOTALL | re.MULTILINE)
+_FIELD = re.compile(r"((?:^    #: .*\n)+)^    (\w+): ", re.MULTILINE)
 
 
 def tables() -> str:
@@ -32,8 +34,8 @@ def tables() -> str:
 
 def meanings() -> dict[str, str]:
     """Each fact in the words of its record."""
-    text = (ReleaseFacts.__doc__ or "").partition("Attributes:")[2]
-    found = {name: " ".join(meaning.split()) for name, meaning in _ATTRIBUTE.findall(text)}
+    stated = _FIELD.findall(inspect.getsource(ReleaseFacts))
+    found = {name: " ".join(words.replace("#: ", "").split()) for words, name in stated}
     return {name: found[name] for name in _fields()}
 
 
@@ -50,6 +52,8 @@ def _change(before: object, now: object) -> str:
     """In a few words, behind the fact's name."""
     if isinstance(now, bool):
         return "" if now else " no longer"
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        before, now = (frozenset(f"{n}: {v}" for n, v in one.items()) for one in (before, now))
     if isinstance(before, frozenset | tuple) and isinstance(now, frozenset | tuple):
         before, now = frozenset(before), frozenset(now)
         signs = [f"+{name}" for name in sorted(now - before)]

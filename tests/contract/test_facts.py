@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -67,6 +68,8 @@ def _another(value: Any) -> Any:
         return Place("vllm", "Another")
     if isinstance(value, frozenset):
         return value ^ {"block_size"}
+    if isinstance(value, Mapping):
+        return {**value, "ANOTHER": "packed"}
     if isinstance(value, tuple):
         return value[:-1] or ("another",)
     return value[:-1] or "another"

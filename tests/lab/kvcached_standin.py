@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpatch.connector.kvcached import rdma_devices
+from kvpatch.connector.kvcached import transports
 from kvpatch.transfer import backing
 from kvpatch.transfer.network_cards import Port
 from tests.releases import kvcached
@@ -195,8 +195,8 @@ def use_pages(size_bytes: int) -> None:
     backing.driver = lambda: backing.Driver(_allocation_at, size_bytes)
     card = os.environ.get(CARD)
     if card:
-        rdma_devices.active_ports = lambda: (Port(card, "1", "InfiniBand"),)
-        rdma_devices._device_types = lambda kv_caches: iter(("cuda",))
+        transports.active_ports = lambda: (Port(card, "1", "InfiniBand"),)
+        transports._device_types = lambda kv_caches: iter(("cuda",))
 
 
 def interfaces() -> Any:

@@ -24,8 +24,8 @@ SPEC = EngineSpec(dtype="float32", block_tokens=32)
 TOKENS = 107
 VERSION, BACKEND = "vllm_version", "attn_backend"
 _FORGED = "0" * 64
-#: How a refusal begins that names nothing: all was tried, or a loaded machine had no time to.
-_NAMELESS = "P's compatibility hash is not ours, and "
+#: How a refusal begins that names nothing.
+_NAMELESS = "P's compatibility hash is not ours, and no version of vLLM and no attention backend"
 
 
 @pytest.fixture(autouse=True)
@@ -199,37 +199,34 @@ def test_version_and_backend_are_named_together(lab: Lab) -> None:
 
 
 @pytest.mark.every_release
-def test_another_model_is_not_named_and_never_accepted(lab: Lab) -> None:
+def test_another_model_is_never_accepted(lab: Lab) -> None:
     assert_refused(lab.run(pair(model="another/model")), _NAMELESS)
     report = lab.run(pair(accept=f"{VERSION},{BACKEND}", model="another/model"))
     assert_refused(report, _NAMELESS)
 
 
-def test_another_data_type_is_named_and_never_accepted(lab: Lab) -> None:
+def test_another_data_type_is_never_accepted(lab: Lab) -> None:
     """Both have two bytes: nothing but the hash tells them apart."""
     p, d = (replace(SPEC, dtype=dtype) for dtype in ("float16", "bfloat16"))
     # The lab's models have their type in their names.
     model = settings(model="lab/model")
     report = lab.run(pair(p, replace(d, settings=model), f"{VERSION},{BACKEND}", model="lab/model"))
-    named = "P computes in float16; this engine computes in bfloat16"
-    assert_refused(report, named, "use one --dtype on both sides")
+    assert_refused(report, _NAMELESS, "dtype 'torch.bfloat16'", "compare these with P's")
     assert "KVPATCH_ACCEPT" not in report.detail
 
 
-def test_another_type_of_cache_is_named_and_never_accepted(lab: Lab) -> None:
+def test_another_type_of_cache_is_never_accepted(lab: Lab) -> None:
     p = replace(SPEC, dtype="fp8")
     d = replace(SPEC, dtype="bfloat16")
     report = lab.run(pair(p, d, f"{VERSION},{BACKEND}"))
-    named = "P has --kv-cache-dtype fp8; this engine has --kv-cache-dtype auto"
-    assert_refused(report, named, "use one --kv-cache-dtype on both sides")
+    assert_refused(report, _NAMELESS, "cache_dtype 'auto'", "compare these with P's")
 
 
-def test_groups_of_layers_on_one_side_are_named(lab: Lab) -> None:
+def test_groups_of_layers_on_one_side_are_never_accepted(lab: Lab) -> None:
     if "is_hma_enabled" not in FACTS[lab.release].hash_factors:
         pytest.skip("this release does not hash it")
     report = lab.run(pair(accept=f"{VERSION},{BACKEND}", hybrid="on"))
-    named = "P has the hybrid KV cache manager on; this engine has the hybrid KV cache manager off"
-    assert_refused(report, named)
+    assert_refused(report, _NAMELESS, "is_hma_enabled False", "compare these with P's")
 
 
 def test_a_forged_hash_is_refused(lab: Lab) -> None:

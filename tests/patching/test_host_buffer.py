@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.connector.host_buffer.policy import (
     block_bytes_of,
     host_blocks_in,
     is_wanted,
     refuse_shares,
 )
-from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
-from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, saves_of_step
-from kvpatch.connector.host_buffer.usage_log import UsageLog
+from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, UsageLog, saves_of_step
 from kvpatch.connector.host_buffer.worker import is_own
 from kvpatch.connector.host_buffer_links import put_back
 from kvpatch.core.errors import HostBufferRefused

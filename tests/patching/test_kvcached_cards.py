@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.kvcached import rdma_devices
-from kvpatch.connector.kvcached.rdma_devices import refuse_cards
+from kvpatch.connector.kvcached import transports
+from kvpatch.connector.kvcached.transports import refuse_cards
 from kvpatch.core.errors import RegistrationRefused, SettingsError
 from kvpatch.transfer.network_cards import (
     Port,
@@ -125,7 +125,7 @@ def test_what_is_ucx():
 class TestRefusal:
     @pytest.fixture(autouse=True)
     def _two_cards(self, monkeypatch):
-        monkeypatch.setattr(rdma_devices, "active_ports", lambda: PORTS)
+        monkeypatch.setattr(transports, "active_ports", lambda: PORTS)
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
 
@@ -163,7 +163,7 @@ class TestRefusal:
         refuse_cards(UCX, ON_A_GPU)
 
     def test_no_cards(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(rdma_devices, "active_ports", lambda: active_ports(tmp_path))
+        monkeypatch.setattr(transports, "active_ports", lambda: active_ports(tmp_path))
 
         refuse_cards(UCX, ON_A_GPU)
 
@@ -179,7 +179,7 @@ class TestRefusal:
 
     @pytest.mark.parametrize("backends", [["LIBFABRIC"], ["UCX", "GDS"]])
     def test_another_backend_is_refused_without_a_card(self, monkeypatch, backends):
-        monkeypatch.setattr(rdma_devices, "active_ports", tuple)
+        monkeypatch.setattr(transports, "active_ports", tuple)
         monkeypatch.setenv("UCX_TLS", "^ib")
 
         with pytest.raises(RegistrationRefused, match=backends[-1]) as refused:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.kvcached import transport_notes
+from kvpatch.connector.kvcached import transports
 
 pytestmark = pytest.mark.patching
 
@@ -17,15 +17,15 @@ ON_THE_HOST = {"layers.0": SimpleNamespace(device=SimpleNamespace(type="cpu"))}
 
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process(monkeypatch):
-    transport_notes._warn.cache_clear()
+    transports._warn.cache_clear()
     monkeypatch.delenv("UCX_TLS", raising=False)
 
 
 def _said(monkeypatch, caplog, version, *registrations):
-    monkeypatch.setattr(transport_notes, "kvcached_version", lambda: version)
+    monkeypatch.setattr(transports, "kvcached_version", lambda: version)
     with caplog.at_level(logging.WARNING, logger="kvpatch"):
         for kv_caches in registrations:
-            transport_notes.note_transport(kv_caches)
+            transports.note_transport(kv_caches)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -61,4 +61,4 @@ def test_is_not_said_where_another_transport_was_chosen(monkeypatch, caplog, tra
 
 
 def test_the_version_is_the_installed_ones():
-    assert transport_notes.kvcached_version() is None, "the tests' environment has no kvcached"
+    assert transports.kvcached_version() is None, "the tests' environment has no kvcached"

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import zmq
 
+from kvpatch.connector.handshake.accepted_peers import FLASH_ATTENTION
 from kvpatch.connector.handshake.decision import Read, Refuse, decide
-from kvpatch.connector.handshake.other_releases import FLASH_ATTENTION
 from kvpatch.connector.state import worker_state
 from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
 from kvpatch.connector.unlike_releases.messages import to_agent, to_engine
@@ -28,8 +28,7 @@ from kvpatch.connector.unlike_releases.peer_releases import (
     speak_alike,
 )
 from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
-from kvpatch.connector.unlike_releases.stated import read_statement
-from kvpatch.connector.unlike_releases.translation import translated
+from kvpatch.connector.unlike_releases.translation import read_statement, translated
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import unlike_releases

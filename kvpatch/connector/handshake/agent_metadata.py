@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm, form_in, without_form
-from kvpatch.connector.handshake.peer_hash.explanation import Explanation
+from kvpatch.connector.handshake.peer_hash import Explanation
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import CacheShape, ReleaseFacts
 from kvpatch.core.text import shown

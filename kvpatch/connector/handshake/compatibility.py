@@ -5,11 +5,11 @@ A peer that it does not, and of which nobody can tell what its blocks hold, is r
 
 from __future__ import annotations
 
+from kvpatch.connector.handshake.accepted_peers import refuse_other_rows
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.cpu_keys import check_key_order
 from kvpatch.connector.handshake.homogeneous_view import has_ranks_unmet
 from kvpatch.connector.handshake.kv_head_replication import has_replicated_heads
-from kvpatch.connector.handshake.other_rows import refuse_other_rows
 from kvpatch.connector.handshake.split_kv import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.connector.handshake.whole_blocks import split_by_nobody
 from kvpatch.connector.local.local_geometry import LocalGeometry

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvpatch.connector.handshake.accepted_peers import as_accepted, by_its_hash
+from kvpatch.connector.handshake.accepted_peers import as_accepted, of_other_release
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
 from kvpatch.connector.handshake.compatibility import is_compatible
-from kvpatch.connector.handshake.other_releases import with_cache_shape
 from kvpatch.connector.handshake.remote_geometry import peer_regions
 from kvpatch.connector.handshake.remote_ranks import RemoteRank
 from kvpatch.connector.handshake.remote_states import (
@@ -131,7 +130,7 @@ def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Dec
     try:
         if peer.releases:
             is_plain = local.is_plain and not (local.reads_all or local.is_shown)
-            peer = with_cache_shape(ours, by_its_hash(ours, peer), is_plain=is_plain)
+            peer = of_other_release(ours, peer, is_plain=is_plain)
         elif peer.named is not None:
             peer = as_accepted(ours, peer, peer.named)
         completed = complete(ours, peer, local.declared)

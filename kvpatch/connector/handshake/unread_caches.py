@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvpatch.connector.handshake.accepted_peers import refuse_other_rows
 from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.other_rows import refuse_other_rows
 from kvpatch.connector.handshake.remote_states import ONE_SIZE, check_state_sizes, undivided
 from kvpatch.connector.handshake.whole_blocks import unknown_kind
 from kvpatch.connector.local.cache_kinds import RING, Holds, Kind

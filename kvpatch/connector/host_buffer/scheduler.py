@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 from weakref import ReferenceType, ref
 
-from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
+from kvpatch.connector.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.connector.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in
-from kvpatch.connector.host_buffer.published_blocks import PublishedGroup
-from kvpatch.connector.host_buffer.usage_log import UsageLog
 from kvpatch.connector.local.kv_cache_groups import transferred_groups
 from kvpatch.connector.metrics.book import Book
 from kvpatch.connector.read_request import are_grouped, groups
@@ -24,6 +23,8 @@ _LOG = logging.getLogger("kvpatch.host_buffer")
 _ATTRIBUTE = "kvpatch_saves"
 #: In an answer's transfer parameters: why there is nothing to read.
 REFUSED = "kvpatch_refused"
+#: As often as vLLM says how many requests are running.
+_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,37 @@ def _unpickled(*values: Any) -> StepSaves:
     """P's answers name host blocks, of which a worker without kvpatch knows nothing."""
     require("host_buffer")
     return StepSaves(*values)
+
+
+class UsageLog:
+    """One line while host blocks are in use, at most every so many seconds, and one when none is.
+
+    The last line is therefore true of an engine at rest.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._next = clock() + _EVERY_SECONDS
+        self._is_said = False
+
+    def look(self, table: HostBlockTable) -> None:
+        """To be called whenever host blocks may have changed hands."""
+        is_used = bool(table.reserved or table.waiting)
+        if is_used:
+            now = self._clock()
+            if now < self._next:
+                return
+            self._next = now + _EVERY_SECONDS
+        elif not self._is_said:
+            return
+        self._is_said = is_used
+        _LOG.info(
+            "host buffer: %d of %d blocks reserved, %d of them filled; %d requests wait for blocks",
+            table.reserved,
+            table.size,
+            table.held,
+            table.waiting,
+        )
 
 
 def saves_of_step(metadata: Any) -> StepSaves | None:

@@ -1,9 +1,12 @@
-"""What a P of another release states, in the words of ours."""
+"""The metadata of a P of another release, in the words of our release and in our vocabulary."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.connector.unlike_releases.peer_releases import Statement
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
@@ -58,3 +61,16 @@ def layout_as(layout: Any, own: ReleaseFacts) -> Any:
     if inner is None or layout not in LAYER_BY_LAYER:
         return layout
     return layer_by_layer(inner, like="LBHNC" if own.names_layouts else "HND")
+
+
+def read_statement(
+    statement: Statement, own: ReleaseFacts, tp_rank: int, tp_size: int
+) -> AgentMetadata:
+    """What a rank of another release states, in our vocabulary.
+
+    Raises:
+        PeerRefused: it states what cannot be true.
+    """
+    stated = SimpleNamespace(**statement.fields)
+    peer = read_agent_metadata(stated, statement.facts, tp_rank, tp_size)
+    return replace(peer, layout=layout_as(peer.layout, own), releases=statement.releases)

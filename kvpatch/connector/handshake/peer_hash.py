@@ -1,0 +1,212 @@
+"""A peer's compatibility hash: the version of vLLM and the attention backend that make it.
+
+A release hashes a few facts of an engine, by name, as one JSON object with sorted names. A hash
+tells nothing but whether it is the same, so that what may be accepted of a peer is tried until
+its hash comes out: versions of vLLM times attention backends.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from kvpatch.core import settings
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.hash_values import BACKENDS
+from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts
+from kvpatch.core.text import shown
+
+VERSION = "vllm_version"
+CONNECTOR_VERSION = "nixl_connector_version"
+BACKEND = "attn_backend_name"
+CACHE_DTYPE = "cache_dtype"
+CROSS_LAYERS = "cross_layers_blocks"
+HYBRID = "is_hma_enabled"
+SPECULATION = "speculative_config"
+MODE = "transfer_mode"
+
+_NOT_OURS = "P's compatibility hash is not ours"
+#: Stands for the backend in a text that is hashed with one after the other.
+_HOLE = "\0"
+#: After each version, in which the engine's own threads go on.
+_PAUSE_SECONDS = 0.00005
+#: What builds of a release put behind its version.
+_LABELS = (
+    *("", "+cpu", "+cu129", "+cu128", "+cu130", "+cu126", "+cu124", "+cu118", "+rocm700"),
+    *("+rocm710", "+rocm711", "+rocm720", "+rocm721", "+rocm641", "+rocm630", "+xpu", "+tpu"),
+    *("+empty", "+precompiled"),
+)
+#: Of builds that were no release, or that came after it.
+_BUILDS = ("rc1", "rc2", "rc3", "rc4", "rc5", ".post1", ".post2")
+#: How far a connector is ahead that is newer than any in the table.
+_NEWER_CONNECTORS = 4
+
+
+@dataclass(frozen=True)
+class OwnFactors:
+    """The values that this engine's hash is made of, and would be made of in other releases.
+
+    Attributes:
+        facts: of this engine's release.
+        values: of every factor of any release, but for those that this one cannot tell.
+    """
+
+    facts: ReleaseFacts
+    values: Mapping[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """The hash that the release makes of them."""
+        return digest_of({name: self.values[name] for name in self.facts.hash_factors})
+
+    def __str__(self) -> str:
+        names = sorted(self.facts.hash_factors)
+        return ", ".join(f"{name} {shown(self.values[name])}" for name in names)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The engine that a peer is, for its hash to be what it is: like ours but for what differs.
+
+    Attributes:
+        version: of its vLLM, as it states it.
+        release: of the table, that the version is a build of; empty where there is none.
+        backend: its attention backend.
+        own_version: of our vLLM.
+        own_backend: ours.
+        cache_dtype: the type of both caches.
+    """
+
+    version: str
+    release: str
+    backend: str
+    own_version: str
+    own_backend: str
+    cache_dtype: str
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """What differs, as ``KVPATCH_ACCEPT`` has it."""
+        differ = self.version != self.own_version, self.backend != self.own_backend
+        return tuple(name for name, is_other in zip(_ON_BOTH, differ, strict=True) if is_other)
+
+    def __str__(self) -> str:
+        theirs, ours = self.backend, self.own_backend
+        if self.version == self.own_version:
+            return f"P runs {theirs}; this engine runs {ours}"
+        if theirs == ours:
+            return f"P runs vLLM {self.version}; this engine runs {self.own_version}"
+        return (
+            f"P runs vLLM {self.version} with {theirs}; this engine runs {self.own_version} "
+            f"with {ours}"
+        )
+
+
+#: Of each factor that can be accepted, what both sides need else.
+_ON_BOTH = {
+    "vllm_version": "one release of vLLM",
+    "attn_backend": "one attention backend (--attention-backend)",
+}
+
+
+def digest_of(factors: Mapping[str, Any]) -> str:
+    """The hash of some factors, as every release makes it."""
+    return sha256(_text(factors).encode()).hexdigest()
+
+
+def explain(own: OwnFactors, peer_hash: str) -> Explanation | None:
+    """Finds the version and the backend with which an engine like ours has a peer's hash.
+
+    Args:
+        peer_hash: anything that a peer may state.
+    """
+    own_version, own_backend = own.values[VERSION], own.values[BACKEND]
+    backends = dict.fromkeys((own_backend, *BACKENDS))
+    for version, facts, connector_version in _versions(own):
+        values = {**own.values, VERSION: version, CONNECTOR_VERSION: connector_version}
+        values[BACKEND] = _HOLE
+        if not facts.hash_factors <= values.keys():
+            continue  # it hashes what this release cannot tell of us
+        text = _text({name: values[name] for name in facts.hash_factors})
+        before, after = text.split(json.dumps(_HOLE))
+        for backend in backends:
+            if sha256(f'{before}"{backend}"{after}'.encode()).hexdigest() == peer_hash:
+                # Ours may be a build that the operator has named a release for.
+                release = own.facts.release if version == own_version else _release_of(version)
+                dtype = values[CACHE_DTYPE]
+                return Explanation(version, release, backend, own_version, own_backend, dtype)
+        time.sleep(_PAUSE_SECONDS)
+    return None
+
+
+def _text(factors: Mapping[str, Any]) -> str:
+    return json.dumps(factors, sort_keys=True)
+
+
+def _versions(own: OwnFactors) -> Iterator[tuple[str, ReleaseFacts, int]]:
+    """Yields versions that a peer may have, those first that are met most.
+
+    With each are the facts of its release, or of the one before it, and its connector's version.
+    """
+    facts, version = own.facts, own.values[VERSION]
+    yield version, facts, facts.connector_version
+    own_label = version.removeprefix(version.partition("+")[0])
+    place = RELEASES.index(facts.release)
+    releases = [of for of in FACTS.values() if of.states_hash]
+    newest = releases[-1]
+    releases.sort(key=lambda of: abs(RELEASES.index(of.release) - place))
+    found = [(of.release + label, of, 0) for label in (own_label, *_LABELS) for of in releases]
+    found += [(of.release + build, of, 0) for of in releases for build in _BUILDS]
+    for of in releases:
+        found += [
+            (name + label, of, newer)
+            for name in _later(of, and_minor=of is newest)
+            for newer in range(_NEWER_CONNECTORS + 1 if of is newest else 1)
+            for label in (own_label, "")
+        ]
+    seen: dict[tuple[str, int], ReleaseFacts] = {}
+    for name, of, newer in (*found, ("dev", facts, 0)):
+        if name != version:  # which has one connector
+            seen.setdefault((name, of.connector_version + newer), of)
+    yield from ((name, of, connector_version) for (name, connector_version), of in seen.items())
+
+
+def _later(facts: ReleaseFacts, *, and_minor: bool) -> list[str]:
+    """Returns the names of the two next releases, which the table may lack."""
+    major, minor, micro = Version(facts.release).release[:3]
+    found = [f"{major}.{minor}.{micro + more}" for more in (1, 2)]
+    return found + [f"{major}.{minor + more}.0" for more in (1, 2) if and_minor]
+
+
+def _release_of(version: str) -> str:
+    try:
+        public = Version(version).public
+    except InvalidVersion:
+        return ""
+    return public if public in FACTS else ""
+
+
+def not_accepted(named: Explanation, accepted: Collection[str]) -> PeerRefused:
+    """The refusal of a peer that differs in something that ``KVPATCH_ACCEPT`` does not list."""
+    wanted = ",".join(dict.fromkeys((*accepted, *named.factors)))
+    return PeerRefused(
+        f"{_NOT_OURS}: {named}",
+        f"use {' and '.join(_ON_BOTH[name] for name in named.factors)} on both sides, or set "
+        f"{settings.ACCEPT}={wanted} here, which goes on where the rest of the handshake fits",
+    )
+
+
+def unexplained(own: OwnFactors) -> PeerRefused:
+    """The refusal of a peer that differs in what cannot be accepted, or cannot be tried."""
+    return PeerRefused(
+        f"{_NOT_OURS}, and no version of vLLM and no attention backend explains it; this engine "
+        f"hashes {own}",
+        "compare these with P's (with VLLM_LOGGING_LEVEL=DEBUG its log has a line `NIXL "
+        "compatibility hash`), and use one of each on both sides, --model letter by letter",
+    )

@@ -1,1 +1,0 @@
-"""A peer's compatibility hash: what it is made of, which factors differ, and what is accepted."""
