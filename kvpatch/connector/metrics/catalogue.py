@@ -96,8 +96,8 @@ READ_SECONDS = Metric(
 LOADS = Metric(
     "kvpatch_loads",
     "counter",
-    "Requests that a worker was to load, by outcome; stale: P let go of the blocks, or its lease was "
-    "over.",
+    "Requests that a worker was to load, by outcome; stale: P let go of the blocks, or its lease "
+    "was over.",
     "outcome",
     tuple(outcome.value for outcome in Outcome),
 )
