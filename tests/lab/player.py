@@ -47,6 +47,7 @@ class Player(Engine):
         lost_transfers._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         # However busy the machine, what reads take is measured.
         cost_probe._LONGEST_SECONDS = _MEASURED_SECONDS
+        WAITED.seconds = 0.0  # the process may have been another engine before
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
         self._by_name: dict[str, Tracked] = {}

@@ -13,6 +13,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 
+from .engine_api import Prompt
 from .host import Lab
 from .releases import states_block_size, states_layout
 from .stage import Actor, Stage
@@ -46,7 +47,18 @@ def scene(lab: Lab, kind: str) -> Iterator[Scene]:
     with Stage(lab) as stage:
         actor, decode = prefill(stage, UNLIKE[kind], patched=False), stage.decode(SPEC)
         introduce(decode, stage.prompts(1, TOKENS), actor)
-        yield Scene(stage, lab.release, {(kind, False): actor}, decode)
+        scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
+        _load_one(scene, actor)
+        yield scene
+
+
+def _load_one(scene: Scene, actor: Actor) -> Prompt:
+    """Has D load a prompt, by whose wait its scheduler knows how far clocks are apart."""
+    prompt, ask = scene.fresh(actor)
+    scene.decode.ask(ask)
+    seen = scene.decode.watch(prompt)
+    assert seen.received == names([prompt]), seen
+    return prompt
 
 
 def _of(scene: Scene, kind: str) -> Actor:
@@ -107,16 +119,15 @@ def test_d_computes_the_load(lab: Lab, kind: str) -> None:
         decode = stage.decode(replace(UNLIKE[kind], own_scheduler=True, load_failure_policy="fail"))
         introduce(decode, stage.prompts(1, TOKENS), actor)
         scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
-        first, ask = scene.fresh(actor)  # by which D's scheduler knows that clocks agree
-        decode.ask(ask)
-        assert decode.watch(first).received == names([first])
+        first = _load_one(scene, actor)
         decode.call("loaded", [first.name])
         prompt, ask = scene.stale(actor)
         _wait_before(scene, _TOO_LONG)
 
         decode.ask(ask)
 
-        assert decode.watch(prompt).failed == names([prompt])
+        seen = decode.watch(prompt)
+        assert seen.failed == names([prompt]), seen
         decode.call("loaded", [prompt.name])
         _assert_computed(decode, prompt)
         _assert_nothing_wrong_is_cached(decode, prompt)

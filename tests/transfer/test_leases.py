@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import time
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvpatch.connector.read_request import ReadRequest, Waits
-from kvpatch.connector.reading.leases import Leases
+from kvpatch.connector.reading.leases import Leases, stated_end
+from kvpatch.core.releases import FACTS
 from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Lifetime, Verdict
 
 pytestmark = pytest.mark.patching
@@ -115,6 +118,27 @@ class TestHowLongPKeepsBlocks:
         assert ours.at(("0.20.2",)) == Leases(480.0)
         assert old.at(("0.33.0",)) == Leases(30.0)
         assert ours.at(("0.20.2", "0.33.0")) == Leases(30.0), "whichever it is"
+
+
+class TestAStatedExpiry:
+    """Of a D that P reads an earlier turn back from; on its own clock, some time from ours."""
+
+    @staticmethod
+    def end_of(release: str, stated: Any, offset: float | None = 1000.0) -> float | None:
+        entry = SimpleNamespace(remote=SimpleNamespace(blocks_expiry_time=stated))
+        offsets = {} if offset is None else {"D": offset}
+        worker = SimpleNamespace(_engine_clock_offset=offsets)
+        return stated_end(worker, "D", entry, FACTS[release])
+
+    def test_is_the_lease(self) -> None:
+        end = self.end_of("0.33.0", time.perf_counter() + 1000.0 + 60.0)
+        assert end == pytest.approx(time.monotonic() + 60.0, abs=30.0)
+
+    def test_says_nothing_where_it_is_not_stated_or_not_to_be_placed(self) -> None:
+        assert self.end_of("0.33.0", None) is None
+        assert self.end_of("0.33.0", "soon") is None
+        assert self.end_of("0.33.0", 1.0, offset=None) is None
+        assert self.end_of("0.25.1", 1.0) is None, "that release states none"
 
 
 class TestATransferOfVllms:

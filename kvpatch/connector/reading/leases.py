@@ -9,7 +9,7 @@ from 0.22 on      ``kv_lease_duration`` seconds                      with each h
 ================  =================================================  ===========================
 
 From 0.22 on a P that reads an earlier turn back from D has ``decoder_kv_blocks_ttl`` seconds, and
-no heartbeats. From 0.28 on D's answer states when these are over.
+no heartbeats. From 0.26 on D's answer states when these are over.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class ReadingAgent(AgentProxy):
         Raises:
             ReadRefused: what P is said to have answered does not fit it.
         """
-        if context is None or operation != "READ" or context.arrived is None:
+        if context is None or operation != "READ":
             return None
         rank = self._self_rank_of(context.engine_id, handle)
         if rank is None:

@@ -271,7 +271,7 @@ class Reader:
             states_plan, self.groups, metadata, reading.request, self._states, rank.states
         )
         is_idle = rest.is_nothing and not len(states())
-        lifetime = self._lifetime(reading.request, number, rank.agent, rest.taken, is_idle=is_idle)
+        lifetime = self._lifetime(number, rank.agent, rest.taken, is_idle=is_idle)
 
         def read(wanted: Wanted) -> OwnRead:
             times = reading.peer.times
@@ -326,7 +326,6 @@ class Reader:
 
     def _lifetime(
         self,
-        request: ReadRequest,
         number: int,
         agent: str,
         taken: frozenset[HeadName],
