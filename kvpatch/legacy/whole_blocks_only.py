@@ -12,6 +12,7 @@ from typing import Any
 from kvpatch.connector import read_request
 from kvpatch.connector.speculative_decoding import reserves_slots
 from kvpatch.connector.stated_prompt import read_prompt
+from kvpatch.connector.unpatched_workers import is_applied
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
@@ -21,26 +22,32 @@ def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def matched(request: Any, num_computed_tokens: int) -> Any:
-        found = wrapped(request, num_computed_tokens)
-        needed = num_computed_tokens + found[0]
-        return found if not found[0] or _holds(instance, request, needed) else (0, False)
+        count, is_async = wrapped(request, num_computed_tokens)
+        if not count:
+            return count, is_async
+        held = _held_tokens(instance, request, num_computed_tokens + count)
+        count = max(0, min(count, held - num_computed_tokens))
+        return count, is_async and count > 0
 
     return matched(*args, **kwargs)
 
 
-def _holds(scheduler: Any, request: Any, tokens: int) -> bool:
-    """True if the blocks that P names hold so many tokens of a prompt."""
+def _held_tokens(scheduler: Any, request: Any, wanted: int) -> int:
+    """Returns up to where D loads a prompt; 0 where P's blocks hold too few of the wanted tokens.
+
+    A P with kvpatch states how many they hold: D loads as many of them as fill its own blocks.
+    """
     if reserves_slots(scheduler.vllm_config):
-        return False
-    params = request.kv_transfer_params or {}
+        return 0
+    params, block_tokens = request.kv_transfer_params or {}, int(scheduler.block_size)
     stated, blocks = read_prompt(params), params.get("remote_block_ids")
-    if stated is not None:
-        return stated.tokens >= tokens
+    if stated is not None and is_applied("same_prompt"):
+        return stated.tokens - stated.tokens % block_tokens
     if not isinstance(blocks, list | tuple):
-        return False
-    block_tokens = settings.peer_block_size() or int(scheduler.block_size)
-    held = max((len(group) for group in read_request.groups(blocks)), default=0)
-    return held * block_tokens >= tokens
+        return 0
+    named = max((len(group) for group in read_request.groups(blocks)), default=0)
+    held = named * (settings.peer_block_size() or block_tokens)
+    return wanted if held >= wanted else 0
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

@@ -67,7 +67,8 @@ def taken(monkeypatch) -> list[str]:
 
     buffer = SimpleNamespace(pool=_Pool(), pages=None)
     monkeypatch.setattr(registration.host_buffer_worker, "make", note("host buffer", buffer))
-    monkeypatch.setattr(registration, "inspect", note("inspect", "own"))
+    own = SimpleNamespace(cache=None)
+    monkeypatch.setattr(registration, "inspect", note("inspect", own))
     monkeypatch.setattr(registration, "count_blocks", note("count blocks"))
     monkeypatch.setattr(
         registration, "register_as_they_lie", before_the_release("show as they lie")
