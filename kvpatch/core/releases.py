@@ -138,6 +138,8 @@ class ReleaseFacts:
         stats: the class of what workers tell of transfers; None where ``/metrics`` has none of it.
         asks_scheduler_for_stats: the scheduler's half of the connector is asked too, in each step.
         tells_chosen_block_size: the API server knows the size of blocks where nobody asked for one.
+        server_arguments: the module with the API server's argument parser, where vLLM resolves a
+            layout for the whole model; empty where it does not.
     """
 
     release: str
@@ -225,6 +227,7 @@ class ReleaseFacts:
     stats: Place | None = None
     asks_scheduler_for_stats: bool = False
     tells_chosen_block_size: bool = True
+    server_arguments: str = ""
 
     @property
     def states_layout(self) -> bool:
@@ -642,6 +645,7 @@ _0_29_0 = replace(
     answer=_0_28_0.answer | {"dcp_size", "pp_size"},
     params=_0_28_0.params | {"dcp_size"},
     reader_count="readers of a rank",
+    server_arguments="vllm.entrypoints.launchers.cli_args",
 )
 _0_30_0 = replace(
     _0_29_0,
@@ -675,6 +679,7 @@ _0_33_0 = replace(
     connector_version=15,
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
     can_sleep=True,
+    server_arguments="vllm.entrypoints.common.cli_args",
     answer=_0_32_0.answer | {"remote_registration_generation"},
     params=_0_32_0.params | {"remote_registration_generation"},
 )

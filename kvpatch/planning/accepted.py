@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvpatch.connector.handshake.peer_hash.explanation import Difference, Explanation
-from kvpatch.connector.handshake.peer_hash.factors import BACKEND, VERSION
 from kvpatch.connector.handshake.peer_hash.sentences import ACCEPTABLE, refusal
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, PeerRefused
@@ -22,17 +21,14 @@ def named_difference(pair: Pair) -> Explanation | None:
     found = list(compared_factors(pair))
     if not found:
         return None
-    content = next((one for one in found if one.kind != "name"), None)
+    content = next((one for one in found if one.compared.kind != "name"), None)
     if content is not None or not d.facts.states_hash:
         first = content or found[0]
         raise PeerRefused(str(first), first.cure)
-    theirs, ours = versions(pair)
-    values = (
-        (VERSION, theirs, ours),
-        (BACKEND, p.backend.name, d.backend.name),
+    differences = tuple(Difference(one.compared.hashed, one.theirs, one.ours) for one in found)
+    named = Explanation(
+        differences, versions(pair)[0], p.facts.release, p.backend.name, _word_of_dtype(pair)
     )
-    differences = tuple(Difference(*one) for one in values if one[1] != one[2])
-    named = Explanation(differences, theirs, p.facts.release, p.backend.name, _word_of_dtype(pair))
     accepted = _accepted(pair)
     if not all(ACCEPTABLE[one.factor] in accepted for one in differences):
         raise refusal(named, accepted)

@@ -243,12 +243,24 @@ def _read_server_info(found: Answers, answer: Answer) -> None:
         found.silences.append(f"vLLM {found.facts.release} does not tell its variables")
 
 
-def _configured(configuration: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def configured_options(configuration: object) -> dict[str, Any]:
+    """The options that say what a configuration of vLLM's has come to, but for its connector."""
+    cached = (
+        (option, _at(configuration, "cache_config", label))
+        for label, option in CACHE_LABELS.items()
+    )
+    found = {option: value for option, value in cached if value is not None}
+    return found | dict(_configured(configuration))
+
+
+def _configured(configuration: object) -> Iterator[tuple[str, Any]]:
     for option, path in CONFIGURED.items():
         value = _at(configuration, *path)
-        if isinstance(value, (str, int)):
-            yield option, str(value).removeprefix("torch.") if option == "dtype" else value
-    if "kv_transfer_config" in configuration:
+        if option == "dtype" and value is not None:
+            yield option, str(value).removeprefix("torch.")
+        elif isinstance(value, (str, int)):
+            yield option, value
+    if isinstance(configuration, Mapping) and "kv_transfer_config" in configuration:
         yield "kv_transfer_config", configuration["kv_transfer_config"] or {}
     method = _at(configuration, "speculative_config", "method")
     if method is not None:
@@ -277,9 +289,9 @@ def _about(
 
 
 def _at(found: Any, *path: str) -> Any:
-    """What a path of names leads to; None for nothing."""
+    """What a path of names leads to, in JSON or in vLLM's own objects; None for nothing."""
     for name in path:
-        found = found.get(name) if isinstance(found, Mapping) else None
+        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
     return found
 
 

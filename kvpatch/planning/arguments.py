@@ -10,11 +10,19 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvpatch.core.errors import BadOptions
+from kvpatch.core.version import __version__
+from kvpatch.planning.description import (
+    NUMBER,
+    SCHEMA,
+    Description,
+    description_in,
+    read_json,
+)
 
 SECTION = "kvpatch"
 #: The entry of it that holds variables.
@@ -84,6 +92,7 @@ class EngineArguments:
         origins: where each of these is from, by its name; of variables behind ``env``.
         assumed: what was taken for granted as they were put together, a sentence each.
         running: of an engine that was asked; None where it is not started yet.
+        described: what vLLM has said of it; None of arguments alone.
     """
 
     source: str
@@ -93,6 +102,7 @@ class EngineArguments:
     origins: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     running: Running | None = None
+    described: Description | None = None
 
     def option(self, name: str, default: Any = None) -> Any:
         """An option of ``vllm serve``; the default where it is not there, or empty."""
@@ -120,6 +130,27 @@ class EngineArguments:
         """Whether a variable says yes."""
         return self.environment.get(variable, "").strip().lower() in ("1", "true")
 
+    def as_description(self, digest: str | None = None) -> dict[str, Any]:
+        """For JSON, as :func:`read_arguments` reads it again.
+
+        Args:
+            digest: that the hash comes to.
+        """
+        described = self.described or Description("")
+        caches, factors = described.caches, described.factors
+        return {
+            SCHEMA: NUMBER,
+            "kvpatch": __version__,
+            "vllm": described.version,
+            "url": self.running.url if self.running else None,
+            "options": dict(self.options),
+            "about": dict(self.about),
+            ENV: dict(self.environment),
+            "caches": None if caches is None else asdict(caches),
+            "hash": None if factors is None else {"digest": digest, "factors": factors},
+            "assumed": list(self.assumed),
+        }
+
     def facts(self) -> dict[str, dict[str, Any]]:
         """What is known of the engine, and where from, by name."""
         values = {plain(name): value for name, value in self.options.items()}
@@ -141,6 +172,9 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
     Raises:
         BadOptions: there is no such file, or it holds something else.
     """
+    description = read_json(path)
+    if description is not None:
+        return _of_description(description, path, overrides or {})
     content = _load(path)
     options = _options({key: content[key] for key in content if key != SECTION}, str(path))
     about = _section(content.get(SECTION), f"{path}: {SECTION}")
@@ -159,6 +193,36 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
         about=about,
         environment={name: _as_variable(value) for name, value in environment.items()},
         origins={**origins, **dict.fromkeys(given, _COMMAND_LINE)},
+    )
+
+
+def _of_description(
+    content: Mapping[str, Any], path: Path, overrides: Mapping[str, Any]
+) -> EngineArguments:
+    """A described engine's; the command line may not say otherwise."""
+    source = str(path)
+    parts = {
+        name: as_mapping(content.get(name) or {}, f"{path}: {name}")
+        for name in ("options", "about", ENV)
+    }
+    about = _section(parts["about"], source)
+    for name, value in overrides.items():
+        if value is not None and about.setdefault(name, value) != value:
+            raise BadOptions(
+                f"{path} describes an engine with {name} {about[name]}, and the command line "
+                f"says {value}",
+                f"leave out --{name}, or describe another engine",
+            )
+    url = content.get("url")
+    described = description_in(content, path)
+    return EngineArguments(
+        source=source,
+        options=dict(parts["options"]),
+        about=about,
+        environment={name: _as_variable(value) for name, value in parts[ENV].items()},
+        assumed=tuple(map(str, content.get("assumed") or ())),
+        running=Running(str(url), described.version) if url else None,
+        described=described,
     )
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.geometry.state_shares import Part, SharedState
 
 #: Architectures whose caches are what this module reads from their config.json. It is held against
 #: the caches that vLLM itself makes of each (tests/planning/test_models.py).
@@ -59,6 +61,10 @@ _STATE_TYPES = ("mamba", "mamba2")
 _ATTENTION_TYPES = ("attention", "full_attention", "sliding_attention")
 
 
+#: Of one number, by what vLLM calls types that are not cut to a byte.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+
+
 @dataclass(frozen=True)
 class StateSizes:
     """Mamba2's, of all ranks together.
@@ -74,6 +80,26 @@ class StateSizes:
     head_dim: int
     state_size: int
     kernel: int
+
+    def division(self, dtypes: tuple[str, str], drafted_tokens: int) -> StateDivision:
+        """The convolution and the state space behind it, of all ranks together.
+
+        Args:
+            dtypes: of the two.
+            drafted_tokens: a convolution keeps as many more positions.
+        """
+        conv_bytes, item_bytes = (ITEM_BYTES[dtype] for dtype in dtypes)
+        positions = self.kernel - 1 + drafted_tokens
+        of_groups = Part(self.groups * self.state_size, is_copied=self.groups == 1)
+        convolution = (Part(self.intermediate), of_groups, of_groups)
+        unit_bytes = self.head_dim * self.state_size * item_bytes
+        return StateDivision(
+            (
+                SharedState(positions * conv_bytes, convolution),
+                SharedState(unit_bytes, (Part(self.heads),)),
+            ),
+            reason="",
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +140,23 @@ class Model:
     def has_groups(self) -> bool:
         """Whether layers have several block tables, or one with a window."""
         return bool(self.state_layers) or any(self.windows)
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each block table, as vLLM's allocator makes them of layers by kinds."""
+        if not self.has_groups:
+            return (tuple(range(self.layers)),)
+        kinds: dict[object, list[int]] = {}
+        windows = dict(zip(self.attention_layers, self.windows, strict=True))
+        for number in range(self.layers):
+            kinds.setdefault(windows.get(number, "state"), []).append(number)
+        sizes = [len(of_kind) for of_kind in kinds.values()]
+        size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
+        return tuple(
+            tuple(of_kind[first : first + size])
+            for of_kind in kinds.values()
+            for first in range(0, len(of_kind), size)
+        )
 
 
 def find_config(model: str, given: Path | None) -> Path:

@@ -31,7 +31,7 @@ from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.planning.accepted import named_difference
 from kvpatch.planning.arguments import whole_number
-from kvpatch.planning.caches import RankCache, planned_division, rank_cache
+from kvpatch.planning.caches import RankCache, rank_cache
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.factors import is_of_states_alike_in_size, uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
@@ -241,11 +241,9 @@ def _declared_keys(engine: PlannedEngine) -> KeyOrder | None:
 
 
 def _divisions(engine: PlannedEngine) -> Mapping[str, StateDivision]:
-    model = engine.model
-    if model.states is None:
+    if engine.division is None:
         return {}
-    division = planned_division(model.states, engine)
-    return {f"layer.{number}": division for number in model.state_layers}
+    return {f"layer.{number}": engine.division for number in engine.model.state_layers}
 
 
 def _kinds(engine: PlannedEngine) -> Mapping[str, Kind]:
