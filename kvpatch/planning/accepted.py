@@ -47,6 +47,7 @@ def _accepted(pair: Pair) -> tuple[str, ...]:
         if name not in ACCEPTABLE.values():
             raise BadOptions(
                 f"{settings.ACCEPT}={name!r} can not be accepted; {', '.join(ACCEPTABLE.values())} "
-                "can be"
+                "can be",
+                "leave it out",
             )
     return names

@@ -121,7 +121,8 @@ def ask(url: str) -> Answers:
     if not isinstance(version, str):
         raise RequestFailed(
             f"{stated.address} answers HTTP {stated.status} without a version: this is no API "
-            "server of vLLM's, or something stands before it (give the engine's own URL)"
+            "server of vLLM's, or something stands before it",
+            "give the engine's own URL",
         )
     found = Answers(url, version, facts_of(version))
     found.about["release"] = Told(version, stated.address)
@@ -176,7 +177,8 @@ def _read_metrics(found: Answers, answer: Answer) -> None:
         if len(values) > 1:
             raise RequestFailed(
                 f"{where} has {label} {' and '.join(map(shown, values))}: the engines behind it "
-                "differ, and a plan is of one"
+                "differ, and a plan is of one",
+                "give the URL of one engine",
             )
     _read_cache(found, {label: _value(text) for label, text in caches[0].items()}, where)
     if found.facts.stats is None:

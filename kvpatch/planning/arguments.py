@@ -260,7 +260,10 @@ def _section(content: Any, where: str) -> dict[str, Any]:
         if key not in ABOUT:
             near = difflib.get_close_matches(key, ABOUT, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ABOUT)}"
-            raise BadOptions(f"{where} has {key!r}, which says nothing here; {hint}")
+            raise BadOptions(
+                f"{where} has {key!r}, which says nothing here; {hint}",
+                "write the name that it has, or leave it out",
+            )
     return about
 
 
@@ -284,7 +287,9 @@ def whole_number(found: Any, what: str) -> int:
     """
     text = str(found).strip()
     if isinstance(found, bool) or not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise BadOptions(f"{what} is {found!r}: expected a whole number of 1 or more")
+        raise BadOptions(
+            f"{what} is {found!r}: expected a whole number of 1 or more", "write a number"
+        )
     return int(text)
 
 
@@ -298,9 +303,12 @@ def as_mapping(found: Any, what: str) -> Mapping[str, Any]:
         try:
             found = json.loads(found)
         except json.JSONDecodeError as error:
-            raise BadOptions(f"{what} is no JSON: {error}") from None
+            raise BadOptions(f"{what} is no JSON: {error}", "correct it") from None
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise BadOptions(f"{what} is {found!r:.200}: expected names and values")
+        raise BadOptions(
+            f"{what} is {found!r:.200}: expected names and values",
+            "write a mapping, or a JSON object",
+        )
     return found
 
 
@@ -310,9 +318,13 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadOptions(f"{path} cannot be read: {error}") from None
+        raise BadOptions(
+            f"{path} cannot be read: {error}", "name a file with an engine's arguments"
+        ) from None
     except yaml.YAMLError as error:
-        raise BadOptions(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise BadOptions(
+            f"{path} is no YAML: {' '.join(str(error).split())}", "correct that line"
+        ) from None
     return dict(as_mapping({} if content is None else content, str(path)))
 
 

@@ -17,7 +17,7 @@ from kvpatch.connector.local.cache_kinds import LATENT, ROWS
 from kvpatch.connector.local.local_geometry import LocalGeometry, layout_shown_by, units_of
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.core.errors import CannotPlan, UnplannableCopy
+from kvpatch.core.errors import SEND_ONE, CannotPlan, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
@@ -224,19 +224,22 @@ class _Making:
         if division is None:
             return {}
         if engine.facts.cache_shape != "packed":
-            raise CannotPlan("recurrent state is planned for from vLLM 0.26 on")
+            raise CannotPlan("recurrent state is planned for from vLLM 0.26 on", SEND_ONE)
         first = next(iter(layers.values()))
         page_bytes = sum(prod(plane.counts[1:]) * plane.item_bytes for plane in first.planes)
         page_bytes *= engine.parts
         try:
             sizes = division.sizes_bytes(Rank(self.rank, engine.tp_size))
         except UnplannableCopy as error:  # which ends an engine when it starts
-            raise CannotPlan(f"{engine.role}: recurrent states of {model.name}: {error}") from error
+            raise CannotPlan(
+                f"{engine.role}: recurrent states of {model.name}: {error}",
+                "use a --tensor-parallel-size that divides them",
+            ) from error
         if sum(sizes) > page_bytes:
             raise CannotPlan(
                 f"{engine.role}: a state of {model.name} takes {sum(sizes)} bytes and a block "
-                f"{page_bytes}: vLLM makes blocks larger then; say the --block-size that its log "
-                'does ("Setting attention block size to ... tokens")'
+                f"{page_bytes}: vLLM makes blocks larger then",
+                'write the --block-size that its log says ("Setting attention block size to ...")',
             )
         return {
             name: StatePages(self._address(place), page_bytes, _BLOCKS, sizes, division)

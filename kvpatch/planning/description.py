@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.connector.local.state_division import StateDivision
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
 from kvpatch.geometry.state_shares import Part, SharedState
 from kvpatch.planning.model import Model
 
@@ -25,7 +25,6 @@ NUMBER = 1
 _ROWS = ("FullAttentionSpec", "SlidingWindowSpec")
 _LATENT = "MLAAttentionSpec"
 _STATE = "MambaSpec"
-_SEND_ONE = "start both with ENABLE_KVPATCH and send a request: D's log says if it reads P"
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Caches:
             raise CannotPlan(
                 f"{source}: not planned for: layers of {', '.join(sorted(strange)) or 'states'} "
                 "alone",
-                _SEND_ONE,
+                SEND_ONE,
             )
         shapes = {
             (one.kind == _LATENT, one.kv_heads, one.head_dim, one.value_dim, one.dtypes)
@@ -142,16 +141,16 @@ class Caches:
             raise CannotPlan(
                 f"{source}: not planned for: layers whose caches have several shapes "
                 "(docs/reference/limits.md says what is read of them)",
-                _SEND_ONE,
+                SEND_ONE,
             )
         undivided = next((one.undivided for one in self.of_kind(_STATE) if one.undivided), None)
         if undivided is not None:
-            raise CannotPlan(f"{source}: not planned for: recurrent states: {undivided}", _SEND_ONE)
+            raise CannotPlan(f"{source}: not planned for: recurrent states: {undivided}", SEND_ONE)
         if len({one.block_tokens for one in self.layers}) > 1 or len(self.backends) > 1:
             raise CannotPlan(
                 f"{source}: not planned for: layers with blocks of several sizes, or of several "
                 f"attention backends ({', '.join(self.backends)})",
-                _SEND_ONE,
+                SEND_ONE,
             )
         return Model(
             name=name,

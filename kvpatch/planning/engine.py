@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
 from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
@@ -202,7 +202,8 @@ class _Reading:
         if is_one and facts.has_cache_groups and model.has_groups:
             raise CannotPlan(
                 f"{arguments.source}: one block table for layers with windows or states "
-                "(--disable-hybrid-kv-cache-manager) is not planned for"
+                "(--disable-hybrid-kv-cache-manager) is not planned for",
+                f"leave it out, or {SEND_ONE}",
             )
         return PlannedEngine(
             role=self._role,
@@ -275,14 +276,18 @@ class _Reading:
         for name in (*sizes, "prefill_context_parallel_size"):
             if arguments.number(name, 1) > 1:
                 raise CannotPlan(
-                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for"
+                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for",
+                    SEND_ONE,
                 )
         if arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
-            raise CannotPlan(f"{arguments.source}: kvpatch's host buffer is not planned for")
+            raise CannotPlan(
+                f"{arguments.source}: kvpatch's host buffer is not planned for", SEND_ONE
+            )
         if arguments.is_on("ENABLE_KVCACHED"):
             raise CannotPlan(
                 f"{arguments.source}: kvcached's memory is not planned for "
-                "(docs/how-to/kvcached.md says what is read of it)"
+                "(docs/how-to/kvcached.md says what is read of it)",
+                SEND_ONE,
             )
 
     def _refuse_unplanned_transfer(self) -> None:
@@ -296,7 +301,8 @@ class _Reading:
         if transfer.get("kv_connector_module_path"):
             raise CannotPlan(
                 f"{arguments.source}: {connector} of {transfer['kv_connector_module_path']} "
-                "(kv_connector_module_path) is not planned for"
+                "(kv_connector_module_path) is not planned for",
+                SEND_ONE,
             )
         if connector == "MultiConnector":
             raise CannotPlan(
@@ -346,7 +352,8 @@ class _Reading:
         if str(found) not in _DEVICES:
             raise CannotPlan(
                 f"{arguments.source}: platform {found} is none of those that are planned for "
-                f"({', '.join(_DEVICES)})"
+                f"({', '.join(_DEVICES)})",
+                "write one of these",
             )
         return str(found)
 
@@ -363,7 +370,8 @@ class _Reading:
             if found.is_mla != model.is_mla:
                 raise BadOptions(
                     f"{arguments.source}: {found.name} is no backend for {model.name}, which "
-                    f"{'has' if model.is_mla else 'has no'} latents (MLA)"
+                    f"{'has' if model.is_mla else 'has no'} latents (MLA)",
+                    "ask for one that is made for it",
                 )
             return found
         found = default_backend(device, is_mla=model.is_mla)
@@ -384,7 +392,10 @@ class _Reading:
     def _model_dtype(self, model: Model) -> str:
         asked = str(self._arguments.option("dtype", "auto"))
         if asked not in ("auto", *ITEM_BYTES):
-            raise BadOptions(f"{self._arguments.source}: --dtype {asked} is none of vLLM's")
+            raise BadOptions(
+                f"{self._arguments.source}: --dtype {asked} is none of vLLM's",
+                "write one that vLLM has",
+            )
         if asked == "auto" and model.dtype == "float32":
             self._assume("vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)")
             return "bfloat16"
@@ -402,7 +413,7 @@ class _Reading:
         found = model_dtype if asked == "auto" else asked
         if found not in ITEM_BYTES and not found.startswith("fp8"):
             raise CannotPlan(
-                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for"
+                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for", SEND_ONE
             )
         return found
 
@@ -416,7 +427,8 @@ class _Reading:
             if default not in ITEM_BYTES:
                 raise BadOptions(
                     f"{self._arguments.source}: --{name.replace('_', '-')} {asked} is none of "
-                    "vLLM's"
+                    "vLLM's",
+                    "write one that vLLM has",
                 )
             found.append(default)
         return found[0], found[1]
@@ -475,7 +487,9 @@ class _Reading:
             return _HND[is_named]
         if name in _NHD:
             return _NHD[is_named]
-        raise CannotPlan(f"{self._arguments.source}: KV cache layout {name} is not planned for")
+        raise CannotPlan(
+            f"{self._arguments.source}: KV cache layout {name} is not planned for", "use HND or NHD"
+        )
 
     def _key_order(
         self, backend: Backend, dtype: str, kernel_tokens: int, model: Model

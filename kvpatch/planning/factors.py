@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvpatch.connector.handshake.peer_hash import factors as hashed
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import SEND_ONE, CannotPlan
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.pair import Pair
 
@@ -170,9 +170,12 @@ def refuse_unseen(pair: Pair) -> None:
                 factor.cure,
             )
     if all(map(has_cross_layer_blocks, pair.sides)):
-        raise CannotPlan("enable_cross_layers_blocks is not planned for")
+        raise CannotPlan(
+            "enable_cross_layers_blocks is not planned for",
+            "leave it out of kv_connector_extra_config",
+        )
     if all(side.is_push for side in pair.sides):
-        raise CannotPlan("push mode (NixlPushConnector) is not planned for; pull mode is")
+        raise CannotPlan("push mode (NixlPushConnector) is not planned for", SEND_ONE)
 
 
 def _unlike(

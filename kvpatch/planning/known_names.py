@@ -149,7 +149,10 @@ def check_variables(environment: Mapping[str, str], source: str) -> None:
         near = difflib.get_close_matches(name, {*own, *_VARIABLES}, n=1, cutoff=0.8)
         hint = f" (did you mean {near[0]}?)" if near else ""
         if not name.startswith("VLLM_"):
-            raise BadOptions(f"{source}: {name} is no variable of kvpatch's{hint}")
+            raise BadOptions(
+                f"{source}: {name} is no variable of kvpatch's{hint}",
+                "write the name that it has, or leave it out",
+            )
         raise CannotPlan(
             f"{source}: {name} is not planned for: kvpatch does not know what it does to the "
             f"caches or to a transfer{hint}",

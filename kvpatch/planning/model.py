@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
 from kvpatch.geometry.state_shares import Part, SharedState
 
 #: Architectures whose caches are what this module reads from their config.json. It is held against
@@ -194,9 +194,11 @@ def read_model(name: str, path: Path) -> Model:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadOptions(f"{path} cannot be read: {error}") from None
+        raise BadOptions(
+            f"{path} cannot be read: {error}", "give the model's config.json"
+        ) from None
     if not isinstance(content, Mapping):
-        raise BadOptions(f"{path} holds no configuration")
+        raise BadOptions(f"{path} holds no configuration", "give the model's config.json")
     text = content.get("text_config")
     of_text = {**content, **text} if isinstance(text, Mapping) else content
     return _Reading(name, str(path), of_text).model()
@@ -256,7 +258,9 @@ class _Reading:
                 f"write the entries of {nested[0]} with their own `architectures` into a file, and "
                 "name it as model-config, where all layers with a cache are those",
             )
-        raise CannotPlan(reason)
+        raise CannotPlan(
+            reason, "ask vLLM: kvpatch describe -- vllm serve MODEL, where it is installed"
+        )
 
     def number(self, *names: str) -> int:
         """The first of some entries that is there."""
@@ -264,7 +268,7 @@ class _Reading:
             found = self.content.get(name)
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
                 return found
-        raise BadOptions(f"{self.path} does not say {' or '.join(names)}")
+        raise BadOptions(f"{self.path} does not say {' or '.join(names)}", "write it into it")
 
     def _heads(self, asking: int) -> tuple[int, int]:
         """KV heads, and the width of one; whose names vLLM reads by kinds of models, too."""
@@ -280,7 +284,8 @@ class _Reading:
         if self.content.get("global_head_dim") or self.content.get("v_head_dim"):
             raise CannotPlan(
                 f"{self.path}: layers of several shapes are not planned for "
-                "(docs/reference/limits.md says what is read of them)"
+                "(docs/reference/limits.md says what is read of them)",
+                SEND_ONE,
             )
         for name in ("head_dim", "kv_channels"):
             if self.content.get(name) is not None:
@@ -306,7 +311,8 @@ class _Reading:
             raise CannotPlan(
                 f"{self.path}: layers by layer_types are not planned for but attention, sliding "
                 f"windows and Mamba2, one for each of {layers} layers: it has {len(types)}, and "
-                f"{', '.join(strange) or 'no others'} among them"
+                f"{', '.join(strange) or 'no others'} among them",
+                SEND_ONE,
             )
         return tuple(n for n, kind in enumerate(types) if kind in _STATE_TYPES)
 

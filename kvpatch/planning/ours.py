@@ -209,7 +209,9 @@ def transfer_mode(engine: PlannedEngine) -> str:
     found = found or settings.TRANSFERS[0]
     if found not in settings.TRANSFERS:
         known = ", ".join(settings.TRANSFERS)
-        raise BadOptions(f"{settings.TRANSFER}={found!r} is not one of {known}")
+        raise BadOptions(
+            f"{settings.TRANSFER}={found!r} is not one of {known}", "set one of these, or unset it"
+        )
     return found
 
 
@@ -236,7 +238,10 @@ def _declared(engine: PlannedEngine) -> DeclaredGeometry:
 def _declared_keys(engine: PlannedEngine) -> KeyOrder | None:
     found = engine.arguments.environment.get(settings.PEER_KEYS, "").lower()
     if found and found not in BY_WORD:
-        raise BadOptions(f"{settings.PEER_KEYS}={found!r} is not one of {', '.join(BY_WORD)}")
+        raise BadOptions(
+            f"{settings.PEER_KEYS}={found!r} is not one of {', '.join(BY_WORD)}",
+            "set one of these, or unset it",
+        )
     return BY_WORD.get(found)
 
 

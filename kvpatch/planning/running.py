@@ -64,7 +64,10 @@ def arguments_of(
         _require_all(alone, answers.silences)
         return alone
     if "://" in source:
-        raise BadOptions(f"{source} is neither a file nor a URL like http://127.0.0.1:8000")
+        raise BadOptions(
+            f"{source} is neither a file nor a URL like http://127.0.0.1:8000",
+            "give a file, or a URL with http:// or https://",
+        )
     written = read_arguments(Path(source), overrides)
     if written.running:
         _require_all(written, written.assumed)
@@ -92,7 +95,8 @@ def require_url(sides: Sequence[EngineArguments]) -> None:
     if not any(side.running for side in sides):
         raise BadOptions(
             "--from-url: expected a URL for P or D, or a file with `url` in its section "
-            f"{SECTION}, found neither"
+            f"{SECTION}, found neither",
+            "give a URL, or leave out --from-url",
         )
 
 

@@ -37,7 +37,9 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
     if _has_unlike_states(pair) and max(pair.prefill.tp_size, pair.decode.tp_size) > (
         pair.decode.model.kv_heads
     ):
-        raise CannotPlan("recurrent state over unlike ranks that share KV heads is not planned for")
+        raise CannotPlan(
+            "recurrent state over unlike ranks that share KV heads is not planned for", _SAME_RANKS
+        )
     for engine in (pair.prefill, pair.decode):
         found = start_problem(engine) or _registers_otherwise(engine)
         if found is not None:
@@ -71,8 +73,8 @@ def _refuse_other_drafts(pair: Pair) -> None:
     if d.division is not None and p.drafted_tokens != d.drafted_tokens:
         raise CannotPlan(
             f"P speculates with {p.drafted_tokens} tokens and D with {d.drafted_tokens}: nobody "
-            "has seen what stock does with a convolution's states, which differ in length then; "
-            "speculate alike on both sides"
+            "has seen what stock does with a convolution's states, which differ in length then",
+            "speculate alike on both sides",
         )
 
 

@@ -383,7 +383,7 @@ def _faults(prompts: Sequence[Sequence[Prompt]]) -> Any:
 
 def test_requests_that_fail_are_counted_and_kept() -> None:
     async def fails(*_: Any) -> Any:
-        raise RequestFailed("http://d: HTTP 500: no")
+        raise RequestFailed("http://d: HTTP 500: no", "look into its log")
 
     faults = _faults([[Prompt((1, 2), (3,))] * 2 for _ in fault_loads.LENGTHS])
     faults._answer = fails
