@@ -140,6 +140,7 @@ class ReleaseFacts:
         tells_chosen_block_size: the API server knows the size of blocks where nobody asked for one.
         server_arguments: the module with the API server's argument parser, where vLLM resolves a
             layout for the whole model; empty where it does not.
+        groups_layers_first: the engine's core groups layers before it plans their memory.
     """
 
     release: str
@@ -228,6 +229,7 @@ class ReleaseFacts:
     asks_scheduler_for_stats: bool = False
     tells_chosen_block_size: bool = True
     server_arguments: str = ""
+    groups_layers_first: bool = False
 
     @property
     def states_layout(self) -> bool:
@@ -680,6 +682,7 @@ _0_33_0 = replace(
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
     can_sleep=True,
     server_arguments="vllm.entrypoints.common.cli_args",
+    groups_layers_first=True,
     answer=_0_32_0.answer | {"remote_registration_generation"},
     params=_0_32_0.params | {"remote_registration_generation"},
 )

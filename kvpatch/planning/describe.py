@@ -244,7 +244,6 @@ class _Describing:
             get_supported_kv_cache_layouts,
             resolve_kv_cache_layout,
         )
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
         from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
@@ -252,7 +251,7 @@ class _Describing:
         backends = get_current_attn_backends(config)
         supported = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
         layout = resolve_kv_cache_layout(config, [supported], list(specs.values()))
-        planned = get_kv_cache_configs(config, [specs], [_MEMORY_BYTES])[0]
+        planned = self._planned(config, specs)
         model, parallel = config.model_config, config.parallel_config
         kernel_tokens = self._kernel_tokens(config, planned, backends)
         by_layer = {
@@ -272,6 +271,15 @@ class _Describing:
             layers=tuple(self._layer(config, name, layers[name], by_layer[name]) for name in specs),
             groups=tuple(tuple(group.layer_names) for group in planned.kv_cache_groups),
         )
+
+    def _planned(self, config: Any, specs: Mapping[str, Any]) -> Any:
+        """The release's plan of the caches, groups of layers included."""
+        from vllm.v1.engine import core
+
+        memory: list[Any] = [[specs], [_MEMORY_BYTES]]
+        if self.facts.groups_layers_first:
+            memory.append(core.get_global_kv_cache_groups(config, [specs]))
+        return core.get_kv_cache_configs(config, *memory)[0]
 
     def _kernel_tokens(self, config: Any, planned: Any, backends: Sequence[Any]) -> int:
         """Of the blocks that this rank's connector would register; 0 where nobody can tell here."""

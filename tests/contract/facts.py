@@ -560,6 +560,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         in text(s.release, f"{_V1}.engine.core_client")
     ),
     "server_arguments": _server_arguments,
+    "groups_layers_first": lambda s: (
+        "get_global_kv_cache_groups(" in text(s.release, f"{_V1}.engine.core")
+    ),
     "joins_in_groups": lambda s: (
         _has_cache_groups(s)
         and "HMA does not support different remote block size"
