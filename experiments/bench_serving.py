@@ -230,7 +230,9 @@ def choose(text: str | None) -> list[Pair]:
     names = [pair.name for pair in PAIRS]
     asked = names if text is None else [name.strip() for name in text.split(",")]
     if not set(asked) <= set(names):
-        raise BadOptions(f"--pairs: expected some of {', '.join(names)}, found {text!r}")
+        raise BadOptions(
+            f"--pairs: expected some of {', '.join(names)}, found {text!r}", "name some of these"
+        )
     return [pair for pair in PAIRS if pair.name in asked]
 
 

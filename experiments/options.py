@@ -19,7 +19,9 @@ def chosen(text: str | None, names: Sequence[str], option: str) -> list[str]:
     """
     asked = list(names) if text is None else [name.strip() for name in text.split(",")]
     if not set(asked) <= set(names):
-        raise BadOptions(f"{option}: expected some of {', '.join(names)}, found {text!r}")
+        raise BadOptions(
+            f"{option}: expected some of {', '.join(names)}, found {text!r}", "name some of these"
+        )
     return [name for name in names if name in asked]
 
 

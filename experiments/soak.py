@@ -41,7 +41,7 @@ from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.references import Prompt, reference
 from experiments.engines.run import forget_prefixes
 from experiments.options import work_folder
-from kvpatch.core.errors import RequestFailed
+from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
 from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
 from kvpatch.verify.handoff import Completion, prefill_then_decode
 from kvpatch.verify.model import make_tiny_llama
@@ -332,9 +332,13 @@ class Soak:
         try:
             answer = await asyncio.wait_for(answering, 4 * LEASE_S)
         except asyncio.TimeoutError:
-            raise RequestFailed("a prompt that needs every host block is not served") from None
+            raise RequestFailed(
+                "a prompt that needs every host block is not served", LOOK_INTO_LOG
+            ) from None
         if answer.token_ids != self.references.whole.answer:
-            raise RequestFailed("a prompt that needs every host block is answered wrongly")
+            raise RequestFailed(
+                "a prompt that needs every host block is answered wrongly", LOOK_INTO_LOG
+            )
         for side in (self.prefill, self.decode):
             await forget_prefixes(side, self.client)
         return time.monotonic() - started
@@ -382,7 +386,7 @@ async def complete_at_p_alone(
         timeout=300,
     )
     if response.status_code != 200:
-        raise RequestFailed(f"{url}: HTTP {response.status_code}")
+        raise RequestFailed(f"{url}: HTTP {response.status_code}", LOOK_INTO_LOG)
 
 
 class HostBlocksSaid(NamedTuple):

@@ -10,7 +10,7 @@ from http.client import HTTPException, HTTPResponse, IncompleteRead
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
-from kvpatch.core.errors import BadOptions, RequestFailed
+from kvpatch.core.errors import LOOK_INTO_LOG, BadOptions, RequestFailed
 from kvpatch.core.text import one_line
 
 SCHEMES = ("http://", "https://")
@@ -67,7 +67,9 @@ def answer_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) ->
         return Answer(address, error.code, str(error.reason))
     except (URLError, HTTPException, OSError, ValueError) as error:
         why = error.reason if isinstance(error, URLError) else error
-        raise RequestFailed(one_line(f"{address} does not answer: {why}")) from error
+        raise RequestFailed(
+            one_line(f"{address} does not answer: {why}"), "start the engine, or give its own URL"
+        ) from error
 
 
 def text_of(url: str, path: str) -> str:
@@ -79,7 +81,9 @@ def text_of(url: str, path: str) -> str:
     """
     found = answer_of(url, path)
     if not found.is_ok:
-        raise RequestFailed(one_line(f"{found.address}: HTTP {found.status}: {found.text}"))
+        raise RequestFailed(
+            one_line(f"{found.address}: HTTP {found.status}: {found.text}"), LOOK_INTO_LOG
+        )
     return found.text
 
 

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +54,10 @@ def doctor(
         str | None,
         typer.Option(help="Say how the engine behind this API server is doing, by its metrics."),
     ] = None,
+    describes: Annotated[
+        bool,
+        typer.Option("--describe", help="With --url: write what that engine is, for kvpatch plan."),
+    ] = False,
 ) -> None:
     """Show what is installed, what becomes of each patch, and whether kvpatch works here.
 
@@ -63,6 +67,8 @@ def doctor(
     """
     from rich.console import Console
 
+    if describes:
+        _describe_running(url)
     if url is not None:
         _show_engine(url, as_json=as_json)
 
@@ -75,6 +81,20 @@ def doctor(
     else:
         _show(diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+def _describe_running(url: str | None) -> None:
+    from kvpatch.core.errors import BadOptions
+    from kvpatch.planning.running import description_of
+
+    with exit_statuses():
+        if url is None:
+            raise BadOptions(
+                "doctor --describe has no --url",
+                "give --url, or use kvpatch describe for an engine that is to be started",
+            )
+        _write(description_of(url), None)
+    raise typer.Exit
 
 
 def _show_engine(url: str, *, as_json: bool) -> None:
@@ -121,7 +141,8 @@ class PlanOptions:
     prefill: Annotated[
         str,
         typer.Argument(
-            help="P's arguments: a file of vllm serve --config, or the URL of an engine that runs.",
+            help="P: a file of vllm serve --config, a description (.json), or the URL of an engine "
+            "that runs.",
             show_default=False,
         ),
     ]
@@ -304,6 +325,43 @@ def plan(asked: PlanOptions) -> None:
 
         show(found, Console())
     raise typer.Exit(0 if found.serves else 1)
+
+
+@app.command("describe", context_settings={"ignore_unknown_options": True})
+def describe(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="Behind --: vllm serve and its arguments, variables first (NAME=value).",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="Write it there, not to stdout.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="Of the engine, where it is not this machine's.")
+    ] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="That vLLM chooses there, as its log names it.")
+    ] = None,
+) -> None:
+    """Ask the installed vLLM what an engine's caches will be; needs no device and no weights.
+
+    The JSON that it writes is what kvpatch plan takes for a side. Exit status: 0 written, 2 that
+    cannot be said.
+    """
+    with exit_statuses():
+        from kvpatch.planning.describe import describe as described
+
+        _write(described(command, platform, attention_backend), output)
+
+
+def _write(description: Mapping[str, Any], output: Path | None) -> None:
+    """To a file, or to stdout."""
+    text = json.dumps(description, indent=1)
+    if output is None:
+        typer.echo(text)
+    else:
+        output.write_text(f"{text}\n", encoding="utf-8")
 
 
 @app.command("verify")

@@ -244,7 +244,7 @@ def choose(text: str | None, rows: Sequence[Row] = ROWS) -> tuple[Row, ...]:
     known = {row.name for row in rows}
     if not asked or asked - known:
         names = ", ".join(row.name for row in rows)
-        raise BadOptions(f"--rows: expected some of {names}, found {text!r}")
+        raise BadOptions(f"--rows: expected some of {names}, found {text!r}", "name some of these")
     return tuple(row for row in rows if row.name in asked)
 
 

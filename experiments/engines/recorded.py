@@ -42,7 +42,10 @@ def require_all(names: Sequence[str]) -> None:
     """Raise :class:`BadOptions` unless every pair of the table is among these."""
     missing = [name for name in TITLES if name not in names]
     if missing:
-        raise BadOptions(f"--write: expected all pairs of the table, found none of {missing}")
+        raise BadOptions(
+            f"--write: expected all pairs of the table, found none of {missing}",
+            "leave out --rows, or --write",
+        )
 
 
 def record(results: Sequence[RowResult]) -> None:

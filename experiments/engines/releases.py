@@ -31,5 +31,8 @@ def python_of(release: str | None) -> str:
         [script, release], env=inherited, stdout=subprocess.PIPE, text=True, check=False
     )
     if made.returncode:
-        raise BadOptions(f"no environment for vLLM {release}: {script} ended with an error")
+        raise BadOptions(
+            f"no environment for vLLM {release}: {script} ended with an error",
+            "look at what the script says",
+        )
     return made.stdout.strip()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvpatch.core.errors import ParamsRefused
+from kvpatch.core.errors import AS_ANSWERED, ParamsRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
 
@@ -109,7 +109,7 @@ def checked(params: object, facts: ReleaseFacts, limits: RequestLimits) -> dict[
     if params is None:
         return None
     if not isinstance(params, dict):
-        raise ParamsRefused(f"{FIELD} is {shown(params)}, not an object")
+        raise ParamsRefused(f"{FIELD} is {shown(params)}, not an object", AS_ANSWERED)
     found = completed(params, facts)
     if is_load(found, facts):
         _check_load(found, facts, limits)
@@ -124,7 +124,7 @@ def _check_load(params: Mapping[str, Any], facts: ReleaseFacts, limits: RequestL
     for name in needed:
         if params.get(name) is None:
             what = "null" if name in params else "missing"
-            raise ParamsRefused(f"{FIELD}.{name} is {what}: pass on all that P answered")
+            raise ParamsRefused(f"{FIELD}.{name} is {what}", AS_ANSWERED)
     _check_names(params, facts)
     _check_address(params, limits)
     if not limits.is_push:
@@ -222,7 +222,8 @@ def _check_blocks(blocks: object, facts: ReleaseFacts, most: int) -> None:
     if len(blocks) > _MOST_GROUPS:
         raise ParamsRefused(
             f"{FIELD}.{_BLOCKS} has {len(blocks)} lists, and {_MOST_GROUPS} at most can be: this "
-            "release has one for each cache group"
+            "release has one for each cache group",
+            AS_ANSWERED,
         )
     for number, group in enumerate(blocks):
         name = f"{_BLOCKS}[{number}]"
@@ -283,7 +284,7 @@ def _ids(ids: Any) -> Any:
 def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:
     if len(ids) > most:
         raise ParamsRefused(
-            f"{FIELD}.{name} has {len(ids)} block ids, and this prompt {most} at most"
+            f"{FIELD}.{name} has {len(ids)} block ids, and this prompt {most} at most", AS_ANSWERED
         )
     # Prompts have thousands: the loop is for those that are wrong.
     if set(map(type, ids)) <= {int} and (not ids or (min(ids) >= 0 and max(ids) <= _MOST_ID)):
@@ -293,4 +294,4 @@ def _check_ids(name: str, ids: list[Any] | tuple[Any, ...], most: int) -> None:
 
 
 def _refuse(name: str, value: object, wanted: str) -> None:
-    raise ParamsRefused(f"{FIELD}.{name} is {shown(value)}, not {wanted}")
+    raise ParamsRefused(f"{FIELD}.{name} is {shown(value)}, not {wanted}", AS_ANSWERED)

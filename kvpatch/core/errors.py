@@ -9,6 +9,11 @@ from kvpatch.core.text import one_line
 #: What helps where a proxy stands between a request and its blocks.
 AS_ANSWERED = "pass on all of P's kv_transfer_params, as they are, with the prompt that P was sent"
 
+#: What helps where nothing is known of a pair but what happens.
+SEND_ONE = "start both with ENABLE_KVPATCH and send a request: D's log says if it reads P"
+#: What helps where an engine answers with an error.
+LOOK_INTO_LOG = "look into the log of that engine"
+
 
 class KvpatchError(Exception):
     """Base of all of kvpatch's errors."""
@@ -17,8 +22,7 @@ class KvpatchError(Exception):
 class Mistake(KvpatchError):
     """A mistake of a user or an operator, or two engines that do not fit: it can be mended.
 
-    `cure` says what to change: a clause that begins with a verb, without a full stop. A class
-    whose raises share one cure has it as the default.
+    `cure` says what to change: a clause that begins with a verb, without a full stop.
     """
 
     def __init__(self, reason: str, cure: str) -> None:
@@ -144,21 +148,9 @@ class NotPatchedHere(Mistake):
 class BadOptions(Mistake):
     """Options that no run can be made of."""
 
-    def __init__(
-        self, reason: str, cure: str = "change what it names and run the command again"
-    ) -> None:
-        super().__init__(reason, cure)
-
 
 class CannotPlan(Mistake):
     """A pair of engines of which nobody can say from arguments alone what becomes of it."""
-
-    def __init__(
-        self,
-        reason: str,
-        cure: str = "start both with ENABLE_KVPATCH and send a request: D's log says if it reads P",
-    ) -> None:
-        super().__init__(reason, cure)
 
 
 class IncompleteCache(Fault):
@@ -171,9 +163,6 @@ class EngineFailed(KvpatchError):
 
 class RequestFailed(Mistake):
     """An engine answered with an error, or without what was asked for."""
-
-    def __init__(self, reason: str, cure: str = "look into the log of that engine") -> None:
-        super().__init__(reason, cure)
 
 
 class Interrupted(KvpatchError):
@@ -202,6 +191,3 @@ class PeerRefused(FromOutside):
 
 class ParamsRefused(FromOutside, ValueError):
     """A request whose parameters are wrong; vLLM's servers make "bad request" of ValueErrors."""
-
-    def __init__(self, reason: str, cure: str = AS_ANSWERED) -> None:
-        super().__init__(reason, cure)

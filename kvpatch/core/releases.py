@@ -227,6 +227,11 @@ class ReleaseFacts:
     asks_scheduler_for_stats: bool = False
     #: the API server knows the size of blocks where nobody asked for one.
     tells_chosen_block_size: bool = True
+    #: the module with the API server's argument parser, where vLLM resolves a layout for the
+    #: whole model; empty where it does not.
+    server_arguments: str = ""
+    #: the engine's core groups layers before it plans their memory.
+    groups_layers_first: bool = False
 
     @property
     def states_layout(self) -> bool:
@@ -640,6 +645,7 @@ _0_29_0 = replace(
     answer=_0_28_0.answer | {"dcp_size", "pp_size"},
     params=_0_28_0.params | {"dcp_size"},
     reader_count="readers of a rank",
+    server_arguments="vllm.entrypoints.launchers.cli_args",
 )
 _0_30_0 = replace(
     _0_29_0,
@@ -673,6 +679,8 @@ _0_33_0 = replace(
     connector_version=15,
     books_of_regions=(*_0_32_0.books_of_regions, "_packed_member_layouts"),
     can_sleep=True,
+    server_arguments="vllm.entrypoints.common.cli_args",
+    groups_layers_first=True,
     answer=_0_32_0.answer | {"remote_registration_generation"},
     params=_0_32_0.params | {"remote_registration_generation"},
 )

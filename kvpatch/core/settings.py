@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
     from typing import TypeVar
 
     from kvpatch.core.errors import SettingsError
@@ -258,6 +258,21 @@ def hub_folders() -> tuple[str | None, str | None]:
 
 
 # --- what is said of them -------------------------------------------------------------------
+
+
+def engine_variables() -> dict[str, str]:
+    """The variables of vLLM, kvpatch and kvcached that an engine of this environment reads."""
+    ours = ("VLLM_", "KVPATCH_", "ENABLE_KV")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(ours) and name not in TOOLING
+    }
+
+
+def set_variables(given: Mapping[str, str]) -> None:
+    """Sets variables of this process, for the vLLM that it imports."""
+    os.environ.update(given)
 
 
 def to_copy() -> tuple[str, ...]:

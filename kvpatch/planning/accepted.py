@@ -20,7 +20,7 @@ def named_difference(pair: Pair) -> Explanation | None:
     found = list(compared_factors(pair))
     if not found:
         return None
-    content = next((one for one in found if one.kind != "name"), None)
+    content = next((one for one in found if one.compared.kind != "name"), None)
     if content is not None or not d.facts.states_hash:
         first = content or found[0]
         raise PeerRefused(str(first), first.cure)
@@ -47,6 +47,7 @@ def _accepted(pair: Pair) -> tuple[str, ...]:
         if name not in settings.ACCEPTABLE:
             raise BadOptions(
                 f"{settings.ACCEPT}={name!r} can not be accepted; {', '.join(settings.ACCEPTABLE)} "
-                "can be"
+                "can be",
+                "leave it out",
             )
     return names

@@ -121,7 +121,8 @@ def ask(url: str) -> Answers:
     if not isinstance(version, str):
         raise RequestFailed(
             f"{stated.address} answers HTTP {stated.status} without a version: this is no API "
-            "server of vLLM's, or something stands before it (give the engine's own URL)"
+            "server of vLLM's, or something stands before it",
+            "give the engine's own URL",
         )
     found = Answers(url, version, facts_of(version))
     found.about["release"] = Told(version, stated.address)
@@ -176,7 +177,8 @@ def _read_metrics(found: Answers, answer: Answer) -> None:
         if len(values) > 1:
             raise RequestFailed(
                 f"{where} has {label} {' and '.join(map(shown, values))}: the engines behind it "
-                "differ, and a plan is of one"
+                "differ, and a plan is of one",
+                "give the URL of one engine",
             )
     _read_cache(found, {label: _value(text) for label, text in caches[0].items()}, where)
     if found.facts.stats is None:
@@ -243,12 +245,24 @@ def _read_server_info(found: Answers, answer: Answer) -> None:
         found.silences.append(f"vLLM {found.facts.release} does not tell its variables")
 
 
-def _configured(configuration: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def configured_options(configuration: object) -> dict[str, Any]:
+    """The options that say what a configuration of vLLM's has come to, but for its connector."""
+    cached = (
+        (option, _at(configuration, "cache_config", label))
+        for label, option in CACHE_LABELS.items()
+    )
+    found = {option: value for option, value in cached if value is not None}
+    return found | dict(_configured(configuration))
+
+
+def _configured(configuration: object) -> Iterator[tuple[str, Any]]:
     for option, path in CONFIGURED.items():
         value = _at(configuration, *path)
-        if isinstance(value, (str, int)):
-            yield option, str(value).removeprefix("torch.") if option == "dtype" else value
-    if "kv_transfer_config" in configuration:
+        if option == "dtype" and value is not None:
+            yield option, str(value).removeprefix("torch.")
+        elif isinstance(value, (str, int)):
+            yield option, value
+    if isinstance(configuration, Mapping) and "kv_transfer_config" in configuration:
         yield "kv_transfer_config", configuration["kv_transfer_config"] or {}
     method = _at(configuration, "speculative_config", "method")
     if method is not None:
@@ -277,9 +291,9 @@ def _about(
 
 
 def _at(found: Any, *path: str) -> Any:
-    """What a path of names leads to; None for nothing."""
+    """What a path of names leads to, in JSON or in vLLM's own objects; None for nothing."""
     for name in path:
-        found = found.get(name) if isinstance(found, Mapping) else None
+        found = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
     return found
 
 

@@ -10,11 +10,19 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvpatch.core.errors import BadOptions
+from kvpatch.core.version import __version__
+from kvpatch.planning.description import (
+    NUMBER,
+    SCHEMA,
+    Description,
+    description_in,
+    read_json,
+)
 
 SECTION = "kvpatch"
 #: The entry of it that holds variables.
@@ -84,6 +92,7 @@ class EngineArguments:
         origins: where each of these is from, by its name; of variables behind ``env``.
         assumed: what was taken for granted as they were put together, a sentence each.
         running: of an engine that was asked; None where it is not started yet.
+        described: what vLLM has said of it; None of arguments alone.
     """
 
     source: str
@@ -93,6 +102,7 @@ class EngineArguments:
     origins: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     running: Running | None = None
+    described: Description | None = None
 
     def option(self, name: str, default: Any = None) -> Any:
         """An option of ``vllm serve``; the default where it is not there, or empty."""
@@ -120,6 +130,27 @@ class EngineArguments:
         """Whether a variable says yes."""
         return self.environment.get(variable, "").strip().lower() in ("1", "true")
 
+    def as_description(self, digest: str | None = None) -> dict[str, Any]:
+        """For JSON, as :func:`read_arguments` reads it again.
+
+        Args:
+            digest: that the hash comes to.
+        """
+        described = self.described or Description("")
+        caches, factors = described.caches, described.factors
+        return {
+            SCHEMA: NUMBER,
+            "kvpatch": __version__,
+            "vllm": described.version,
+            "url": self.running.url if self.running else None,
+            "options": dict(self.options),
+            "about": dict(self.about),
+            ENV: dict(self.environment),
+            "caches": None if caches is None else asdict(caches),
+            "hash": None if factors is None else {"digest": digest, "factors": factors},
+            "assumed": list(self.assumed),
+        }
+
     def facts(self) -> dict[str, dict[str, Any]]:
         """What is known of the engine, and where from, by name."""
         values = {plain(name): value for name, value in self.options.items()}
@@ -141,6 +172,9 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
     Raises:
         BadOptions: there is no such file, or it holds something else.
     """
+    description = read_json(path)
+    if description is not None:
+        return _of_description(description, path, overrides or {})
     content = _load(path)
     options = _options({key: content[key] for key in content if key != SECTION}, str(path))
     about = _section(content.get(SECTION), f"{path}: {SECTION}")
@@ -159,6 +193,36 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
         about=about,
         environment={name: _as_variable(value) for name, value in environment.items()},
         origins={**origins, **dict.fromkeys(given, _COMMAND_LINE)},
+    )
+
+
+def _of_description(
+    content: Mapping[str, Any], path: Path, overrides: Mapping[str, Any]
+) -> EngineArguments:
+    """A described engine's; the command line may not say otherwise."""
+    source = str(path)
+    parts = {
+        name: as_mapping(content.get(name) or {}, f"{path}: {name}")
+        for name in ("options", "about", ENV)
+    }
+    about = _section(parts["about"], source)
+    for name, value in overrides.items():
+        if value is not None and about.setdefault(name, value) != value:
+            raise BadOptions(
+                f"{path} describes an engine with {name} {about[name]}, and the command line "
+                f"says {value}",
+                f"leave out --{name}, or describe another engine",
+            )
+    url = content.get("url")
+    described = description_in(content, path)
+    return EngineArguments(
+        source=source,
+        options=dict(parts["options"]),
+        about=about,
+        environment={name: _as_variable(value) for name, value in parts[ENV].items()},
+        assumed=tuple(map(str, content.get("assumed") or ())),
+        running=Running(str(url), described.version) if url else None,
+        described=described,
     )
 
 
@@ -196,7 +260,10 @@ def _section(content: Any, where: str) -> dict[str, Any]:
         if key not in ABOUT:
             near = difflib.get_close_matches(key, ABOUT, n=1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ABOUT)}"
-            raise BadOptions(f"{where} has {key!r}, which says nothing here; {hint}")
+            raise BadOptions(
+                f"{where} has {key!r}, which says nothing here; {hint}",
+                "write the name that it has, or leave it out",
+            )
     return about
 
 
@@ -220,7 +287,9 @@ def whole_number(found: Any, what: str) -> int:
     """
     text = str(found).strip()
     if isinstance(found, bool) or not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise BadOptions(f"{what} is {found!r}: expected a whole number of 1 or more")
+        raise BadOptions(
+            f"{what} is {found!r}: expected a whole number of 1 or more", "write a number"
+        )
     return int(text)
 
 
@@ -234,9 +303,12 @@ def as_mapping(found: Any, what: str) -> Mapping[str, Any]:
         try:
             found = json.loads(found)
         except json.JSONDecodeError as error:
-            raise BadOptions(f"{what} is no JSON: {error}") from None
+            raise BadOptions(f"{what} is no JSON: {error}", "correct it") from None
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise BadOptions(f"{what} is {found!r:.200}: expected names and values")
+        raise BadOptions(
+            f"{what} is {found!r:.200}: expected names and values",
+            "write a mapping, or a JSON object",
+        )
     return found
 
 
@@ -246,9 +318,13 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise BadOptions(f"{path} cannot be read: {error}") from None
+        raise BadOptions(
+            f"{path} cannot be read: {error}", "name a file with an engine's arguments"
+        ) from None
     except yaml.YAMLError as error:
-        raise BadOptions(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise BadOptions(
+            f"{path} is no YAML: {' '.join(str(error).split())}", "correct that line"
+        ) from None
     return dict(as_mapping({} if content is None else content, str(path)))
 
 

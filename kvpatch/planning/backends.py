@@ -16,7 +16,7 @@ from kvpatch.connector.local.release_worker import (
     LATENT_HEADS,
     PACKED,
 )
-from kvpatch.core.errors import CannotPlan
+from kvpatch.core.errors import SEND_ONE, CannotPlan
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import InnerLayout
@@ -124,7 +124,8 @@ def backend_named(name: str) -> Backend:
         return BACKENDS[plain]
     raise CannotPlan(
         f"what a cache of the attention backend {name} looks like is not known here; known are "
-        f"{', '.join(BACKENDS)}"
+        f"{', '.join(BACKENDS)}",
+        f"ask for one of these, or {SEND_ONE}",
     )
 
 
@@ -137,7 +138,7 @@ def default_backend(device: str, *, is_mla: bool) -> Backend:
     name = _DEFAULTS.get((device, is_mla))
     if name is None:
         raise CannotPlan(
-            f"which attention backend vLLM chooses on {device} is not known here: say "
-            "attention-backend in the section kvpatch"
+            f"which attention backend vLLM chooses on {device} is not known here",
+            "write attention-backend into the section kvpatch",
         )
     return BACKENDS[name]

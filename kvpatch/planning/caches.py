@@ -17,17 +17,15 @@ from kvpatch.connector.local.cache_kinds import LATENT, ROWS
 from kvpatch.connector.local.local_geometry import LocalGeometry, layout_shown_by, units_of
 from kvpatch.connector.local.recurrent_state import StatePages
 from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.connector.local.state_division import StateDivision
-from kvpatch.core.errors import CannotPlan, UnplannableCopy
+from kvpatch.core.errors import SEND_ONE, CannotPlan, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.state_shares import Part, Rank, SharedState
+from kvpatch.geometry.state_shares import Rank
 from kvpatch.geometry.tensor_facts import TensorFacts
 from kvpatch.planning.engine import PlannedEngine
-from kvpatch.planning.model import StateSizes
 
 #: More than prompts fill, and divisible by what blocks are cut into.
 _BLOCKS = 2520 * 256
@@ -144,22 +142,11 @@ class _Making:
     # --- which layers share memory ----------------------------------------------------
 
     def _groups(self) -> tuple[tuple[str, ...], ...]:
-        """The layers of each block table, as vLLM's allocator makes them of layers by kinds."""
-        model = self.engine.model
-        names = [f"layer.{n}" for n in range(model.layers)]
-        if not self.engine.has_groups:
-            return (tuple(names),)
-        kinds: dict[object, list[str]] = {}
-        windows = dict(zip(model.attention_layers, model.windows, strict=True))
-        for number, name in enumerate(names):
-            kinds.setdefault(windows.get(number, "state"), []).append(name)
-        sizes = [len(of_kind) for of_kind in kinds.values()]
-        size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
-        return tuple(
-            tuple(of_kind[first : first + size])
-            for of_kind in kinds.values()
-            for first in range(0, len(of_kind), size)
-        )
+        """The layers of each block table."""
+        engine = self.engine
+        every = (tuple(range(engine.model.layers)),)
+        numbers = engine.groups if engine.has_groups else every
+        return tuple(tuple(f"layer.{number}" for number in group) for group in numbers)
 
     def _address(self, place: int) -> int:
         side = 0 if self.engine.role == "P" else 1
@@ -233,23 +220,26 @@ class _Making:
         self, groups: Sequence[Sequence[str]], layers: Mapping[str, LayerCache]
     ) -> dict[str, StatePages]:
         engine, model = self.engine, self.engine.model
-        if model.states is None:
+        division = engine.division
+        if division is None:
             return {}
         if engine.facts.cache_shape != "packed":
-            raise CannotPlan("recurrent state is planned for from vLLM 0.26 on")
+            raise CannotPlan("recurrent state is planned for from vLLM 0.26 on", SEND_ONE)
         first = next(iter(layers.values()))
         page_bytes = sum(prod(plane.counts[1:]) * plane.item_bytes for plane in first.planes)
         page_bytes *= engine.parts
-        division = planned_division(model.states, engine)
         try:
             sizes = division.sizes_bytes(Rank(self.rank, engine.tp_size))
         except UnplannableCopy as error:  # which ends an engine when it starts
-            raise CannotPlan(f"{engine.role}: recurrent states of {model.name}: {error}") from error
+            raise CannotPlan(
+                f"{engine.role}: recurrent states of {model.name}: {error}",
+                "use a --tensor-parallel-size that divides them",
+            ) from error
         if sum(sizes) > page_bytes:
             raise CannotPlan(
                 f"{engine.role}: a state of {model.name} takes {sum(sizes)} bytes and a block "
-                f"{page_bytes}: vLLM makes blocks larger then; say the --block-size that its log "
-                'does ("Setting attention block size to ... tokens")'
+                f"{page_bytes}: vLLM makes blocks larger then",
+                'write the --block-size that its log says ("Setting attention block size to ...")',
             )
         return {
             name: StatePages(self._address(place), page_bytes, _BLOCKS, sizes, division)
@@ -257,18 +247,3 @@ class _Making:
             for place, name in enumerate(group)
             if layer_number(name) in model.state_layers
         }
-
-
-def planned_division(states: StateSizes, engine: PlannedEngine) -> StateDivision:
-    """The convolution of Mamba2, and its state space, of all ranks together."""
-    conv_bytes, item_bytes = engine.state_item_bytes
-    positions = states.kernel - 1 + engine.drafted_tokens
-    of_groups = Part(states.groups * states.state_size, is_copied=states.groups == 1)
-    convolution = (Part(states.intermediate), of_groups, of_groups)
-    return StateDivision(
-        (
-            SharedState(positions * conv_bytes, convolution),
-            SharedState(states.head_dim * states.state_size * item_bytes, (Part(states.heads),)),
-        ),
-        reason="",
-    )

@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
 from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
 from kvpatch.planning.arguments import EngineArguments, whole_number
 from kvpatch.planning.backends import Backend, backend_named, default_backend
+from kvpatch.planning.description import Caches
 from kvpatch.planning.known_names import check_options, check_variables
-from kvpatch.planning.model import Model, find_config, read_model
+from kvpatch.planning.model import ITEM_BYTES, Model, find_config, read_model
 
 Role = Literal["P", "D"]
 
@@ -28,7 +30,6 @@ PULL_WORKER = "NixlPullConnectorWorker"
 #: Devices whose backends are CUDA's, to what is asked here.
 _LIKE_CUDA = ("cuda", "rocm")
 _DEVICES = ("cuda", "rocm", "cpu")
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
 _HND, _NHD = ("HND", "LBHNC"), ("NHD", "LBNHC")
 
 
@@ -44,6 +45,8 @@ class PlannedEngine:
         model_dtype: as ``--dtype`` and the checkpoint come to.
         dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
         state_dtypes: of a convolution's states, and of the recurrent ones behind them.
+        division: how ranks share out the states of a layer; None where there are none.
+        groups: the numbers of the layers of each block table.
         drafted_tokens: that it speculates with; a convolution keeps as many more positions.
         key_order: how keys lie in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
@@ -64,6 +67,8 @@ class PlannedEngine:
     dtype: str
     item_bytes: int
     state_dtypes: tuple[str, str]
+    division: StateDivision | None
+    groups: tuple[tuple[int, ...], ...]
     drafted_tokens: int
     key_order: KeyOrder
     tp_size: int
@@ -74,7 +79,7 @@ class PlannedEngine:
     @property
     def state_item_bytes(self) -> tuple[int, int]:
         """Of one number of a convolution's states, and of the others."""
-        first, second = (_ITEM_BYTES[dtype] for dtype in self.state_dtypes)
+        first, second = (ITEM_BYTES.get(dtype, 1) for dtype in self.state_dtypes)
         return first, second
 
     @property
@@ -96,6 +101,17 @@ class PlannedEngine:
     def has_groups(self) -> bool:
         """Whether its layers have several block tables, or one with a window."""
         return self.facts.has_cache_groups and self.model.has_groups
+
+    @property
+    def factors(self) -> Mapping[str, Any]:
+        """Of the compatibility hash, by the release's names; empty where vLLM was not asked."""
+        described = self.arguments.described
+        return described.factors or {} if described else {}
+
+    @property
+    def states_version(self) -> bool:
+        """Whether its version is as vLLM itself has said it, and not as it is written."""
+        return bool(self.arguments.described or self.arguments.running)
 
     @property
     def is_push(self) -> bool:
@@ -186,34 +202,63 @@ class _Reading:
         if is_one and facts.has_cache_groups and model.has_groups:
             raise CannotPlan(
                 f"{arguments.source}: one block table for layers with windows or states "
-                "(--disable-hybrid-kv-cache-manager) is not planned for"
+                "(--disable-hybrid-kv-cache-manager) is not planned for",
+                f"leave it out, or {SEND_ONE}",
             )
-        backend = self._backend(device, model)
-        model_dtype = self._model_dtype(model)
-        dtype = self._cache_dtype(model, model_dtype)
-        block_tokens = self._block_tokens(backend)
-        kernel_tokens = self._kernel_tokens(backend, facts, block_tokens)
         return PlannedEngine(
             role=self._role,
             arguments=arguments,
             facts=facts,
             model=model,
             device=device,
-            backend=backend,
-            block_tokens=block_tokens,
-            kernel_tokens=kernel_tokens,
-            layout=self._layout(facts, model),
-            model_dtype=model_dtype,
-            dtype=dtype,
-            item_bytes=_ITEM_BYTES.get(dtype, 1),
-            state_dtypes=self._state_dtypes(model, model_dtype),
-            drafted_tokens=self._drafted_tokens(model),
-            key_order=self._key_order(backend, dtype, kernel_tokens, model),
             tp_size=arguments.number("tensor_parallel_size", 1),
             transfer=self._transfer(),
-            version=arguments.running.version if arguments.running else facts.release,
+            version=self._version(facts),
+            **self._caches(facts, model, device),
             assumed=tuple(self._assumed),
         )
+
+    def _caches(self, facts: ReleaseFacts, model: Model, device: str) -> dict[str, Any]:
+        """The fields that say what caches are, by the description, else worked out."""
+        backend = self._backend(device, model)
+        described = self._described
+        if described is None:
+            model_dtype = self._model_dtype(model)
+            dtype = self._cache_dtype(model, model_dtype)
+            state_dtypes = self._state_dtypes(model, model_dtype)
+        else:
+            model_dtype, dtype = described.model_dtype, described.cache_dtype
+            state_dtypes = described.state_dtypes
+        block_tokens = self._block_tokens(backend)
+        kernel_tokens = self._kernel_tokens(backend, facts, block_tokens)
+        drafted = self._drafted_tokens(model)
+        division = model.states.division(state_dtypes, drafted) if model.states else None
+        return {
+            "backend": backend,
+            "block_tokens": block_tokens,
+            "kernel_tokens": kernel_tokens,
+            "layout": self._layout(facts, model),
+            "model_dtype": model_dtype,
+            "dtype": dtype,
+            "item_bytes": ITEM_BYTES.get(dtype, 1),
+            "state_dtypes": state_dtypes,
+            "division": described.division if described else division,
+            "groups": described.numbered_groups if described else model.block_tables,
+            "drafted_tokens": drafted,
+            "key_order": self._key_order(backend, dtype, kernel_tokens, model),
+        }
+
+    @property
+    def _described(self) -> Caches | None:
+        found = self._arguments.described
+        return found.caches if found else None
+
+    def _version(self, facts: ReleaseFacts) -> str:
+        """As a description or a running engine states it."""
+        arguments = self._arguments
+        if arguments.described:
+            return arguments.described.version
+        return arguments.running.version if arguments.running else facts.release
 
     def _assume(self, sentence: str) -> None:
         self._assumed.append(f"{self._role}: {sentence}")
@@ -225,20 +270,24 @@ class _Reading:
             CannotPlan: it is there.
         """
         arguments = self._arguments
-        check_options(arguments.options, arguments.source)
+        check_options(arguments.options, arguments.source, is_described=self._described is not None)
         check_variables(arguments.environment, arguments.source)
         sizes = ("pipeline_parallel_size", "decode_context_parallel_size")
         for name in (*sizes, "prefill_context_parallel_size"):
             if arguments.number(name, 1) > 1:
                 raise CannotPlan(
-                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for"
+                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for",
+                    SEND_ONE,
                 )
         if arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
-            raise CannotPlan(f"{arguments.source}: kvpatch's host buffer is not planned for")
+            raise CannotPlan(
+                f"{arguments.source}: kvpatch's host buffer is not planned for", SEND_ONE
+            )
         if arguments.is_on("ENABLE_KVCACHED"):
             raise CannotPlan(
                 f"{arguments.source}: kvcached's memory is not planned for "
-                "(docs/how-to/kvcached.md says what is read of it)"
+                "(docs/how-to/kvcached.md says what is read of it)",
+                SEND_ONE,
             )
 
     def _refuse_unplanned_transfer(self) -> None:
@@ -252,7 +301,8 @@ class _Reading:
         if transfer.get("kv_connector_module_path"):
             raise CannotPlan(
                 f"{arguments.source}: {connector} of {transfer['kv_connector_module_path']} "
-                "(kv_connector_module_path) is not planned for"
+                "(kv_connector_module_path) is not planned for",
+                SEND_ONE,
             )
         if connector == "MultiConnector":
             raise CannotPlan(
@@ -282,6 +332,8 @@ class _Reading:
         name = arguments.option("model") or arguments.option("model_tag")
         if not isinstance(name, str):
             raise BadOptions(f"{arguments.source} names no model", "write `model` into it")
+        if self._described is not None:
+            return self._described.model(name, arguments.source)
         given = arguments.about.get("model-config")
         config = self._config if given is None else Path(str(given))
         if given is not None and not Path(str(given)).is_absolute():
@@ -300,7 +352,8 @@ class _Reading:
         if str(found) not in _DEVICES:
             raise CannotPlan(
                 f"{arguments.source}: platform {found} is none of those that are planned for "
-                f"({', '.join(_DEVICES)})"
+                f"({', '.join(_DEVICES)})",
+                "write one of these",
             )
         return str(found)
 
@@ -317,7 +370,8 @@ class _Reading:
             if found.is_mla != model.is_mla:
                 raise BadOptions(
                     f"{arguments.source}: {found.name} is no backend for {model.name}, which "
-                    f"{'has' if model.is_mla else 'has no'} latents (MLA)"
+                    f"{'has' if model.is_mla else 'has no'} latents (MLA)",
+                    "ask for one that is made for it",
                 )
             return found
         found = default_backend(device, is_mla=model.is_mla)
@@ -337,8 +391,11 @@ class _Reading:
 
     def _model_dtype(self, model: Model) -> str:
         asked = str(self._arguments.option("dtype", "auto"))
-        if asked not in ("auto", *_ITEM_BYTES):
-            raise BadOptions(f"{self._arguments.source}: --dtype {asked} is none of vLLM's")
+        if asked not in ("auto", *ITEM_BYTES):
+            raise BadOptions(
+                f"{self._arguments.source}: --dtype {asked} is none of vLLM's",
+                "write one that vLLM has",
+            )
         if asked == "auto" and model.dtype == "float32":
             self._assume("vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)")
             return "bfloat16"
@@ -354,9 +411,9 @@ class _Reading:
                 "give --kv-cache-dtype",
             )
         found = model_dtype if asked == "auto" else asked
-        if found not in _ITEM_BYTES and not found.startswith("fp8"):
+        if found not in ITEM_BYTES and not found.startswith("fp8"):
             raise CannotPlan(
-                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for"
+                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for", SEND_ONE
             )
         return found
 
@@ -367,10 +424,11 @@ class _Reading:
         for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
             asked = str(self._arguments.option(name, "auto"))
             default = default if asked == "auto" else asked
-            if default not in _ITEM_BYTES:
+            if default not in ITEM_BYTES:
                 raise BadOptions(
                     f"{self._arguments.source}: --{name.replace('_', '-')} {asked} is none of "
-                    "vLLM's"
+                    "vLLM's",
+                    "write one that vLLM has",
                 )
             found.append(default)
         return found[0], found[1]
@@ -387,6 +445,8 @@ class _Reading:
         return tokens if isinstance(tokens, int) else 0
 
     def _block_tokens(self, backend: Backend) -> int:
+        if self._described is not None:
+            return self._described.block_tokens
         asked = self._arguments.option("block_size")
         if asked is not None:
             return whole_number(asked, f"{self._arguments.source}: --block-size")
@@ -398,6 +458,8 @@ class _Reading:
 
     def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, block_tokens: int) -> int:
         stated = self._arguments.about.get("kernel-block-size")
+        if self._described is not None and self._described.kernel_tokens:
+            stated = self._described.kernel_tokens
         if stated is not None:
             found = whole_number(stated, f"{self._arguments.source}: kernel-block-size")
         else:
@@ -417,13 +479,17 @@ class _Reading:
         asked = self._arguments.environment.get("VLLM_KV_CACHE_LAYOUT") or self._arguments.option(
             "kv_cache_layout"
         )
+        if self._described is not None and self._described.kernel_tokens:
+            asked = self._described.layout
         name = str(asked or ("NHD" if model.is_mla else "HND")).upper()
         is_named = facts.names_layouts
         if name in _HND:
             return _HND[is_named]
         if name in _NHD:
             return _NHD[is_named]
-        raise CannotPlan(f"{self._arguments.source}: KV cache layout {name} is not planned for")
+        raise CannotPlan(
+            f"{self._arguments.source}: KV cache layout {name} is not planned for", "use HND or NHD"
+        )
 
     def _key_order(
         self, backend: Backend, dtype: str, kernel_tokens: int, model: Model

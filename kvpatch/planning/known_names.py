@@ -76,6 +76,10 @@ _ABOUT_CACHES = {
     "mamba_block_size": "it says how often states are kept",
     "mamba_cache_mode": "it says which of a prompt's states are kept",
 }
+#: Of these, what a description answers by its caches, where both sides have it alike.
+_ANSWERED = (
+    *("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers", "mamba_block_size"),
+)
 
 _VARIABLES = _names(
     """
@@ -101,11 +105,12 @@ _LEAVE_OUT = "leave it out of the file to have the rest planned"
 _OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
 
 
-def check_options(options: Mapping[str, Any], source: str) -> None:
+def check_options(options: Mapping[str, Any], source: str, *, is_described: bool) -> None:
     """Holds options against those that a plan takes.
 
     Args:
         options: with underscores; one that begins with ``no_`` denies another.
+        is_described: whether vLLM has said what the caches come to.
 
     Raises:
         CannotPlan: one is not among them.
@@ -113,6 +118,8 @@ def check_options(options: Mapping[str, Any], source: str) -> None:
     for name in options:
         affirmed = name.removeprefix("no_")
         if affirmed in _TAKEN or affirmed in _OF_WEIGHTS:
+            continue
+        if is_described and affirmed in _ANSWERED:
             continue
         reason = _ABOUT_CACHES.get(affirmed)
         if reason is not None:
@@ -142,7 +149,10 @@ def check_variables(environment: Mapping[str, str], source: str) -> None:
         near = difflib.get_close_matches(name, {*own, *_VARIABLES}, n=1, cutoff=0.8)
         hint = f" (did you mean {near[0]}?)" if near else ""
         if not name.startswith("VLLM_"):
-            raise BadOptions(f"{source}: {name} is no variable of kvpatch's{hint}")
+            raise BadOptions(
+                f"{source}: {name} is no variable of kvpatch's{hint}",
+                "write the name that it has, or leave it out",
+            )
         raise CannotPlan(
             f"{source}: {name} is not planned for: kvpatch does not know what it does to the "
             f"caches or to a transfer{hint}",
@@ -156,7 +166,7 @@ def check_weights(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None
     Raises:
         CannotPlan: they differ.
     """
-    for name in _OF_WEIGHTS:
+    for name in (*_OF_WEIGHTS, *_ANSWERED):
         theirs, ours = prefill.get(name), decode.get(name)
         if (theirs or None) != (ours or None):
             raise CannotPlan(

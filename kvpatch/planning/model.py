@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
+from kvpatch.geometry.state_shares import Part, SharedState
 
 #: Architectures whose caches are what this module reads from their config.json. It is held against
 #: the caches that vLLM itself makes of each (tests/planning/test_models.py).
@@ -59,6 +61,10 @@ _STATE_TYPES = ("mamba", "mamba2")
 _ATTENTION_TYPES = ("attention", "full_attention", "sliding_attention")
 
 
+#: Of one number, by what vLLM calls types that are not cut to a byte.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+
+
 @dataclass(frozen=True)
 class StateSizes:
     """Mamba2's, of all ranks together.
@@ -74,6 +80,26 @@ class StateSizes:
     head_dim: int
     state_size: int
     kernel: int
+
+    def division(self, dtypes: tuple[str, str], drafted_tokens: int) -> StateDivision:
+        """The convolution and the state space behind it, of all ranks together.
+
+        Args:
+            dtypes: of the two.
+            drafted_tokens: a convolution keeps as many more positions.
+        """
+        conv_bytes, item_bytes = (ITEM_BYTES[dtype] for dtype in dtypes)
+        positions = self.kernel - 1 + drafted_tokens
+        of_groups = Part(self.groups * self.state_size, is_copied=self.groups == 1)
+        convolution = (Part(self.intermediate), of_groups, of_groups)
+        unit_bytes = self.head_dim * self.state_size * item_bytes
+        return StateDivision(
+            (
+                SharedState(positions * conv_bytes, convolution),
+                SharedState(unit_bytes, (Part(self.heads),)),
+            ),
+            reason="",
+        )
 
 
 @dataclass(frozen=True)
@@ -115,6 +141,23 @@ class Model:
         """Whether layers have several block tables, or one with a window."""
         return bool(self.state_layers) or any(self.windows)
 
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each block table, as vLLM's allocator makes them of layers by kinds."""
+        if not self.has_groups:
+            return (tuple(range(self.layers)),)
+        kinds: dict[object, list[int]] = {}
+        windows = dict(zip(self.attention_layers, self.windows, strict=True))
+        for number in range(self.layers):
+            kinds.setdefault(windows.get(number, "state"), []).append(number)
+        sizes = [len(of_kind) for of_kind in kinds.values()]
+        size = max(sizes) if max(sizes) < 1.25 * min(sizes) else min(sizes)
+        return tuple(
+            tuple(of_kind[first : first + size])
+            for of_kind in kinds.values()
+            for first in range(0, len(of_kind), size)
+        )
+
 
 def find_config(model: str, given: Path | None) -> Path:
     """A model's config.json: the one that is given, a folder's, or the hub cache's newest.
@@ -151,9 +194,11 @@ def read_model(name: str, path: Path) -> Model:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadOptions(f"{path} cannot be read: {error}") from None
+        raise BadOptions(
+            f"{path} cannot be read: {error}", "give the model's config.json"
+        ) from None
     if not isinstance(content, Mapping):
-        raise BadOptions(f"{path} holds no configuration")
+        raise BadOptions(f"{path} holds no configuration", "give the model's config.json")
     text = content.get("text_config")
     of_text = {**content, **text} if isinstance(text, Mapping) else content
     return _Reading(name, str(path), of_text).model()
@@ -213,7 +258,9 @@ class _Reading:
                 f"write the entries of {nested[0]} with their own `architectures` into a file, and "
                 "name it as model-config, where all layers with a cache are those",
             )
-        raise CannotPlan(reason)
+        raise CannotPlan(
+            reason, "ask vLLM: kvpatch describe -- vllm serve MODEL, where it is installed"
+        )
 
     def number(self, *names: str) -> int:
         """The first of some entries that is there."""
@@ -221,7 +268,7 @@ class _Reading:
             found = self.content.get(name)
             if isinstance(found, int) and not isinstance(found, bool) and found > 0:
                 return found
-        raise BadOptions(f"{self.path} does not say {' or '.join(names)}")
+        raise BadOptions(f"{self.path} does not say {' or '.join(names)}", "write it into it")
 
     def _heads(self, asking: int) -> tuple[int, int]:
         """KV heads, and the width of one; whose names vLLM reads by kinds of models, too."""
@@ -237,7 +284,8 @@ class _Reading:
         if self.content.get("global_head_dim") or self.content.get("v_head_dim"):
             raise CannotPlan(
                 f"{self.path}: layers of several shapes are not planned for "
-                "(docs/reference/limits.md says what is read of them)"
+                "(docs/reference/limits.md says what is read of them)",
+                SEND_ONE,
             )
         for name in ("head_dim", "kv_channels"):
             if self.content.get(name) is not None:
@@ -263,7 +311,8 @@ class _Reading:
             raise CannotPlan(
                 f"{self.path}: layers by layer_types are not planned for but attention, sliding "
                 f"windows and Mamba2, one for each of {layers} layers: it has {len(types)}, and "
-                f"{', '.join(strange) or 'no others'} among them"
+                f"{', '.join(strange) or 'no others'} among them",
+                SEND_ONE,
             )
         return tuple(n for n, kind in enumerate(types) if kind in _STATE_TYPES)
 

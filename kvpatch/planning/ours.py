@@ -25,7 +25,7 @@ from kvpatch.core.errors import BadOptions, PeerRefused
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.planning.accepted import named_difference
 from kvpatch.planning.arguments import whole_number
-from kvpatch.planning.caches import RankCache, planned_division, rank_cache
+from kvpatch.planning.caches import RankCache, rank_cache
 from kvpatch.planning.engine import PlannedEngine
 from kvpatch.planning.factors import is_of_states_alike_in_size, uncompared_factors
 from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
@@ -199,7 +199,9 @@ def transfer_mode(engine: PlannedEngine) -> str:
     found = found or settings.TRANSFERS[0]
     if found not in settings.TRANSFERS:
         known = ", ".join(settings.TRANSFERS)
-        raise BadOptions(f"{settings.TRANSFER}={found!r} is not one of {known}")
+        raise BadOptions(
+            f"{settings.TRANSFER}={found!r} is not one of {known}", "set one of these, or unset it"
+        )
     return found
 
 
@@ -224,16 +226,17 @@ def _declared(engine: PlannedEngine) -> DeclaredGeometry:
 def _declared_keys(engine: PlannedEngine) -> KeyOrder | None:
     found = engine.arguments.environment.get(settings.PEER_KEYS, "").lower()
     if found and found not in BY_WORD:
-        raise BadOptions(f"{settings.PEER_KEYS}={found!r} is not one of {', '.join(BY_WORD)}")
+        raise BadOptions(
+            f"{settings.PEER_KEYS}={found!r} is not one of {', '.join(BY_WORD)}",
+            "set one of these, or unset it",
+        )
     return BY_WORD.get(found)
 
 
 def _divisions(engine: PlannedEngine) -> Mapping[str, StateDivision]:
-    model = engine.model
-    if model.states is None:
+    if engine.division is None:
         return {}
-    division = planned_division(model.states, engine)
-    return {f"layer.{number}": division for number in model.state_layers}
+    return {f"layer.{number}": engine.division for number in engine.model.state_layers}
 
 
 def _kinds(engine: PlannedEngine) -> Mapping[str, Kind]:

@@ -65,7 +65,10 @@ def _port(engine: PlannedEngine) -> int:
     if found is None:
         return engine.facts.side_channel_port
     if not found.isascii() or not found.isdigit() or not 0 < int(found) < 1 << 16:
-        raise BadOptions(f"{engine.arguments.source}: {PORT}={found!r} is no port")
+        raise BadOptions(
+            f"{engine.arguments.source}: {PORT}={found!r} is no port",
+            "set a number from 1 to 65535",
+        )
     return int(found)
 
 

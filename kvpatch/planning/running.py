@@ -27,6 +27,7 @@ from kvpatch.planning.arguments import (
     plain,
     read_arguments,
 )
+from kvpatch.planning.description import Description
 
 #: What a plan must be told, and an engine may keep to itself.
 _NEEDED = ("model", "block_size", "dtype", "tensor_parallel_size", "kv_transfer_config")
@@ -63,12 +64,30 @@ def arguments_of(
         _require_all(alone, answers.silences)
         return alone
     if "://" in source:
-        raise BadOptions(f"{source} is neither a file nor a URL like http://127.0.0.1:8000")
+        raise BadOptions(
+            f"{source} is neither a file nor a URL like http://127.0.0.1:8000",
+            "give a file, or a URL with http:// or https://",
+        )
     written = read_arguments(Path(source), overrides)
+    if written.running:
+        _require_all(written, written.assumed)
     url = written.about.get("url")
     if url is None or not asks_running:
         return written
     return _Merging(written, ask(str(url)), source).merged()
+
+
+def description_of(url: str) -> dict[str, Any]:
+    """The description of a running engine, as far as it tells what it is.
+
+    Raises:
+        BadOptions: that is no URL.
+        RequestFailed: the engine does not answer, or it is no vLLM.
+        ReleaseNotKnown: it is none of kvpatch's releases.
+    """
+    answers = ask(url)
+    merged = _Merging(arguments_given(url, {}), answers, None).merged()
+    return replace(merged, described=Description(answers.version)).as_description()
 
 
 def require_url(sides: Sequence[EngineArguments]) -> None:
@@ -76,7 +95,8 @@ def require_url(sides: Sequence[EngineArguments]) -> None:
     if not any(side.running for side in sides):
         raise BadOptions(
             "--from-url: expected a URL for P or D, or a file with `url` in its section "
-            f"{SECTION}, found neither"
+            f"{SECTION}, found neither",
+            "give a URL, or leave out --from-url",
         )
 
 

@@ -37,7 +37,9 @@ def stock_verdict(pair: Pair, request: Request) -> Verdict:
     if _has_unlike_states(pair) and max(pair.prefill.tp_size, pair.decode.tp_size) > (
         pair.decode.model.kv_heads
     ):
-        raise CannotPlan("recurrent state over unlike ranks that share KV heads is not planned for")
+        raise CannotPlan(
+            "recurrent state over unlike ranks that share KV heads is not planned for", _SAME_RANKS
+        )
     for engine in (pair.prefill, pair.decode):
         found = start_problem(engine) or _registers_otherwise(engine)
         if found is not None:
@@ -68,11 +70,11 @@ def _wrong_mirror(pair: Pair) -> Verdict | None:
 def _refuse_other_drafts(pair: Pair) -> None:
     """Raises CannotPlan where convolutions have states of unlike lengths."""
     p, d = pair.prefill, pair.decode
-    if d.model.states is not None and p.drafted_tokens != d.drafted_tokens:
+    if d.division is not None and p.drafted_tokens != d.drafted_tokens:
         raise CannotPlan(
             f"P speculates with {p.drafted_tokens} tokens and D with {d.drafted_tokens}: nobody "
-            "has seen what stock does with a convolution's states, which differ in length then; "
-            "speculate alike on both sides"
+            "has seen what stock does with a convolution's states, which differ in length then",
+            "speculate alike on both sides",
         )
 
 
@@ -118,7 +120,7 @@ def start_problem(engine: PlannedEngine) -> Verdict | None:
         )
     layout = engine.arguments.environment.get(_STATE_LAYOUT, "").upper()
     has_started = engine.arguments.running is not None  # and does not say this variable
-    if engine.model.states is not None and layout != "DS" and not has_started:
+    if engine.division is not None and layout != "DS" and not has_started:
         return Verdict(
             Outcome.REFUSED_AT_START,
             f"{engine.role}: a model with recurrent states does not start with NixlConnector",

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.core.errors import RequestFailed
+from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
 
 if TYPE_CHECKING:
     import httpx
@@ -136,7 +136,9 @@ async def _post(
         timeout=REQUEST_TIMEOUT_S,
     )
     if response.status_code != 200:
-        raise RequestFailed(f"{url}: HTTP {response.status_code}: {response.text[:500]}")
+        raise RequestFailed(
+            f"{url}: HTTP {response.status_code}: {response.text[:500]}", LOOK_INTO_LOG
+        )
     answer: dict[str, Any] = response.json()
     return answer
 
@@ -158,20 +160,22 @@ async def _stream(
     ) as response:
         if response.status_code != 200:
             problem = (await response.aread()).decode(errors="replace")
-            raise RequestFailed(f"{url}: HTTP {response.status_code}: {problem[:500]}")
+            raise RequestFailed(
+                f"{url}: HTTP {response.status_code}: {problem[:500]}", LOOK_INTO_LOG
+            )
         async for event in events(response.aiter_lines()):
             if "error" in event:
-                raise RequestFailed(f"{url}: {json.dumps(event['error'])[:500]}")
+                raise RequestFailed(f"{url}: {json.dumps(event['error'])[:500]}", LOOK_INTO_LOG)
             for choice in event.get("choices", ()):
                 if choice.get("finish_reason") == "error":
-                    raise RequestFailed(f"{url}: the request ended with an error")
+                    raise RequestFailed(f"{url}: the request ended with an error", LOOK_INTO_LOG)
                 new = choice.get("token_ids") or ()
                 if new and not token_ids:
                     first_token_s = time.perf_counter() - started
                 token_ids += new
                 text += choice["text"]
     if not token_ids:
-        raise RequestFailed(f"{url}: expected token_ids in the answer, found none")
+        raise RequestFailed(f"{url}: expected token_ids in the answer, found none", LOOK_INTO_LOG)
     return Completion(tuple(token_ids), text, first_token_s)
 
 

@@ -396,6 +396,15 @@ def _blocks_kept_seconds(source: Source) -> int:
     return int(leased.group(1)) if leased else fixed
 
 
+def _server_arguments(source: Source) -> str:
+    """Only of releases that resolve one layout for a model: what is asked of the others is not."""
+    release = source.release
+    if "def resolve_kv_cache_layout(" not in text(release, "vllm.v1.attention.backends.utils"):
+        return ""
+    modules = (f"vllm.entrypoints.{part}.cli_args" for part in ("common", "launchers", "openai"))
+    return next(name for name in modules if "def make_arg_parser(" in text(release, name))
+
+
 #: The newest first: another stays beside it where it is something else.
 _PREFILL_COUNTS = ("_get_remote_prefill_token_count", "_mamba_prefill_token_count")
 _HANDLE_FAILED = "_handle_failed_transfer"
@@ -544,6 +553,10 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
         not in text(s.release, f"{_V1}.executor.multiproc_executor")
         or "cache_config.block_size = response.block_size"
         in text(s.release, f"{_V1}.engine.core_client")
+    ),
+    "server_arguments": _server_arguments,
+    "groups_layers_first": lambda s: (
+        "get_global_kv_cache_groups(" in text(s.release, f"{_V1}.engine.core")
     ),
     "joins_in_groups": lambda s: (
         _has_cache_groups(s)

@@ -483,3 +483,26 @@ def test_an_answer_that_breaks_off_is_none(serve):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_a_running_engine_is_described_as_far_as_it_tells(serve, tmp_path):
+    """P tells nothing of its configuration in production; D is in development mode."""
+    files = []
+    for side in "PD":
+        found = CliRunner().invoke(app, ["doctor", "--url", serve(_answers(side)), "--describe"])
+        assert found.exit_code == 0, found.output
+        files.append(tmp_path / f"{side}.json")
+        files[-1].write_text(found.output)
+    p, d = files
+    content = json.loads(d.read_text())
+
+    assert (content["caches"], content["hash"]) == (None, None)
+    assert content["options"]["block_size"] == 32 and content["about"]["platform"] == "cpu"
+    _, planned = _json(tmp_path, d, d)
+    assert planned["stock"]["outcome"] == "identical"
+    status, output = _plan(tmp_path, p, d)
+    assert status == 2 and "does not tell" in output
+
+    status, output = _plan(tmp_path, d, d, "--platform", "cuda")
+    assert status == 2 and "describes an engine with platform cpu" in output
+    assert CliRunner().invoke(app, ["doctor", "--describe"]).exit_code == 2

@@ -18,6 +18,8 @@ from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.verify.setups import Options, build_setups
 from tests.bad_params import bad_params
 
+from .described import disagreements
+
 if TYPE_CHECKING:
     import httpx
 
@@ -98,7 +100,8 @@ async def _play(folder: Path) -> list[str]:
         await require_kvpatch_as_asked(client, engines)
         pair = Pair(client, engines, await vocabulary(client, engines[0]))
         await pair.require_good()
-        wrong = await _offer_fields(pair)
+        wrong = [said for engine in engines for said in disagreements(engine)]
+        wrong += await _offer_fields(pair)
         wrong += await _offer_requests(pair)
         await pair.require_good()
         return wrong
@@ -147,6 +150,7 @@ async def _offer_requests(pair: Pair) -> list[str]:
 
 @pytest.mark.engines
 def test_bad_requests_fail_alone(tmp_path: Path) -> None:
+    """The engines run anyway, so that they are held against their descriptions as well."""
     wrong = asyncio.run(_play(tmp_path))
 
     assert not wrong, "\n".join(wrong)

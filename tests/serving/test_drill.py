@@ -260,7 +260,7 @@ def test_an_engine_that_is_held_does_not_run_until_it_is_let_go() -> None:
             while _state(child.pid) != "T" and time.monotonic() < end:
                 time.sleep(0.01)
             assert _state(child.pid) == "T"
-            raise RequestFailed("whatever happens inside")
+            raise RequestFailed("whatever happens inside", "look into its log")
         end = time.monotonic() + 5
         while _state(child.pid) == "T" and time.monotonic() < end:
             time.sleep(0.01)

@@ -1,0 +1,268 @@
+"""``kvpatch describe`` against the caches that vLLM makes, and pairs of descriptions in a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvpatch.cli import app
+from kvpatch.connector.handshake.peer_hash import digest_of
+from kvpatch.planning.arguments import read_arguments
+from kvpatch.planning.engine import engine_of
+
+pytestmark = pytest.mark.patching
+
+_ROOT = Path(__file__).parents[2]
+_CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("models.json").read_text(encoding="utf-8")
+)
+_GEMMA, _GRANITE = "Gemma3ForCausalLM", "GraniteMoeHybridForCausalLM"
+_MLA, _QWEN = "DeepseekV3ForCausalLM", "Qwen3ForCausalLM"
+_MODELS = (_QWEN, _GEMMA, _GRANITE, _MLA)
+_TRANSFER = '{"kv_connector":"NixlConnector","kv_role":"kv_both","kv_buffer_device":"cpu"}'
+_NGRAM = '{"method":"ngram","num_speculative_tokens":2}'
+_STATES = ("VLLM_SSM_CONV_STATE_LAYOUT=DS",)
+#: By name: model, further arguments, and variables.
+_ENGINES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    **{name: (name, (), _STATES) for name in _MODELS},
+    "ranks": (_GRANITE, ("--tensor-parallel-size", "2"), _STATES),
+    "heads": (_QWEN, ("--tensor-parallel-size", "2"), ()),
+    "larger": (_QWEN, ("--block-size", "256", "--port", "8001"), ("ENABLE_KVPATCH=true",)),
+    "float16": (_QWEN, ("--dtype", "float16", "--port", "8001"), ("ENABLE_KVPATCH=false",)),
+    "drafts": (_QWEN, ("--speculative-config", _NGRAM), ()),
+    "odd": (_QWEN, ("--tensor-parallel-size", "3"), ()),
+    "typo": (_QWEN, ("--block-size", "17"), ()),
+}  # fmt: skip
+
+
+def _run(module: str, *arguments: object) -> Any:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    found = subprocess.run(
+        command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-4000:]
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Descriptions by the names of :data:`_ENGINES`, and one for another platform."""
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp("described")
+    for model in _MODELS:
+        (folder / model).mkdir()
+        (folder / model / "config.json").write_text(json.dumps(_CONFIGS[model]))
+    commands: list[dict[str, Any]] = []
+    for model, more, variables in _ENGINES.values():
+        served = ["vllm", "serve", str(folder / model), "--kv-transfer-config", _TRANSFER, *more]
+        commands.append({"command": [*variables, *served]})
+    on_cuda = {"platform": "cuda", "attention_backend": "FLASH_ATTN"}
+    commands.append({**on_cuda, "command": [*commands[0]["command"], "--block-size", "64"]})
+    (folder / "commands.json").write_text(json.dumps(commands))
+    found = _run("tests.planning.describe_several", folder / "commands.json")
+    return dict(zip([*_ENGINES, "cuda"], found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
+    """By architecture, the caches of its layers, as another script asks for them."""
+    folder = tmp_path_factory.mktemp("made")
+    configs = {name: _CONFIGS[name] for name in ("MixtralForCausalLM", *_MODELS)}
+    (folder / "m.json").write_text(json.dumps(configs))
+    return dict(_run("tests.planning.vllm_caches", folder / "m.json", folder))
+
+
+def _said(layer: dict[str, Any]) -> list[Any]:
+    """As ``vllm_caches`` says it."""
+    if layer["kind"] == "MambaSpec":
+        return [layer["kind"], layer["shapes"]]
+    return [layer["kind"], layer["kv_heads"], layer["head_dim"], layer["window"] or None]
+
+
+@pytest.mark.parametrize("model", _MODELS)
+def test_a_description_has_the_caches_that_vllm_makes(
+    model: str, described: dict[str, Any], made: dict[str, list[list[Any]]]
+) -> None:
+    layers = described[model]["caches"]["layers"]
+
+    assert list(map(_said, layers)) == made[model]
+
+    spoilt = {**layers[0], "kv_heads": 99, "shapes": [[1]]}
+    assert _said(spoilt) != made[model][0]
+
+
+def test_two_ranks_have_halves(described: dict[str, Any]) -> None:
+    whole, half = (described[name]["caches"]["layers"] for name in (_GRANITE, "ranks"))
+    states = [(one["shapes"], two["shapes"]) for one, two in zip(whole, half, strict=True)]
+    config = _CONFIGS[_GRANITE]
+
+    assert whole[0]["parts"] == half[0]["parts"]
+    for (_, (units, *_)), (_, (share, *_)) in filter(all, states):
+        assert (units, share) == (config["mamba_n_heads"], config["mamba_n_heads"] // 2)
+    assert described["heads"]["caches"]["layers"][0]["kv_heads"] == (
+        _CONFIGS[_QWEN]["num_key_value_heads"] // 2
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in _ENGINES if name not in ("odd", "typo")])
+def test_the_factors_come_to_the_digest(name: str, described: dict[str, Any]) -> None:
+    hashed = described[name]["hash"]
+
+    assert digest_of(hashed["factors"]) == hashed["digest"]
+    assert digest_of({**hashed["factors"], "head_size": 1}) != hashed["digest"]
+
+
+def test_what_vllm_refuses_is_a_sentence(described: dict[str, Any]) -> None:
+    for name in ("odd", "typo"):
+        assert "does not make an engine of this here" in described[name]["refused"]
+
+
+# --- plans of them ------------------------------------------------------------------
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Callable[..., tuple[int, Any]]:
+    """Plans a pair of descriptions."""
+
+    def planned(p: dict[str, Any], d: dict[str, Any], *more: str) -> tuple[int, Any]:
+        files = []
+        for role, content in (("p", p), ("d", d)):
+            path = tmp_path / f"{role}.json"
+            path.write_text(json.dumps(content))
+            files.append(str(path))
+        found = CliRunner().invoke(app, ["plan", *files, "--json", *more])
+        assert isinstance(found.exception, SystemExit | None), found.exception
+        return found.exit_code, found.output if found.exit_code == 2 else json.loads(found.output)
+
+    return planned
+
+
+def _elsewhere(described: dict[str, Any]) -> dict[str, Any]:
+    """On another machine and at another port, as D of a pair must be."""
+    env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2", "VLLM_NIXL_SIDE_CHANNEL_PORT": "6000"}
+    options = {**described["options"], "port": 9000}
+    return {**described, "env": {**described["env"], **env}, "options": options}
+
+
+@pytest.mark.parametrize("model", [_QWEN, _GEMMA])
+def test_a_like_pair_serves(model: str, described: dict[str, Any], plan: Any) -> None:
+    status, found = plan(described[model], _elsewhere(described[model]))
+
+    assert (status, found["configured"]["outcome"]) == (0, "identical")
+    assert found["assumed"] == []
+
+
+def test_other_blocks_are_read_by_kvpatch_alone(described: dict[str, Any], plan: Any) -> None:
+    larger = _elsewhere(described["larger"])
+
+    status, found = plan(larger, _elsewhere({**described[_QWEN], "env": {}}))
+    assert (status, found["stock"]["outcome"]) == (1, "refused at the first request")
+
+    # Without kvpatch on P nothing says in which order a CPU has P's keys.
+    status, found = plan({**described[_QWEN], "env": {"ENABLE_KVPATCH": "true"}}, larger)
+    assert (status, found["kvpatch"]["outcome"]) == (0, "identical"), found["kvpatch"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"head_size": 7}, "the heads' width"),
+        ({"num_hidden_layers": 7}, "the layers"),
+        ({"is_hma_enabled": False}, "--disable-hybrid-kv-cache-manager"),
+        ({"model": "m"}, "--model"),
+        ({"attn_backend_name": "OTHER"}, "the attention backend"),
+    ],
+)
+def test_what_the_hash_tells_apart_is_refused(
+    change: dict[str, Any], says: str, described: dict[str, Any], plan: Any
+) -> None:
+    d = _elsewhere(described[_QWEN])
+    d["hash"] = {"digest": "", "factors": {**d["hash"]["factors"], **change}}
+
+    status, found = plan(described[_QWEN], d)
+
+    assert (status, found["stock"]["outcome"]) == (1, "refused at the first request")
+    assert says in found["stock"]["reason"]
+
+
+def test_pairs_are_refused_where_their_hashes_differ(described: dict[str, Any], plan: Any) -> None:
+    base = described[_QWEN]
+    for name in ("heads", "float16", "larger", "drafts", _QWEN):
+        other = described[name]
+        _, found = plan(base, _elsewhere(other))
+        is_refused = "P and D differ in" in found["stock"]["reason"]
+        assert is_refused == (base["hash"]["digest"] != other["hash"]["digest"]), name
+    assert base["hash"]["digest"] != described["float16"]["hash"]["digest"]
+
+
+def test_a_hybrid_pair_over_unlike_ranks(described: dict[str, Any], plan: Any) -> None:
+    status, found = plan(described["ranks"], _elsewhere(described[_GRANITE]))
+
+    assert status == 1 and found["decode"].endswith("bfloat16")
+    assert "2 ranks" in found["prefill"]
+
+
+def test_a_backend_that_is_not_known_is_no_guess(described: dict[str, Any], plan: Any) -> None:
+    status, output = plan(described[_MLA], described[_MLA])
+
+    assert status == 2 and "the attention backend CPU_MLA looks like is not known" in output
+
+
+def test_another_platform_takes_its_backend_from_the_command_line(
+    described: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps(described["cuda"]))
+
+    engine = engine_of("D", read_arguments(path))
+
+    assert (engine.device, engine.backend.name) == ("cuda", "FLASH_ATTN")
+    assert (engine.block_tokens, engine.kernel_tokens) == (64, 64)
+    assert engine.factors["attn_backend_name"] == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"kvpatch_description": 2}, "is a description of schema 2"),
+        ({"caches": {}}, "is no whole description"),
+        ({"hash": {}}, "is no whole description"),
+    ],
+)
+def test_another_schema_is_status_2(
+    change: dict[str, Any], says: str, described: dict[str, Any], plan: Any
+) -> None:
+    status, output = plan({**described[_QWEN], **change}, described[_QWEN])
+
+    assert status == 2 and says in output
+
+
+def test_layers_of_several_shapes_are_status_2(described: dict[str, Any], plan: Any) -> None:
+    spoilt = json.loads(json.dumps(described[_QWEN]))
+    spoilt["caches"]["layers"][1]["head_dim"] *= 2
+
+    status, output = plan(spoilt, described[_QWEN])
+
+    assert status == 2 and "several shapes" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["--", "python", "app.py"], "starts no API server of vLLM's"),
+        (["--", "A=b"], "starts no API server of vLLM's"),
+    ],
+)
+def test_what_is_no_command_is_status_2(command: list[str], says: str) -> None:
+    found = CliRunner().invoke(app, ["describe", *command])
+
+    assert found.exit_code == 2 and says in found.output
