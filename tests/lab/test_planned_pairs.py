@@ -187,7 +187,7 @@ def test_a_read_takes_as_many_descriptors_as_a_plan_says(
 ) -> None:
     """Or fewer, where runs of neighbouring blocks are one: a plan takes no two for neighbours."""
     if not tells_blocks(lab.release):
-        pytest.skip("a prompt goes before there, which D computes")
+        pytest.skip("a handshake does not say all of a block there")
     settings = ((TRANSFER, mode),)
     prefill, decode = (_engine(block_tokens=n) for n in tokens)
     case = Case("numbers", prefill, replace(decode, settings=settings), 150)

@@ -85,8 +85,7 @@ def assert_identical(decode: Actor, prompts: Sequence[Prompt], tokens: int) -> N
 def left_of(decode: Actor, prompts: Sequence[Prompt]) -> Left:
     """What D's worker still holds of transfers, and of metadata those of `prompts`.
 
-    Of requests that only notify, as those that introduce a P do, releases from 0.11.1 on keep
-    the metadata for ever.
+    Of requests that only notify, releases from 0.11.1 on keep the metadata for ever.
     """
     left = decode.left()
     return replace(left, metadata=left.metadata & names(prompts))

@@ -157,3 +157,61 @@ def test_states_of_other_types_and_as_many_bytes(tmp_path: Path, says: bool) -> 
 
     assert stock_verdict(pair, request).outcome is Outcome.WRONG
     assert _by_kvpatch(pair, request).outcome is (Outcome.REFUSED if says else Outcome.WRONG)
+
+
+def _open(p: int, d: int) -> Case:
+    """FlashInfer cuts blocks of 128 tokens in two, which no handshake of <= 0.20 says."""
+    prefill, decode = (
+        EngineSpec("flashinfer", "HND", tokens, 60, parts=max(1, tokens // 64)) for tokens in (p, d)
+    )
+    return Case(f"P {p}, D {d}", prefill, decode, 300)
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "says", "outcome", "way"),
+    [
+        (128, 16, "P", Outcome.IDENTICAL, "read by kvpatch"),
+        (128, 16, "D", Outcome.IDENTICAL, "read by kvpatch"),
+        (128, 16, "", Outcome.REFUSED, "refused"),
+        (64, 64, "P", Outcome.IDENTICAL, "vLLM's own"),
+        (64, 64, "", Outcome.IDENTICAL, "vLLM's own"),
+        (128, 64, "P", Outcome.IDENTICAL, "read by kvpatch"),
+    ],
+)
+@pytest.mark.parametrize("release", ["0.14.1", "0.20.2"])
+def test_what_a_handshake_leaves_open(
+    release: str, p: int, d: int, says: str, outcome: Outcome, way: str, tmp_path: Path
+) -> None:
+    case = _open(p, d).patched(*SLUGS, prefill=says == "P")
+    if says == "D":
+        case = declaring(case, release)
+
+    found = judged_by_kvpatch(pair_of(case, release, tmp_path), request_of(case))
+
+    assert (found.verdict.outcome, found.way) == (outcome, way), found.verdict
+    assert ("KVPATCH_PEER_BLOCK_SIZE" in found.verdict.cure) is (outcome is Outcome.REFUSED)
+
+
+@pytest.mark.parametrize("declared", ["", "64"])
+def test_a_p_that_looks_like_d_is_wrong(declared: str, tmp_path: Path) -> None:
+    """Known: vLLM reads it, with a warning or declared as what it is not."""
+    case = _open(128, 64).patched(*SLUGS, prefill=False)
+    if declared:
+        said = replace(case.decode, settings=(("KVPATCH_PEER_BLOCK_SIZE", declared),))
+        case = replace(case, decode=said)
+
+    found = judged_by_kvpatch(pair_of(case, "0.20.2", tmp_path), Request(40))
+
+    assert found.verdict.outcome is Outcome.WRONG, found
+
+
+def test_a_wrong_declaration_is_wrong(tmp_path: Path) -> None:
+    case = _open(128, 16).patched(*SLUGS, prefill=False)
+    said = replace(case.decode, settings=(("KVPATCH_PEER_BLOCK_SIZE", "64"),))
+
+    found = judged_by_kvpatch(
+        pair_of(replace(case, decode=said), "0.20.2", tmp_path), request_of(case)
+    )
+
+    assert found.verdict.outcome is Outcome.WRONG, found
+    assert "KVPATCH_PEER_BLOCK_SIZE on D" in found.verdict.reason
