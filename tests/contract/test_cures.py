@@ -29,9 +29,8 @@ _ALL = {
 #: A cure begins with what to do.
 _VERBS = {
     *("ask for", "both sides need", "change", "compare", "correct", "disable", "do", "give"),
-    *("have", "install", "keep"),
-    *("leave", "let", "look", "make", "name", "pass", "restart", "run", "see", "send", "set", "speculate"),
-    *("start", "uninstall", "use", "wait", "write"),
+    *("have", "install", "keep", "leave", "let", "look", "make", "name", "pass", "restart", "run"),
+    *("see", "send", "set", "speculate", "start", "uninstall", "use", "wait", "write"),
 }  # fmt: skip
 
 
