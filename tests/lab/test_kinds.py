@@ -14,7 +14,6 @@ from .host import Lab
 from .releases import has_named_layouts, states_block_size
 from .test_host_buffer import ALWAYS
 from .test_like_pairs import tokens_to_move
-from .unlike import told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -41,7 +40,7 @@ def _indexed(prefill: dict[str, object], decode: dict[str, object], **more: obje
 @pytest.mark.parametrize(("p_tp", "d_tp"), [(2, 1), (1, 2)])
 def test_indexers_of_unlike_ranks(lab: Lab, p_tp: int, d_tp: int) -> None:
     """The last block of a prompt is not full, and its scales lie at its end."""
-    case = told(_indexed({"tp_size": p_tp}, {"tp_size": d_tp}), lab.release)
+    case = _indexed({"tp_size": p_tp}, {"tp_size": d_tp})
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -56,7 +55,7 @@ def test_indexers_of_unlike_logical_blocks(lab: Lab, p_parts: int, d_parts: int)
     if not states_block_size(lab.release):
         pytest.skip("this release cuts no blocks")
     p, d = ({"block_tokens": 64 * parts, "parts": parts} for parts in (p_parts, d_parts))
-    case = told(_indexed(p, d, prompt_tokens=300, prefix_hit_tokens=128), lab.release)
+    case = _indexed(p, d, prompt_tokens=300, prefix_hit_tokens=128)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -67,7 +66,7 @@ def test_indexers_of_unlike_logical_blocks(lab: Lab, p_parts: int, d_parts: int)
 @pytest.mark.usefixtures("_has_indexers")
 def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
     parts = 2 if states_block_size(lab.release) else 1
-    case = told(_indexed({}, {"block_tokens": 64 * parts, "parts": parts}), lab.release)
+    case = _indexed({}, {"block_tokens": 64 * parts, "parts": parts})
 
     report = lab.run(case.patched(*SLUGS, prefill=False), sabotage="skip_state")
 
@@ -79,7 +78,7 @@ def test_a_spoilt_indexer_is_noticed(lab: Lab) -> None:
 def test_indexers_of_unlike_kernel_blocks_are_refused(lab: Lab, p: int, d: int) -> None:
     if Version(lab.release) >= Version("0.18"):
         pytest.skip("this release's worker cuts an indexer's blocks into 64 tokens, or none")
-    case = told(_indexed({"block_tokens": p}, {"block_tokens": d}), lab.release)
+    case = _indexed({"block_tokens": p}, {"block_tokens": d})
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -93,7 +92,7 @@ def test_indexers_behind_a_host_buffer(lab: Lab, side: str) -> None:
     on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
     p, d = ({} if side == "D" else {**on, "own_scheduler": True}, {} if side == "P" else on)
 
-    report = lab.run(told(_indexed(p, d), lab.release))
+    report = lab.run(_indexed(p, d))
 
     assert report.outcome == "identical", report
 
@@ -151,7 +150,7 @@ def test_shuffled_keys_are_never_rows(lab: Lab, shuffled: EngineSpec) -> None:
         prefill, decode = replace(shuffled, tp_size=2), shuffled
     else:
         prefill, decode = replace(shuffled, block_tokens=32, shuffles=False), shuffled
-    case = told(Case("shuffled keys", prefill, decode, prompt_tokens=150), lab.release)
+    case = Case("shuffled keys", prefill, decode, prompt_tokens=150)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -162,10 +161,7 @@ def test_shuffled_keys_are_never_rows(lab: Lab, shuffled: EngineSpec) -> None:
 def test_shuffled_keys_behind_a_host_buffer(lab: Lab, shuffled: EngineSpec) -> None:
     """The last block of a prompt is not full: none of it is left out, nor zeroed."""
     on = {"patched": True, "patches": SLUGS, "settings": ALWAYS}
-    case = told(
-        Case("shuffled keys, host buffer", shuffled, replace(shuffled, **on), prompt_tokens=150),
-        lab.release,
-    )
+    case = Case("shuffled keys, host buffer", shuffled, replace(shuffled, **on), prompt_tokens=150)
 
     report = lab.run(case)
 
@@ -190,7 +186,7 @@ def test_one_head_does_not_tell_the_layout(lab: Lab, family: str, layout: str) -
         pytest.skip("this release tells layouts, or has no such backend")
     prefill = EngineSpec(family, layout, block_tokens=32)  # type: ignore[arg-type]
     decode = replace(prefill, block_tokens=16, tp_size=4)
-    case = told(Case(f"{family}, called {layout}", prefill, decode, prompt_tokens=150), lab.release)
+    case = Case(f"{family}, called {layout}", prefill, decode, prompt_tokens=150)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 

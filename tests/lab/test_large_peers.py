@@ -13,7 +13,6 @@ from .case import Case, EngineSpec
 from .host import Lab
 from .releases import meets_one_rank, states_layout
 from .stage import Stage
-from .unlike import told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -26,8 +25,7 @@ _A_BLOCK_OF_EACH = 2 * _LAYERS
 
 def _case(prefill: EngineSpec, lab: Lab) -> Case:
     rows = replace(prefill, patched=prefill.is_kvcacheds, patches=())
-    case = Case("large", rows, replace(_D, patched=True, patches=SLUGS), prompt_tokens=150)
-    return told(case, lab.release)
+    return Case("large", rows, replace(_D, patched=True, patches=SLUGS), prompt_tokens=150)
 
 
 def test_rows_of_all_layers_are_shown_as_one_block_of_each(lab: Lab) -> None:
@@ -59,7 +57,7 @@ def test_more_ranks_have_d_divide_nothing_of_its_own(lab: Lab) -> None:
 
 def test_a_like_peer_is_prepared_as_ever(lab: Lab) -> None:
     """The control of the counts above: the release reads it by descriptors of its own."""
-    case = told(_case(replace(_D, planned_blocks=400), lab), lab.release)
+    case = _case(replace(_D, planned_blocks=400), lab)
 
     report = lab.run(case)
 

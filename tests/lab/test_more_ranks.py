@@ -16,7 +16,6 @@ from .stage import Stage
 from .test_failures import STAGED, assert_outlives, assert_served
 from .test_like_pairs import tokens_to_move
 from .test_several_peers import TOKENS, engine, introduce
-from .unlike import told
 
 pytestmark = pytest.mark.lab
 
@@ -51,7 +50,7 @@ _CASES = {
 
 @pytest.mark.parametrize("name", _CASES)
 def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
-    case = told(_CASES[name], lab.release)
+    case = _CASES[name]
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 
@@ -61,7 +60,7 @@ def test_all_ranks_are_read_and_told(lab: Lab, name: str) -> None:
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_spoilt_heads_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    case = told(_CASES["one block size"], lab.release)
+    case = _CASES["one block size"]
 
     report = lab.run(case.patched(*SLUGS, prefill=False), sabotage=sabotage)
 
@@ -74,7 +73,7 @@ def test_stock_does_not_read_them(lab: Lab) -> None:
 
 
 def test_ranks_that_do_not_divide_are_refused(lab: Lab) -> None:
-    case = told(_case(3, 2, heads=6), lab.release)
+    case = _case(3, 2, heads=6)
 
     report = lab.run(case.patched(*SLUGS, prefill=False))
 

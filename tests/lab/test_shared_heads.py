@@ -11,7 +11,6 @@ from kvpatch.patches import SLUGS
 
 from .case import Case, EngineSpec, Sabotage
 from .host import Lab
-from .unlike import told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -42,14 +41,14 @@ _CASES = (
 
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
 def test_it_is_identical(lab: Lab, case: Case) -> None:
-    report = lab.run(told(case, lab.release).patched(*SLUGS, prefill=False))
+    report = lab.run(case.patched(*SLUGS, prefill=False))
 
     assert report.outcome == "identical", report
 
 
 @pytest.mark.parametrize("sabotage", ["shift_block", "skip_layer", "flip_byte"])
 def test_wrong_bytes_are_noticed(lab: Lab, sabotage: Sabotage) -> None:
-    case = told(_CASES[3], lab.release).patched(*SLUGS, prefill=False)
+    case = _CASES[3].patched(*SLUGS, prefill=False)
 
     assert lab.run(case, sabotage=sabotage).outcome == "corrupt"
 

@@ -18,7 +18,7 @@ from .releases import moves_full_blocks_only, states_block_size, states_layout
 from .stage import Actor, Stage
 from .test_like_pairs import tokens_to_move
 from .test_several_peers import introduce
-from .unlike import Dimensions, cases, told
+from .unlike import Dimensions, cases
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -56,7 +56,7 @@ def decode_with(case: Case, settings: tuple[tuple[str, str], ...]) -> Case:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", _CASES)
 def test_every_way_of_reading_is_identical(lab: Lab, name: str, way: str) -> None:
-    case = told(_CASES[name], lab.release)
+    case = _CASES[name]
 
     report = lab.run(decode_with(case, WAYS[way]))
 
@@ -68,7 +68,7 @@ def test_every_way_of_reading_is_identical(lab: Lab, name: str, way: str) -> Non
 
 
 def test_a_block_larger_than_the_pool_is_refused_at_the_handshake(lab: Lab) -> None:
-    case = told(next(c for c in _CASES.values() if c.prefill.family == "flash"), lab.release)
+    case = next(c for c in _CASES.values() if c.prefill.family == "flash")
     settings = (("KVPATCH_TRANSFER", "staged"), ("KVPATCH_STAGING_BYTES", "100"))
 
     report = lab.run(decode_with(case, settings))

@@ -11,7 +11,6 @@ from kvpatch.patches import SLUGS
 from .case import Allocation, Case, EngineSpec, Family, Report
 from .host import Lab
 from .releases import states_layout
-from .unlike import told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -24,7 +23,7 @@ def _on(spec: EngineSpec) -> EngineSpec:
 
 
 def _run(lab: Lab, prefill: EngineSpec, decode: EngineSpec) -> Report:
-    return lab.run(told(Case("odd", prefill, decode, prompt_tokens=107), lab.release))
+    return lab.run(Case("odd", prefill, decode, prompt_tokens=107))
 
 
 @pytest.mark.parametrize(

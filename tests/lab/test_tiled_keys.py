@@ -22,7 +22,6 @@ from .host import Lab
 from .releases import misreads_cpu_blocks, registers_cpu_caches
 from .test_named_factors import BACKEND, assert_refused
 from .test_named_factors import pair as disguised
-from .unlike import told
 
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
@@ -50,7 +49,7 @@ def pair(
     lab: Lab, p: EngineSpec, d: EngineSpec, keys: str | None, *, p_has_kvpatch: bool = False
 ) -> Case:
     case = declaring(Case("tiles", p, d, prompt_tokens=TOKENS), keys)
-    return told(case, lab.release).patched(*SLUGS, prefill=p_has_kvpatch)
+    return case.patched(*SLUGS, prefill=p_has_kvpatch)
 
 
 def assert_identical(report: Report) -> None:
@@ -91,9 +90,9 @@ def test_a_like_pair_is_stocks(lab: Lab) -> None:
     """With kvpatch on D, on both, and on none, but where vLLM itself ends by such a pair."""
     case = Case("like", cpu(32, amx=True), cpu(32, amx=True), prompt_tokens=TOKENS)
     for one in (case.patched(*SLUGS, prefill=False), case.patched(*SLUGS)):
-        assert_identical(lab.run(told(one, lab.release)))
+        assert_identical(lab.run(one))
 
-    stock = lab.run(told(case.stock(), lab.release))
+    stock = lab.run(case.stock())
 
     if misreads_cpu_blocks(lab.release):
         assert stock.outcome == "failed", stock
@@ -222,7 +221,7 @@ def test_stock_takes_unlike_processors_for_each_other(lab: Lab, amx: bool) -> No
     """What is mended here; and that the lab's tiles are no columns."""
     case = Case("unlike", cpu(32, amx=amx), cpu(32, amx=not amx), prompt_tokens=TOKENS)
 
-    report = lab.run(told(case.stock(), lab.release))
+    report = lab.run(case.stock())
 
     # Where a worker takes heads for tokens (vllm_bugs.py) it ends over what it has read.
     misreads = FACTS[lab.release].topology_has_block_size
