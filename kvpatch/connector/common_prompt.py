@@ -65,17 +65,17 @@ class PromptLoads:
             count: tokens that the release would load behind them.
         """
         state, params = scheduler_state(scheduler), request.kv_transfer_params
-        taker = self._taker(request, params)
-        if taker is not request:
-            # The prefix cache will have the prompt, or D computes it. P hears of the taker alone.
-            leave_unread(scheduler, request, state.facts)
-            state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
-            if not state.facts.can_answer_later or taker is None or not _is_loading(taker):
-                return 0
-            self._waiting[request] = ref(taker)
-            return None
         planned = state.of(PlannedLoads)
         if request not in planned:  # it is asked for in each step until there are blocks for it
+            taker = self._taker(request, params)
+            if taker is not request:
+                # The prefix cache will have the prompt, or D computes it; P hears of the taker.
+                leave_unread(scheduler, request, state.facts)
+                state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
+                if not state.facts.can_answer_later or taker is None or not _is_loading(taker):
+                    return 0
+                self._waiting[request] = ref(taker)
+                return None
             planned[request], kind = _found(scheduler, request, computed + count, state.facts)
             state.book.add(PROMPTS, 1, kind.value)
             self._tell(kind, str(params.get("remote_engine_id")))

@@ -196,6 +196,8 @@ class ReleaseFacts:
     grants_leases: bool = False
     #: P's lists may go on behind the prompt where P drafts tokens.
     lists_drafted_blocks: bool = False
+    #: the blocks of a request that ends while a step is under way are freed behind that step.
+    frees_blocks_later: bool = False
     #: a step of the scheduler can leave new prompts out.
     throttles_prefills: bool = False
     #: the plan says which groups are transferred, and where in a tensor its layers lie.
@@ -587,6 +589,7 @@ _0_24_0 = replace(
     params=_0_23_0.params | {"remote_block_size"},
     reads_its_share=True,
     throttles_prefills=True,
+    frees_blocks_later=True,
     asks_scheduler_for_stats=True,
 )
 _0_25_0 = replace(

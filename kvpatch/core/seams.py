@@ -202,10 +202,13 @@ finish_requests = _core("finish_requests", "request_ids", "finished_status")
 connector_finished = _core("_connector_finished", "request")
 #: Where vLLM's scheduler hears what a step has come to.
 update_from_output = _core("update_from_output", "scheduler_output", "model_runner_output")
-#: Where a request's blocks are let go of: read, finished, aborted or preempted.
-free_blocks = _at(
-    lambda _: Place("vllm.v1.core.kv_cache_manager", "KVCacheManager"), "free", "request"
-)
+_MANAGER = Place("vllm.v1.core.kv_cache_manager", "KVCacheManager")
+
+
+def free_blocks(facts: ReleaseFacts) -> tuple[Site, ...]:
+    """Where a request's blocks are let go of: read, finished, aborted or preempted."""
+    names = ("free", "pop_blocks_for_free") if facts.frees_blocks_later else ("free",)
+    return tuple(_site(_MANAGER, name, "request") for name in names)
 
 
 def schedule(facts: ReleaseFacts) -> Site:

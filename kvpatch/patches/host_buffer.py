@@ -187,8 +187,8 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.schedule(facts): (
             Step(around, Around(before=links.link)) if facts.can_answer_later else _schedule
         ),
-        seams.free_blocks(facts): _free,
     }
+    found |= dict.fromkeys(seams.free_blocks(facts), _free)
     found |= dict.fromkeys(seams.request_finished(facts), _request_finished)
     if facts.has_host_buffer:
         found[seams.set_host_xfer_buffer_ops(facts)] = _set_host_xfer_buffer_ops

@@ -303,7 +303,7 @@ def as_mapping(found: Any, what: str) -> Mapping[str, Any]:
         try:
             found = json.loads(found)
         except json.JSONDecodeError as error:
-            raise BadOptions(f"{what} is no JSON: {error}", "correct it") from None
+            raise BadOptions(f"{what} is no JSON: {error}", "change it to JSON") from None
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
         raise BadOptions(
             f"{what} is {found!r:.200}: expected names and values",
@@ -319,11 +319,11 @@ def _load(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadOptions(
-            f"{path} cannot be read: {error}", "name a file with an engine's arguments"
+            f"{path} cannot be read: {error}", "give a file with an engine's arguments"
         ) from None
     except yaml.YAMLError as error:
         raise BadOptions(
-            f"{path} is no YAML: {' '.join(str(error).split())}", "correct that line"
+            f"{path} is no YAML: {' '.join(str(error).split())}", "change that line"
         ) from None
     return dict(as_mapping({} if content is None else content, str(path)))
 

@@ -125,7 +125,7 @@ def backend_named(name: str) -> Backend:
     raise CannotPlan(
         f"what a cache of the attention backend {name} looks like is not known here; known are "
         f"{', '.join(BACKENDS)}",
-        f"ask for one of these, or {SEND_ONE}",
+        f"use one of these, or {SEND_ONE}",
     )
 
 

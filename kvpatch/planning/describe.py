@@ -92,7 +92,7 @@ def _split(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     if server is None or server > 2:  # python -m MODULE
         raise BadOptions(
             f"{' '.join(words)!r:.80} starts no API server of vLLM's",
-            "write kvpatch describe -- vllm serve MODEL ...",
+            "write kvpatch describe -- vllm serve MODEL, with its arguments",
         )
     return variables, words[server + 1 :]
 

@@ -371,7 +371,7 @@ class _Reading:
                 raise BadOptions(
                     f"{arguments.source}: {found.name} is no backend for {model.name}, which "
                     f"{'has' if model.is_mla else 'has no'} latents (MLA)",
-                    "ask for one that is made for it",
+                    "use one that is made for it",
                 )
             return found
         found = default_backend(device, is_mla=model.is_mla)

@@ -258,9 +258,7 @@ class _Reading:
                 f"write the entries of {nested[0]} with their own `architectures` into a file, and "
                 "name it as model-config, where all layers with a cache are those",
             )
-        raise CannotPlan(
-            reason, "ask vLLM: kvpatch describe -- vllm serve MODEL, where it is installed"
-        )
+        raise CannotPlan(reason, "run kvpatch describe -- vllm serve MODEL where vLLM is installed")
 
     def number(self, *names: str) -> int:
         """The first of some entries that is there."""

@@ -31,6 +31,7 @@ from .source import Method, classes, method, text
 _CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
+_BLOCK_MANAGER = "vllm.v1.core.kv_cache_manager"
 _V1 = "vllm.v1"
 _FLASH = "vllm.v1.attention.backends.flash_attn"
 _INTERFACE = "vllm.v1.kv_cache_interface"
@@ -531,6 +532,9 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     ),
     "throttles_prefills": lambda s: (
         "throttle_prefills" in s.parameters(_SCHEDULER, "Scheduler.schedule")
+    ),
+    "frees_blocks_later": lambda s: (
+        s.method(_BLOCK_MANAGER, "KVCacheManager.pop_blocks_for_free") is not None
     ),
     "plans_transfers": _plans_transfers,
     "names_layouts": lambda s: (

@@ -28,9 +28,9 @@ _ALL = {
 }
 #: A cure begins with what to do.
 _VERBS = {
-    *("both sides need", "change", "compare", "disable", "do", "give", "have", "install", "keep"),
-    *("leave", "let", "look", "make", "pass", "restart", "run", "see", "send", "set", "speculate"),
-    *("start", "uninstall", "use", "wait", "write"),
+    *("ask for", "both sides need", "change", "compare", "correct", "disable", "do", "give"),
+    *("have", "install", "keep", "leave", "let", "look", "make", "name", "pass", "restart", "run"),
+    *("see", "send", "set", "speculate", "start", "uninstall", "use", "wait", "write"),
 }  # fmt: skip
 
 

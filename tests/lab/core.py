@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,12 @@ class CoreScheduler:
     def answers(self) -> dict[str, dict[str, Any] | None]:
         """P's answers so far, by request."""
         return dict(self._answers)
+
+    def preempt(self, request_id: str) -> None:
+        """Takes a running request's blocks, as for one that was there first."""
+        request = self._core.requests[request_id]
+        self._core.running.remove(request)
+        self._core._preempt_request(request, time.monotonic())
 
     def abort(self, request_id: str) -> None:
         """Ends a request whose client is gone."""

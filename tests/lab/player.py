@@ -240,6 +240,16 @@ class Player(Engine):
         self.scheduler.computed(computation)
         return computation.computed
 
+    def preempt_ahead(self, name: str) -> dict[str, int]:
+        """Preempts a prompt while a step of it is under way; returns P's host buffer then."""
+        computation = self.scheduler.compute()
+        assert computation is not None
+        self._core_scheduler().preempt(name)
+        held = self.host_blocks()
+        self._send(computation.metadata, computation.computed)
+        self.scheduler.computed(computation)
+        return held
+
     def cancel(self, name: str) -> None:
         """Ends a prompt before P has answered it."""
         self._core_scheduler().abort(name)
@@ -662,6 +672,7 @@ class Player(Engine):
         core, end = self._core_scheduler(), time.monotonic() + seconds
         names = [ask.prompt.name for ask in prompts]
         computed = dict.fromkeys(names, 0)
+        handed: set[str] = set()
         for ask in prompts:
             self._take(ask)
         while time.monotonic() < end:
@@ -671,7 +682,10 @@ class Player(Engine):
                 break
             _, received, broken = self._finished()
             self._broken |= set(broken)
-            self._hand_over(set.intersection(*received))
+            # Ranks end in different steps: what each has reported by now, and nothing twice.
+            ready = set.intersection(*self.reported).intersection(names) - handed
+            handed |= ready
+            self._hand_over(ready)
             time.sleep(_POLL_SECONDS)
         answers = core.answers()
         return [

@@ -402,6 +402,26 @@ def test_preemption_gives_host_blocks_back(lab: Lab) -> None:
         assert scene.host_blocks() == {"free": 2 * REQUEST_BLOCKS - 1, "waiting": 0, "held": 0}
 
 
+def test_preemption_beside_a_step_gives_host_blocks_back(lab: Lab) -> None:
+    """vLLM takes the blocks from a request whose step is under way, and frees them behind it."""
+    if not FACTS[lab.release].frees_blocks_later:
+        pytest.skip("blocks are freed at once")
+    with Stage(lab) as stage:
+        prefill = stage.start(prefilling(step_tokens=48, schedules_ahead=True))
+        scene = Scene(stage, lab.release, prefill, stage.prefill(replace(SPEC, planned_blocks=99)))
+        prompt = stage.prompt(TOKENS)
+        prefill.call("begin", [prompt])
+        prefill.call("tick")
+        assert scene.host_blocks()["held"] > 0
+        assert prefill.call("preempt_ahead", prompt.name)["held"] == 0
+        asks: list[Ask] = []
+        for _ in range(2 * REQUEST_BLOCKS):
+            prefill.call("tick")
+            asks += scene.answered([prompt])
+        assert asks, "P has answered nothing"
+        scene.read(asks)
+
+
 @pytest.mark.parametrize("answer", [2, 5])
 def test_an_answer_of_more_than_one_token(lab: Lab, answer: int) -> None:
     """P writes on into the prompt's last block while the others are in their rows."""

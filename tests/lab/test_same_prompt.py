@@ -190,6 +190,16 @@ def test_other_lengths_beside_a_stock_p(
         pair.assert_right(prompt)
 
 
+def test_empty_texts_of_a_typed_proxy(beside_stock: Pair) -> None:
+    """A proxy whose fields are typed sends an empty text for what P did not send."""
+    pair = beside_stock
+    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
+    fields = ("kvpatch_hold", "kvpatch_prompt", "kvpatch_digest")
+    answer = {**json.loads(ask.answer), **dict.fromkeys(fields, "")}
+    assert pair.decoded(ask.prompt, json.dumps(answer)).status == _FINISHED
+    pair.assert_right(ask.prompt)
+
+
 def test_a_longer_prompt_behind_a_shorter_one(lab: Lab) -> None:
     """A list that is longer than D's prompt does not make a known peer an unknown one."""
     prefill, decode = _specs(lab, "like")

@@ -64,6 +64,7 @@ def test_what_no_p_says_is_refused(text):
 def test_what_a_newer_kvpatch_says_is_not_looked_at():
     assert read_hold("2/whatever it may be") is None
     assert stated_hold({}) is None
+    assert stated_hold({FIELD: ""}) is None  # of a typed proxy, for what P did not send
 
 
 @given(GENERATIONS, ADDRESSES)

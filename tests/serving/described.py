@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,41 @@ def described(engine: Engine) -> dict[str, Any]:
 
 
 def disagreements(engine: Engine) -> list[str]:
-    """What the description has otherwise than the engine; of several engines in turn."""
+    """What the description has otherwise than the engine; a spoilt one must be noticed."""
     planned, told = described(engine), description_of(engine.url)
     answer = ask_patiently(int(told["env"][_PORT]), b"", question(installed_vllm().version, 0))
     assert answer is not None
     payload = msgspec.msgpack.decode(answer[1])  # behind an empty frame
+
+    spoilt = json.loads(json.dumps(planned))
+    spoilt["caches"]["layers"][0]["page_bytes"] += 1
+    spoilt["hash"]["digest"] = ""
+    assert list(_unlike(spoilt, told, payload))[:2] == ["hash", "bytes"]
+    return [f"{engine.spec.name}: {name}" for name in _unlike(planned, told, payload)]
+
+
+def _unlike(
+    planned: dict[str, Any], told: dict[str, Any], payload: dict[str, Any]
+) -> Iterator[str]:
+    """The names of what the two descriptions, and the handshake, have otherwise."""
     stated = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
-    caches = planned["caches"]
+    caches, about = planned["caches"], planned["about"]
     parts = caches["block_tokens"] // caches["kernel_tokens"]
+    sizes = [layer["page_bytes"] // parts for layer in caches["layers"]]
+    asked = dict(planned["options"])
+    answered = {name: value for name, value in told["options"].items() if name in asked}
+    transfer = asked["kv_transfer_config"]
+    answered["kv_transfer_config"] = {
+        name: answered["kv_transfer_config"][name] for name in transfer
+    }
     pairs = {
         "hash": (planned["hash"]["digest"], payload["compatibility_hash"]),
+        "bytes": (sizes, stated["block_lens"]),
         "kernel block": (caches["kernel_tokens"], stated["block_size"]),
         "layout": (caches["layout"], stated["kv_cache_layout"]),
-        "backend": (planned["about"]["attention-backend"], stated["attn_backend_name"]),
-        "bytes": (
-            [layer["page_bytes"] // parts for layer in caches["layers"]], stated["block_lens"],
-        ),
+        "backend": (about["attention-backend"], stated["attn_backend_name"]),
         "cut": (parts, stated["physical_blocks_per_logical_kv_block"]),
-        **{
-            name: (planned["options"][name], told["options"][name])
-            for name in planned["options"].keys() & told["options"].keys() - {"model"}
-        },
-    }  # fmt: skip
+        **{name: (asked[name], value) for name, value in answered.items()},
+    }
     assert len(pairs) > 12
-    return [f"{engine.spec.name}: {name}: {one}" for name, one in pairs.items() if one[0] != one[1]]
+    yield from (name for name, (one, other) in pairs.items() if one != other)

@@ -36,7 +36,7 @@ class Promise:
 def stated_promise(parameters: Mapping[str, Any]) -> str | None:
     """Returns what a request's parameters have of it; None where P says nothing."""
     found = parameters.get(FIELD)
-    return None if found is None else str(found)
+    return str(found) if found else None  # a typed proxy sends an empty text for none
 
 
 def read_promise(stated: str) -> Promise | None:

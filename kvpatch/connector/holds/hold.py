@@ -54,7 +54,7 @@ def mask_of(agent_metadata: bytes) -> int:
 def stated_hold(parameters: Mapping[str, Any]) -> str | None:
     """What a request's parameters have of it; None where P has no kvpatch, or says nothing."""
     found = parameters.get(FIELD)
-    return None if found is None else str(found)
+    return str(found) if found else None  # a typed proxy sends an empty text for none
 
 
 def read_hold(stated: str) -> Hold | None:
