@@ -159,23 +159,6 @@ class Plane:
         """The global number past the plane's last head."""
         return self.first_head + self.counts.heads
 
-    def byte_offset(self, block: Any, head: Any, token: Any, channel: Any) -> Any:
-        """Bytes from ``address`` to an item; ``head`` counts from the plane's own first.
-
-        Of whole numbers, or of arrays of them. Does not validate.
-        """
-        strides, tile = self.strides_bytes, self.tile
-        found = block * strides.block + head * strides.head
-        if tile is None:
-            return found + token * strides.token + channel * strides.channel
-        return (
-            found
-            + token // tile.tokens * strides.token
-            + token % tile.tokens * tile.token_step
-            + channel // tile.channels * strides.channel
-            + channel % tile.channels * tile.channel_step
-        )
-
     def span(self) -> tuple[int, int]:
         """The lowest address that the plane touches, and the one past its highest."""
         return self.address, self.address + extent_bytes(self.axes, self.item_bytes)

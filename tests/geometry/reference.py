@@ -27,6 +27,21 @@ def positions(plane: Plane) -> Iterator[tuple[tuple[int, int, int, int], int]]:
                     )
 
 
+def byte_offset(plane: Plane, block: int, head: int, token: int, channel: int) -> int:
+    """Bytes from a plane's address to an item; ``head`` counts from the plane's own first."""
+    strides, tile = plane.strides_bytes, plane.tile
+    found = block * strides.block + head * strides.head
+    if tile is None:
+        return found + token * strides.token + channel * strides.channel
+    return (
+        found
+        + token // tile.tokens * strides.token
+        + token % tile.tokens * tile.token_step
+        + channel // tile.channels * strides.channel
+        + channel % tile.channels * tile.channel_step
+    )
+
+
 def token_place(blocks: BlockList, token: int) -> tuple[int, int]:
     """Block id and offset of one token position."""
     behind = token - blocks.first_token
@@ -59,15 +74,19 @@ def slow_copy(
                         start = (
                             theirs.address
                             - source_address
-                            + theirs.byte_offset(
-                                remote_block, head - theirs.first_head, remote_offset, channel
+                            + byte_offset(
+                                theirs,
+                                remote_block,
+                                head - theirs.first_head,
+                                remote_offset,
+                                channel,
                             )
                         )
                         place = (
                             ours.address
                             - target_address
-                            + ours.byte_offset(
-                                local_block, head - ours.first_head, local_offset, channel
+                            + byte_offset(
+                                ours, local_block, head - ours.first_head, local_offset, channel
                             )
                         )
                         item = ours.item_bytes
@@ -84,7 +103,7 @@ def slow_zero(
             for head in range(plane.counts.heads):
                 for channel in range(plane.counts.channels):
                     place = plane.address - target_address
-                    place += plane.byte_offset(block, head, offset, channel)
+                    place += byte_offset(plane, block, head, offset, channel)
                     target[place : place + plane.item_bytes] = bytes(plane.item_bytes)
 
 

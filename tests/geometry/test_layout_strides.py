@@ -32,7 +32,7 @@ from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.tensor_facts import TensorFacts
 
-from .reference import positions
+from .reference import byte_offset, positions
 from .whole_caches import LAYOUTS, CacheSizes, named_layout
 
 pytestmark = pytest.mark.geometry
@@ -218,7 +218,7 @@ def test_a_dense_block_is_an_array_of_its_axes(
     for plane, places in zip(dense.planes(like), expected, strict=True):
         assert (plane.first_head, plane.layer, plane.memory) == (7, "a", MEMORY)
         for head, token, channel in np.ndindex(*places.shape):
-            offset = plane.byte_offset(0, head, token, channel) + plane.address - dense.address
+            offset = byte_offset(plane, 0, head, token, channel) + plane.address - dense.address
             assert offset == places[head, token, channel] * plane.item_bytes
 
 

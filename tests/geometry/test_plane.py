@@ -15,6 +15,8 @@ from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 
+from .reference import byte_offset
+
 pytestmark = pytest.mark.geometry
 
 DRAM = Memory("DRAM")
@@ -55,7 +57,7 @@ def test_the_package_names_all_its_parts() -> None:
 
 
 def test_byte_offset_and_span() -> None:
-    assert plane().byte_offset(1, 0, 2, 1) == 96 + 2 * 12 + 4
+    assert byte_offset(plane(), 1, 0, 2, 1) == 96 + 2 * 12 + 4
     assert plane().span() == (1000, 1000 + 96 + 48 + 3 * 12 + 2 * 4 + 4)
     assert plane().end_head == 8
 

@@ -21,7 +21,7 @@ from kvpatch.geometry.tensor_facts import TensorFacts
 
 from .packed_tiles import by_column, by_row, packed_keys, packed_values
 from .planned import plan_copy
-from .reference import execute, slow_zero
+from .reference import byte_offset, execute, slow_zero
 from .test_direct_plan import DRAM, SOURCE, TARGET, Side, expected_of, noise
 from .test_staged_plan import chunks_of, do
 
@@ -87,7 +87,7 @@ def test_planes_show_the_rows_that_were_packed(order: KeyOrder, tokens: int, cha
             (5, 0, tokens - 1, channels - 1),
             (2, 1, 31, 16),
         ]:
-            start = plane.address - SOURCE + plane.byte_offset(*place)
+            start = plane.address - SOURCE + byte_offset(plane, *place)
             assert raw[start : start + 2] == wanted[place].tobytes()
     spans = [plane.span() for plane in planes]
     assert (min(a for a, _ in spans), max(b for _, b in spans)) == (SOURCE, SOURCE + len(raw))
