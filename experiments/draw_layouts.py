@@ -56,7 +56,7 @@ def _planes(axes: Axes, *planes: Plane) -> None:
         for block in range(BLOCKS):
             _cell(
                 axes,
-                plane.address + plane.byte_offset(block, 0, 0, 0),
+                plane.address + block * plane.strides_bytes.block,
                 1,
                 f"{letter}{block}",
                 color,
