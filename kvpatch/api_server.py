@@ -1,4 +1,4 @@
-"""What the API server of a running engine answers, asked with what Python brings along."""
+"""Asks the API server of a running engine, with what Python brings along."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ESCAPE = re.compile(r"\\.")
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back.
+    """The answer to one GET.
 
     Attributes:
         address: what was asked.
@@ -41,12 +41,12 @@ class Answer:
 
     @property
     def is_ok(self) -> bool:
-        """Whether it is what was asked for."""
+        """True if it is what was asked for."""
         return self.status == OK
 
 
 def answer_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) -> Answer:
-    """What an API server answers to a GET, whatever its status.
+    """Returns what an API server answers to a GET, whatever its status.
 
     Args:
         timeout_seconds: that the whole answer may take.
@@ -73,7 +73,7 @@ def answer_of(url: str, path: str, timeout_seconds: float = _TIMEOUT_SECONDS) ->
 
 
 def text_of(url: str, path: str) -> str:
-    """What an API server answers to a GET.
+    """Returns what an API server answers to a GET, if that is no error.
 
     Raises:
         BadOptions: that is no URL.

@@ -170,7 +170,7 @@ class PlanOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
 
     def planned(self) -> Plan:
-        """What becomes of the pair.
+        """Plans the pair.
 
         Raises:
             KvpatchError: it cannot be said.
@@ -229,7 +229,7 @@ class VerifyOptions:
     ] = 600.0
 
     def parsed(self) -> Options:
-        """What a run is made of; makes the folder.
+        """Returns what a run is made of; makes the folder.
 
         Raises:
             BadOptions: no run can be made of them.
@@ -269,7 +269,7 @@ def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[...,
 
 
 def results_folder(asked: Path | None) -> Path:
-    """Where logs and results go: where the user says, or into a new temporary folder."""
+    """Returns the folder for logs and results: the user's, or a new temporary one."""
     folder = (asked or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     return folder

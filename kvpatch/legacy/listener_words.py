@@ -1,4 +1,4 @@
-"""What P's kvpatch states where each worker answers handshakes itself (``<= 0.11.0``)."""
+"""Adds P's statement where each worker answers handshakes itself (``<= 0.11.0``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's caches will be, asked of the vLLM that is installed: no weights, no device.
+"""Asks the installed vLLM what an engine's caches will be: no weights, no device.
 
 vLLM's own parser reads the command, its configuration and its attention selection decide, its
 class of the model is built on the meta device as the first of all ranks, and its own code plans
@@ -161,7 +161,7 @@ class _Describing:
         return found.as_description(digest)
 
     def _configured(self, arguments: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """What was asked for, and what vLLM makes of it."""
+        """Returns what was asked for, and what vLLM makes of it."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.model_executor.models import registry
         from vllm.usage.usage_lib import UsageContext
@@ -212,7 +212,7 @@ class _Describing:
 
     @contextmanager
     def _built(self, config: Any) -> Iterator[None]:
-        """With the layers of the first rank in the configuration, and the blocks that suit them."""
+        """Builds the first rank's layers in the configuration, and sets blocks that suit them."""
         import torch
         from vllm.config import set_current_vllm_config
         from vllm.distributed import (
@@ -349,7 +349,7 @@ def _name(dtype: Any) -> str:
 
 
 def _transfer(config: Any) -> dict[str, Any]:
-    """Its connector, as far as a plan reads it; the rest is each engine's own."""
+    """Returns the connector's settings that a plan reads; the rest is each engine's own."""
     transfer = config.kv_transfer_config
     if transfer is None:
         return {}
@@ -367,7 +367,7 @@ def _cache_dtype(config: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; an object of vLLM's as text."""
+    """Returns a value as JSON has it; an object of vLLM's as text."""
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):

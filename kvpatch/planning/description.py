@@ -58,7 +58,7 @@ class Layer:
 
     @property
     def division(self) -> StateDivision:
-        """How all ranks share out its states."""
+        """The way in which all ranks share out its states."""
         states = (
             SharedState(unit_bytes, tuple(Part(units, copied) for units, copied in parts))
             for unit_bytes, parts in self.parts
@@ -100,12 +100,12 @@ class Caches:
 
     @property
     def division(self) -> StateDivision | None:
-        """How all ranks share out the states of a layer; None where there are none."""
+        """The way in which all ranks share out the states of a layer; None where there are none."""
         return next((layer.division for layer in self.of_kind(_STATE)), None)
 
     @property
     def state_dtypes(self) -> tuple[str, str]:
-        """Of a convolution's states, and of the recurrent ones behind them."""
+        """The types of a convolution's states, and of the recurrent ones behind them."""
         first = next(iter(self.of_kind(_STATE)), None)
         dtypes = (self.model_dtype,) * 2 if first is None else first.dtypes
         return dtypes[0], dtypes[-1]
@@ -167,7 +167,7 @@ class Caches:
 
 @dataclass(frozen=True)
 class Description:
-    """What vLLM has said of an engine.
+    """The answers of vLLM on one engine.
 
     Attributes:
         version: vLLM's, as it hashes it.
@@ -204,7 +204,7 @@ def read_json(path: Path) -> Mapping[str, Any] | None:
 
 
 def description_in(content: Mapping[str, Any], path: Path) -> Description:
-    """What a description says that arguments do not.
+    """Reads what a description says that arguments do not.
 
     Raises:
         BadOptions: something is missing in it, or is none of what it should be.

@@ -1,4 +1,4 @@
-"""What a handshake of ``<= 0.20`` leaves open of a peer's blocks, filled in.
+"""Fills in what a handshake of ``<= 0.20`` leaves open of a peer's blocks.
 
 P's kvpatch states it, or the handshake does, or the operator declares it, in this order. What is
 still open is taken for ours, and named: such a peer is a like engine, or it is refused.
@@ -24,7 +24,7 @@ _UNTOLD_LAYOUT = "HND"
 
 @dataclass(frozen=True)
 class DeclaredGeometry:
-    """What the operator says of peers that do not say it; None for nothing.
+    """The geometry that the operator declares of peers that do not say it; None for nothing.
 
     Attributes:
         block_tokens: of ``KVPATCH_PEER_BLOCK_SIZE``.
@@ -38,7 +38,7 @@ class DeclaredGeometry:
 
 
 def declared_geometry() -> DeclaredGeometry:
-    """As this process's environment has it."""
+    """Reads it from this process's environment."""
     keys = BY_WORD.get(settings.peer_keys() or "")
     return DeclaredGeometry(settings.peer_block_size(), settings.peer_layout(), keys)
 
@@ -132,7 +132,7 @@ def _as_stated(ours: LocalGeometry, peer: AgentMetadata, stated: StatedBlocks) -
 
 
 def _with_tokens(ours: LocalGeometry, peer: AgentMetadata, declared: DeclaredGeometry) -> Completed:
-    """In releases ``<= 0.11.0``, where no block is cut, and items may be of another size."""
+    """Fills in block tokens (``<= 0.11.0``), where no block is cut and items may differ in size."""
     if peer.block_tokens is not None:
         return Completed(peer)
     found = replace(peer, block_tokens=tokens_in_bytes(ours, peer), kernel_blocks_per_block=1)
