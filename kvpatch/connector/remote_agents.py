@@ -211,10 +211,13 @@ class Handshake:
             reader.keep((*booked[0], *booked[1], peer.engine_id))
         shares_tokens = any(size != 1 for size in self.contexts)
         peer = replace(peer, shares_tokens=shares_tokens, named=named)
-        if statement is None and isinstance(local, LocalCache) and asks_for_keys(local, peer):
-            peer = replace(peer, stated_keys=order_of(self._words.get(KEYS)))
-        if isinstance(local, LocalCache) and leaves_open(local.geometry, peer):
-            peer = replace(peer, stated_blocks=stated_blocks(self._words))
+        if isinstance(local, LocalCache):
+            is_open = leaves_open(local.geometry, peer)
+            # A block size that is misread says nothing of tiles either.
+            if statement is None and (is_open or asks_for_keys(local, peer)):
+                peer = replace(peer, stated_keys=order_of(self._words.get(KEYS)))
+            if is_open:
+                peer = replace(peer, stated_blocks=stated_blocks(self._words))
         return self._with_memory_layout(peer) if statement is None else peer
 
     def _with_memory_layout(self, peer: AgentMetadata) -> AgentMetadata:

@@ -13,7 +13,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 def cache_root() -> Path:
     """The folder of all fetched trees; ``KVPATCH_TEST_CACHE`` moves it."""
     override = os.environ.get("KVPATCH_TEST_CACHE")
-    return Path(override) if override else _REPOSITORY / ".cache" / "vllm"
+    return Path(override).resolve() if override else _REPOSITORY / ".cache" / "vllm"
 
 
 def tree(release: str) -> Path:
