@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvpatch.geometry.digest_weights import Weights
+from kvpatch.checks.digests.cache_digests import SLICE_BYTES, CacheDigests
+from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList
-from kvpatch.transfer.cache_digests import SLICE_BYTES, CacheDigests
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, named_layout
 

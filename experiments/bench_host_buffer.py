@@ -28,11 +28,11 @@ from rich.table import Table
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
 from experiments.engines.run import HOST_BUFFER
-from kvpatch.verify.engine import Engine, EngineSpec
-from kvpatch.verify.model import make_tiny_llama
-from kvpatch.verify.run import until_signal
-from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.verify.setups import Options, small_engine
+from kvpatch.tools.verify.engine import Engine, EngineSpec
+from kvpatch.tools.verify.model import make_tiny_llama
+from kvpatch.tools.verify.run import until_signal
+from kvpatch.tools.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.setups import Options, small_engine
 
 BLOCK_TOKENS = 64
 BUFFER_BYTES = 128 * 1024**2

@@ -23,7 +23,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from experiments.goals import Goal, add_options, conclude, console_of
-from kvpatch.connector.stated_prompt import FIELD, read_prompt, state_prompt
+from kvpatch.load.stated_prompt import FIELD, read_prompt, state_prompt
 
 _TOKENS = (1_000, 8_000, 32_000)
 _ROUNDS = 50

@@ -27,12 +27,12 @@ from made_reader import preparing
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.connector.reading.read_factory import Progress
 from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.load.read_factory import Progress
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread

@@ -37,12 +37,12 @@ from rich.table import Table
 
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.models import MAKERS
-from kvpatch.cli import exit_statuses
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.verify.engine import Engine, EngineSpec
-from kvpatch.verify.handoff import Completion, events, prefill_then_decode
-from kvpatch.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
-from kvpatch.verify.setups import Options, small_engine
+from kvpatch.tools.cli import exit_statuses
+from kvpatch.tools.verify.engine import Engine, EngineSpec
+from kvpatch.tools.verify.handoff import Completion, events, prefill_then_decode
+from kvpatch.tools.verify.running import progress_bar, require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.setups import Options, small_engine
 
 _TORCH_ATTENTION = (
     "--worker-extension-cls",

@@ -24,10 +24,10 @@ from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.connector.reading.nixl_proxy import ReadingAgent
-from kvpatch.connector.reading.reader import Reader
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.staged_plan import Chunk, Placement
+from kvpatch.host_buffer.nixl_proxy import ReadingAgent
+from kvpatch.load.reader import Reader
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.nixl import Ends

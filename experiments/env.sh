@@ -70,7 +70,7 @@ make_environment() {
         fi
     done
     say "checking it"
-    "$python" -c "import vllm, nixl, kvpatch.cli" >&2
+    "$python" -c "import vllm, nixl, kvpatch.tools.cli" >&2
     touch "$complete"
 }
 

@@ -14,8 +14,8 @@ from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import ROWS, TILED_ROWS, choose
 from experiments.engines.recorded import DATA, record, require_all
 from experiments.engines.shown import all_passed, show_pairs
-from kvpatch.cli import exit_statuses, results_folder, takes
-from kvpatch.verify.setups import Options, require_release
+from kvpatch.tools.cli import exit_statuses, results_folder, takes
+from kvpatch.tools.verify.setups import Options, require_release
 
 _PIPE_COLUMNS = 132
 

@@ -31,7 +31,7 @@ from experiments.engines.checkout import ROOT, importable_in_engines
 from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS
 from experiments.engines.pairs import Row, by_single, choose, row_setups, single_setup
 from kvpatch.core.errors import KvpatchError
-from kvpatch.verify.setups import Options, Setup, require_release
+from kvpatch.tools.verify.setups import Options, Setup, require_release
 
 _PIPE_COLUMNS = 132
 _STAND_INS_RELEASE = "0.32.0"

@@ -75,7 +75,7 @@ if [[ ! -e "$env/complete" ]]; then
     install "vllm==$release" nixl setuptools wheel
     install "vllm==$release" "kvcached==$KVCACHED_RELEASE" --no-build-isolation
     install --editable "$root[cli,serve]"
-    "$env/bin/python" -c "import vllm, nixl, kvcached.vmm_ops, kvpatch.cli" >&2
+    "$env/bin/python" -c "import vllm, nixl, kvcached.vmm_ops, kvpatch.tools.cli" >&2
     touch "$env/complete"
 fi
 run "$env/bin/python" "$@"

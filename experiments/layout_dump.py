@@ -16,10 +16,10 @@ from rich.table import Table
 from experiments.engines.checkout import importable_in_engines
 from experiments.engines.pairs import LAB_PROBE
 from kvpatch.core.errors import KvpatchError
-from kvpatch.verify.engine import call_rpc, require_environment
-from kvpatch.verify.model import make_tiny_llama
-from kvpatch.verify.running import running
-from kvpatch.verify.setups import Options, small_engine
+from kvpatch.tools.verify.engine import call_rpc, require_environment
+from kvpatch.tools.verify.model import make_tiny_llama
+from kvpatch.tools.verify.running import running
+from kvpatch.tools.verify.setups import Options, small_engine
 
 _METHOD = "kvpatch_layout"
 

@@ -7,22 +7,22 @@ from typing import Any
 
 import torch
 
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.remote_ranks import Peer, RemoteRank
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.connector.local.release_worker import BLOCKS_FIRST
-from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.prepared_transfers import Reading, RequestContext
-from kvpatch.connector.reading.read_factory import Progress
-from kvpatch.connector.reading.reader import Destination, Reader
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
+from kvpatch.load.prepared_transfers import Reading, RequestContext
+from kvpatch.load.read_factory import Progress
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.load.reader import Destination, Reader
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.registered_caches import LayerCache
+from kvpatch.worker.release_worker import BLOCKS_FIRST
 
 _P = "P"
 

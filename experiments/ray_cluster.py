@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import httpx
     from rich.console import Console
 
-    from kvpatch.verify.engine import Engine, EngineSpec
-    from kvpatch.verify.setups import Options
+    from kvpatch.tools.verify.engine import Engine, EngineSpec
+    from kvpatch.tools.verify.setups import Options
 
 _HERE = Path(__file__).resolve().parent
 _LEFT_BEHIND = "ray_non_carry_over_env_vars.json"
@@ -72,7 +72,7 @@ def decode_engine(
     name: str, model: str, address: str, folder: Path, left_behind: list[str], *, legacy: bool
 ) -> EngineSpec:
     """A decode engine of a cluster's, whose workers lack the variables that are left behind."""
-    from kvpatch.verify.setups import small_engine
+    from kvpatch.tools.verify.setups import small_engine
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _LEFT_BEHIND).write_text(json.dumps(left_behind))
@@ -102,11 +102,11 @@ async def served_identically(
     client: httpx.AsyncClient, prefill: Engine, decode: Engine, options: Options, console: Console
 ) -> bool:
     """Whether a pair serves as its prefill engine does alone, with kvpatch in both workers."""
-    from kvpatch.verify import report
-    from kvpatch.verify.compare import compare
-    from kvpatch.verify.observe import Serving
-    from kvpatch.verify.prompts import build_cases
-    from kvpatch.verify.running import require_kvpatch_as_asked, vocabulary
+    from kvpatch.tools.verify import report
+    from kvpatch.tools.verify.compare import compare
+    from kvpatch.tools.verify.observe import Serving
+    from kvpatch.tools.verify.prompts import build_cases
+    from kvpatch.tools.verify.running import require_kvpatch_as_asked, vocabulary
 
     await require_kvpatch_as_asked(client, (prefill, decode))
     cases = build_cases(await vocabulary(client, prefill))
@@ -122,7 +122,7 @@ async def served_identically(
 
 async def computed_there(client: httpx.AsyncClient, prefill: Engine, decode: Engine) -> bool:
     """Whether a scheduler whose workers lack kvpatch says so, and answers as P does alone."""
-    from kvpatch.verify.handoff import complete, prefill_then_decode
+    from kvpatch.tools.verify.handoff import complete, prefill_then_decode
 
     enabled = [found["enabled"] for found in await decode.rpc(client, "kvpatch_process_status")]
     print(f"kvpatch in the workers that it was kept from: {enabled}")
@@ -141,9 +141,9 @@ async def play(work: Path, clusters: tuple[Any, Any], *, legacy: bool) -> bool:
     import httpx
     from rich.console import Console
 
-    from kvpatch.verify.model import make_tiny_llama
-    from kvpatch.verify.running import running
-    from kvpatch.verify.setups import Options, small_engine
+    from kvpatch.tools.verify.model import make_tiny_llama
+    from kvpatch.tools.verify.running import running
+    from kvpatch.tools.verify.setups import Options, small_engine
 
     model, console = str(make_tiny_llama(work / "model")), Console()
     options = Options(work_dir=work, max_tokens=8, startup_timeout_s=900.0)

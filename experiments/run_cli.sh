@@ -21,7 +21,7 @@ release_of() {
 }
 
 run_cli() {
-    run_module kvpatch.cli "$@"
+    run_module kvpatch.tools.cli "$@"
 }
 
 run_module() {

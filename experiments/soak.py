@@ -42,12 +42,12 @@ from experiments.engines.references import Prompt, reference
 from experiments.engines.run import forget_prefixes
 from experiments.options import work_folder
 from kvpatch.core.errors import LOOK_INTO_LOG, RequestFailed
-from kvpatch.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
-from kvpatch.verify.handoff import Completion, prefill_then_decode
-from kvpatch.verify.model import make_tiny_llama
-from kvpatch.verify.run import until_signal
-from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.verify.setups import Options, small_engine
+from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine, EngineSpec
+from kvpatch.tools.verify.handoff import Completion, prefill_then_decode
+from kvpatch.tools.verify.model import make_tiny_llama
+from kvpatch.tools.verify.run import until_signal
+from kvpatch.tools.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.setups import Options, small_engine
 
 LEASE_S = 15
 #: Of P's blocks of 64 tokens: 4 layers, 2 heads and keys, 4 heads of 32 channels of 4 bytes.

@@ -10,7 +10,7 @@ from kvpatch.core.version import __version__
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from kvpatch.core.status import Status
+    from kvpatch.observe.status import Status
 
 __all__ = ["__version__", "disable", "enable", "status"]
 

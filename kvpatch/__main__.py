@@ -10,7 +10,7 @@ from kvpatch.core.version import __version__
 def main() -> None:
     """Runs the command; its version is shown without the extra, too."""
     try:
-        from kvpatch.cli import app
+        from kvpatch.tools.cli import app
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise

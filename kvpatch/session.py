@@ -17,14 +17,14 @@ from typing import Any
 
 import wrapt
 
-from kvpatch.connector.allowed_peers import allowed_peers
 from kvpatch.core import kvcacheds_patch, ray_variables, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
 from kvpatch.core.installed import InstalledVllm, installed_facts, installed_vllm
 from kvpatch.core.ledger import Ledger, Patch
 from kvpatch.core.releases import CONNECTORS, ReleaseFacts
-from kvpatch.core.status import PatchStatus, Status
 from kvpatch.core.version import __version__
+from kvpatch.guard.allowed_peers import allowed_peers
+from kvpatch.observe.status import PatchStatus, Status
 from kvpatch.patches import FRONT_ENDS, SLUGS, load, load_one
 
 _LOG = logging.getLogger("kvpatch")

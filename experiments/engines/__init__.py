@@ -1,6 +1,6 @@
 """The project's own lab of real engines: pairs that no user has to run, held against one engine.
 
-The parts, in the order in which a run uses them; the rest is ``kvpatch.verify``'s:
+The parts, in the order in which a run uses them; the rest is ``kvpatch.tools.verify``'s:
 
 ``pairs``            which heterogeneous pairs there are, ``kvcached_pairs`` those with kvcached
 ``models``           tiny random models of more kinds than a Llama

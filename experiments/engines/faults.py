@@ -14,7 +14,7 @@ from kvpatch.core.errors import EngineFailed
 if TYPE_CHECKING:
     import httpx
 
-    from kvpatch.verify.engine import Engine
+    from kvpatch.tools.verify.engine import Engine
 
 EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 """P's own count of requests whose lease has ended."""

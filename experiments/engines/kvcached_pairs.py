@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.engines.pairs import Kvcached, Row, Side, Single
 from kvpatch.core.errors import EngineFailed
-from kvpatch.verify.engine import Engine
+from kvpatch.tools.verify.engine import Engine
 
 if TYPE_CHECKING:
     import httpx

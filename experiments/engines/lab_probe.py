@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.verify.caches import LayerCache, layer_caches
-from kvpatch.verify.probe import CacheProbe
+from kvpatch.tools.verify.caches import LayerCache, layer_caches
+from kvpatch.tools.verify.probe import CacheProbe
 
 if TYPE_CHECKING:
-    from kvpatch.connector.state import WorkerState
+    from kvpatch.worker.state import WorkerState
 
 
 class LabProbe(CacheProbe):
@@ -42,7 +42,7 @@ def _states() -> list[WorkerState]:
     """Of this process's connectors."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    from kvpatch.connector.state import worker_state
+    from kvpatch.worker.state import worker_state
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
     connectors = getattr(group, "_connectors", None) or (group,)

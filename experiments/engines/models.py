@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpatch.verify.model import GROUPED_HEADS, SIZES, make_tiny_llama, write
+from kvpatch.tools.verify.model import GROUPED_HEADS, SIZES, make_tiny_llama, write
 
 WINDOW_TOKENS = 40
 """What a sliding-window layer attends to: less than most prompts, and no multiple of a block."""

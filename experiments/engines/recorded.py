@@ -8,7 +8,7 @@ from experiments.engines.checkout import ROOT
 from experiments.engines.run import RowResult
 from kvpatch.core.errors import BadOptions
 from kvpatch.core.installed import installed_vllm
-from kvpatch.verify.compare import Verdict
+from kvpatch.tools.verify.compare import Verdict
 from tests.played import write_table
 
 DATA = ROOT / "docs" / "data" / "engines.json"

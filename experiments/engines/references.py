@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from kvpatch.verify.engine import Engine
+from kvpatch.tools.verify.engine import Engine
 
 MARGIN = 1e-3
 """In the logarithm of a probability, of float32 that rounds otherwise in another batch."""

@@ -7,9 +7,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from experiments.engines.run import RowResult
-from kvpatch.verify.compare import NULL_BLOCK, Comparison, Observation, Snapshot, Verdict
-from kvpatch.verify.prompts import Case, steps
-from kvpatch.verify.report import errors, json_lines
+from kvpatch.tools.verify.compare import NULL_BLOCK, Comparison, Observation, Snapshot, Verdict
+from kvpatch.tools.verify.prompts import Case, steps
+from kvpatch.tools.verify.report import errors, json_lines
 
 if TYPE_CHECKING:
     from rich.table import Table

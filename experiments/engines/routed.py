@@ -16,9 +16,9 @@ from rich.progress import Progress
 from experiments.engines.faults import kill_and_restart
 from experiments.engines.references import Prompt, reference
 from kvpatch.core.errors import EngineFailed, RequestFailed
-from kvpatch.verify.engine import Engine
-from kvpatch.verify.handoff import Request, complete, decode, prefill
-from kvpatch.verify.setups import Options
+from kvpatch.tools.verify.engine import Engine
+from kvpatch.tools.verify.handoff import Request, complete, decode, prefill
+from kvpatch.tools.verify.setups import Options
 
 ANSWER_TOKENS = 8
 TOGETHER = 8

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from experiments.engines.kvcached_pairs import require_layouts
 from experiments.engines.models import MAKERS
 from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, single_setup
-from kvpatch.cli import PlanOptions
 from kvpatch.core.errors import EngineFailed, KvpatchError
-from kvpatch.verify.compare import Comparison, Observation, compare
-from kvpatch.verify.engine import Engine, require_environment, stop_all
-from kvpatch.verify.handoff import complete
-from kvpatch.verify.observe import Serving
-from kvpatch.verify.prompts import Case, build_cases
-from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.verify.setups import Options, Setup
+from kvpatch.tools.cli import PlanOptions
+from kvpatch.tools.verify.compare import Comparison, Observation, compare
+from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
+from kvpatch.tools.verify.handoff import complete
+from kvpatch.tools.verify.observe import Serving
+from kvpatch.tools.verify.prompts import Case, build_cases
+from kvpatch.tools.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.setups import Options, Setup
 
 if TYPE_CHECKING:
     import httpx

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from experiments.engines.faults import held
 from experiments.engines.references import Prompt
 from experiments.engines.routed import TOGETHER, Outcome, Play, batches, settled
-from kvpatch.verify.engine import Engine
+from kvpatch.tools.verify.engine import Engine
 
 LEASE_S = 2
 HELD_S = 5.0

@@ -13,14 +13,14 @@ from experiments.engines.report import (
     row_line,
 )
 from experiments.engines.run import RowResult, run_pairs
-from kvpatch.verify.report import write_json_lines
-from kvpatch.verify.run import until_signal
+from kvpatch.tools.verify.report import write_json_lines
+from kvpatch.tools.verify.run import until_signal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from experiments.engines.pairs import Row
-    from kvpatch.verify.setups import Options
+    from kvpatch.tools.verify.setups import Options
 
 
 def show_pairs(

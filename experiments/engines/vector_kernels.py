@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpatch.verify.probe import CacheProbe
+from kvpatch.tools.verify.probe import CacheProbe
 
 
 class VectorKernelsProbe(CacheProbe):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpatch.connector.read_request import groups
+from kvpatch.load.read_request import groups
 
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpatch.connector.state import engine_state, scheduler_state, schedulers_of
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.legacy.aborted_blocks import AbortedBlocks
+from kvpatch.worker.state import engine_state, scheduler_state, schedulers_of
 
 
 def _finish_requests(

@@ -12,13 +12,13 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from kvpatch.connector.read_request import ReadRequest, read_requests_of
-from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.read_request import ReadRequest, read_requests_of
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.own_read import OwnRead
+from kvpatch.worker.state import worker_state
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

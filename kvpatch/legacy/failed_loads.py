@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.ledger import Site, Step, Wrapper
@@ -24,7 +22,9 @@ from kvpatch.legacy.failed_requests import (
     whole_requests,
 )
 from kvpatch.legacy.peer_liveness import require_answer
+from kvpatch.load.registration import registration_step
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.worker.state import worker_state
 
 
 def _read_or_leave_waiting(

@@ -8,9 +8,9 @@ from queue import Empty, Queue
 from typing import Any
 from weakref import ref
 
-from kvpatch.connector.read_request import groups
-from kvpatch.connector.state import worker_state
+from kvpatch.load.read_request import groups
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.worker.state import worker_state
 
 _LOG = logging.getLogger("kvpatch.failed_loads")
 

@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
-from kvpatch.connector.handshake.cross_layer_metadata import listener_told
-from kvpatch.connector.inspected_caches import InspectedCaches
-from kvpatch.connector.local.local_geometry import local_geometry_of
-from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.reader_attachment import can_read
-from kvpatch.connector.stated_words import with_names, words_of
+from kvpatch.load.reader_attachment import can_read
+from kvpatch.peer.cross_layer_metadata import listener_told
+from kvpatch.peer.inspected_caches import InspectedCaches
+from kvpatch.peer.stated_words import with_names, words_of
+from kvpatch.worker.local_geometry import local_geometry_of
+from kvpatch.worker.release_worker import ReleaseWorker
 
 
 def words_in_answers(release: ReleaseWorker, own: InspectedCaches) -> AbstractContextManager[None]:

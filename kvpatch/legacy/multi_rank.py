@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector.state import worker_state
 from kvpatch.core import seams
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.worker.state import worker_state
 
 
 def ranks_to_read(tp_rank: int, tp_size: int, remote_tp_size: int) -> tuple[int, ...] | None:

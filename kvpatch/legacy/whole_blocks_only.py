@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector import read_request
-from kvpatch.connector.speculative_decoding import reserves_slots
-from kvpatch.connector.stated_prompt import read_prompt
-from kvpatch.connector.unpatched_workers import is_applied
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load import read_request
+from kvpatch.load.stated_prompt import read_prompt
+from kvpatch.worker.speculative_decoding import reserves_slots
+from kvpatch.worker.unpatched_workers import is_applied
 
 
 def _get_num_new_matched_tokens(

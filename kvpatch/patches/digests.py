@@ -28,16 +28,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector import worker_digests
-from kvpatch.connector.digests.promised import PromisedDigests, state_table
-from kvpatch.connector.engine_steps import Around, around, bind, build
-from kvpatch.connector.holds.hold import FIELD as HOLD
-from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import connector_scheduler, held_by, scheduler_state
+from kvpatch.checks.digests import worker_digests
+from kvpatch.checks.digests.digest_table import DigestTable
+from kvpatch.checks.digests.promised import PromisedDigests, state_table
+from kvpatch.checks.holds.hold import FIELD as HOLD
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.transfer.digest_table import DigestTable
+from kvpatch.load.registration import registration_step
+from kvpatch.worker.engine_steps import Around, around, bind, build
+from kvpatch.worker.state import connector_scheduler, held_by, scheduler_state
 
 # --- the workers ---------------------------------------------------------------
 

@@ -30,16 +30,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpatch.connector import host_buffer_links as links
-from kvpatch.connector.engine_steps import Around, around, build
-from kvpatch.connector.host_buffer import scheduler as schedulers
-from kvpatch.connector.host_buffer import worker as workers
-from kvpatch.connector.host_buffer.policy import is_wanted_here
-from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import release_worker, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.host_buffer import host_buffer_links as links
+from kvpatch.host_buffer import scheduler as schedulers
+from kvpatch.host_buffer import worker as workers
+from kvpatch.host_buffer.policy import is_wanted_here
+from kvpatch.load.registration import registration_step
+from kvpatch.worker.engine_steps import Around, around, build
+from kvpatch.worker.state import release_worker, scheduler_state, worker_state
 
 # --- the workers ---------------------------------------------------------------
 

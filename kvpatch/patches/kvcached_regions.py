@@ -35,8 +35,8 @@ Remove when:
 
 from __future__ import annotations
 
-from kvpatch.connector.registration import registration_step
 from kvpatch.core.ledger import Patch
+from kvpatch.load.registration import registration_step
 
 PATCH = Patch(
     slug="kvcached_regions", wire_affecting=True, sites=registration_step, document=__doc__

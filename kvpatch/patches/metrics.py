@@ -26,15 +26,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector.engine_steps import Around, amend, around
-from kvpatch.connector.memory_usage import Usage
-from kvpatch.connector.metrics import payload
-from kvpatch.connector.metrics.prometheus import Shown
-from kvpatch.connector.state import front_end_state, scheduler_state, worker_state
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.host_buffer.memory_usage import Usage
+from kvpatch.observe import payload
+from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.telemetry import Telemetry
+from kvpatch.worker.engine_steps import Around, amend, around
+from kvpatch.worker.state import front_end_state, scheduler_state, worker_state
 
 # --- a worker ---------------------------------------------------------------------
 

@@ -35,13 +35,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector.common_prompt import PromptLoads
-from kvpatch.connector.state import connector_scheduler, is_push, scheduler_state
-from kvpatch.connector.stated_prompt import FIELD, names_images, state_prompt
-from kvpatch.connector.unpatched_workers import is_applied
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.common_prompt import PromptLoads
+from kvpatch.load.stated_prompt import FIELD, names_images, state_prompt
+from kvpatch.worker.state import connector_scheduler, is_push, scheduler_state
+from kvpatch.worker.unpatched_workers import is_applied
 
 
 def _get_num_new_matched_tokens(

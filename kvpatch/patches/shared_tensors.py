@@ -17,9 +17,9 @@ Remove when:
 
 from __future__ import annotations
 
-from kvpatch.connector.registration import registration_step
 from kvpatch.core.ledger import Patch, Site, Step
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.registration import registration_step
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Step]:

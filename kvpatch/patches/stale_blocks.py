@@ -34,21 +34,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.connector import failed_checks, worker_holds
-from kvpatch.connector.engine_steps import Around, amend, around, bind, build, hear
-from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table
-from kvpatch.connector.holds.hold import FIELD
-from kvpatch.connector.registration import registration_step
-from kvpatch.connector.state import (
+from kvpatch.checks.holds import worker_holds
+from kvpatch.checks.holds.granted import GrantedHolds, changes_in, state_table
+from kvpatch.checks.holds.hold import FIELD
+from kvpatch.checks.holds.hold_table import HoldTable
+from kvpatch.core import seams, settings
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load import failed_checks
+from kvpatch.load.registration import registration_step
+from kvpatch.worker.engine_steps import Around, amend, around, bind, build, hear
+from kvpatch.worker.state import (
     connector_scheduler,
     held_by,
     scheduler_state,
     worker_state,
 )
-from kvpatch.core import seams, settings
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
-from kvpatch.core.releases import ReleaseFacts
-from kvpatch.transfer.hold_table import HoldTable
 
 # --- the workers ---------------------------------------------------------------
 

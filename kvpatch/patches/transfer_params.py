@@ -38,10 +38,13 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from kvpatch.connector.allowed_peers import allowed_peers
-from kvpatch.connector.metrics.book import Book
-from kvpatch.connector.state import connectors_of, engine_state, is_push, scheduler_state
-from kvpatch.connector.transfer_params import (
+from kvpatch.core import seams
+from kvpatch.core.errors import ParamsRefused
+from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import shown
+from kvpatch.guard.allowed_peers import allowed_peers
+from kvpatch.guard.transfer_params import (
     FIELD,
     RequestLimits,
     check_prompts,
@@ -49,11 +52,8 @@ from kvpatch.connector.transfer_params import (
     loads_nothing,
     names_blocks,
 )
-from kvpatch.core import seams
-from kvpatch.core.errors import ParamsRefused
-from kvpatch.core.ledger import Patch, Site, Wrapper
-from kvpatch.core.releases import ReleaseFacts
-from kvpatch.core.text import shown
+from kvpatch.observe.book import Book
+from kvpatch.worker.state import connectors_of, engine_state, is_push, scheduler_state
 
 _LOG = logging.getLogger("kvpatch.transfer_params")
 

@@ -60,26 +60,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpatch.connector import read_request, stated_words
-from kvpatch.connector.engine_steps import Around, around, build
-from kvpatch.connector.handshake.decision import decide
-from kvpatch.connector.read_dispatch import request_read
-from kvpatch.connector.registration import registration_step
-from kvpatch.connector.remote_agents import Handshake, local_cache
-from kvpatch.connector.reordered_loads import ReorderedLoads, note_loads
-from kvpatch.connector.shared_tokens import may_load
-from kvpatch.connector.state import (
+from kvpatch.core import seams
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load import read_request
+from kvpatch.load.read_dispatch import request_read
+from kvpatch.load.registration import registration_step
+from kvpatch.load.remote_agents import Handshake, local_cache
+from kvpatch.load.reordered_loads import ReorderedLoads, note_loads
+from kvpatch.load.shared_tokens import may_load
+from kvpatch.peer import stated_words
+from kvpatch.peer.decision import decide
+from kvpatch.peer.unlike_releases.side_channel import Address
+from kvpatch.worker.engine_steps import Around, around, build
+from kvpatch.worker.state import (
     held_by,
     is_push,
     release_worker,
     scheduler_state,
     worker_state,
 )
-from kvpatch.connector.unlike_releases.side_channel import Address
-from kvpatch.connector.unpatched_workers import is_guarded
-from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
-from kvpatch.core.releases import ReleaseFacts
+from kvpatch.worker.unpatched_workers import is_guarded
 
 
 def _add_remote_agent(

@@ -37,20 +37,20 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from kvpatch.connector.engine_steps import begin, build
-from kvpatch.connector.state import connectors_of, held_by, scheduler_state, worker_state
-from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
-from kvpatch.connector.unlike_releases.peer_releases import (
+from kvpatch.core import seams, settings
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
+from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.peer.unlike_releases.interpreter import HOST, Interpretation, Interpreter
+from kvpatch.peer.unlike_releases.peer_releases import (
     NULLABLE,
     PeerReleases,
     Releases,
     question_of,
 )
-from kvpatch.connector.unlike_releases.side_channel import Address
-from kvpatch.core import seams, settings
-from kvpatch.core.errors import PeerRefused
-from kvpatch.core.ledger import Patch, Site, Step, Wrapper
-from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.peer.unlike_releases.side_channel import Address
+from kvpatch.worker.engine_steps import begin, build
+from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker_state
 
 _TOLD = "kvpatch_peer_releases"
 

@@ -16,8 +16,8 @@ from enum import Enum, auto
 from math import inf
 from typing import Any
 
-from kvpatch.transfer.digest_check import DigestCheck
-from kvpatch.transfer.hold_check import HoldCheck
+from kvpatch.checks.digests.digest_check import DigestCheck
+from kvpatch.checks.holds.hold_check import HoldCheck
 from kvpatch.transfer.own_read import OwnRead
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")

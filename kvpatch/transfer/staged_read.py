@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvpatch.checks.digests.digest_check import DigestCheck
+from kvpatch.checks.holds.hold_check import HoldCheck
 from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry.staged_plan import Chunk
-from kvpatch.transfer.digest_check import DigestCheck
 from kvpatch.transfer.free_space import Space
-from kvpatch.transfer.hold_check import HoldCheck
 from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read

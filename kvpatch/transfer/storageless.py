@@ -107,7 +107,7 @@ class StoragelessCopies:
 
     Args:
         sources, targets: every layer's on the device and in the pool.
-        block_dimensions, blocks: as for :class:`kvpatch.transfer.host_pool.HostPool`.
+        block_dimensions, blocks: as for :class:`kvpatch.host_buffer.host_pool.HostPool`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvpatch.connector.local.cache_kinds import (
+from kvpatch.worker.cache_kinds import (
     BACKENDS,
     DERIVED,
     SPECS,
@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kinds.md"
 _HEAD = """\
 # Kinds of cache
 
-Written by `python -m tests.contract --write` from `kvpatch/connector/local/cache_kinds.py`, which
+Written by `python -m tests.contract --write` from `kvpatch/worker/cache_kinds.py`, which
 was read from the sources of all supported releases, on CUDA, ROCm, XPU, CPU and TPU.
 
 What a block holds decides what may be done with it:

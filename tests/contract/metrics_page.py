@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpatch.connector.metrics.catalogue import HOST_BLOCKS, METRICS, Metric
 from kvpatch.core.releases import FACTS
+from kvpatch.observe.catalogue import HOST_BLOCKS, METRICS, Metric
 
 from .dashboard import QUESTIONS
 from .tables import ROOT, markdown

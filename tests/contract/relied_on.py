@@ -1,7 +1,7 @@
 """The bodies that patches lean on without wrapping them, per release.
 
 A site's parameters can stay while what happens behind it moves. These are the
-bodies that the adapters in ``kvpatch.connector`` were written against.
+bodies that the modules of ``kvpatch`` were written against.
 """
 
 from __future__ import annotations

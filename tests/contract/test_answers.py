@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvpatch.core.releases import RELEASES
-from kvpatch.planning.answers import (
+from kvpatch.tools.planning.answers import (
     BACKEND_CLASSES,
     CACHE_INFO,
     CACHE_LABELS,
@@ -17,7 +17,7 @@ from kvpatch.planning.answers import (
     IS_ASKED_FOR,
     VARIABLES,
 )
-from kvpatch.planning.backends import BACKENDS
+from kvpatch.tools.planning.backends import BACKENDS
 from tests.releases import cache
 from tests.releases.fetch import fetch
 

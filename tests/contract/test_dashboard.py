@@ -17,8 +17,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from kvpatch.connector.metrics.catalogue import METRICS, Metric
-from kvpatch.verify.engine import free_ports
+from kvpatch.observe.catalogue import METRICS, Metric
+from kvpatch.tools.verify.engine import free_ports
 
 from . import dashboard
 from .dashboard import QUESTIONS, Question
@@ -88,7 +88,7 @@ class _Engine:
     def __init__(self) -> None:
         from prometheus_client import REGISTRY, Counter, Gauge, start_http_server
 
-        from kvpatch.connector.metrics.prometheus import Shown
+        from kvpatch.observe.prometheus import Shown
 
         self._registry = REGISTRY
         engines = {0: ["model", "0"], 1: ["model", "1"]}

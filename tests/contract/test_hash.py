@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvpatch.connector.compared_hash import own_factors
-from kvpatch.connector.handshake.peer_hash import Explanation, OwnFactors, digest_of, explain
-from kvpatch.connector.local.cache_kinds import BACKENDS as CLASSES
-from kvpatch.connector.local.release_worker import ReleaseWorker
 from kvpatch.core.hash_values import BACKENDS
 from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.peer.compared_hash import own_factors
+from kvpatch.peer.peer_hash import Explanation, OwnFactors, digest_of, explain
+from kvpatch.worker.cache_kinds import BACKENDS as CLASSES
+from kvpatch.worker.release_worker import ReleaseWorker
 from tests.releases import cache
 from tests.releases.fetch import fetch
 

@@ -8,8 +8,8 @@ from functools import cache as kept
 
 import pytest
 
-from kvpatch.connector.local.cache_kinds import BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from kvpatch.core.releases import RELEASES
+from kvpatch.worker.cache_kinds import BACKENDS, DERIVED, DERIVES, SPECS, WITH_VARIABLE
 from tests.releases import cache
 
 from . import kinds_page, kinds_played

@@ -76,7 +76,7 @@ def test_every_error_is_in_one_file() -> None:
 _READ_THE_ENVIRONMENT = {
     "kvpatch/core/settings.py",
     "kvpatch/plugin.py",
-    "kvpatch/verify/engine.py",
+    "kvpatch/tools/verify/engine.py",
 }
 _ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

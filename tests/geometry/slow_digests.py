@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpatch.geometry.digest_weights import ROW_WORDS, Weights
+from kvpatch.checks.digests.digest_weights import ROW_WORDS, Weights
 
 _ALL_BITS = 2**64 - 1
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpatch.checks.digests.digest_form import Stated, columns, read, within, written
+from kvpatch.checks.digests.digest_ranges import extents_of, joined, range_tokens_of
+from kvpatch.checks.digests.digests import Digests, ranges_of
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.digest_form import Stated, columns, read, within, written
-from kvpatch.geometry.digest_ranges import extents_of, joined, range_tokens_of
-from kvpatch.geometry.digests import Digests, ranges_of
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.plane_heads import planes_of_heads

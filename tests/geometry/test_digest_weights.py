@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.geometry.digest_weights import ROW_WORDS, Weights, rows_of, weighed
+from kvpatch.checks.digests.digest_weights import ROW_WORDS, Weights, rows_of, weighed
 from kvpatch.geometry.plane import Content
 
 from .slow_digests import range_sum

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.digest_weights import Weights
-from kvpatch.geometry.digests import (
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import (
     Digests,
     Extent,
     compare,
@@ -19,6 +18,7 @@ from kvpatch.geometry.digests import (
     of_all_ranks,
     ranges_of,
 )
+from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content
 
 from .slow_digests import range_sum

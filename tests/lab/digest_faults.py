@@ -52,8 +52,8 @@ def after_reads(reads: int, fault: Callable[[], None]) -> None:
 
     None of them goes on before.
     """
-    from kvpatch.transfer import hold_check
-    from kvpatch.transfer.hold_check import HoldCheck
+    from kvpatch.checks.holds import hold_check
+    from kvpatch.checks.holds.hold_check import HoldCheck
 
     # On a busy machine P would be asked in front of a read as well.
     kept, hold_check._ASK_AGAIN_SECONDS = hold_check._ASK_AGAIN_SECONDS, _FOR_EVER
@@ -79,14 +79,14 @@ def after_reads(reads: int, fault: Callable[[], None]) -> None:
 
 def ask_first(*, asks: bool) -> None:
     """Has every read ask for P's word before it begins, or those alone that have waited."""
-    from kvpatch.transfer import hold_check
+    from kvpatch.checks.holds import hold_check
 
     hold_check._ASK_AGAIN_SECONDS = -_FOR_EVER if asks else 1.0
 
 
 def before_word(event: Callable[[], None]) -> None:
     """Has something happen once, when all of a read has come and P's word has not."""
-    from kvpatch.transfer.hold_check import HoldCheck
+    from kvpatch.checks.holds.hold_check import HoldCheck
 
     answer = HoldCheck.answer
 
@@ -100,8 +100,8 @@ def before_word(event: Callable[[], None]) -> None:
 
 def counts(workers: Sequence[Any]) -> dict[str, int]:
     """Over all of a D's ranks."""
-    from kvpatch.connector.state import worker_state
-    from kvpatch.transfer.load_proof import DigestCounts, Proof
+    from kvpatch.checks.digests.load_proof import DigestCounts, Proof
+    from kvpatch.worker.state import worker_state
 
     found = [worker_state(worker).of(DigestCounts) for worker in workers]
     return {proof.value: sum(one.loads[proof] for one in found) for proof in Proof}
@@ -125,8 +125,8 @@ def made(workers: Sequence[Any], name: str) -> str:
 
 def _word(worker: Any, name: str) -> tuple[int, int]:
     """What the directory of digests has in a request's place, and the word of its hold."""
-    from kvpatch.connector.state import worker_state
-    from kvpatch.transfer.digest_table import DigestTable, entry_address
+    from kvpatch.checks.digests.digest_table import DigestTable, entry_address
+    from kvpatch.worker.state import worker_state
 
     table = worker_state(worker).held(DigestTable)
     assert table is not None
@@ -142,8 +142,8 @@ _seen: dict[str, int] = {}
 
 def note_holds(workers: Sequence[Any]) -> None:
     """Keeps in mind which words stand."""
-    from kvpatch.connector.state import worker_state
-    from kvpatch.transfer.hold_table import HoldTable
+    from kvpatch.checks.holds.hold_table import HoldTable
+    from kvpatch.worker.state import worker_state
 
     for worker in workers:
         holds = worker_state(worker).held(HoldTable)
@@ -153,7 +153,7 @@ def note_holds(workers: Sequence[Any]) -> None:
 
 def keep_from(*, are_kept: bool) -> None:
     """Keeps P's thread of digests from its next one, or lets it go on."""
-    from kvpatch.transfer.digest_maker import DigestMaker
+    from kvpatch.checks.digests.digest_maker import DigestMaker
 
     if are_kept:
         _make.append(DigestMaker._make)

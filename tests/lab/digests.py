@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpatch.geometry.digest_weights import Weights
-from kvpatch.geometry.digests import Digests
+from kvpatch.checks.digests.cache_digests import CacheDigests, memories_of
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Digests
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, kernel_blocks
-from kvpatch.transfer.cache_digests import CacheDigests, memories_of
 
 RANGE_TOKENS = 32
 

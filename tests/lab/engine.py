@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 import kvpatch
+from kvpatch.checks.digests.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
+from kvpatch.checks.holds.hold_table import TABLE_BYTES, WORD_BYTES
 from kvpatch.transfer.cost_probe import OWN_BYTES
-from kvpatch.transfer.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
-from kvpatch.transfer.hold_table import TABLE_BYTES, WORD_BYTES
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, release, standins

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvpatch.connector.kvcached import transports
+from kvpatch.kvcached import transports
 from kvpatch.transfer import backing
 from kvpatch.transfer.network_cards import Port
 from tests.releases import kvcached

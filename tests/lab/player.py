@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import kvpatch
-from kvpatch.geometry.digests import Digests
+from kvpatch.checks.digests.digests import Digests
 from kvpatch.transfer import cost_probe, lost_transfers
 
 from . import channel, digest_faults, release, standins
@@ -256,7 +256,7 @@ class Player(Engine):
 
     def host_blocks(self) -> dict[str, int]:
         """kvpatch's account of P's host buffer."""
-        from kvpatch.connector.state import scheduler_state
+        from kvpatch.worker.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
         buffer = scheduler_state(connector.connector_scheduler).host_buffer
@@ -266,7 +266,7 @@ class Player(Engine):
 
     def booked(self) -> set[str]:
         """Requests that kvpatch's account of P's host buffer still knows."""
-        from kvpatch.connector.state import scheduler_state
+        from kvpatch.worker.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
         buffer = scheduler_state(connector.connector_scheduler).host_buffer
@@ -338,7 +338,7 @@ class Player(Engine):
             pool.save = spoilt(pool.save)
 
     def _pools(self) -> list[Any]:
-        from kvpatch.connector.state import worker_state
+        from kvpatch.worker.state import worker_state
 
         states = [worker_state(release.nixl_of(w).connector_worker) for w in self.workers]
         return [state.host_buffer.pool for state in states if state.host_buffer is not None]
@@ -873,7 +873,7 @@ def _handles(agent: Any) -> int:
 def _reader_of(worker: Any) -> Any:
     """kvpatch's state of a worker; None where it is off."""
     try:
-        from kvpatch.connector.state import worker_state
+        from kvpatch.worker.state import worker_state
     except ImportError:
         return None
     return worker_state(worker).reader

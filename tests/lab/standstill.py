@@ -25,7 +25,7 @@ def is_idle(worker: Any) -> bool:
     One with kvpatch is never taken for idle: that has queues of its own.
     """
     return not (
-        "kvpatch.connector.state" in sys.modules
+        "kvpatch.worker.state" in sys.modules
         or getattr(worker, "_handshake_futures", None)
         or worker._ready_requests.qsize()
         or worker._recving_transfers
@@ -64,9 +64,9 @@ def _of_transfer(nixl: Any, handle: Any) -> str:
 
 def _of_reader(worker: Any) -> str:
     """kvpatch's reads, where it is on."""
-    if "kvpatch.connector.state" not in sys.modules:
+    if "kvpatch.worker.state" not in sys.modules:
         return ""
-    from kvpatch.connector.state import worker_state
+    from kvpatch.worker.state import worker_state
 
     reader = worker_state(worker).reader
     thread = None if reader is None else reader.thread

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.geometry.digests import Comparison, compare, of_all_ranks
+from kvpatch.checks.digests.digests import Comparison, compare, of_all_ranks
 from kvpatch.patches import SLUGS
 
 from .case import EngineSpec

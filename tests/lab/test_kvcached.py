@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.connector.handshake.split_kv import PAGE_BYTES
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
+from kvpatch.peer.split_kv import PAGE_BYTES
 from tests.releases import kvcached
 
 from .case import Case, Family, Sabotage

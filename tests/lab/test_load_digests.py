@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.connector.digests.promise import FIELD
+from kvpatch.checks.digests.promise import FIELD
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.connector.handshake.accepted_peers import ALIKE
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
+from kvpatch.peer.accepted_peers import ALIKE
 
 from .case import Case, EngineSpec, Report
 from .disguise import settings

@@ -15,10 +15,10 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.core.settings import TRANSFER
 from kvpatch.patches import SLUGS
-from kvpatch.planning.numbers import read_numbers
-from kvpatch.planning.ours import judged_by_kvpatch
-from kvpatch.planning.pair import Outcome
-from kvpatch.planning.stock import stock_verdict
+from kvpatch.tools.planning.numbers import read_numbers
+from kvpatch.tools.planning.ours import judged_by_kvpatch
+from kvpatch.tools.planning.pair import Outcome
+from kvpatch.tools.planning.stock import stock_verdict
 from tests.planning.cells import PLAYED, pair_of, request_of
 
 from .case import Case, EngineSpec, Family

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.connector.holds.hold import FIELD as FIELD_OF_HOLD
-from kvpatch.connector.stated_prompt import FIELD
+from kvpatch.checks.holds.hold import FIELD as FIELD_OF_HOLD
 from kvpatch.core.releases import FACTS
+from kvpatch.load.stated_prompt import FIELD
 from kvpatch.patches import SLUGS
 
 from .case import PEER_BLOCK_SIZE, PEER_LAYOUT, EngineSpec

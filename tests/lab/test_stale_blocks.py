@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.connector.holds.hold import FIELD
+from kvpatch.checks.holds.hold import FIELD
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
 

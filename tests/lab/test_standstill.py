@@ -24,7 +24,7 @@ def _worker(**more: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def _stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "kvpatch.connector.state", raising=False)
+    monkeypatch.delitem(sys.modules, "kvpatch.worker.state", raising=False)
 
 
 def _ready() -> Any:
@@ -55,6 +55,6 @@ def test_one_that_has_forgotten_a_request_is_not() -> None:
 
 
 def test_one_with_kvpatch_is_always_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "kvpatch.connector.state"
+    name = "kvpatch.worker.state"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert not is_idle(_worker())

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.planning.ours import judged_by_kvpatch
-from kvpatch.planning.pair import Outcome
+from kvpatch.tools.planning.ours import judged_by_kvpatch
+from kvpatch.tools.planning.pair import Outcome
 from tests.planning.cells import pair_of, request_of
 
 from .case import EngineSpec, Family, Sabotage

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpatch.connector.unlike_releases.peer_releases import NULLABLE
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
+from kvpatch.peer.unlike_releases.peer_releases import NULLABLE
 from tests.releases.fetch import fetch
 
 from . import releases_table

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from kvpatch.connector.local.release_worker import KEYS_FIRST, ReleaseWorker
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import DimensionOrder
+from kvpatch.worker.release_worker import KEYS_FIRST, ReleaseWorker
 
 
 def worker_of(release: str, **attributes: Any) -> ReleaseWorker:

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.compared_hash import ComparedHash, NamedPeers
-from kvpatch.connector.handshake import peer_hash
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
-from kvpatch.connector.handshake.peer_hash import Explanation, OwnFactors, digest_of
-from kvpatch.connector.local.cache_kinds import unknown
-from kvpatch.connector.metrics.book import Book
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused, SettingsError
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.observe.book import Book
+from kvpatch.peer import peer_hash
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.compared_hash import ComparedHash, NamedPeers
+from kvpatch.peer.decision import Read, Refuse, Stock, decide
+from kvpatch.peer.peer_hash import Explanation, OwnFactors, digest_of
+from kvpatch.worker.cache_kinds import unknown
 
 from ..contract.released_hash import ENGINE
 from .test_decision import _INDEXER as INDEXER

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.cpu_keys import BY_WORD, order_of, word_of
-from kvpatch.connector.handshake.decision import Read, Refuse, Stock, decide
-from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry, declared_geometry
-from kvpatch.connector.local.release_worker import ReleaseWorker
-from kvpatch.connector.local.vllm_bugs import may_use_amx
 from kvpatch.core.errors import SettingsError
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Content
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.cpu_keys import BY_WORD, order_of, word_of
+from kvpatch.peer.decision import Read, Refuse, Stock, decide
+from kvpatch.peer.unstated_blocks import DeclaredGeometry, declared_geometry
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.vllm_bugs import may_use_amx
 
 from .release_workers import worker_of
 from .test_accepted_peers import named

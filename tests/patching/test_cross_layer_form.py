@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.connector.handshake.cross_layer_form import (
+from kvpatch.core.errors import PeerRefused
+from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
+from kvpatch.peer.cross_layer_form import (
     CrossLayerForm,
     form_in,
     places_digest,
     without_form,
 )
-from kvpatch.core.errors import PeerRefused
-from kvpatch.geometry.cross_layer_blocks import LAYER_AXES
 
 pytestmark = pytest.mark.patching
 

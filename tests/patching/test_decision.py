@@ -10,25 +10,25 @@ from typing import Any
 import pytest
 import torch
 
-from kvpatch.connector.handshake.agent_metadata import (
-    AgentMetadata,
-    StatedBlocks,
-    read_agent_metadata,
-)
-from kvpatch.connector.handshake.decision import LocalCache, Read, Refuse, Stock, decide
-from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
-from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry
-from kvpatch.connector.local.cache_kinds import Holds, Kind, unknown
-from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
-from kvpatch.connector.local.local_geometry import units_of
-from kvpatch.connector.local.recurrent_state import StatePages
-from kvpatch.connector.local.registered_caches import read_layers
-from kvpatch.connector.local.release_worker import PACKED
-from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.state_shares import Part, SharedState
+from kvpatch.peer.agent_metadata import (
+    AgentMetadata,
+    StatedBlocks,
+    read_agent_metadata,
+)
+from kvpatch.peer.decision import LocalCache, Read, Refuse, Stock, decide
+from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.unstated_blocks import DeclaredGeometry
+from kvpatch.worker.cache_kinds import Holds, Kind, unknown
+from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
+from kvpatch.worker.local_geometry import units_of
+from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.registered_caches import read_layers
+from kvpatch.worker.release_worker import PACKED
+from kvpatch.worker.state_division import StateDivision
 
 from .release_workers import reading
 from .test_remote_geometry import _metadata, ours_of, regions_of

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.connector.host_buffer.scheduler import StepSaves
-from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.recent_engines import MOST_ENGINES
-from kvpatch.connector.unpatched_workers import EqualBlockPeers
 from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.recent_engines import MOST_ENGINES
 from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.host_buffer.scheduler import StepSaves
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.worker.unpatched_workers import EqualBlockPeers
 
 from .standin import run, write_tree
 

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from typer.testing import CliRunner
 
-from kvpatch import cli
-from kvpatch.connector.metrics.catalogue import METRICS
-from kvpatch.engine_report import report, values_of
+from kvpatch.observe.catalogue import METRICS
+from kvpatch.tools import cli
+from kvpatch.tools.engine_report import report, values_of
 
 pytestmark = pytest.mark.patching
 

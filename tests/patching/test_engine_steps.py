@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.engine_steps import Around, amend, around, begin, bind, build
 from kvpatch.core.ledger import Parts
+from kvpatch.worker.engine_steps import Around, amend, around, begin, bind, build
 
 pytestmark = pytest.mark.patching
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector import failed_checks
-from kvpatch.connector.state import worker_state
+from kvpatch.load import failed_checks
+from kvpatch.worker.state import worker_state
 
 WAITING = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
 RUNNING = SimpleNamespace(name="RUNNING")

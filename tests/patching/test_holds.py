@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.holds.granted import GrantedHolds, changes_in, state_table, take_table
-from kvpatch.connector.holds.hold import FIELD, Hold, mask_of, read_hold, stated_hold
-from kvpatch.core.errors import ReadRefused
-from kvpatch.transfer.hold_table import (
+from kvpatch.checks.holds.granted import GrantedHolds, changes_in, state_table, take_table
+from kvpatch.checks.holds.hold import FIELD, Hold, mask_of, read_hold, stated_hold
+from kvpatch.checks.holds.hold_table import (
     TABLE_BYTES,
     WORD_BYTES,
     generation_of,
     is_still_to_come,
     word_address,
 )
+from kvpatch.core.errors import ReadRefused
 
 pytestmark = pytest.mark.patching
 

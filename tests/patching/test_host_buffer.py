@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.host_buffer.host_block_table import HostBlockTable, PublishedGroup
-from kvpatch.connector.host_buffer.policy import (
+from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.releases import FACTS
+from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
+from kvpatch.host_buffer.host_buffer_links import put_back
+from kvpatch.host_buffer.policy import (
     block_bytes_of,
     host_blocks_in,
     is_wanted,
     refuse_shares,
 )
-from kvpatch.connector.host_buffer.scheduler import HostBufferScheduler, UsageLog, saves_of_step
-from kvpatch.connector.host_buffer.worker import is_own
-from kvpatch.connector.host_buffer_links import put_back
-from kvpatch.core.errors import HostBufferRefused
-from kvpatch.core.releases import FACTS
+from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog, saves_of_step
+from kvpatch.host_buffer.worker import is_own
 
 ALONE = {
     "decode_context_parallel_size": 1,

@@ -13,15 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata, read_agent_metadata
-from kvpatch.connector.handshake.compatibility import is_compatible
-from kvpatch.connector.handshake.decision import with_both_geometries
-from kvpatch.connector.handshake.remote_geometry import peer_regions
-from kvpatch.connector.handshake.unstated_blocks import DeclaredGeometry, complete
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.token_pairing import shares_of
 from kvpatch.core.errors import KvpatchError, PeerRefused, UnpairableBlocks
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.text import one_line
@@ -29,6 +20,15 @@ from kvpatch.geometry.direct_plan import plan_runs
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.staged_plan import plan_chunks
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.load.token_pairing import shares_of
+from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
+from kvpatch.peer.compatibility import is_compatible
+from kvpatch.peer.decision import with_both_geometries
+from kvpatch.peer.remote_geometry import peer_regions
+from kvpatch.peer.unstated_blocks import DeclaredGeometry, complete
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.local_geometry import LocalGeometry
 
 from .test_remote_geometry import ours_of, regions_of
 

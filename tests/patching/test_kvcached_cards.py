@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.kvcached import transports
-from kvpatch.connector.kvcached.transports import refuse_cards
 from kvpatch.core.errors import RegistrationRefused, SettingsError
+from kvpatch.kvcached import transports
+from kvpatch.kvcached.transports import refuse_cards
 from kvpatch.transfer.network_cards import (
     Port,
     active_ports,

@@ -13,18 +13,18 @@ import sys
 import pytest
 import torch
 
-from kvpatch.connector.kvcached import mapped_pages as kvcached_pages
-from kvpatch.connector.kvcached.pools import Settings, check_pools, kvcacheds_settings
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.registered_caches import read_layers
-from kvpatch.connector.local.release_worker import (
+from kvpatch.core.errors import ReadRefused, RegistrationRefused
+from kvpatch.kvcached.pools import Settings, check_pools, kvcacheds_settings
+from kvpatch.load import mapped_pages as kvcached_pages
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.transfer.backing import Driver, driver, filler_of
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.registered_caches import read_layers
+from kvpatch.worker.release_worker import (
     BLOCKS_FIRST,
     KEYS_FIRST,
     LATENT,
 )
-from kvpatch.connector.read_request import ReadRequest
-from kvpatch.core.errors import ReadRefused, RegistrationRefused
-from kvpatch.transfer.backing import Driver, driver, filler_of
 
 from .release_workers import reading
 

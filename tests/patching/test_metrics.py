@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
 
-from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
-from kvpatch.connector.host_buffer.worker import SaveCosts
-from kvpatch.connector.memory_usage import Usage
-from kvpatch.connector.metrics import payload
-from kvpatch.connector.metrics.book import _MOST, _MOST_LOADS, Book, Sample
-from kvpatch.connector.metrics.catalogue import (
+from kvpatch.core.errors import HostBufferRefused, PeerRefused, ReadRefused
+from kvpatch.host_buffer.host_block_table import HostBlockTable
+from kvpatch.host_buffer.memory_usage import Usage
+from kvpatch.host_buffer.worker import SaveCosts
+from kvpatch.observe import payload
+from kvpatch.observe.book import _MOST, _MOST_LOADS, Book, Sample
+from kvpatch.observe.catalogue import (
     HELD,
     LOADS,
     METRICS,
@@ -25,8 +26,7 @@ from kvpatch.connector.metrics.catalogue import (
     READS,
     Outcome,
 )
-from kvpatch.connector.metrics.prometheus import Shown
-from kvpatch.core.errors import HostBufferRefused, PeerRefused, ReadRefused
+from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.lifetime import Lifetime, Verdict
 from kvpatch.transfer.telemetry import Telemetry, sum_of
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpatch.connector.handshake.cross_layer_form import packed_digest, places_digest
-from kvpatch.connector.local.registered_caches import tensor_facts
-from kvpatch.connector.local.release_worker import PACKED
-from kvpatch.connector.local.vllm_bugs import misread_states
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.cross_layer_blocks import read_packed_groups
 from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.peer.cross_layer_form import packed_digest, places_digest
+from kvpatch.worker.registered_caches import tensor_facts
+from kvpatch.worker.release_worker import PACKED
+from kvpatch.worker.vllm_bugs import misread_states
 
 from .release_workers import worker_of
 

@@ -11,26 +11,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.connector.block_counts import common_blocks
-from kvpatch.connector.cross_layer_blocks import cross_layer_blocks_of
-from kvpatch.connector.local.recurrent_state import states_digest, states_in
-from kvpatch.connector.local.registered_caches import is_as_planned, read_layers
-from kvpatch.connector.local.release_worker import (
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches, UnreadableGeometry
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry.cross_layer_blocks import places_of
+from kvpatch.kvcached.block_counts import common_blocks
+from kvpatch.load.shown_tensors import (
+    arrangement,
+    first_layers,
+    has_cross_layer_blocks,
+    is_split_inside,
+)
+from kvpatch.peer.cross_layer_blocks import cross_layer_blocks_of
+from kvpatch.worker.recurrent_state import states_digest, states_in
+from kvpatch.worker.registered_caches import is_as_planned, read_layers
+from kvpatch.worker.release_worker import (
     BLOCKS_FIRST,
     KEYS_FIRST,
     LATENT,
     PACKED,
     ReleaseWorker,
 )
-from kvpatch.connector.shown_tensors import (
-    arrangement,
-    first_layers,
-    has_cross_layer_blocks,
-    is_split_inside,
-)
-from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches, UnreadableGeometry
-from kvpatch.core.releases import FACTS
-from kvpatch.geometry.cross_layer_blocks import places_of
 
 from .release_workers import reading
 

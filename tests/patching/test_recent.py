@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.connector.handshake.remote_ranks import Peer
-from kvpatch.connector.reading.reader import Reader
-from kvpatch.connector.recent_engines import MOST_ENGINES, RecentEngines
+from kvpatch.core.recent_engines import MOST_ENGINES, RecentEngines
+from kvpatch.load.reader import Reader
+from kvpatch.peer.remote_ranks import Peer
 
 pytestmark = pytest.mark.patching
 

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
-from kvpatch.connector import registration
-from kvpatch.connector.state import worker_state
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Ledger, Site, Step
 from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.load import registration
 from kvpatch.patches import load
+from kvpatch.worker.state import worker_state
 
 pytestmark = pytest.mark.patching
 

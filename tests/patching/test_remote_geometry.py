@@ -10,25 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake import unstated_blocks as unstated
-from kvpatch.connector.handshake.agent_metadata import read_agent_metadata
-from kvpatch.connector.handshake.block_shapes import heads_of
-from kvpatch.connector.handshake.compatibility import is_compatible
-from kvpatch.connector.handshake.decision import LocalCache, Read, Refuse, decide
-from kvpatch.connector.handshake.homogeneous_view import (
-    block_bytes_as_ours,
-    check_descriptors,
-    homogeneous_metadata,
-)
-from kvpatch.connector.handshake.remote_geometry import peer_regions
-from kvpatch.connector.local.kernel_block_sizes import KernelBlockSizes
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import LocalGeometry, cross_layer_groups_of, units_of
-from kvpatch.connector.local.registered_caches import read_layers
-from kvpatch.connector.local.release_worker import INTERLEAVED_HEADS, PACKED
-from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.token_pairing import shares_of
-from kvpatch.connector.speculative_decoding import hides_ends_of_lists
 from kvpatch.core.errors import PeerRefused, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -37,6 +18,25 @@ from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Content
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.load.token_pairing import shares_of
+from kvpatch.peer import unstated_blocks as unstated
+from kvpatch.peer.agent_metadata import read_agent_metadata
+from kvpatch.peer.block_shapes import heads_of
+from kvpatch.peer.compatibility import is_compatible
+from kvpatch.peer.decision import LocalCache, Read, Refuse, decide
+from kvpatch.peer.homogeneous_view import (
+    block_bytes_as_ours,
+    check_descriptors,
+    homogeneous_metadata,
+)
+from kvpatch.peer.remote_geometry import peer_regions
+from kvpatch.worker.kernel_block_sizes import KernelBlockSizes
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.local_geometry import LocalGeometry, cross_layer_groups_of, units_of
+from kvpatch.worker.registered_caches import read_layers
+from kvpatch.worker.release_worker import INTERLEAVED_HEADS, PACKED
+from kvpatch.worker.speculative_decoding import hides_ends_of_lists
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 from .release_workers import reading, worker_of

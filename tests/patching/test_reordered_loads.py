@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.reordered_loads import note_peer
-from kvpatch.connector.state import worker_state
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
+from kvpatch.load.reordered_loads import note_peer
 from kvpatch.patches.unlike_engines import _note_loads, _reorder_received
+from kvpatch.worker.state import worker_state
 
 LIKE, OTHER = "one like it", "one of rows"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch import doctor
 from kvpatch.core import settings
 from kvpatch.core.errors import SettingsError
+from kvpatch.tools import doctor
 
 pytestmark = pytest.mark.patching
 

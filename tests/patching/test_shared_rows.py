@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvpatch.connector.handshake.decision import Refuse, Stock, decide
-from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
-from kvpatch.connector.local.shared_rows import Holder, Page, Region, SharedRows, regions_of
 from kvpatch.core.releases import FACTS
+from kvpatch.peer.decision import Refuse, Stock, decide
+from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.worker.shared_rows import Holder, Page, Region, SharedRows, regions_of
 
 _SUMMARY, _HEADS, _RING = 20, 100, 10
 _OVERLAY = "copies a rank's share of one over another"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.shared_tokens import may_load
 from kvpatch.core.releases import FACTS
+from kvpatch.load.shared_tokens import may_load
 
 pytestmark = pytest.mark.patching
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake.decision import Decision, Refuse, Stock, decide
-from kvpatch.connector.handshake.unread_caches import UncheckedMetadata, UnreadCache
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.read_request import _READ_REQUEST, ReadRequest
-from kvpatch.connector.smaller_blocks import Blocks
-from kvpatch.connector.smaller_blocks_admission import why_misread
-from kvpatch.connector.smaller_blocks_pairing import Listed, Pairing, mend_pairing, remote_slice
-from kvpatch.connector.smaller_blocks_reading import paired
 from kvpatch.core.errors import ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.load.read_request import _READ_REQUEST, ReadRequest
+from kvpatch.load.smaller_blocks import Blocks
+from kvpatch.load.smaller_blocks_admission import why_misread
+from kvpatch.load.smaller_blocks_pairing import Listed, Pairing, mend_pairing, remote_slice
+from kvpatch.load.smaller_blocks_reading import paired
+from kvpatch.peer.decision import Decision, Refuse, Stock, decide
+from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.worker.kv_cache_groups import Group
 
 _ATTENTION = (Group(frozenset("a"), window_tokens=0),)
 

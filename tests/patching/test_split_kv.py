@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.split_kv import PAGE_BYTES, may_be_kvcacheds
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.split_kv import PAGE_BYTES, may_be_kvcacheds
 
 
 def _peer(blocks: int, block_bytes: int) -> AgentMetadata:

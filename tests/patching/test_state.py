@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.state import (
+from kvpatch.core.releases import FACTS
+from kvpatch.worker.state import (
     connectors_of,
     engine_state,
     scheduler_state,
     share_with_manager,
     worker_state,
 )
-from kvpatch.core.releases import FACTS
 
 pytestmark = pytest.mark.patching
 

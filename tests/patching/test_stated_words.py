@@ -13,9 +13,10 @@ import pytest
 import torch
 import zmq
 
-from kvpatch.connector.handshake.agent_metadata import StatedBlocks
-from kvpatch.connector.local.whole_blocks import check_contents, contents_of
-from kvpatch.connector.stated_words import (
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import FACTS
+from kvpatch.peer.agent_metadata import StatedBlocks
+from kvpatch.peer.stated_words import (
     BLOCKS,
     CONTENTS,
     DTYPE,
@@ -28,10 +29,9 @@ from kvpatch.connector.stated_words import (
     with_stated_words,
     words_of,
 )
-from kvpatch.connector.unlike_releases import side_channel
-from kvpatch.connector.unlike_releases.side_channel import Address
-from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import FACTS
+from kvpatch.peer.unlike_releases import side_channel
+from kvpatch.peer.unlike_releases.side_channel import Address
+from kvpatch.worker.whole_blocks import check_contents, contents_of
 
 from .release_workers import worker_of
 from .test_decision import local

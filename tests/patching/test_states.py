@@ -9,31 +9,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.connector.digests.covered import CoveredCaches
-from kvpatch.connector.handshake.agent_metadata import AgentMetadata
-from kvpatch.connector.handshake.cross_layer_form import CrossLayerForm
-from kvpatch.connector.handshake.remote_states import (
-    has_copied_states,
-    places_of_states,
-    states_of_peer,
-)
-from kvpatch.connector.local.kv_cache_groups import Group
-from kvpatch.connector.local.local_geometry import LocalGeometry
-from kvpatch.connector.local.recurrent_state import StatePages, pages_of
-from kvpatch.connector.local.registered_caches import LayerCache
-from kvpatch.connector.local.release_worker import BLOCKS_FIRST
-from kvpatch.connector.local.state_division import StateDivision, state_division
-from kvpatch.connector.read_request import ReadRequest
-from kvpatch.connector.reading.state_runs import states_plan
-from kvpatch.connector.reading.token_pairing import filled_state, state_pairs
+from kvpatch.checks.digests.covered import CoveredCaches
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Comparison, compare
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
-from kvpatch.geometry.digest_weights import Weights
-from kvpatch.geometry.digests import Comparison, compare
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.load.state_runs import states_plan
+from kvpatch.load.token_pairing import filled_state, state_pairs
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.cross_layer_form import CrossLayerForm
+from kvpatch.peer.remote_states import (
+    has_copied_states,
+    places_of_states,
+    states_of_peer,
+)
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.recurrent_state import StatePages, pages_of
+from kvpatch.worker.registered_caches import LayerCache
+from kvpatch.worker.release_worker import BLOCKS_FIRST
+from kvpatch.worker.state_division import StateDivision, state_division
 
 BLOCKS, PAGE_BYTES = 5, 1024
 SHAPES = ((4, 3), (2, 5))
@@ -454,7 +454,7 @@ class TestDigests:
         ]
 
     def test_some_layers_at_a_time(self, monkeypatch):
-        monkeypatch.setattr("kvpatch.connector.digests.covered.LOT_BYTES", sum(SIZES))
+        monkeypatch.setattr("kvpatch.checks.digests.covered.LOT_BYTES", sum(SIZES))
         _, covered = self._worker(4, Rank(0, 1), is_apart=True)
         lots = covered.states(1, 4)
         assert [[plane.layer for plane in lot.planes] for lot in lots] == [

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.allowed_peers import parse
-from kvpatch.connector.transfer_params import (
+from kvpatch.core import seams
+from kvpatch.core.errors import ParamsRefused, SettingsError
+from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.core.text import shown
+from kvpatch.guard.allowed_peers import parse
+from kvpatch.guard.transfer_params import (
     RequestLimits,
     check_prompts,
     checked,
     completed,
     loads_nothing,
 )
-from kvpatch.core import seams
-from kvpatch.core.errors import ParamsRefused, SettingsError
-from kvpatch.core.releases import FACTS, ReleaseFacts
-from kvpatch.core.text import shown
 from kvpatch.patches import FRONT_ENDS, load
 from kvpatch.patches.transfer_params import (
     _create_completion,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvpatch.connector.kvcached import transports
+from kvpatch.kvcached import transports
 
 pytestmark = pytest.mark.patching
 

@@ -13,12 +13,14 @@ import msgspec
 import pytest
 import zmq
 
-from kvpatch.connector.handshake.accepted_peers import FLASH_ATTENTION
-from kvpatch.connector.handshake.decision import Read, Refuse, decide
-from kvpatch.connector.state import worker_state
-from kvpatch.connector.unlike_releases.interpreter import HOST, Interpretation, Interpreter
-from kvpatch.connector.unlike_releases.messages import to_agent, to_engine
-from kvpatch.connector.unlike_releases.peer_releases import (
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.patches import unlike_releases
+from kvpatch.peer.accepted_peers import FLASH_ATTENTION
+from kvpatch.peer.decision import Read, Refuse, decide
+from kvpatch.peer.unlike_releases.interpreter import HOST, Interpretation, Interpreter
+from kvpatch.peer.unlike_releases.messages import to_agent, to_engine
+from kvpatch.peer.unlike_releases.peer_releases import (
     NULLABLE,
     PeerReleases,
     Statement,
@@ -27,11 +29,9 @@ from kvpatch.connector.unlike_releases.peer_releases import (
     releases_by_fields,
     speak_alike,
 )
-from kvpatch.connector.unlike_releases.side_channel import Address, ask, question_for
-from kvpatch.connector.unlike_releases.translation import read_statement, translated
-from kvpatch.core.errors import PeerRefused
-from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.patches import unlike_releases
+from kvpatch.peer.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.peer.unlike_releases.translation import read_statement, translated
+from kvpatch.worker.state import worker_state
 
 from .test_decision import local
 
@@ -243,7 +243,7 @@ def test_the_listener_of_these_tests_ends_by_anothers_question() -> None:
 
 def _ask_briefly(port: int, message: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpatch.connector.unlike_releases.side_channel.ANSWER_MS", 200)
+        patch.setattr("kvpatch.peer.unlike_releases.side_channel.ANSWER_MS", 200)
         ask(Address(HOST, port), message)
 
 

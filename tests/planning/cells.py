@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvpatch.planning.arguments import EngineArguments
-from kvpatch.planning.engine import PlannedEngine, Role, engine_of
-from kvpatch.planning.pair import Outcome, Pair, Request
+from kvpatch.tools.planning.arguments import EngineArguments
+from kvpatch.tools.planning.engine import PlannedEngine, Role, engine_of
+from kvpatch.tools.planning.pair import Outcome, Pair, Request
 from tests.lab.case import Case, EngineSpec
 from tests.lab.case import Outcome as Played
 from tests.lab.releases import tells_blocks

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvpatch.core.errors import Mistake
-from kvpatch.planning.describe import describe
+from kvpatch.tools.planning.describe import describe
 
 
 def main(commands: Path) -> None:

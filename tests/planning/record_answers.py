@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from kvpatch.planning.answers import CACHE_INFO, CONFIGURED, MODELS, SERVER_INFO, VERSION
+from kvpatch.tools.planning.answers import CACHE_INFO, CONFIGURED, MODELS, SERVER_INFO, VERSION
 
 FILE = Path(__file__).with_name("answers.json")
 METRICS = "/metrics"
@@ -61,9 +61,9 @@ async def recorded(folder: Path) -> dict[str, Any]:
     import httpx
 
     from kvpatch.core.installed import installed_vllm
-    from kvpatch.verify.engine import Engine, stop_all
-    from kvpatch.verify.model import make_tiny_llama
-    from kvpatch.verify.setups import small_engine
+    from kvpatch.tools.verify.engine import Engine, stop_all
+    from kvpatch.tools.verify.model import make_tiny_llama
+    from kvpatch.tools.verify.setups import small_engine
 
     model = str(make_tiny_llama(folder / MODEL))
     engines = [

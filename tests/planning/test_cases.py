@@ -11,9 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvpatch.cli import app
-from kvpatch.planning.arguments import read_arguments
-from kvpatch.planning.engine import engine_of
+from kvpatch.tools.cli import app
+from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.engine import engine_of
 
 pytestmark = pytest.mark.patching
 

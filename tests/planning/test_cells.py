@@ -11,10 +11,10 @@ import pytest
 
 from kvpatch.core.releases import RELEASES
 from kvpatch.patches import SLUGS
-from kvpatch.planning.arguments import Running
-from kvpatch.planning.ours import judged_by_kvpatch
-from kvpatch.planning.pair import Outcome, Pair, Request, Verdict
-from kvpatch.planning.stock import start_problem, stock_verdict
+from kvpatch.tools.planning.arguments import Running
+from kvpatch.tools.planning.ours import judged_by_kvpatch
+from kvpatch.tools.planning.pair import Outcome, Pair, Request, Verdict
+from kvpatch.tools.planning.stock import start_problem, stock_verdict
 from tests.lab.case import Case, EngineSpec
 from tests.lab.releases import declaring
 from tests.lab.table import Cell, all_cases, known_cells

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvpatch.cli import app
+from kvpatch.tools.cli import app
 
 from .walk import write_side
 
@@ -183,7 +183,7 @@ class Nothing:
         if name.partition(".")[0] in ("torch", "vllm", "nixl"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Nothing())
-from kvpatch.cli import app
+from kvpatch.tools.cli import app
 app()
 """
 

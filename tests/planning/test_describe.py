@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvpatch.cli import app
-from kvpatch.connector.handshake.peer_hash import digest_of
-from kvpatch.planning.arguments import read_arguments
-from kvpatch.planning.engine import engine_of
+from kvpatch.peer.peer_hash import digest_of
+from kvpatch.tools.cli import app
+from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.engine import engine_of
 
 pytestmark = pytest.mark.patching
 

@@ -10,11 +10,11 @@ import pytest
 
 from experiments.engines.pairs import ROWS, Row, Side
 from experiments.engines.recorded import HYBRID_RANKS, TITLES
-from kvpatch.planning.arguments import EngineArguments
-from kvpatch.planning.engine import engine_of
-from kvpatch.planning.ours import judged_by_kvpatch
-from kvpatch.planning.pair import Outcome, Pair
-from kvpatch.planning.stock import stock_verdict
+from kvpatch.tools.planning.arguments import EngineArguments
+from kvpatch.tools.planning.engine import engine_of
+from kvpatch.tools.planning.ours import judged_by_kvpatch
+from kvpatch.tools.planning.pair import Outcome, Pair
+from kvpatch.tools.planning.stock import stock_verdict
 
 pytestmark = pytest.mark.patching
 

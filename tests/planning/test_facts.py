@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import BadOptions, CannotPlan
-from kvpatch.planning.arguments import read_arguments
-from kvpatch.planning.engine import PlannedEngine, engine_of
-from kvpatch.planning.model import read_model
-from kvpatch.planning.ours import judged_by_kvpatch
-from kvpatch.planning.pair import Outcome, Pair, Request
-from kvpatch.planning.stock import stock_verdict
+from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.engine import PlannedEngine, engine_of
+from kvpatch.tools.planning.model import read_model
+from kvpatch.tools.planning.ours import judged_by_kvpatch
+from kvpatch.tools.planning.pair import Outcome, Pair, Request
+from kvpatch.tools.planning.stock import stock_verdict
 
 from ..lab.case import Case, EngineSpec
 from .cells import pair_of

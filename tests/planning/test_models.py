@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import CannotPlan
-from kvpatch.planning.model import KNOWN, Model, read_model
+from kvpatch.tools.planning.model import KNOWN, Model, read_model
 
 pytestmark = pytest.mark.patching
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, staged_seconds
-from kvpatch.planning.arguments import read_arguments
-from kvpatch.planning.pair import Request
-from kvpatch.planning.plan import plan_pair
+from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.pair import Request
+from kvpatch.tools.planning.plan import plan_pair
 
 from .walk import write_side
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvpatch.planning.arguments import read_arguments
-from kvpatch.planning.engine import engine_of
-from kvpatch.planning.pair import Pair
-from kvpatch.planning.preflight import findings
+from kvpatch.tools.planning.arguments import read_arguments
+from kvpatch.tools.planning.engine import engine_of
+from kvpatch.tools.planning.pair import Pair
+from kvpatch.tools.planning.preflight import findings
 
 from .walk import TRANSFER, write_side
 

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvpatch import api_server
-from kvpatch.cli import app
 from kvpatch.core.errors import BadOptions, RequestFailed
-from kvpatch.planning.answers import CACHE_INFO, MODELS, SERVER_INFO, VERSION, ask
+from kvpatch.tools import api_server
+from kvpatch.tools.cli import app
+from kvpatch.tools.planning.answers import CACHE_INFO, MODELS, SERVER_INFO, VERSION, ask
 
 from .record_answers import FILE, METRICS, MODEL
 from .walk import CONFIG

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from kvpatch.core.installed import installed_vllm
-from kvpatch.planning.running import description_of
-from kvpatch.verify.engine import Engine, command, environment
+from kvpatch.tools.planning.running import description_of
+from kvpatch.tools.verify.engine import Engine, command, environment
 from tests.lab.side_channel import ask_patiently, question
 
 _ROOT = Path(__file__).resolve().parents[2]

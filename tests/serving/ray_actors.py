@@ -42,7 +42,7 @@ def _actor_class() -> Any:
 def _play(left_behind: frozenset[str]) -> dict[str, Any]:
     from vllm.ray import ray_env
 
-    from kvpatch.connector.read_request import ReadRequest
+    from kvpatch.load.read_request import ReadRequest
 
     ray_env.RAY_NON_CARRY_OVER_ENV_VARS = set(left_behind)
     names = ray_env.get_env_vars_to_copy(exclude_vars={"VLLM_HOST_IP"}, destination="workers")

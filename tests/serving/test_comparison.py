@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from experiments.engines.report import prefix_hit_blocks, prefix_pairs
-from kvpatch.verify.compare import (
+from kvpatch.tools.verify.compare import (
     Comparison,
     Observation,
     Snapshot,
     compare,
     first_difference,
 )
-from kvpatch.verify.handoff import Completion
-from kvpatch.verify.prompts import Case, build_cases, steps
-from kvpatch.verify.report import errors, json_lines, summary, table, write_json_lines
+from kvpatch.tools.verify.handoff import Completion
+from kvpatch.tools.verify.prompts import Case, build_cases, steps
+from kvpatch.tools.verify.report import errors, json_lines, summary, table, write_json_lines
 
 pytestmark = pytest.mark.serving
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from experiments.engines.run import last_exception
-from kvpatch import cli
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.verify import engine
-from kvpatch.verify.engine import Engine, EngineSpec, stop_all
-from kvpatch.verify.setups import (
+from kvpatch.tools import cli
+from kvpatch.tools.verify import engine
+from kvpatch.tools.verify.engine import Engine, EngineSpec, stop_all
+from kvpatch.tools.verify.setups import (
     Options,
     build_setups,
     parse_arguments,
@@ -138,7 +138,7 @@ def test_a_signal_cleans_up_and_says_so(tmp_path: Path, number: signal.Signals) 
         textwrap.dedent("""
             import asyncio
             from kvpatch.core.errors import Interrupted
-            from kvpatch.verify.run import until_signal
+            from kvpatch.tools.verify.run import until_signal
 
             async def work():
                 try:
@@ -248,7 +248,7 @@ def test_the_commands_options_reach_the_run(
         asked.append(options)
         raise EngineFailed("no room")
 
-    monkeypatch.setattr("kvpatch.verify.run.verify", run)
+    monkeypatch.setattr("kvpatch.tools.verify.run.verify", run)
     line = f"verify --work-dir {tmp_path} --kvpatch-on decode --no-negative-control --max-tokens 3"
     done = CliRunner().invoke(cli.app, [*line.split(), "--p-args", "--block-size 128"])
     assert done.exit_code == 2 and "error: no room" in done.output

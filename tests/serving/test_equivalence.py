@@ -22,7 +22,15 @@ _TIMEOUT_S = 900
 
 def _verify(work_dir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvpatch.cli", "verify", "--work-dir", str(work_dir), *arguments],
+        [
+            sys.executable,
+            "-m",
+            "kvpatch.tools.cli",
+            "verify",
+            "--work-dir",
+            str(work_dir),
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,

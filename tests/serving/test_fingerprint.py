@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpatch.connector.local.state_division import StateDivision
 from kvpatch.core.errors import IncompleteCache
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
-from kvpatch.verify import caches
-from kvpatch.verify.fingerprint import (
+from kvpatch.tools.verify import caches
+from kvpatch.tools.verify.fingerprint import (
     differing_layers,
     digest_heads,
     head_key,
     join_ranks,
 )
+from kvpatch.worker.state_division import StateDivision
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import RequestFailed
-from kvpatch.verify.handoff import (
+from kvpatch.tools.verify.handoff import (
     Completion,
     Request,
     complete,

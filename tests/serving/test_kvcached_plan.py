@@ -17,7 +17,7 @@ from experiments.engines.kvcached_pairs import CPU_ROWS, ROWS, complain_of, layo
 from experiments.engines.lab_probe import describe
 from experiments.engines.pairs import Side, choose, row_setups, single_setup
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.verify.engine import command, environment
+from kvpatch.tools.verify.engine import command, environment
 
 pytestmark = pytest.mark.serving
 
@@ -109,9 +109,9 @@ class _Layer:
     block_tokens = 4
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        from kvpatch.connector.local.registered_caches import tensor_facts
         from kvpatch.geometry.dimension_order import DimensionOrder
         from kvpatch.geometry.planes_of_tensors import read_planes
+        from kvpatch.worker.registered_caches import tensor_facts
 
         order = DimensionOrder(("block", "kv", "token", "head", "channel"))
         self.name, self.tensor = name, tensor

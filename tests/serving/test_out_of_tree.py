@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.verify.engine import Engine
-from kvpatch.verify.model import make_tiny_llama
-from kvpatch.verify.setups import small_engine
+from kvpatch.tools.verify.engine import Engine
+from kvpatch.tools.verify.model import make_tiny_llama
+from kvpatch.tools.verify.setups import small_engine
 
 pytestmark = [
     pytest.mark.serving,
@@ -43,7 +43,7 @@ def test_a_strange_platform_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "kvpatch.cli", "verify", "--work-dir", str(tmp_path)),
+            *(sys.executable, "-m", "kvpatch.tools.cli", "verify", "--work-dir", str(tmp_path)),
             *("--setups", "single,kvpatch", "--p-args", "--block-size 64"),
         ],
         capture_output=True,

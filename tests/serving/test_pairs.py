@@ -25,10 +25,10 @@ from experiments.engines.report import (
 )
 from experiments.engines.run import RowResult, run_pairs
 from kvpatch.core.errors import BadOptions, EngineFailed
-from kvpatch.verify.compare import Observation, Snapshot, Verdict, compare
-from kvpatch.verify.handoff import Completion
-from kvpatch.verify.prompts import Case
-from kvpatch.verify.setups import Options
+from kvpatch.tools.verify.compare import Observation, Snapshot, Verdict, compare
+from kvpatch.tools.verify.handoff import Completion
+from kvpatch.tools.verify.prompts import Case
+from kvpatch.tools.verify.setups import Options
 
 pytestmark = pytest.mark.serving
 

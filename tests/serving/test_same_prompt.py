@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpatch.verify.engine import TRANSFER_CONFIG, Engine
-from kvpatch.verify.handoff import Request, decode, prefill
-from kvpatch.verify.model import make_tiny_llama
-from kvpatch.verify.running import require_kvpatch_as_asked, running, vocabulary
-from kvpatch.verify.setups import Options, build_setups
+from kvpatch.tools.verify.engine import TRANSFER_CONFIG, Engine
+from kvpatch.tools.verify.handoff import Request, decode, prefill
+from kvpatch.tools.verify.model import make_tiny_llama
+from kvpatch.tools.verify.running import require_kvpatch_as_asked, running, vocabulary
+from kvpatch.tools.verify.setups import Options, build_setups
 
 if TYPE_CHECKING:
     import httpx

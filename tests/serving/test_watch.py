@@ -11,8 +11,8 @@ from kvpatch.geometry.memory import Memory
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvpatch.verify.caches import LayerCache  # noqa: E402
-from kvpatch.verify.probe import LOADED, PREFILLED, CacheProbe, Watch  # noqa: E402
+from kvpatch.tools.verify.caches import LayerCache  # noqa: E402
+from kvpatch.tools.verify.probe import LOADED, PREFILLED, CacheProbe, Watch  # noqa: E402
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes  # noqa: E402
 
 pytestmark = pytest.mark.serving
@@ -108,7 +108,7 @@ def test_the_probe_watches_one_worker_and_not_its_class() -> None:
         watched.kvpatch_corrupt("true")
     assert watched.kvpatch_records() == []
     watch = Watch(LOADED, (_layer(),))
-    from kvpatch.verify.probe import _observe
+    from kvpatch.tools.verify.probe import _observe
 
     _observe(watched, watch)
     step = _step([_new("a", 3, [2], computed=2)], a=1)

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpatch.geometry.digest_weights import Weights
-from kvpatch.geometry.digests import Digests
+from kvpatch.checks.digests.cache_digests import CacheDigests, memories_of
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Digests
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList
-from kvpatch.transfer.cache_digests import CacheDigests, memories_of
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 #: [layer, keys or values, head, token, channel, byte]

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.bench_operations import Operations
+from kvpatch.checks.digests import cache_digests
+from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, of_all_ranks, ranges_of
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.digest_weights import Weights
-from kvpatch.geometry.digests import Digests, compare, of_all_ranges, of_all_ranks, ranges_of
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList, kernel_blocks
-from kvpatch.transfer import cache_digests
-from kvpatch.transfer.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.slow_digests import cell
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout

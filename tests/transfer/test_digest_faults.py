@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpatch.geometry.digest_weights import UInt64Array, Weights
-from kvpatch.geometry.digests import Comparison, Digests, compare, of_all_ranks
+from kvpatch.checks.digests.digest_weights import UInt64Array, Weights
+from kvpatch.checks.digests.digests import Comparison, Digests, compare, of_all_ranks
 from kvpatch.geometry.plane import Content
 
 from .digest_world import SEED, Engine, Rank, Request, request_of

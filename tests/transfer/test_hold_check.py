@@ -11,14 +11,9 @@ import torch
 import wrapt
 from nixl._bindings import nixlBackendError
 
-from kvpatch.connector.reading.read_factory import Progress, ReadFactory
-from kvpatch.core.errors import NoAnswer
-from kvpatch.transfer import hold_check as check_module
-from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
-from kvpatch.transfer.background_read import BackgroundRead
-from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.hold_check import HoldCheck
-from kvpatch.transfer.hold_table import (
+from kvpatch.checks.holds import hold_check as check_module
+from kvpatch.checks.holds.hold_check import HoldCheck
+from kvpatch.checks.holds.hold_table import (
     _LANDINGS,
     _SLOTS,
     MOST_MISSED,
@@ -26,6 +21,11 @@ from kvpatch.transfer.hold_table import (
     HoldTable,
     generation_of,
 )
+from kvpatch.core.errors import NoAnswer
+from kvpatch.load.read_factory import Progress, ReadFactory
+from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
+from kvpatch.transfer.background_read import BackgroundRead
+from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lease, Lifetime, Verdict
 from kvpatch.transfer.patience import PAUSE_SECONDS
 from kvpatch.transfer.progress_thread import ProgressThread

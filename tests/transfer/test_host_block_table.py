@@ -21,8 +21,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpatch.connector.host_buffer.host_block_table import HostBlockTable
 from kvpatch.core.errors import NeverFits, NotReserved, NotSaved
+from kvpatch.host_buffer.host_block_table import HostBlockTable
 
 pytestmark = pytest.mark.patching
 

@@ -22,8 +22,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
-from kvpatch.transfer import device_copies, host_copies, host_memory, host_pool
-from kvpatch.transfer.host_pool import HostPool, block_bytes, mirror_bytes
+from kvpatch.host_buffer import host_copies, host_pool
+from kvpatch.host_buffer.host_pool import HostPool, block_bytes, mirror_bytes
+from kvpatch.transfer import device_copies, host_memory
 from tests.storageless import StoragelessStandIn
 
 pytestmark = pytest.mark.patching

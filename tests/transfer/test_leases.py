@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvpatch.connector.read_request import ReadRequest, Waits
-from kvpatch.connector.reading.leases import Leases, stated_end
+from kvpatch.checks.holds.leases import Leases, stated_end
 from kvpatch.core.releases import FACTS
+from kvpatch.load.read_request import ReadRequest, Waits
 from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Lifetime, Verdict
 
 pytestmark = pytest.mark.patching
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("kvpatch.transfer.lifetime", "kvpatch.connector.read_request"):
+    for module in ("kvpatch.transfer.lifetime", "kvpatch.load.read_request"):
         monkeypatch.setattr(f"{module}.time", made)
     return made
 

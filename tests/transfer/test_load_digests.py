@@ -11,17 +11,23 @@ from threading import Event, Thread
 import pytest
 import torch
 
+from kvpatch.checks.digests import digest_maker as maker_module
+from kvpatch.checks.digests import digest_read as read_module
+from kvpatch.checks.digests.digest_check import DigestCheck
+from kvpatch.checks.digests.digest_maker import DigestMaker, Order
+from kvpatch.checks.digests.digest_read import DigestRead
+from kvpatch.checks.digests.digest_table import (
+    _LANDINGS,
+    _RING_BYTES,
+    _SLOTS,
+    MOST_BYTES,
+    DigestTable,
+)
+from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof, Proof
+from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
+from kvpatch.checks.holds.hold_table import generation_of
 from kvpatch.core.errors import NoDigest
-from kvpatch.transfer import digest_maker as maker_module
-from kvpatch.transfer import digest_read as read_module
-from kvpatch.transfer.digest_check import DigestCheck
-from kvpatch.transfer.digest_maker import DigestMaker, Order
-from kvpatch.transfer.digest_read import DigestRead
-from kvpatch.transfer.digest_table import _LANDINGS, _RING_BYTES, _SLOTS, MOST_BYTES, DigestTable
-from kvpatch.transfer.hold_table import generation_of
-from kvpatch.transfer.load_proof import DigestCounts, LoadProof, Proof
 from kvpatch.transfer.patience import PAUSE_SECONDS
-from kvpatch.transfer.table_digests import DigestStream, TableTokens
 
 from .digest_world import Engine, Rank, request_of
 from .staged_world import SECONDS, World, connected_world

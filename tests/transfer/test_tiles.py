@@ -7,12 +7,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvpatch.geometry.digest_weights import Weights
-from kvpatch.geometry.digests import compare, ranges_of
+from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import compare, ranges_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, uncovered_tail
-from kvpatch.transfer.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import zero_tokens
 from tests.geometry.test_tiles import cache_of, planes_at, rows_of

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.connector.handshake.block_shapes import heads_of
-from kvpatch.connector.state import worker_state
 from kvpatch.legacy.multi_rank import HandshakeWithOneRank, RemoteAgents, ranks_to_read
+from kvpatch.peer.block_shapes import heads_of
+from kvpatch.worker.state import worker_state
 
 _SIZES = st.sampled_from((1, 2, 3, 4, 6, 8))
 

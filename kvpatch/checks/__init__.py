@@ -1,0 +1,1 @@
+"""Instruments on a load: holds and leases, and digests."""

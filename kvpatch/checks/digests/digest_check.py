@@ -1,0 +1,190 @@
+"""Compares what a read from a rank of P has brought with what P had there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvpatch.checks.digests.digest_form import Stated, columns, read, within
+from kvpatch.checks.digests.digest_ranges import extents_of, joined
+from kvpatch.checks.digests.digest_read import DigestRead
+from kvpatch.checks.digests.digest_weights import Weights
+from kvpatch.checks.digests.digests import Comparison, Extent, compare
+from kvpatch.checks.digests.load_proof import LoadProof, Proof
+from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
+from kvpatch.core.errors import KvpatchError
+from kvpatch.core.text import one_line
+from kvpatch.geometry.layer_names import place_in_model
+from kvpatch.geometry.plane_heads import planes_of_heads
+from kvpatch.transfer.nixl import errors_of
+
+_LOG = logging.getLogger("kvpatch.digests")
+_MOST_PLACES = 3
+_ERRORS: tuple[type[Exception], ...] = (
+    KvpatchError,
+    RuntimeError,
+    MemoryError,
+    ValueError,
+    IndexError,
+)
+
+
+class DigestCheck:
+    """Of one read; asked once all of it is in its place and P has said that it held the blocks.
+
+    Args:
+        fetched: the rank's digests.
+        tables: what the read is a part of, or all.
+        proof: of the load.
+        stream: where ours are made.
+        is_sample: whether no more than a sample of them is.
+        is_part: whether something of the read is left out.
+    """
+
+    def __init__(
+        self,
+        fetched: DigestRead,
+        tables: Sequence[TableTokens],
+        proof: LoadProof,
+        stream: DigestStream,
+        *,
+        is_sample: bool,
+        is_part: bool = False,
+    ) -> None:
+        self._fetched = fetched
+        self._tables = tables
+        self._proof = proof
+        self._stream = stream
+        self._is_sample = is_sample
+        self._lots: Iterator[Comparison] | None = None
+        self._is_over = False
+        #: Whether something of the read was not compared with anything; who is not through with
+        #: all of it does not know.
+        self._misses = False
+        #: Whether some of its tokens were not.
+        self._is_part = is_part
+        self._is_through = False
+        proof.begin()
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether the peer's digest is here, and ours are being made."""
+        return self._lots is not None
+
+    def answer(self, nixl: Any) -> bool | None:
+        """Whether the read may be reported; None while it is not known. Takes no long time.
+
+        What cannot be compared may be: nothing is known of it.
+
+        Args:
+            nixl: the agent, as the thread may use it that calls this.
+        """
+        if self._is_over:
+            return True
+        errors = (*_ERRORS, *errors_of(nixl))
+        try:
+            if self._lots is None:
+                content = self._fetched.answer(nixl)
+                if content is None:
+                    return None
+                seed = seed_of(self._fetched.generation)
+                self._lots = self._compared(read(content, seed), Weights(seed))
+            with self._stream.inside():
+                found = next(self._lots, None)
+        except errors as error:
+            self._proof.counts.doubt(self._fetched.agent, error)
+            self._misses, found = True, None
+        if found is not None and found.wrong:
+            self._alarm(found)
+            self._end(nixl)
+            return False
+        if found is not None:
+            self._misses |= bool(found.unchecked)
+            return None
+        is_whole = self._is_through and not self._misses
+        of_all = Proof.PARTLY if self._is_part else Proof.CHECKED
+        self._proof.end(of_all if is_whole else Proof.UNCHECKED)
+        try:
+            self._end(nixl)
+        except errors_of(nixl) as error:  # of the digest's own read: nothing is wrong with the load
+            _LOG.debug("a digest's read cannot be cancelled: %s", error)
+        return True
+
+    def release(self, nixl: Any) -> None:
+        """Lets go of what is on its way, of a read that has failed or was given up.
+
+        Raises:
+            Exception: NIXL's, where it cannot be cancelled.
+        """
+        if not self._is_over:
+            self._proof.end(None)
+            self._end(nixl)
+
+    def _end(self, nixl: Any) -> None:
+        self._is_over, self._lots = True, None
+        self._fetched.release(nixl)
+
+    def _compared(self, parts: Sequence[Stated], weights: Weights) -> Iterator[Comparison]:
+        """Of some tokens at a time, what theirs and ours say of each other."""
+        named = {name for part in parts for name in part.digests.cells}
+        for table in self._tables:
+            self._misses |= any((one.layer, one.content) not in named for one in table.planes)
+            is_compared = False
+            for part in parts:
+                ours = self._heads_in(table, part)
+                if not ours.planes:
+                    continue
+                extents = self._extents(table, part, weights.seed)
+                compared = sum(end - first for first, end in extents)
+                is_all = compared >= table.end_token - table.first_token
+                self._is_part |= not (is_all or self._is_sample or part.is_sample)
+                for found in ours.made(extents, part.range_tokens, weights):
+                    is_compared = True
+                    yield compare(columns(part.digests, found.ranges), found)
+            self._misses |= not is_compared
+        self._is_through = True
+
+    def _heads_in(self, table: TableTokens, part: Stated) -> TableTokens:
+        """What of ours the rank holds; the rest is read from others."""
+        planes = []
+        for plane in table.planes:
+            heads = part.digests.cells.get((plane.layer, plane.content), {})
+            found = planes_of_heads(plane, heads)
+            has_some = any(plane.first_head <= head < plane.end_head for head in heads)
+            self._misses |= has_some and not found  # of a whole that the rank has a part of
+            planes += found
+        return replace(table, planes=tuple(planes))
+
+    def _extents(self, table: TableTokens, part: Stated, seed: bytes) -> tuple[Extent, ...]:
+        """Runs of their ranges that are to be compared: those that we have loaded all of."""
+        loaded = within(part, (table.first_token, table.end_token))
+        if self._is_sample and not part.is_sample and loaded:
+            end_token = part.digests.ranges[-1][1]
+            drawn = extents_of(0, end_token, part.range_tokens, seed, is_sample=True)
+            loaded = tuple(one for run in drawn for one in loaded if _is_in(one, run))
+        return joined(loaded)
+
+    def _alarm(self, found: Comparison) -> None:
+        places = "; ".join(map(str, found.wrong[:_MOST_PLACES]))
+        more = len(found.wrong) - _MOST_PLACES
+        _LOG.error(
+            "request %s, read from %s, is not what P had computed, though P held its blocks to the "
+            "last byte: %s%s. The bytes changed on their way, where they were placed here, or in "
+            "P's blocks behind its answer: the load fails",
+            one_line(self._proof.request_id),
+            self._fetched.agent,
+            places,
+            f"; and {more} more places" if more > 0 else "",
+        )
+        self._proof.alarm(min((place.layer for place in found.wrong), key=place_in_model))
+
+
+def seed_of(generation: int) -> bytes:
+    """Of the digests of a request, which both sides know by the word of P's hold."""
+    return f"{generation:x}".encode()
+
+
+def _is_in(one: Extent, run: Extent) -> bool:
+    return run[0] <= one[0] and one[1] <= run[1]

@@ -1,0 +1,121 @@
+"""Digests as bytes, which a peer reads: a few lines that say what they are of, then the sums."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpatch.checks.digests.digest_weights import UInt64Array
+from kvpatch.checks.digests.digests import Digests, Extent, Name
+from kvpatch.core.errors import DigestsRefused
+from kvpatch.geometry.plane import Content
+
+_LENGTH_BYTES = 8
+_CELL_BYTES = 8
+_FORM = 1
+
+
+class Stated(NamedTuple):
+    """Digests of one block table, the tokens of its ranges, and whether these are a sample."""
+
+    range_tokens: int
+    digests: Digests
+    is_sample: bool = False
+
+
+def written(parts: Sequence[Stated]) -> bytes:
+    """What a rank says of a request: one part for each block table."""
+    told = [
+        {
+            "range": part.range_tokens,
+            "sample": part.is_sample,
+            "ranges": part.digests.ranges,
+            "cells": [
+                (layer, content.value, list(heads))
+                for (layer, content), heads in part.digests.cells.items()
+            ],
+        }
+        for part in parts
+    ]
+    head = json.dumps({"form": _FORM, "parts": told}, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % _CELL_BYTES)
+    sums = [s for part in parts for of in part.digests.cells.values() for s in of.values()]
+    raw = np.concatenate(sums).astype("<u8").tobytes() if sums else b""
+    return len(head).to_bytes(_LENGTH_BYTES, "little") + head + raw
+
+
+def read(raw: bytes, seed: bytes) -> tuple[Stated, ...]:
+    """The digests that a peer has written.
+
+    Raises:
+        DigestsRefused: they are none, or of a newer form.
+    """
+    end = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
+    try:
+        told = json.loads(raw[_LENGTH_BYTES:end])
+        if told["form"] != _FORM:
+            raise DigestsRefused(f"expected digests of form {_FORM}, found {told['form']!r}")
+        sums = np.frombuffer(raw[end:], "<u8").astype(np.uint64)
+        found, at = [], 0
+        for part in told["parts"]:
+            ranges = tuple((int(first), int(last)) for first, last in part["ranges"])
+            cells, at = _cells(part["cells"], len(ranges), sums, at)
+            digests = Digests(seed, ranges, cells)
+            found.append(Stated(int(part["range"]), digests, bool(part["sample"])))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise DigestsRefused(f"expected a peer's digests, found other bytes: {error!r}") from error
+    if at != sums.size or not all(part.range_tokens > 0 for part in found):
+        raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
+    for part in found:
+        _check_order(part.digests.ranges)
+    return tuple(found)
+
+
+def _check_order(ranges: Sequence[Extent]) -> None:
+    """Whether ranges follow one another: nobody is kept busy with tokens that are named twice."""
+    end = 0
+    for extent in ranges:
+        if not end <= extent[0] < extent[1]:
+            raise DigestsRefused(f"expected ranges of tokens in order, found {extent} behind {end}")
+        end = extent[1]
+
+
+def _cells(
+    told: Any, ranges: int, sums: UInt64Array, at: int
+) -> tuple[dict[Name, Mapping[int, UInt64Array]], int]:
+    """By layer and content; and how many sums have been used by now."""
+    cells: dict[Name, Mapping[int, UInt64Array]] = {}
+    for layer, content, heads in told:
+        of_heads = {}
+        for head in heads:
+            of_heads[int(head)] = sums[at : at + ranges]
+            at += ranges
+        cells[str(layer), Content(content)] = of_heads
+    if at > sums.size:
+        raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
+    return cells, at
+
+
+def within(theirs: Stated, extent: Extent) -> tuple[Extent, ...]:
+    """Their ranges that lie in some tokens."""
+    return tuple(
+        (start, end)
+        for start, end in theirs.digests.ranges
+        if extent[0] <= start < end <= extent[1]
+    )
+
+
+def columns(digests: Digests, ranges: Sequence[Extent]) -> Digests:
+    """Digests in some of their ranges; those that they do not have are left out."""
+    at = {extent: column for column, extent in enumerate(digests.ranges)}
+    kept = tuple(extent for extent in ranges if extent in at)
+    chosen = [at[extent] for extent in kept]
+    cells = {
+        name: {head: sums[chosen] for head, sums in heads.items()}
+        for name, heads in digests.cells.items()
+    }
+    return replace(digests, ranges=kept, cells=cells)

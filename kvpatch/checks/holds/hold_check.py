@@ -1,0 +1,159 @@
+"""Asks P's table of holds whether the blocks of a request are still its own."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from kvpatch.checks.holds.hold_table import (
+    HOST_MEMORY,
+    WORD_BYTES,
+    HoldTable,
+    is_still_to_come,
+    word_address,
+)
+from kvpatch.core.errors import NoAnswer
+from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
+
+#: A read of whose blocks nothing was heard for so long asks before it begins.
+_ASK_AGAIN_SECONDS = 1.0
+#: In steps alone the word is waited for, once for each time it is read, or it takes one more step.
+_SPIN_SECONDS = 1e-4
+#: Polls at a word that P has not written, or that does not come though P's lease is over.
+_MOST_POLLS = 2000
+_MOST_PEERS = 4096
+
+
+@dataclass(eq=False)
+class HoldCheck:
+    """Of one read from one rank of a peer.
+
+    Args:
+        table: this worker's own, where the peer's words land.
+        agent: the peer's rank, as NIXL calls it.
+        remote_table: where the rank's table begins.
+        generation: the word that stands there while it holds the blocks.
+        vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
+        is_paced: whether a thread looks again soon, and not the next step alone.
+        ends: when the peer's lease is over for good, as ``time.monotonic`` counts.
+    """
+
+    table: HoldTable
+    agent: str
+    remote_table: int
+    generation: int
+    vouched: float
+    is_paced: bool = False
+    ends: float = inf
+    _handle: Any = field(default=None, init=False)
+    _landing: int | None = field(default=None, init=False)
+    _asked: float | None = field(default=None, init=False)
+    _next: float = field(default=0.0, init=False)
+    _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the blocks may be gone for long: nothing is read of them before it is known."""
+        return self._asked is not None or time.monotonic() - self.vouched > _ASK_AGAIN_SECONDS
+
+    def answer(self, nixl: Any) -> bool | None:
+        """Whether the peer held the blocks when this was first called; None until it is known.
+
+        The call after an answer asks anew.
+
+        Args:
+            nixl: the agent, as the thread may use it that calls this.
+
+        Raises:
+            NoAnswer: the word cannot be read, or has not come by the end of the lease.
+            Exception: NIXL's.
+        """
+        found = self._word(nixl, time.monotonic())
+        if self._asked is None:
+            return None  # all places for words are taken
+        if found is None:  # for as long as a transfer of the release's would take
+            if time.monotonic() > self.ends and self._patience.is_over():
+                raise NoAnswer(
+                    f"{self.agent} has not answered, and its lease is over",
+                    "see whether P is alive and can be reached from here, and send the request "
+                    "again",
+                )
+            return None
+        # P's workers write a word before they compute the request. One that does not come is that
+        # of an engine that has started anew.
+        if is_still_to_come(found, self.generation) and not self._patience.is_over():
+            return None
+        if found == self.generation:
+            self.vouched = self._asked
+        self.table.missed.pop((self.agent, self.remote_table), None)
+        self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
+        return found == self.generation
+
+    def miss(self) -> bool:
+        """Books that the data could be read and the word could not; True if it is news."""
+        peer, missed = (self.agent, self.remote_table), self.table.missed
+        if len(missed) > _MOST_PEERS:  # what clients forge is told apart from what peers say
+            missed.clear()
+        missed[peer] += 1
+        return missed[peer] == 1
+
+    def release(self, nixl: Any) -> None:
+        """Lets go of what is on its way.
+
+        Where it would land is soon another read's. What lands there late is the word of another
+        request, of which that read believes nothing.
+
+        Raises:
+            Exception: NIXL's, where it cannot be cancelled.
+        """
+        handle, landing = self._handle, self._landing
+        self._handle = self._landing = self._asked = None
+        if landing is not None:
+            self.table.give_back(landing)
+        if handle is not None:
+            nixl.release_xfer_handle(handle)
+
+    def _word(self, nixl: Any, now: float) -> int | None:
+        """What stands in the peer's table; None until that is here."""
+        if self._handle is None:
+            if now < self._next:
+                return None
+            self._landing = self.table.take_landing()
+            if self._landing is None:
+                return None
+            self._asked = self._asked or now
+            state = self._post(nixl, self._landing)
+            while state == "PROC" and not self.is_paced and time.monotonic() - now < _SPIN_SECONDS:
+                state = nixl.check_xfer_state(self._handle)
+        else:
+            state = nixl.check_xfer_state(self._handle)
+        if state == "PROC" or self._landing is None:
+            return None
+        if state != "DONE":
+            raise NoAnswer(
+                f"whether {self.agent} holds its blocks could not be read: {state}",
+                "see whether P is alive and can be reached from here, and send the request again",
+            )
+        found = self.table.word(self._landing)
+        nixl.release_xfer_handle(self._handle)
+        self.table.give_back(self._landing)
+        self._handle = self._landing = None
+        self._next = now + PAUSE_SECONDS
+        return found
+
+    def _post(self, nixl: Any, landing: int) -> Any:
+        ends = Ends(HOST_MEMORY, HOST_MEMORY, self.agent)
+        remote = word_address(self.remote_table, self.generation)
+        self._handle = prepare_read(
+            nixl,
+            ends,
+            np.array([remote], dtype=np.uint64),
+            np.array([self.table.address_of(landing)], dtype=np.uint64),
+            np.array([WORD_BYTES]),
+        )
+        return nixl.transfer(self._handle)

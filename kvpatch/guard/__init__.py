@@ -1,0 +1,1 @@
+"""What clients and peers may send."""

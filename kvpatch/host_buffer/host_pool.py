@@ -1,0 +1,292 @@
+"""Host blocks for some of a device's KV cache blocks, and the copies into them.
+
+Not a mirror: as many host blocks as there is room for. The host blocks of a layer are a tensor
+like the layer's own, in which they stand for blocks, so that whatever can be registered and
+read on the device can be here. Tensors that share memory on the device share it here, in the
+same order, and each byte of a block is copied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
+from kvpatch.geometry.segments import kernel_blocks
+from kvpatch.host_buffer.host_copies import HostCopies
+from kvpatch.host_buffer.platform_copies import Operation, PlatformCopies
+from kvpatch.transfer.device_copies import DeviceCopies
+from kvpatch.transfer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
+from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
+from kvpatch.transfer.one_memory import storage_of
+from kvpatch.transfer.plane_bytes import as_integers
+from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, shown
+
+if TYPE_CHECKING:
+    import torch
+
+#: What torch and platforms' own copies say where they cannot.
+CANNOT = (
+    RuntimeError,  # and NotImplementedError, which is one
+    AttributeError,
+    TypeError,
+    ValueError,
+    IndexError,
+)
+
+
+class Copies(Protocol):
+    """A way to copy blocks into host blocks."""
+
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks, after all that the device was told; some of each."""
+
+    def settle(self) -> None:
+        """Waits until all that was saved is in host memory."""
+
+
+def block_bytes(
+    tensors: Mapping[str, torch.Tensor], block_dimensions: Mapping[str, int], blocks: int
+) -> int:
+    """Bytes of one block over all layers; memory that layers share is counted once.
+
+    Args:
+        block_dimensions: which of each tensor's dimensions counts blocks.
+        blocks: how many the engine names; a tensor may have each as several kernel blocks.
+
+    Raises:
+        RegistrationRefused: a tensor is not laid out in blocks.
+    """
+    total = 0
+    for _, found in _by_storage(tensors, block_dimensions, blocks):
+        total += sum(row.step_bytes for row in rows_of(found, blocks))
+    return total
+
+
+def mirror_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """What a buffer of all blocks takes that has a tensor for every layer, as stock's has."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class HostPool:
+    """Host blocks for a device's blocks, one tensor a layer.
+
+    Args:
+        tensors: every layer's on the device.
+        block_dimensions, blocks: as for :func:`block_bytes`.
+        is_there_late: whether memory is put behind a block when it is handed out: none may be
+            looked at before it is saved, and the first one that is tries the copies.
+
+    Attributes:
+        tensors: like those on the device, in host memory, with host blocks for blocks.
+        host_blocks: how many there are.
+        size_bytes: of them all.
+
+    Raises:
+        RegistrationRefused: tensors not laid out in blocks, a host without so much
+            memory, a device that does not copy what is in its memory.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        block_dimensions: Mapping[str, int],
+        blocks: int,
+        host_blocks: int,
+        *,
+        is_there_late: bool = False,
+    ) -> None:
+        import torch
+
+        self.host_blocks = host_blocks
+        self._blocks = blocks
+        self._is_there_late = is_there_late
+        self._is_tried = False
+        self._sources = tensors
+        self._block_dimensions = block_dimensions
+        self._device: torch.device = next(iter(tensors.values())).device
+        storages = [
+            (storage, host_storage(found, blocks, host_blocks))
+            for storage, found in _by_storage(tensors, block_dimensions, blocks)
+        ]
+        self.size_bytes = sum(copy.size_bytes for _, copy in storages)
+        _check_room(self.size_bytes, host_blocks)
+        found: dict[str, torch.Tensor] = {}
+        copies: list[StorageCopy] = []
+        for storage, copy in storages:
+            host = host_bytes(copy.size_bytes, self._device, self)
+            for layer, (offset, shape, strides) in copy.places.items():
+                like = tensors[layer]
+                found[layer] = torch.empty(0, dtype=like.dtype).set_(
+                    host.untyped_storage(), offset // like.element_size(), shape, strides
+                )
+            if storage is not None:
+                whole = storage_of(tensors[next(iter(copy.places))]).memory
+                copies.append(StorageCopy(whole, host, copy.sheets))
+        self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
+        self._copies: Copies
+        if len(copies) < len(storages):
+            self._copies = StoragelessCopies(tensors, self.tensors, block_dimensions, blocks)
+        elif _is_on_host(self._device):
+            self._copies = HostCopies(copies, self.size_bytes // host_blocks)
+        else:
+            self._copies = DeviceCopies(copies, self._device, blocks, host_blocks)
+        if not is_there_late:
+            self._try()
+
+    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks into host blocks, in the order of calls; after what the device was told.
+
+        On a device with streams this only asks for it: what is in a host block may be read
+        after :meth:`settle`.
+
+        Raises:
+            ValueError: a number that is none of a block or host block, or a host block twice.
+            UnexpectedCaches: the first block of all was not itself in its host block.
+        """
+        self._check(blocks, host_blocks)
+        if blocks and self._is_tried:
+            self._copies.save(blocks, host_blocks)
+        elif blocks:
+            self._save_and_look(blocks, host_blocks)
+            self._is_tried = True
+
+    def use(self, operation: Operation) -> None:
+        """From now on copies as the platform does, once that is seen to be right.
+
+        Raises:
+            UnexpectedCaches: it raises, what it copies is something else, or there is no block
+                to try it with. What copied before goes on.
+        """
+        if self._is_there_late:
+            raise UnexpectedCaches("no block has memory behind it yet that could be copied")
+        self.settle()
+        before, self._copies = (
+            self._copies,
+            PlatformCopies(
+                operation, self._sources, self.tensors, self._block_dimensions, self._blocks
+            ),
+        )
+        try:
+            self._try()
+        except UnexpectedCaches:
+            self._copies = before
+            raise
+
+    def settle(self) -> None:
+        """Waits until all that was saved is in host memory."""
+        self._copies.settle()
+
+    def _check(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        distinct = len(set(host_blocks))
+        if len(blocks) != len(host_blocks) or distinct != len(host_blocks):
+            raise ValueError(
+                f"{len(blocks)} blocks for {distinct} of {len(host_blocks)} host blocks"
+            )
+        for numbers, count, what in (
+            (blocks, self._blocks, "block"),
+            (host_blocks, self.host_blocks, "host block"),
+        ):
+            outside = [number for number in numbers if not 0 <= number < count]
+            if outside:
+                raise ValueError(f"{what} {outside[0]} of {count}")
+
+    def _try(self) -> None:
+        """Copies the last block and looks at it, as the device itself shows it.
+
+        Raises:
+            UnexpectedCaches: it cannot be copied, or is another one.
+        """
+        host_block, block = self.host_blocks - 1, self._blocks - 1
+        self._save_and_look([block], [host_block])
+        for layer in self.tensors:
+            self._pair(layer, block, host_block)[1].zero_()
+        self._is_tried = True
+
+    def _save_and_look(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        """Copies blocks and looks at the first one.
+
+        Raises:
+            UnexpectedCaches: it cannot be copied, or is another one.
+        """
+        import torch
+
+        try:
+            pairs = {layer: self._pair(layer, blocks[0], host_blocks[0]) for layer in self.tensors}
+            for here, there in pairs.values():
+                # Not by chance what is to come.
+                as_integers(there).copy_(as_integers(here).bitwise_not())
+            self._copies.save(blocks, host_blocks)
+            self.settle()
+            wrong = [
+                layer for layer, pair in pairs.items() if not torch.equal(*map(as_integers, pair))
+            ]
+        except CANNOT as error:
+            raise UnexpectedCaches(
+                f"KV caches on {self._device} cannot be copied to host memory: {error}"
+            ) from error
+        if wrong:
+            raise UnexpectedCaches(
+                f"a block of {', '.join(wrong)} on {self._device} is not itself after it was "
+                "copied to host memory"
+            )
+
+    def _pair(self, layer: str, block: int, host_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A block as the device shows it, and a host block."""
+        dimension = self._block_dimensions[layer]
+        source = self._sources[layer]
+        parts = source.shape[dimension] // self._blocks
+        if has_storage(source):
+            here = source.narrow(dimension, block * parts, parts).cpu()
+        else:
+            here = fetch(source, dimension, kernel_blocks([block], parts)).movedim(0, dimension)
+        return here, self.tensors[layer].narrow(dimension, host_block * parts, parts)
+
+
+def _by_storage(
+    tensors: Mapping[str, torch.Tensor], block_dimensions: Mapping[str, int], blocks: int
+) -> Iterator[tuple[Any, list[BlockTensor]]]:
+    """(storage, tensors in it), in the order of the layers; None for one without a storage."""
+    found: dict[tuple[str, int], tuple[Any, list[BlockTensor]]] = {}
+    for layer, tensor in tensors.items():
+        dimension = block_dimensions[layer]
+        parts, rest = divmod(tensor.shape[dimension], blocks)
+        if rest or not parts:
+            raise UnexpectedCaches(
+                f"layer {layer}: {tensor.shape[dimension]} blocks in a tensor of shape "
+                f"{tuple(tensor.shape)}, where a multiple of {blocks} was planned"
+            )
+        storage, offset, strides = None, 0, shown(tensor).stride()
+        place = ("tensor", id(tensor))
+        if has_storage(tensor):
+            storage, strides = tensor.untyped_storage(), tensor.stride()
+            offset = tensor.data_ptr() - storage.data_ptr()
+            place = ("storage", storage.data_ptr())
+        _, members = found.setdefault(place, (storage, []))
+        members.append(
+            BlockTensor(
+                layer,
+                offset,
+                tuple(tensor.shape),
+                tuple(strides),
+                tensor.element_size(),
+                dimension,
+                parts,
+            )
+        )
+    yield from found.values()
+
+
+def _check_room(size_bytes: int, host_blocks: int) -> None:
+    free = free_host_bytes()
+    if free is not None and size_bytes > free:
+        raise RegistrationRefused(
+            f"{host_blocks} blocks of host buffer take {size_bytes} bytes, and the host has "
+            f"{free} free",
+            "set KVPATCH_HOST_BUFFER_BYTES to less",
+        )
+
+
+def _is_on_host(device: torch.device) -> bool:
+    """Whether "device" blocks are in host memory, where KVPATCH_HOST_BUFFER is always."""
+    return bool(device.type == "cpu")

@@ -1,0 +1,217 @@
+"""A worker's NIXL agent, as the release sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from time import monotonic
+from typing import Any
+from weakref import finalize
+
+from kvpatch.checks.holds.hold import mask_of
+from kvpatch.checks.holds.leases import HEARTBEAT
+from kvpatch.core.errors import KvpatchError, ReadRefused
+from kvpatch.load.prepared_transfers import RequestContext
+from kvpatch.load.reader import Reader
+from kvpatch.transfer.agent_proxy import AgentProxy
+from kvpatch.transfer.joined_read import JoinedRead
+from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.nixl import tell_over
+from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.progress_thread import ProgressThread
+
+
+class ReadingAgent(AgentProxy):
+    """Prepares the reader's transfers in place of the release's own while the reader reads.
+
+    Args:
+        ranks_of: (engine id, handle) -> the peer's ranks that it stands for: one, or all where
+            the release knows one handle for them.
+        engine_of: handle -> the heterogeneous engine that it belongs to, if it does to one.
+        beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
+        thread: what reads go on in; ended with this worker's agent.
+        rank_of: (engine id, handle) -> the rank of a peer like us that it stands for, and its name
+            to NIXL; None where that is not known.
+    """
+
+    def __init__(
+        self,
+        agent: Any,
+        reader: Reader,
+        ranks_of: Callable[[str, Any], Sequence[int]],
+        engine_of: Callable[[Any], str | None],
+        beside: Callable[[str], Sequence[str]],
+        thread: ProgressThread | None = None,
+        rank_of: Callable[[str, Any], tuple[int, str] | None] = lambda engine_id, handle: None,
+    ) -> None:
+        super().__init__(agent)
+        self._self_reader = reader
+        self._self_ranks_of = ranks_of
+        self._self_engine_of = engine_of
+        self._self_beside = beside
+        self._self_thread = thread
+        self._self_rank_of = rank_of
+        if thread is not None:
+            finalize(self, thread.stop)
+
+    def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own; keeps what hides addresses of the peer's rank in P's answers."""
+        name = self.__wrapped__.add_remote_agent(metadata, *args, **kwargs)
+        self._self_reader.masks[name] = mask_of(metadata)
+        return name
+
+    def make_prepped_xfer(self, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own; the descriptors that are named are not the ones that are read.
+
+        Raises:
+            KvpatchError: the request is refused.
+            ReadRefused: a peer that was only shown as one like us would be read as one, or
+                blocks to fill are not there.
+        """
+        with self._self_reader.refusals():
+            return self._make_prepped_xfer(*args, **kwargs)
+
+    def _make_prepped_xfer(
+        self,
+        operation: str,
+        local_handle: Any,
+        local_indices: Any,
+        remote_handle: Any,
+        remote_indices: Any,
+        notif_msg: bytes = b"",
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        context = self._self_reader.context
+        if context is not None:
+            notif_msg = self._self_reader.to_engine(context.engine_id, notif_msg) or b""
+            if context.refusal is not None:
+                self._let_go(context.engine_id, remote_handle, notif_msg)
+                raise context.refusal
+            context.check_blocks()
+        engine_id = self._self_reader.is_reading()
+        if engine_id is not None:
+            ranks = self._self_ranks_of(engine_id, remote_handle)
+            try:
+                return self._prepare(ranks, notif_msg)
+            except KvpatchError:
+                self._let_go(engine_id, remote_handle, notif_msg)
+                raise
+        engine = self._self_engine_of(remote_handle)
+        if engine is not None:
+            raise ReadRefused(
+                f"engine {engine} has another geometry, and a transfer with it was prepared as if "
+                "it had ours",
+                "restart this engine, with kvpatch on or off for all of its life",
+            )
+        found = self._rank_like_us(context, operation, remote_handle, notif_msg)
+        handle = self.__wrapped__.make_prepped_xfer(
+            operation,
+            local_handle,
+            local_indices,
+            remote_handle,
+            remote_indices,
+            notif_msg if found is None or found[1].check is None else b"",
+            *args,
+            **kwargs,
+        )
+        if found is None:
+            return handle
+        return self._self_reader.prepare_like(self.__wrapped__, *found, handle, notif_msg)
+
+    def _rank_like_us(
+        self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
+    ) -> tuple[str, Lifetime] | None:
+        """NIXL's name of a rank of a peer like us, and what is known of the blocks that it holds.
+
+        None where nobody knows which rank it is, or anything of its blocks.
+
+        Raises:
+            ReadRefused: what P is said to have answered does not fit it.
+        """
+        if context is None or operation != "READ":
+            return None
+        rank = self._self_rank_of(context.engine_id, handle)
+        if rank is None:
+            return None
+        try:
+            return rank[1], self._self_reader.lifetime_of_like(*rank)
+        except ReadRefused:
+            tell_over(self.__wrapped__, [rank[1]], notification)
+            raise
+
+    def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
+        reader, nixl = self._self_reader, self.__wrapped__
+        if len(ranks) == 1:
+            return reader.prepare(nixl, ranks[0], notification)
+        needed = reader.holding_all(ranks)
+        others = [reader.agent(rank) for rank in ranks if rank not in needed]
+        with ExitStack() as prepared:
+            reads = []
+            for rank in needed:
+                reads.append(reader.prepare(nixl, rank, notification))
+                prepared.callback(self.release_xfer_handle, reads[-1])
+            prepared.pop_all()
+        read = JoinedRead(self, reads, lambda: tell_over(self.__wrapped__, others, notification))
+        read.owner = reader.request_being_read
+        return read
+
+    def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
+        """Tells a peer that a request is over: nobody will ever read its blocks."""
+        peer = self._self_reader.peer(engine_id)
+        if peer is not None:
+            ranks = self._self_ranks_of(engine_id, remote_handle)
+            tell_over(self.__wrapped__, [peer.ranks[rank].agent for rank in ranks], notification)
+
+    def send_notif(self, remote_agent_name: str, notif_msg: bytes, *args: Any, **kw: Any) -> Any:
+        """Sends a message to a rank, and to those beside it of which the release does not know."""
+        told = self._self_reader.to_agent(remote_agent_name, notif_msg)
+        if told is None:
+            return None
+        notif_msg = told
+        beside = self._self_beside(remote_agent_name)
+        others = [name for name in beside if name != remote_agent_name]
+        tell_over(self.__wrapped__, others, notif_msg)
+        now = monotonic()
+        found = self.__wrapped__.send_notif(remote_agent_name, notif_msg, *args, **kw)
+        if notif_msg.startswith(HEARTBEAT):
+            self._self_reader.leases.beat(remote_agent_name, now)
+        return found
+
+    def transfer(self, handle: Any, *args: Any, **kwargs: Any) -> Any:
+        """Starts a transfer."""
+        if isinstance(handle, OwnRead):
+            return handle.start()
+        return self.__wrapped__.transfer(handle, *args, **kwargs)
+
+    def check_xfer_state(self, handle: Any) -> Any:
+        """``DONE``, ``PROC`` or ``ERR``."""
+        if isinstance(handle, OwnRead):
+            return handle.state()
+        return self.__wrapped__.check_xfer_state(handle)
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        """NIXL's counts of a transfer."""
+        if isinstance(handle, OwnRead):
+            return handle.telemetry()
+        return self.__wrapped__.get_xfer_telemetry(handle)
+
+    def stop_reading(self) -> None:
+        """Ends the thread of this worker's reads."""
+        if self._self_thread is not None:
+            self._self_thread.stop()
+
+    def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes back a registration, as an engine that sleeps or ends: nothing is read meanwhile.
+
+        The next read has the thread start again (0.33 registers anew when it wakes up).
+        """
+        if self._self_thread is not None:
+            self._self_thread.rest()
+        return self.__wrapped__.deregister_memory(*args, **kwargs)
+
+    def release_xfer_handle(self, handle: Any) -> Any:
+        """Lets go of a transfer."""
+        if isinstance(handle, OwnRead):
+            return handle.release()
+        return self.__wrapped__.release_xfer_handle(handle)

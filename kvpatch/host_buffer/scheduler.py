@@ -1,0 +1,335 @@
+"""P's scheduler: which blocks go to the host buffer, and under which number D finds them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+from weakref import ReferenceType, ref
+
+from kvpatch.core import settings
+from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
+from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in
+from kvpatch.load.read_request import are_grouped, groups
+from kvpatch.observe.book import Book
+from kvpatch.worker.kv_cache_groups import transferred_groups
+from kvpatch.worker.unpatched_workers import require
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+_ATTRIBUTE = "kvpatch_saves"
+#: In an answer's transfer parameters: why there is nothing to read.
+REFUSED = "kvpatch_refused"
+#: As often as vLLM says how many requests are running.
+_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class StepSaves:
+    """What a step's workers copy after the model ran.
+
+    Attributes:
+        blocks: of the device.
+        host_blocks: of the buffer, one for each block.
+        buffer_blocks: how many the scheduler believes there are.
+        is_last: whether a prompt ends with this step, so that D may read after it.
+    """
+
+    blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+    buffer_blocks: int
+    is_last: bool
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.blocks, self.host_blocks, self.buffer_blocks, self.is_last)
+
+
+def _unpickled(*values: Any) -> StepSaves:
+    """P's answers name host blocks, of which a worker without kvpatch knows nothing."""
+    require("host_buffer")
+    return StepSaves(*values)
+
+
+class UsageLog:
+    """One line while host blocks are in use, at most every so many seconds, and one when none is.
+
+    The last line is therefore true of an engine at rest.
+    """
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
+        self._next = clock() + _EVERY_SECONDS
+        self._is_said = False
+
+    def look(self, table: HostBlockTable) -> None:
+        """To be called whenever host blocks may have changed hands."""
+        is_used = bool(table.reserved or table.waiting)
+        if is_used:
+            now = self._clock()
+            if now < self._next:
+                return
+            self._next = now + _EVERY_SECONDS
+        elif not self._is_said:
+            return
+        self._is_said = is_used
+        _LOG.info(
+            "host buffer: %d of %d blocks reserved, %d of them filled; %d requests wait for blocks",
+            table.reserved,
+            table.size,
+            table.held,
+            table.waiting,
+        )
+
+
+def saves_of_step(metadata: Any) -> StepSaves | None:
+    """What the scheduler wrote onto a step's metadata; None where there is nothing to copy."""
+    found = getattr(metadata, _ATTRIBUTE, None)
+    return found if isinstance(found, StepSaves) else None
+
+
+class HostBufferScheduler:
+    """The host buffer as one connector's scheduler half sees it."""
+
+    def __init__(self, facts: ReleaseFacts) -> None:
+        self._facts = facts
+        self._core: ReferenceType[Any] | None = None
+        self._table: HostBlockTable | None = None
+        self._host_blocks = 0
+        self._block_bytes = 0
+        self._is_used = False
+        #: Why requests that are not over yet are not saved.
+        self._refusals: dict[str, str] = {}
+        self._groups: tuple[PublishedGroup, ...] = ()
+        #: By block of the device, the hash of what was saved of it; None of one not full.
+        self._saved_hashes: dict[int, Any] = {}
+        self._usage = UsageLog()
+        #: Of the connector's scheduler half.
+        self.book = Book()
+
+    @property
+    def is_linked(self) -> bool:
+        """Whether the engine's scheduler is known."""
+        return self._core is not None
+
+    @property
+    def table(self) -> HostBlockTable:
+        """Which host block holds which block.
+
+        Raises:
+            HostBufferRefused: the engine's scheduler has not been seen.
+        """
+        if self._table is None:
+            raise HostBufferRefused(
+                "a request came before vLLM's own Scheduler was seen: the host buffer needs it to "
+                "know when blocks are freed",
+                "leave out --scheduler-cls, or set KVPATCH_HOST_BUFFER=never",
+            )
+        return self._table
+
+    def link(self, core: Any, connector_scheduler: Any) -> None:
+        """Learns the blocks and their sizes from vLLM's scheduler."""
+        plan = core.kv_cache_config
+        self._block_bytes = block_bytes_of(plan, self._facts)
+        self._host_blocks = host_blocks_in(
+            settings.host_buffer_bytes(), self._block_bytes, int(plan.num_blocks)
+        )
+        self._table = HostBlockTable(self._host_blocks - NULL_BLOCKS)
+        found = transferred_groups(plan, self._facts)
+        clips = self._facts.has_cache_groups and connector_scheduler._is_hma_required
+        windows = connector_scheduler.blocks_per_sw if clips else [0] * len(found)
+        full_only = self._facts.loads_whole_blocks_only
+        self._groups = tuple(
+            PublishedGroup(int(group.kv_cache_spec.block_size), int(window), full_only)
+            for group, window in zip(found, windows, strict=True)
+        )
+        self._core = ref(core)
+
+    # -- arrival -------------------------------------------------------------
+
+    def admit(self, request: Any) -> bool:
+        """Whether there is room for a request that D will read; it has to wait otherwise.
+
+        One that never fits loses its parameters: it is then a prompt like any other, its
+        answer says why, and D, which is told of nothing to read, computes it as well.
+        """
+        blocks = self._needed(request)
+        self._is_used = True
+        try:
+            return self.table.reserve(request.request_id, blocks)
+        except NeverFits as error:
+            self.book.refuse(error)
+            there = self.table.size * self._block_bytes
+            why = (
+                f"request {request.request_id} needs {blocks * self._block_bytes} bytes of host "
+                f"buffer ({blocks} blocks) and there are {there}: the decode engine computes it "
+                "itself; set KVPATCH_HOST_BUFFER_BYTES to "
+                f"{(blocks + NULL_BLOCKS) * self._block_bytes} or more"
+            )
+            _LOG.warning("%s", why)
+            self._refusals[request.request_id] = why
+            request.kv_transfer_params = None
+            return True
+
+    def _needed(self, request: Any) -> int:
+        tokens = self._tokens(request)
+        return sum(group.needed(tokens) for group in self._groups)
+
+    def _tokens(self, request: Any) -> int:
+        """That the request has blocks for, drafted ones included."""
+        core = self._core() if self._core is not None else None
+        drafted = 0 if core is None else int(core.num_lookahead_tokens)
+        return tokens_to_compute(request) + drafted
+
+    # -- each step -----------------------------------------------------------
+
+    def plan(self, output: Any, metadata: Any) -> None:
+        """Writes what to copy after this step onto its metadata."""
+        core = self._core() if self._core is not None else None
+        if core is None or self._table is None or not self._is_used:
+            return  # a decode engine, or a prefill engine before its first request
+        for entry in metadata.reqs_to_recv.values():
+            self._table.written(b for group in groups(entry.local_block_ids) for b in group if b)
+        steps = [
+            (core.requests[request_id], int(count), self._blocks_of(core, request_id))
+            for request_id, count in (output.num_scheduled_tokens.items() if output else ())
+        ]
+        # All of them first: a request may hit a block that another one computes in this step.
+        for request, _, tables in steps:
+            held_by = request.request_id if is_complete(request) else None
+            for group, blocks in zip(self._groups, tables, strict=True):
+                self._table.written(
+                    group.written(blocks, request.num_computed_tokens), but_held_by=held_by
+                )
+        pairs: list[tuple[int, int]] = []
+        is_last = False
+        for request, count, tables in steps:
+            if not is_to_be_read(request) or is_complete(request):
+                continue
+            end = request.num_computed_tokens + count
+            is_last |= end >= request.num_prompt_tokens
+            for group, blocks in zip(self._groups, tables, strict=True):
+                ready = group.ready(blocks, end, request.num_prompt_tokens)
+                self._forget_loaded(core, request.request_id, ready)
+                try:
+                    found = self._table.save(request.request_id, ready)
+                except NotReserved as error:  # it is not published then
+                    _LOG.error("%s", error)
+                else:
+                    self._saved_hashes |= {block: _hash_of(core, block) for block, _ in found}
+                    pairs += found
+        if pairs or is_last:
+            copies = StepSaves(
+                tuple(block for block, _ in pairs),
+                tuple(host_block + NULL_BLOCKS for _, host_block in pairs),
+                self._host_blocks,
+                is_last,
+            )
+            setattr(metadata, _ATTRIBUTE, copies)
+        self._usage.look(self._table)
+
+    def _forget_loaded(self, core: Any, request_id: str, blocks: Iterable[int]) -> None:
+        """Forgets what host blocks hold of blocks that have got other content unseen.
+
+        Of a MultiConnector's another one may have loaded it, which no step computes. What a
+        request holds already is its own, and what is hit of others' has the hash that it had.
+        """
+        strange = self.table.not_held(request_id, blocks)
+        found = ((block, _hash_of(core, block)) for block in strange)
+        saved = self._saved_hashes
+        self.table.written(b for b, now in found if now is None or saved.get(b) != now)
+
+    def _blocks_of(self, core: Any, request_id: str) -> Sequence[Sequence[int]]:
+        found: Sequence[Sequence[int]] = core.kv_cache_manager.get_block_ids(request_id)
+        if self._facts.plans_transfers:
+            found = core.kv_cache_config.select_transfer_block_ids(found)
+        return found
+
+    # -- the end -------------------------------------------------------------
+
+    def _publish(self, request: Any, params: dict[str, Any]) -> None:
+        """Gives D the host blocks of a finished request's blocks in place of the blocks.
+
+        Raises:
+            NotSaved: one of them was not saved.
+        """
+        blocks = params.get("remote_block_ids")
+        if not blocks or not any(groups(blocks)):
+            return
+        tokens = self._tokens(request)
+        host_blocks = [
+            self._host_blocks_of(request.request_id, group.asked_for(found, tokens))
+            for group, found in zip(self._groups, groups(blocks), strict=True)
+        ]
+        grouped = are_grouped(blocks)
+        params["remote_block_ids"] = type(blocks)(host_blocks) if grouped else host_blocks[0]
+
+    def _host_blocks_of(self, request_id: str, blocks: Sequence[int]) -> list[int]:
+        found = iter(self.table.host_blocks_of(request_id, [block for block in blocks if block]))
+        # A window's list begins with null blocks.
+        return [next(found) + NULL_BLOCKS if block else 0 for block in blocks]
+
+    def finished(
+        self, connector_scheduler: Any, request: Any, answer: tuple[bool, Any]
+    ) -> tuple[bool, Any]:
+        """The connector's answer to a finished request, with host blocks in place of blocks.
+
+        One whose blocks were not saved is let go of at once, and nobody is told of it.
+        """
+        keeps_blocks, params = answer
+        if not keeps_blocks or not params:
+            self.release(request.request_id)
+            return keeps_blocks, params or self._refusal(request.request_id)
+        try:
+            self._publish(request, params)
+        except NotSaved as error:
+            _LOG.error("request %s is not published: %s", request.request_id, error)
+            connector_scheduler._reqs_need_send.pop(request.request_id, None)
+            if self._facts.books_unprocessed:
+                connector_scheduler._reqs_not_processed.add(request.request_id)
+            self.release(request.request_id)
+            return False, None
+        return answer
+
+    def _refusal(self, request_id: str) -> dict[str, Any] | None:
+        """What to answer, once, to a request that could never be saved; None for any other.
+
+        Whoever passes it on to a decode engine asks that for an ordinary answer.
+        """
+        why = self._refusals.pop(request_id, None)
+        if why is None:
+            return None
+        return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED: why}
+
+    def release(self, request_id: str) -> None:
+        """A request's blocks are free."""
+        if self._table is not None:
+            self._table.release(request_id)
+            self._usage.look(self._table)
+
+
+def _hash_of(core: Any, block: int) -> Any:
+    """Of what a block holds, by vLLM's prefix cache; None where it has none of it."""
+    return core.kv_cache_manager.block_pool.blocks[block].block_hash
+
+
+def tokens_to_compute(request: Any) -> int:
+    """Of the prompt and the answer: nobody computes the last one's own keys."""
+    return int(request.num_prompt_tokens) + max(0, int(request.max_tokens) - 1)
+
+
+def is_complete(request: Any) -> bool:
+    """Whether earlier steps have computed all that was asked for.
+
+    <= 0.11.0 a scheduler that does not wait for a step's tokens has one more computed. The answer
+    may be out before that step is over, so that it must change nothing of what is published.
+    """
+    return int(request.num_computed_tokens) >= tokens_to_compute(request)
+
+
+def is_to_be_read(request: Any) -> bool:
+    """Whether a decode engine will read this request's blocks."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_decode"))

@@ -1,0 +1,244 @@
+"""A worker's host buffer: what is registered with NIXL in place of the device's tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.core import settings
+from kvpatch.core.errors import HostBufferRefused, UnexpectedCaches
+from kvpatch.core.proxies import ObjectProxy
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.host_buffer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
+from kvpatch.host_buffer.platform_copies import Operation
+from kvpatch.host_buffer.policy import host_blocks_in, supported_devices
+from kvpatch.host_buffer.scheduler import StepSaves
+from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.load.mapped_pages import MappedPages, pages_behind
+from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
+from kvpatch.worker.local_geometry import state_layout_of_strides
+from kvpatch.worker.registered_caches import is_as_planned, read_layers
+from kvpatch.worker.release_worker import ReleaseWorker
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.host_buffer")
+
+
+@dataclass
+class SaveCosts:
+    """What saving has taken of the steps so far."""
+
+    blocks: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class HostBuffer:
+    """One worker's buffer.
+
+    Attributes:
+        pool: whose tensors are registered.
+        tensors: the device's, by layer, or what geometry is shown where those have no storage.
+        host_blocks: that the pool holds.
+        pages: of kvcached's, behind the device's tensors; None where they cannot be told.
+        caches: what places reads on a device whose tensors have no storage; None elsewhere.
+        costs: of saves; on a device with streams, of asking for them.
+    """
+
+    pool: HostPool
+    tensors: Mapping[str, torch.Tensor]
+    host_blocks: int
+    pages: MappedPages | None = None
+    caches: StoragelessCaches | None = None
+    costs: SaveCosts = field(default_factory=SaveCosts)
+
+    def save(self, saves: StepSaves) -> None:
+        """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
+
+        Raises:
+            HostBufferRefused: the scheduler believes in host blocks that there are not.
+        """
+        if saves.buffer_blocks > self.host_blocks:
+            raise HostBufferRefused(
+                f"the scheduler counts {saves.buffer_blocks} blocks in the host buffer and this "
+                f"worker has room for {self.host_blocks}: all ranks need tensors of one size",
+                "set KVPATCH_HOST_BUFFER_BYTES alike in every process of this engine",
+            )
+        started = perf_counter()
+        if saves.blocks:
+            self.pool.save(saves.blocks, saves.host_blocks)
+        if saves.is_last:
+            self.pool.settle()
+        self.costs.blocks += len(saves.blocks)
+        self.costs.seconds += perf_counter() - started
+
+    def offer(self, operation: Operation) -> None:
+        """What the platform's runner copies with is used where it is the platform's own."""
+        if not is_own(operation):
+            return
+        name = f"{operation.__module__}.{getattr(operation, '__qualname__', operation)}"
+        try:
+            self.pool.use(operation)
+        except UnexpectedCaches as error:
+            _LOG.warning("%s is not used to save blocks, torch copies them: %s", name, error)
+        else:
+            _LOG.info("blocks are saved by %s, the platform's own", name)
+
+
+_VLLMS_OPERATION = "vllm.distributed.kv_transfer.kv_connector.utils"
+
+
+def is_own(operation: Operation) -> bool:
+    """Whether a copy operation is more than indexing by torch, as vLLM's own is.
+
+    That one leaves the copies to the platform's class, which may be from elsewhere.
+    """
+    from vllm.platforms import current_platform
+
+    if operation.__module__ != _VLLMS_OPERATION:
+        return True
+    # Of the class: a platform's objects warn of what they do not have.
+    copies = getattr(type(current_platform), "swap_out_blocks_to_host", None)
+    return copies is not None and not copies.__module__.startswith("vllm.")
+
+
+def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
+    """The buffer for a worker's caches; registering again makes a new one.
+
+    Raises:
+        HostBufferRefused: a cache that is not attention in blocks.
+    """
+    # Recurrent state is a list of tensors <= 0.26.
+    _refuse(name for name, cache in kv_caches.items() if isinstance(cache, list | tuple))
+    is_storageless = not all(map(has_storage, kv_caches.values()))
+    tensors = {n: shown(c) for n, c in kv_caches.items()} if is_storageless else dict(kv_caches)
+    layers = read_layers(release, tensors)
+    _refuse(kv_caches.keys() - layers.keys())
+    block_tokens = {plane.counts.block_tokens for c in layers.values() for plane in c.planes}
+    parts = release.planned_kernel_blocks
+    if parts is None:  # these releases find out while they register
+        parts = int(release.worker.block_size) // min(block_tokens)
+    dimensions = {name: c.order.dimensions.index("block") for name, c in layers.items()}
+    planned = release.planned_blocks
+    if planned is None or not is_as_planned(layers, planned, parts):
+        planned = min(cache.blocks for cache in layers.values()) // parts
+    blocks = planned
+    size = block_bytes(kv_caches, dimensions, blocks)
+    host_blocks = host_blocks_in(settings.host_buffer_bytes(), size, blocks)
+    by_kvcached = settings.is_kvcached_enabled()
+    pages = None
+    if by_kvcached:
+        check_pools(kv_caches, layers, kvcacheds_settings())
+        pages = pages_behind(kv_caches, layers)
+    pool = HostPool(kv_caches, dimensions, blocks, host_blocks, is_there_late=by_kvcached)
+    _LOG.info(
+        "host buffer of %d bytes for %d blocks of %d bytes; vLLM's own would take %d bytes",
+        pool.size_bytes,
+        host_blocks,
+        size,
+        mirror_bytes(kv_caches),
+    )
+    caches = None
+    if is_storageless:
+        tensors = {name: shown(cache, dimensions[name]) for name, cache in kv_caches.items()}
+        caches = StoragelessCaches(kv_caches, tensors, dimensions)
+        _refuse_wrong_copies(caches)
+        # The pool has the layout of its shapes, whatever the device was asked for.
+        state_layout_of_strides(release, read_layers(release, pool.tensors))
+    return HostBuffer(pool, tensors, host_blocks, pages, caches)
+
+
+def _refuse(layers: Iterable[str]) -> None:
+    """Refuses layers that no host block can hold, if there are any.
+
+    Raises:
+        HostBufferRefused: with their names.
+    """
+    names = sorted(layers)
+    if names:
+        raise HostBufferRefused(
+            f"{', '.join(names)}: no cache of attention layers in blocks, which alone go through "
+            "a host buffer",
+            "use KVPATCH_HOST_BUFFER=never",
+        )
+
+
+def _refuse_wrong_copies(caches: StoragelessCaches) -> None:
+    """Copies a block onto the device, as the pool has copied one from it.
+
+    Raises:
+        UnexpectedCaches: it cannot be copied, or is another one.
+    """
+    try:
+        wrong = caches.find_wrong()
+    except CANNOT as error:
+        raise UnexpectedCaches(f"KV caches without a storage cannot be written: {error}") from error
+    if wrong:
+        raise UnexpectedCaches(
+            f"a block of {', '.join(wrong)}, which have no storage, is not itself after it was "
+            "copied to the device"
+        )
+
+
+@contextmanager
+def taken_for_host_memory(vllm_config: Any, facts: ReleaseFacts) -> Iterator[None]:
+    """While inside, a worker can be made for this device, whatever the release knows of it."""
+    from vllm.platforms import current_platform
+
+    supported = supported_devices(facts)
+    if supported is None:  # 0.10.0 does not ask
+        yield
+        return
+    transfer = vllm_config.kv_transfer_config
+    device, asked = current_platform.device_type, transfer.kv_buffer_device
+    known = supported.get(device)
+    supported[device] = ("cpu",)
+    transfer.kv_buffer_device = "cpu"
+    try:
+        yield
+    finally:
+        transfer.kv_buffer_device = asked
+        if known is None:
+            del supported[device]
+        else:
+            supported[device] = known
+
+
+def become_plain(release: ReleaseWorker) -> None:
+    """Has a worker that was just made register what it is handed, as host memory."""
+    worker = release.worker
+    worker.nixl_memory_type = "DRAM"
+    if not release.facts.has_host_buffer:
+        worker.nixl_wrapper = HostMemoryAgent(worker.nixl_wrapper)
+        return
+    worker.use_host_buffer = False
+    if worker.device_type != "cpu":
+        worker.kv_buffer_device = worker.device_type
+    # Any other than a TPU's tensors are shaped like CUDA's.
+    if release.facts.checks_device_again and worker.device_type != "tpu":
+        worker.device_type = "cuda"
+
+
+class HostMemoryAgent(ObjectProxy):
+    """A NIXL agent of 0.10.0, which calls all memory VRAM and asks tensors for their device."""
+
+    def get_reg_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for host memory."""
+        if isinstance(descs, list):
+            descs = [(address, length, 0, tag) for address, length, _, tag in descs]
+        return self.__wrapped__.get_reg_descs(descs, "DRAM", *args, **kwargs)
+
+    def get_xfer_descs(self, descs: Any, mem_type: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for host memory."""
+        if isinstance(descs, list):
+            descs = [(address, length, 0) for address, length, _ in descs]
+        else:
+            descs = descs.copy()
+            descs[:, 2] = 0
+        return self.__wrapped__.get_xfer_descs(descs, "DRAM", *args, **kwargs)

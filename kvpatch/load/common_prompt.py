@@ -1,0 +1,164 @@
+"""How many tokens of a prompt D loads: those that P holds of D's own prompt, and no more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from kvpatch.core import settings
+from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import one_line
+from kvpatch.load.read_request import PlannedLoad, PlannedLoads, groups, leave_unread
+from kvpatch.load.shared_tokens import context_ranks
+from kvpatch.load.stated_prompt import names_images, read_prompt
+from kvpatch.observe.catalogue import PROMPTS, Prompt
+from kvpatch.worker.kv_cache_groups import counted_group, has_state, still_has
+from kvpatch.worker.speculative_decoding import reserves_slots
+from kvpatch.worker.state import scheduler_state
+
+_LOG = logging.getLogger("kvpatch.prompts")
+
+_SENTENCES = {
+    Prompt.PART: "is not the prompt that this engine was sent: it loads what both have in common",
+    Prompt.UNSTATED: "comes without hashes of its tokens, so that this engine cannot tell whether "
+    "it was sent the same prompt: run kvpatch on P too, and pass on all that P answers. "
+    "KVPATCH_REQUIRE_TOKENS=true computes such prompts here",
+    Prompt.REFUSED: "comes without hashes of its tokens and is computed here, as "
+    "KVPATCH_REQUIRE_TOKENS asks: run kvpatch on P too, and pass on all that P answers",
+}
+_NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", "kvpatch_hold")
+
+
+class _Found(NamedTuple):
+    load: PlannedLoad
+    kind: Prompt
+
+
+@dataclass(eq=False)
+class PromptLoads:
+    """The answers of P that one scheduler's requests carry, and what each request loads."""
+
+    #: By answer, the first request that carries it.
+    _takers: RecentEngines[ReferenceType[Any]] = field(default_factory=RecentEngines)
+    #: By request, the one with the same answer that it waits for.
+    _waiting: WeakKeyDictionary[Any, ReferenceType[Any]] = field(default_factory=WeakKeyDictionary)
+    #: What was logged of each peer.
+    _told: RecentEngines[bool] = field(default_factory=RecentEngines)
+
+    def must_wait(self, request: Any) -> bool:
+        """True while another request loads the answer of P that this one carries."""
+        taker = self._waiting.get(request)
+        loading = None if taker is None else taker()
+        return loading is not None and _is_loading(loading)
+
+    def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int | None:
+        """Returns how many tokens a request loads; None where :meth:`must_wait` says when.
+
+        Args:
+            scheduler: the connector's scheduler half.
+            request: vLLM's own.
+            computed: tokens that D has already.
+            count: tokens that the release would load behind them.
+        """
+        state, params = scheduler_state(scheduler), request.kv_transfer_params
+        planned = state.of(PlannedLoads)
+        if request not in planned:  # it is asked for in each step until there are blocks for it
+            taker = self._taker(request, params)
+            if taker is not request:
+                # The prefix cache will have the prompt, or D computes it; P hears of the taker.
+                leave_unread(scheduler, request, state.facts)
+                state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
+                if not state.facts.can_answer_later or taker is None or not _is_loading(taker):
+                    return 0
+                self._waiting[request] = ref(taker)
+                return None
+            planned[request], kind = _found(scheduler, request, computed + count, state.facts)
+            state.book.add(PROMPTS, 1, kind.value)
+            self._tell(kind, str(params.get("remote_engine_id")))
+        return max(0, planned[request].tokens - computed)
+
+    def _taker(self, request: Any, params: Mapping[str, Any]) -> Any:
+        """Returns the first request with this answer of P; None if that one is over.
+
+        <= 0.12 an answer of a stock P has no name: one with the same blocks may be another.
+        """
+        if not (params.get("remote_request_id") or params.get("kvpatch_hold")):
+            return request
+        answer = str(hash(repr([params.get(name) for name in _NAMES])))  # of thousands of blocks
+        known = self._takers.setdefault(answer, ref(request))
+        return known()
+
+    def _tell(self, kind: Prompt, engine_id: str) -> None:
+        """Logs what is unusual about a prompt, once for each peer."""
+        key = f"{kind.value} {engine_id}"
+        if kind in _SENTENCES and key not in self._told:
+            self._told[key] = True
+            _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
+
+
+def _is_loading(request: Any) -> bool:
+    """True until a request's load is over; it may not have got its blocks yet."""
+    is_queued = request.kv_transfer_params.get("do_remote_prefill") and not request.is_finished()
+    return bool(is_queued) or request.status.name == "WAITING_FOR_REMOTE_KVS"
+
+
+def _found(scheduler: Any, request: Any, end: int, facts: ReleaseFacts) -> _Found:
+    """Returns what a request loads of the first ``end`` tokens of its prompt."""
+    params = request.kv_transfer_params
+    stated, held = read_prompt(params), params.get("remote_num_tokens") or None  # from 0.21 on
+    common = None
+    if stated is not None:
+        common = stated.common_tokens(request, names_images=names_images(scheduler))
+        held = min(stated.tokens, held or stated.tokens)
+    if common is None and settings.requires_tokens():
+        return _Found(PlannedLoad(0, held or end), Prompt.REFUSED)
+    if held is None:
+        same, held = _held_of_longer(scheduler, params, end, facts)
+    else:
+        same = min(held, end)
+    kind = Prompt.UNSTATED
+    if common is not None:
+        kind = Prompt.SAME if common >= same else Prompt.PART
+        same = min(common, same)
+    tokens = _usable(scheduler, request, PlannedLoad(same, held), end, facts)
+    return _Found(PlannedLoad(tokens, held), kind)
+
+
+def _held_of_longer(
+    scheduler: Any, params: Mapping[str, Any], end: int, facts: ReleaseFacts
+) -> PlannedLoad:
+    """Returns what P surely holds, and what at most, where it names blocks and states no count.
+
+    Its last block may be partly empty, which shows only where the prompt goes on behind it, and
+    where its blocks are known to be as large as D's.
+    """
+    peers, block_tokens = scheduler_state(scheduler).equal_peers, int(scheduler.block_size)
+    number = counted_group(scheduler, facts)
+    named = groups(params.get("remote_block_ids") or ())
+    if number is None or number >= len(named) or not peers.knows(str(params["remote_engine_id"])):
+        return PlannedLoad(end, end)
+    blocks = len(named[number])
+    if blocks * block_tokens >= end:
+        return PlannedLoad(end, end)
+    return PlannedLoad((blocks - 1) * block_tokens, blocks * block_tokens)
+
+
+def _usable(scheduler: Any, request: Any, load: PlannedLoad, end: int, facts: ReleaseFacts) -> int:
+    """Returns how many of the tokens to load this release can go on from."""
+    tokens, held = load
+    if has_state(scheduler, facts) and not tokens == held == end:
+        return 0  # a state is one behind all of P's tokens
+    if not still_has(scheduler, facts, held_tokens=held, needed_tokens=tokens):
+        return 0
+    ranks = context_ranks(scheduler, facts)
+    if ranks > 1 and tokens < held and not facts.states_context_parallelism:
+        return 0  # such lists are paired from their ends
+    if facts.counts_loaded_slots and tokens < request.num_tokens:
+        if facts.reserves_drafted_blocks and reserves_slots(scheduler.vllm_config):
+            return tokens if tokens == end else 0  # slots for drafted tokens would count as well
+        tokens -= tokens % (int(scheduler.block_size) * ranks)
+    return tokens

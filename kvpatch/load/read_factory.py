@@ -1,0 +1,126 @@
+"""Makes what a release drives like a transfer of what is to be read from one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvpatch.geometry.direct_plan import Plan
+from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.load.read_request import ReadRequest
+from kvpatch.transfer.background_read import BackgroundRead
+from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.nixl import Ends
+from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.plane_bytes import Tails
+from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
+from kvpatch.transfer.staged_read import StagedRead
+from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.storageless import StoragelessCaches
+from kvpatch.transfer.unposted import Unposted
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A worker's progress thread, and the worker's NIXL agent as that thread may use it."""
+
+    thread: ProgressThread
+    agent: Any
+
+
+class Wanted(NamedTuple):
+    """What is to be read.
+
+    Attributes:
+        direct: goes straight to its place; planned once the read has begun.
+        staged: goes through the pool, and
+        staged_bytes: so much of it is copied out of there.
+        tails: is zeroed once the read has begun; None for nothing.
+        idle_until: where all that the rank has comes from others, of a read of those: the rank is
+            only told, once that one is over.
+    """
+
+    direct: Iterable[Plan]
+    staged: Sequence[Share] = ()
+    staged_bytes: int = 0
+    tails: Callable[[], Tails] | None = None
+    idle_until: Fate | None = None
+
+
+@dataclass(frozen=True)
+class ReadFactory:
+    """Of one worker.
+
+    Attributes:
+        pool: where staged reads land.
+        caches: where they are placed.
+        progress: None where reads go on in the engine's steps.
+        stopwatch: of all reads.
+    """
+
+    pool: StagingPool
+    caches: Caches | StoragelessCaches
+    progress: Progress | None
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    def read(
+        self,
+        nixl: Any,
+        ends: Ends,
+        notification: bytes,
+        wanted: Wanted,
+        request: ReadRequest,
+        lifetime: Lifetime,
+        times: ReadTimes,
+    ) -> StagedRead | BackgroundRead:
+        """A read that is not started.
+
+        Args:
+            nixl: the engine's agent.
+            notification: what the peer is told after the last byte.
+            lifetime: of the peer's blocks.
+            times: of the peer's reads, this one's too.
+        """
+        is_paced = self.progress is not None
+        chunks = plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
+        read = self._read(nixl, ends, notification, Unposted(wanted.direct, chunks), lifetime)
+        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
+        read.tails = wanted.tails
+        read.idle_until = wanted.idle_until
+        return self._own(read, request)
+
+    def prepared(
+        self, nixl: Any, ends: Ends, notification: bytes, handle: Any, lifetime: Lifetime
+    ) -> OwnRead:
+        """A read of one transfer that the release has prepared, without a notification."""
+        unposted = Unposted((), iter(()), handle)
+        return self._own(self._read(nixl, ends, notification, unposted, lifetime), None)
+
+    def _read(
+        self,
+        nixl: Any,
+        ends: Ends,
+        notification: bytes,
+        unposted: Unposted,
+        lifetime: Lifetime,
+    ) -> StagedRead:
+        agent = nixl if self.progress is None else self.progress.agent
+        read = StagedRead(
+            agent,
+            self.pool,
+            self.caches,
+            ends,
+            notification,
+            unposted,
+            is_paced=self.progress is not None,
+        )
+        read.lifetime = lifetime
+        return read
+
+    def _own(self, read: StagedRead, request: ReadRequest | None) -> StagedRead | BackgroundRead:
+        own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
+        own.owner = request
+        return own

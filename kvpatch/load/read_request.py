@@ -1,0 +1,305 @@
+"""What a request needs from its peer, carried from the scheduler to the worker.
+
+Pairing by token position needs the number of tokens, which only the scheduler
+knows in most releases, and the peer's blocks in the peer's own size, which some
+releases convert by our own before the worker can look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from kvpatch.checks.digests.promise import stated_promise
+from kvpatch.checks.holds.hold import stated_hold
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.worker.unpatched_workers import EqualBlockPeers, is_guarded, require
+
+_READ_REQUEST = "kvpatch_read_request"
+_REMOTE_BLOCKS = "kvpatch_remote_blocks"
+
+
+@dataclass(eq=False)
+class Cancellation:
+    """Whether nobody waits for a read any more; a worker's own."""
+
+    is_cancelled: bool = False
+
+
+def _now() -> float:
+    return time.monotonic()
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """What a request needs from its peer, as the scheduler knew it.
+
+    Attributes:
+        tokens: how many tokens of the prompt both sides hold in the end.
+        remote_tokens: how many the peer holds; its blocks end with the last of them.
+        local_blocks: per cache group, the blocks to fill, without those of a prefix hit.
+        remote_blocks: per cache group, the peer's blocks, in the peer's own size.
+        hit_tokens: of D's own prefix hit; None where the length of a list tells it.
+        cancellation: set when the request is over before its read is.
+        waited: seconds since D was given the request, as its scheduler knew them; None where nobody
+            does.
+        is_read_back: whether a P reads an earlier turn back from a D.
+        stated_hold: what P says of its hold on the blocks; None where it says nothing.
+        stated_digest: what it says of their digests, as the hold.
+        is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
+            unpickle this then.
+    """
+
+    tokens: int
+    remote_tokens: int
+    local_blocks: tuple[tuple[int, ...], ...]
+    remote_blocks: tuple[tuple[int, ...], ...]
+    hit_tokens: int | None = None
+    cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
+    waited: float | None = None
+    is_read_back: bool = False
+    stated_hold: str | None = None
+    stated_digest: str | None = None
+    is_guarded: bool = False
+    #: When this process got to know of it. Clocks of two processes are never compared.
+    known_since: float = field(default_factory=_now, compare=False, repr=False)
+
+    @property
+    def arrived(self) -> float | None:
+        """When D was given the request, as ``time.monotonic`` counts in this process."""
+        return None if self.waited is None else self.known_since - self.waited
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = _unpickled if self.is_guarded else ReadRequest
+        told = (one.name for one in fields(self) if one.name != "known_since")
+        return make, tuple(getattr(self, name) for name in told)
+
+
+def _unpickled(*values: Any) -> ReadRequest:
+    require("unlike_engines")
+    return ReadRequest(*values)
+
+
+def attach_read_requests(
+    scheduler: Any,
+    waiting: Mapping[str, Any],
+    metadata: Any,
+    facts: ReleaseFacts,
+    *,
+    known: KnownOfLoads,
+) -> None:
+    """Writes what each request reads onto its entry in the connector's metadata.
+
+    Args:
+        known: what the scheduler knows.
+        waiting: the scheduler's own record of requests to receive, by request id,
+            taken before it was cleared; each value starts with the request.
+    """
+    for request_id, entry in metadata.reqs_to_recv.items():
+        request = waiting[request_id][0]
+        parameters = request.kv_transfer_params or {}
+        tokens, held = loaded_tokens(scheduler, request, facts, known.planned)
+        local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry, facts))
+        has_load = any(local)
+        found = ReadRequest(
+            tokens,
+            held,
+            local,
+            remote,
+            _hit_tokens(request, facts),
+            is_guarded=has_load
+            and is_guarded(
+                scheduler, known.equal_peers, engine_of(entry, facts), held, remote, facts
+            ),
+            waited=known.waits.since(request.arrival_time),
+            is_read_back=bool(parameters.get("do_remote_decode")),
+            stated_hold=stated_hold(parameters) if has_load else None,
+            stated_digest=stated_promise(parameters) if has_load else None,
+        )
+        setattr(entry, _READ_REQUEST, found)
+
+
+class PlannedLoad(NamedTuple):
+    """What D's scheduler has said of a load before the request got its blocks.
+
+    Attributes:
+        tokens: of the prompt that D has once it is loaded.
+        remote_tokens: that the peer holds.
+    """
+
+    tokens: int
+    remote_tokens: int
+
+
+class PlannedLoads(WeakKeyDictionary[Any, PlannedLoad]):
+    """By vLLM's request, the loads that one scheduler has planned (``common_prompt``)."""
+
+
+class Waits:
+    """How long requests have waited in D by the time that their reads are sent to the workers.
+
+    vLLM's API server writes down when a request arrives, by the clock of its machine, which need
+    not be the scheduler's. So the shortest wait so far counts as none: it is what the clocks are
+    apart, and less than a step. Too short a wait lets a lease seem longer than it is.
+    """
+
+    def __init__(self) -> None:
+        self._shortest = inf
+
+    def since(self, arrival: float) -> float:
+        """Returns the seconds since a request arrived, as ``time.time`` counted then."""
+        found = time.time() - arrival
+        self._shortest = min(self._shortest, found)
+        return max(0.0, found - max(0.0, self._shortest))
+
+
+class KnownOfLoads(NamedTuple):
+    """What one scheduler knows of its loads.
+
+    Attributes:
+        equal_peers: whose blocks are as large as its own.
+        planned: the loads that it has planned.
+        waits: of its requests.
+    """
+
+    equal_peers: EqualBlockPeers
+    planned: PlannedLoads
+    waits: Waits
+
+
+def leave_unread(scheduler: Any, request: Any, facts: ReleaseFacts) -> None:
+    """Has the release neither load a request's prompt nor tell P that it was read."""
+    request.kv_transfer_params.update(do_remote_prefill=False, _remote_blocks_processed=True)
+    if facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled:
+        scheduler._reqs_in_batch.add(request.request_id)  # or D never lets go of its own blocks
+
+
+def loaded_tokens(
+    scheduler: Any, request: Any, facts: ReleaseFacts, planned: PlannedLoads
+) -> PlannedLoad:
+    """Returns the planned load of a request, or what the release loads where nobody plans."""
+    found = planned.get(request)
+    if found is not None:
+        own = 0 if facts.counts_loaded_slots else request.num_computed_tokens
+        # The scheduler may load less than it was told to.
+        return found._replace(tokens=own) if 0 < own < found.tokens else found
+    prompt = prefilled_tokens(scheduler, request, facts)
+    parameters = request.kv_transfer_params or {}
+    held = parameters.get("remote_num_tokens") or prompt  # stated from 0.21 on
+    # A prefill engine that reads back an earlier turn wants what there is of it.
+    tokens = min(prompt, held) if parameters.get("do_remote_decode") else prompt
+    if facts.loads_whole_blocks_only:
+        tokens -= tokens % scheduler.block_size
+    return PlannedLoad(tokens, held)
+
+
+def prefilled_tokens(scheduler: Any, request: Any, facts: ReleaseFacts) -> int:
+    """How many of a request's prompt P computes.
+
+    Not the last ones of a model with recurrent state, or where D's drafter needs them.
+    """
+    prompt = int(request.num_prompt_tokens)
+    if not facts.prefill_count:
+        return prompt
+    return int(getattr(scheduler, facts.prefill_count)(prompt))
+
+
+def _hit_tokens(request: Any, facts: ReleaseFacts) -> int | None:
+    """Tokens of D's own prefix cache, where its list of blocks does not tell them."""
+    if not facts.reserves_drafted_blocks or not facts.counts_prefix_hits:
+        return None
+    stats = request.prefill_stats  # None once a request was preempted
+    return None if stats is None else int(stats.num_local_cached_tokens)
+
+
+def read_request_of(entry: Any) -> ReadRequest | None:
+    """What is written on an entry of the connector's metadata; None where nothing is."""
+    found = getattr(entry, _READ_REQUEST, None)
+    return found if isinstance(found, ReadRequest) else None
+
+
+def read_requests_of(metadata: Any) -> list[tuple[str, ReadRequest]]:
+    """(request id, what it reads) of what the connector's metadata asks a worker for."""
+    found = ((name, read_request_of(entry)) for name, entry in metadata.reqs_to_recv.items())
+    return [(name, order) for name, order in found if order is not None]
+
+
+def _address(entry: Any, facts: ReleaseFacts) -> tuple[Any, str]:
+    """Where an entry has what it says of its peer, and what the names there begin with."""
+    return (entry.remote, "") if facts.names_remote_request else (entry, "remote_")
+
+
+def engine_of(entry: Any, facts: ReleaseFacts) -> str:
+    """The peer's engine id."""
+    owner, prefix = _address(entry, facts)
+    return str(getattr(owner, f"{prefix}engine_id"))
+
+
+def remote_blocks(entry: Any, facts: ReleaseFacts) -> Any:
+    """The peer's blocks as the entry has them now."""
+    owner, prefix = _address(entry, facts)
+    return getattr(owner, f"{prefix}block_ids")
+
+
+def local_blocks(entry: Any, facts: ReleaseFacts) -> Any:
+    """D's blocks, as the release pairs them with what the entry has of the peer's."""
+    if not facts.expands_remote_blocks:
+        return entry.local_block_ids
+    return entry.local_physical_block_ids
+
+
+def replace_remote_blocks(entry: Any, blocks: Sequence[Sequence[int]], facts: ReleaseFacts) -> None:
+    """Gives the entry others of the peer's blocks to be read, per cache group."""
+    grouped = are_grouped(remote_blocks(entry, facts))
+    _keep_and_set(entry, [list(group) for group in blocks] if grouped else list(blocks[0]), facts)
+
+
+def match_local_block_count(entry: Any, facts: ReleaseFacts) -> None:
+    """Gives the entry as many remote blocks as local ones, all of them block 0.
+
+    The release pairs the two lists one to one; which bytes that means is ours.
+    """
+    _keep_and_set(entry, _zeros(local_blocks(entry, facts)), facts)
+
+
+def restore_remote_blocks(entry: Any, facts: ReleaseFacts) -> None:
+    """Undoes :func:`match_local_block_count` and :func:`replace_remote_blocks`.
+
+    A release that shakes hands again first (from 0.32) comes back with the same entry,
+    and the peer may have turned into one like us.
+    """
+    own = getattr(entry, _REMOTE_BLOCKS, None)
+    if own is not None:
+        _set_remote_blocks(entry, own, facts)
+
+
+def _keep_and_set(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
+    setattr(entry, _REMOTE_BLOCKS, remote_blocks(entry, facts))
+    _set_remote_blocks(entry, blocks, facts)
+
+
+def _set_remote_blocks(entry: Any, blocks: Any, facts: ReleaseFacts) -> None:
+    owner, prefix = _address(entry, facts)
+    setattr(owner, f"{prefix}block_ids", blocks)
+
+
+def are_grouped(blocks: Any) -> bool:
+    """Whether there is a list of block ids per cache group, and not a flat one (<= 0.17)."""
+    return bool(len(blocks)) and hasattr(blocks[0], "__len__")
+
+
+def groups(blocks: Any) -> tuple[tuple[int, ...], ...]:
+    """Block ids per cache group; a flat list is the only group's."""
+    if len(blocks) and not are_grouped(blocks):
+        return (tuple(blocks),)
+    return tuple(tuple(group) for group in blocks) or ((),)
+
+
+def _zeros(blocks: Any) -> Any:
+    if are_grouped(blocks):
+        return type(blocks)([0] * len(group) for group in blocks)
+    return [0] * len(blocks)

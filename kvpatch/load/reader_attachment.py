@@ -1,0 +1,255 @@
+"""Gives a worker that has registered its caches the reader that fills them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.checks.digests.covered import CoveredCaches
+from kvpatch.checks.digests.digest_checks import DigestChecks
+from kvpatch.checks.digests.digest_table import DigestTable
+from kvpatch.checks.digests.load_proof import DigestCounts, Proof
+from kvpatch.checks.holds.hold_table import HoldTable
+from kvpatch.checks.holds.leases import leases_of
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
+from kvpatch.geometry.state_shares import Rank
+from kvpatch.host_buffer.nixl_proxy import ReadingAgent
+from kvpatch.host_buffer.worker import HostBuffer
+from kvpatch.load.divided_block_handles import watch_divided_blocks
+from kvpatch.load.read_factory import Progress
+from kvpatch.load.reader import Destination, Reader
+from kvpatch.load.transfer_handles import (
+    agents_beside,
+    heterogeneous_engine_of,
+    rank_like_us,
+    ranks_of,
+)
+from kvpatch.load.worker_staging_pool import staging_pool
+from kvpatch.observe.book import Book
+from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Way
+from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
+from kvpatch.peer.cross_layer_form import places_digest
+from kvpatch.peer.inspected_caches import (
+    Cache,
+    InspectedCaches,
+    are_in_regions,
+    has_blocks_of,
+    is_plain,
+)
+from kvpatch.peer.remote_states import places_of_states
+from kvpatch.peer.split_kv import kv_split_of
+from kvpatch.peer.unlike_releases import messages
+from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
+from kvpatch.worker.backend_layouts import backend_layouts
+from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
+from kvpatch.worker.recurrent_state import StatePages, states_digest
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import worker_state
+from kvpatch.worker.vllm_bugs import (
+    ask_for_tiles,
+    take_planned_blocks,
+    takes_heads_for_tokens,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.digests")
+
+
+def attach_reader(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], own: InspectedCaches
+) -> None:
+    """Gives a worker its reader, where its cache is one that can be read into.
+
+    Raises:
+        RegistrationRefused: it is not, and nobody else knows how its blocks lie.
+    """
+    worker = release.worker
+    is_misread = (
+        release.facts.topology_has_block_size
+        and own.cache is not None
+        and takes_heads_for_tokens(worker, own.cache[0])
+    )
+    if is_misread:
+        take_planned_blocks(worker)
+    if release.computes_on_amx():
+        ask_for_tiles()
+    state = worker_state(worker)
+    is_read = can_read(release, own)
+    if state.cross_layer is not None and not is_read:
+        raise RegistrationRefused(
+            "kvcached's contiguous layout cannot be read into here (context parallelism, vLLM's "
+            "own host buffer, kernel blocks smaller than the tensors', or recurrent states that "
+            "are not one behind the other)",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+        )
+    if is_read and own.cache is not None and own.behind is not None:
+        agent, gate = _own_agent(worker.nixl_wrapper)
+        ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
+        reader = _reader(worker, kv_caches, own, ours, agent, gate)
+        reader.leases = leases_of(worker, release.facts)
+        reader.to_engine = partial(messages.to_engine, worker)
+        reader.to_agent = partial(messages.to_agent, worker)
+        reader.hold_table = state.held(HoldTable)
+        reader.book = state.book
+        if state.host_buffer is not None:
+            reader.pooled = Way.HOST_BUFFER
+        reader.digest_checks = _digest_checks(release, own, ours, reader)
+        state.reader = reader
+        worker.nixl_wrapper = ReadingAgent(
+            EngineAgent(agent, gate),
+            reader,
+            partial(ranks_of, worker),
+            partial(heterogeneous_engine_of, worker),
+            partial(agents_beside, worker),
+            reader.thread,
+            partial(rank_like_us, worker),
+        )
+        watch_divided_blocks(worker, release.facts)
+        release.admit_larger_blocks()
+
+
+def _digest_checks(
+    release: ReleaseWorker, own: InspectedCaches, ours: LocalGeometry, reader: Reader
+) -> DigestChecks | None:
+    """What checks loads by digests, or counts them where it cannot; None where they are off."""
+    state, tensors = worker_state(release.worker), reader.destination.tensors
+    table = state.held(DigestTable)
+    if table is None:
+        return None
+    device = next(_all_of(tensors)).device if reader.planes else None
+    of_states = [group.layers for group in reader.groups if group.has_state]
+    has_others = state.is_host_buffered or device is None
+    has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
+    # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
+    has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
+    covered = None
+    if has_others or not can_read_beside(device, reader.destination.caches):
+        _LOG.info("loads are not checked by digests: they do not cover this cache")
+    else:
+        rank = Rank(ours.tp_rank, ours.tp_size)
+        covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
+    is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
+    counts.tell = partial(_tell, state.book)
+    return DigestChecks(ours, reader.groups, covered, table, counts, is_sample=is_sample)
+
+
+def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Each of a worker's tensors; recurrent states have several each in releases <= 0.26."""
+    for found in tensors.values():
+        yield from found if isinstance(found, (list, tuple)) else (found,)
+
+
+def _tell(book: Book, proof: Proof, layer: str) -> None:
+    book.add(DIGESTS, 1, proof.value)
+    if layer:
+        book.add(DIGEST_ALARMS, 1, layer)
+
+
+def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
+    """True if a worker's cache is one that can be read into."""
+    return (
+        own.cache is not None
+        and is_plain(release)
+        and has_blocks_of(release.worker.block_size, own.cache)
+        and (
+            worker_state(release.worker).cross_layer is not None
+            or not own.states
+            or are_in_regions(release, own.states)
+        )
+    )
+
+
+def _own_agent(agent: Any) -> tuple[Any, AgentGate]:
+    """NIXL's own agent and its gate, which stays what it was where the worker registers again."""
+    if isinstance(agent, ReadingAgent):
+        agent.stop_reading()
+        agent = agent.__wrapped__
+    if isinstance(agent, EngineAgent):
+        return agent.__wrapped__, agent.gate
+    return agent, AgentGate()
+
+
+def _local_geometry(
+    release: ReleaseWorker, own: InspectedCaches, cache: Cache, *, is_misread: bool
+) -> LocalGeometry:
+    layers, groups, key_order = cache
+    state = worker_state(release.worker)
+    shown = layers if state.cross_layer is None else state.cross_layer.shown
+    ours = local_geometry_of(release, shown, key_order)
+    if own.blocks_hold_both:
+        ours = replace(ours, kv_split=kv_split_of(ours))
+    known = backend_layouts(release)
+    ours = replace(
+        ours,
+        misreads_blocks=is_misread,
+        planned_layout=state.planned_layout,
+        backend_layout=next(iter(known)) if len(known) == 1 else None,
+    )
+    if len(groups) > 1:
+        ours = replace(ours, groups=tuple(group.layers for group in groups))
+    return _with_states(release.worker, ours, own.states, state.cross_layer) if own.states else ours
+
+
+def _with_states(
+    worker: Any,
+    ours: LocalGeometry,
+    states: Mapping[str, StatePages],
+    cross_layer: RegisteredCrossLayerBlocks | None,
+) -> LocalGeometry:
+    """Our side with its states' pages as the release was shown them."""
+    if cross_layer is None:
+        ours = replace(ours, states=states)
+        told = states_digest(
+            places_digest(ours.places), places_of_states(ours), worker._layer_specs
+        )
+        return replace(ours, cross_layer_places=told)
+    shown, pool = {}, cross_layer.pool
+    for name, state in cross_layer.states.items():
+        blocks = states[name].blocks
+        page_bytes = pool.size_bytes // (len(pool.layers) * blocks)
+        address = pool.address + state.place * page_bytes * blocks
+        shown[name] = replace(states[name], address=address, stride_bytes=page_bytes)
+    return replace(ours, states=shown, cross_layer_places=cross_layer.form.places)
+
+
+def _reader(
+    worker: Any,
+    kv_caches: Mapping[str, Any],
+    own: InspectedCaches,
+    ours: LocalGeometry,
+    nixl: Any,
+    gate: AgentGate,
+) -> Reader:
+    """The reader of what a worker has registered, or of the device's cache behind it."""
+    if own.cache is None or own.behind is None:
+        raise UnexpectedCaches("a cache that cannot be read into has no reader")
+    layers, groups, _ = own.cache
+    state = worker_state(worker)
+    buffer = state.host_buffer
+    device = kv_caches[next(iter(layers))].device
+    if buffer is None:
+        shown = None if state.cross_layer is None else layers
+        destination = Destination(kv_caches, shown, state.cross_layer, states=own.states)
+        copied_to, mode = None, settings.transfer_mode()
+    else:
+        destination = Destination(buffer.tensors, own.behind[0], caches=buffer.caches)
+        copied_to, mode = _device_behind(buffer), "staged"
+    placed_on = device if copied_to is None else copied_to
+    has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
+    agent = ProgressAgent(nixl, gate) if has_thread else nixl
+    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
+    progress = Progress(ProgressThread(pool, placed_on, gate), agent) if has_thread else None
+    return Reader(ours, groups, destination, pool, mode, progress)
+
+
+def _device_behind(buffer: HostBuffer) -> torch.device:
+    """Where what is read is placed, behind a host buffer."""
+    caches = buffer.caches
+    return next(iter(buffer.tensors.values())).device if caches is None else caches.device

@@ -1,0 +1,117 @@
+"""What becomes of the tensors that vLLM hands to a worker, one step after the other.
+
+host_buffer     the device's tensors are replaced by those of a host buffer
+stale_blocks    the worker gets a table of what it holds, which it states with its memory
+digests         it gets a table of their digests
+failed_loads    the worker keeps its failed requests until they may be reported
+unlike_engines  the tensors are read, as reads will fill them
+block_count     as many blocks are planned as the tensors have
+kvcached_regions  they are shown to the release as their blocks lie
+shared_tensors  those that layers share are left in once
+                the release registers what is left
+unlike_engines  the worker is given its reader
+named_factors   the worker says how peers with another hash differ
+
+Each is a patch's, and is left out where that is off or not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
+
+from kvpatch.core import seams
+from kvpatch.core.errors import HostBufferRefused
+from kvpatch.core.ledger import Method, Parts, Site, Step
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.host_buffer import worker as host_buffer_worker
+from kvpatch.kvcached.block_counts import count_blocks
+from kvpatch.load.reader_attachment import attach_reader
+from kvpatch.load.shown_tensors import Register, register_as_they_lie, register_once
+from kvpatch.peer.compared_hash import compare_by_factor
+from kvpatch.peer.inspected_caches import inspect
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import release_worker, worker_state
+
+
+def registration_step(
+    facts: ReleaseFacts, part: Callable[..., object] | None = None
+) -> dict[Site, Step]:
+    """A patch's part in the call; which part that is its slug says.
+
+    Args:
+        part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what adds to
+            answers that begin as the worker registers (``<= 0.11.0``); of ``stale_blocks`` and
+            ``digests``, what makes the table.
+    """
+    return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
+
+
+def register_kv_caches(method: Method, parts: Parts) -> Method:
+    """Takes the place of a worker's own, with the steps of the patches that are on."""
+
+    @wraps(method)
+    def register_kv_caches(self: Any, kv_caches: Mapping[str, Any]) -> Any:
+        register, steps = partial(method, self), parts.by_slug
+        if not steps:
+            return register(kv_caches)
+        return _register(release_worker(self), steps, register, kv_caches)
+
+    return register_kv_caches
+
+
+def _register(
+    release: ReleaseWorker,
+    steps: Mapping[str, Any],
+    register: Register,
+    kv_caches: Mapping[str, Any],
+) -> Any:
+    """Registers tensors in the steps that are on.
+
+    Raises:
+        RegistrationRefused, HostBufferRefused, UnreadableGeometry: they cannot be.
+    """
+    worker, reads = release.worker, "unlike_engines" in steps
+    state = worker_state(worker)
+    if "host_buffer" in steps and state.is_host_buffered:
+        _refuse_without_reads(release, reads=reads)
+        state.host_buffer = buffer = host_buffer_worker.make(release, kv_caches)
+        state.pages, kv_caches = buffer.pages, buffer.pool.tensors
+    if "stale_blocks" in steps:
+        steps["stale_blocks"](release)
+    if "digests" in steps:
+        steps["digests"](release)
+    if "failed_loads" in steps:
+        steps["failed_loads"](worker)
+    own = inspect(release, kv_caches) if reads else None
+    if "block_count" in steps:
+        count_blocks(release, kv_caches)
+    if "shared_tensors" in steps:
+        register = partial(register_once, register, worker)
+    if "kvcached_regions" in steps:
+        register = partial(register_as_they_lie, register, release, is_read_by_us=reads)
+    answers = steps.get("unlike_engines")
+    with nullcontext() if answers is None or own is None else answers(release, own):
+        result = register(kv_caches)
+    if own is not None:
+        attach_reader(release, kv_caches, own)
+    if "named_factors" in steps and release.pulls:
+        compare_by_factor(release, checks=reads)
+    return result
+
+
+def _refuse_without_reads(release: ReleaseWorker, *, reads: bool) -> None:
+    """Refuses a host buffer into which nobody would read."""
+    if not release.pulls:
+        raise HostBufferRefused(
+            "in push mode P writes to D's memory, past a host buffer",
+            "use NixlConnector, which pulls, or KVPATCH_HOST_BUFFER=never",
+        )
+    if not reads:
+        raise HostBufferRefused(
+            "what D reads goes through the host buffer by unlike_engines, which KVPATCH_DISABLE "
+            "turns off",
+            "leave it on, or use KVPATCH_HOST_BUFFER=never",
+        )

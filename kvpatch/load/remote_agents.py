@@ -1,0 +1,361 @@
+"""A handshake with one rank of a peer: reads both sides, and acts on the decision.
+
+The release is left with a peer that it reads rightly, and is shown a heterogeneous one as one like
+us. :func:`~kvpatch.peer.decision.decide` says which of the two a peer is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import one_line, shown
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.load.divided_block_handles import blocks_undivided
+from kvpatch.load.reader import Reader
+from kvpatch.load.reordered_loads import note_peer
+from kvpatch.load.smaller_blocks_admission import why_misread
+from kvpatch.peer.agent_metadata import (
+    AgentMetadata,
+    read_agent_metadata,
+    state_bytes_of,
+)
+from kvpatch.peer.compared_hash import NamedPeers
+from kvpatch.peer.cpu_keys import may_be_tiled, order_of
+from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse
+from kvpatch.peer.homogeneous_view import (
+    block_bytes_as_ours,
+    book_own_cut,
+    check_descriptors,
+    has_ranks_unmet,
+    homogeneous_layout,
+    homogeneous_metadata,
+    layout_called,
+)
+from kvpatch.peer.kv_head_replication import (
+    heads_without_replication,
+    model_of_heads,
+)
+from kvpatch.peer.remote_ranks import RemoteRank
+from kvpatch.peer.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
+from kvpatch.peer.unlike_releases.peer_releases import PeerReleases, Statement
+from kvpatch.peer.unlike_releases.translation import read_statement
+from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
+from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
+from kvpatch.worker.cache_kinds import Kind
+from kvpatch.worker.kinds_of_layers import has_slots, kind_of
+from kvpatch.worker.local_geometry import LocalGeometry, own_regions
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.shared_rows import Region, regions_of, shared_rows
+from kvpatch.worker.speculative_decoding import hides_ends_of_lists, reserves_slots
+from kvpatch.worker.state import WorkerState, release_worker, worker_state
+from kvpatch.worker.state_division import divided_states
+from kvpatch.worker.whole_blocks import check_contents, contents_of
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+# --- what is known ----------------------------------------------------------------------
+
+
+def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
+    """This worker's cache, as far as a peer of its is judged by it."""
+    state = worker_state(release.worker)
+    reader = state.reader
+    if reader is None:
+        return _unread_cache(release)
+    staging_bytes = reader.pool.size_bytes if reader.mode == "staged" else None
+    return LocalCache(
+        reader.ours,
+        reader.planes,
+        staging_bytes=staging_bytes,
+        reads_all=reader.reads_all,
+        is_shown=reader.is_for_all,
+        hides_ends=hides_ends_of_lists(
+            release.worker.vllm_config,
+            reader.groups,
+            layers_differ_in_shape=reader.ours.layers_differ_in_shape,
+        ),
+        is_plain=not any(group.window_tokens for group in reader.groups)
+        and not reserves_slots(release.worker.vllm_config),
+        has_sure_layout=_has_sure_layout(state, reader.ours),
+        declared=declared_geometry(),
+    )
+
+
+def _unread_cache(release: ReleaseWorker) -> UnreadCache:
+    worker, knows_keys = release.worker, release.key_order() is not None
+    return UnreadCache(
+        worker.block_size,
+        worker.world_size,
+        _layout_of(worker, release.facts) if knows_keys else worker.kv_cache_layout,
+        worker.backend_name,
+        needs_reader=worker_state(worker).is_host_buffered,
+        knows_keys=knows_keys,
+        has_heads=not worker.use_mla,
+        kinds=partial(_kinds_of, release),
+        misreads_smaller=partial(why_misread, release),
+        rows=partial(shared_rows, release),
+        divisions=partial(divided_states, release),
+        state_bytes=release.state_bytes,
+        mirror_layout=release.memory_layout if release.has_own_mirror else None,
+        shares_tokens=max(release.context_sizes, default=1) > 1
+        and not release.facts.states_context_parallelism,
+    )
+
+
+def _kinds_of(release: ReleaseWorker) -> Mapping[str, Kind]:
+    layers = release.worker.device_kv_caches if release.facts.has_host_buffer else ()
+    return {layer: kind_of(release, layer, has_slots=has_slots(release, layer)) for layer in layers}
+
+
+def _layout_of(worker: Any, facts: ReleaseFacts) -> str | None:
+    if facts.has_host_buffer and worker.use_host_buffer:
+        return worker.host_buffer_kv_cache_layout if facts.has_host_buffer_layout else None
+    return worker.kv_cache_layout if facts.states_layout else None
+
+
+def asks_for_keys(local: LocalCache, peer: AgentMetadata) -> bool:
+    """Whether P has the CPU backend, and its processor the say in how its keys lie."""
+    ours = local.geometry
+    backend = ours.backend if peer.named is None else peer.named.backend
+    form = ours.facts.form_of(backend)
+    is_by_column = form is not None and form.by_column
+    is_cpus = ours.key_order is not KeyOrder.ROW_MAJOR or is_by_column
+    return is_cpus and may_be_tiled(ours, peer)
+
+
+def _has_sure_layout(state: WorkerState, ours: LocalGeometry) -> bool:
+    """Whether peers on devices like ours have the layout that they state.
+
+    A stock peer on a device without storages states the layout that was asked for, and its host
+    buffer has the one of its tensors' shapes.
+    """
+    buffer = state.host_buffer
+    return (
+        buffer is None
+        or buffer.caches is None
+        or all(layer.has_heads_by_turns for layer in ours.layers.values())
+    )
+
+
+# --- what is done ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Handshake:
+    """A call of the release's that books one rank of a peer.
+
+    Attributes:
+        wrapped: the release's own.
+        contexts: the peer's context-parallel size, where the release hands it on (from 0.29).
+    """
+
+    wrapped: Callable[..., Any]
+    worker: Any
+    facts: ReleaseFacts
+    metadata: Any
+    tp_rank: int
+    tp_size: int
+    contexts: tuple[Any, ...]
+
+    def read(self, local: LocalCache | UnreadCache) -> AgentMetadata | UncheckedMetadata:
+        """What the peer states, as far as our side of it asks.
+
+        Raises:
+            PeerRefused: it states what cannot be true, or has another hash than ours, and
+                nobody here looks at more of it.
+        """
+        named = worker_state(self.worker).of(NamedPeers).accepted()
+        if named is not None and isinstance(local, UnreadCache):
+            raise PeerRefused(
+                f"{named}, which is accepted where kvpatch reads into the cache, and it "
+                "does not into ours (a host buffer of vLLM's, keys in tiles, context parallelism, "
+                "layers that share caches)",
+                "use one of each on both sides",
+            )
+        statement = self._statement()
+        if statement is None:
+            self._check_contents()
+        if isinstance(local, UnreadCache) and statement is not None:
+            raise PeerRefused(
+                "this engine's cache is not one that kvpatch reads into, and it is of another "
+                "release",
+                "use one vLLM on both sides",
+            )
+        if isinstance(local, UnreadCache) and local.knows_keys:
+            stated = self.metadata
+            return UncheckedMetadata(
+                stated.engine_id,
+                self.tp_size,
+                stated.block_size if self.facts.states_block_size else None,
+                stated.kv_cache_layout if self.facts.states_layout else None,
+                stated.attn_backend_name if self.facts.states_backend else None,
+                self._regions(),
+                state_bytes_of(stated, self.facts),
+                self._words.get(LAYOUT) if local.mirror_layout else None,
+            )
+        ranks = self.tp_rank, self.tp_size
+        if statement is None:
+            peer = read_agent_metadata(self.metadata, self.facts, *ranks)
+        else:
+            peer = read_statement(statement, self.facts, *ranks)
+        reader = worker_state(self.worker).reader
+        if reader is not None:
+            # Both grow in other threads; what is on its way is a future.
+            booked = tuple(self.worker._remote_agents), tuple(self.worker._handshake_futures)
+            reader.keep((*booked[0], *booked[1], peer.engine_id))
+        shares_tokens = any(size != 1 for size in self.contexts)
+        peer = replace(peer, shares_tokens=shares_tokens, named=named)
+        if isinstance(local, LocalCache):
+            is_open = leaves_open(local.geometry, peer)
+            # A block size that is misread says nothing of tiles either.
+            if statement is None and (is_open or asks_for_keys(local, peer)):
+                peer = replace(peer, stated_keys=order_of(self._words.get(KEYS)))
+            if is_open:
+                peer = replace(peer, stated_blocks=stated_blocks(self._words))
+        return self._with_memory_layout(peer) if statement is None else peer
+
+    def _with_memory_layout(self, peer: AgentMetadata) -> AgentMetadata:
+        """The layout of a host buffer at P, which vLLM's own may state wrongly.
+
+        Raises:
+            PeerRefused: nobody says what it is.
+        """
+        release, state = release_worker(self.worker), worker_state(self.worker)
+        is_open = self.facts.encodes_metadata and release.is_where_mirrors_are
+        is_open = is_open and state.is_host_buffered and release.memory_layout is not None
+        if not is_open or self.worker.use_mla:
+            return peer
+        told = self._words.get(LAYOUT)
+        if told not in ("HND", "NHD"):
+            raise PeerRefused(
+                f"its host buffer may be vLLM's own, which states {peer.layout} and may have "
+                "another layout (<= 0.25)",
+                "set ENABLE_KVPATCH there too, or KVPATCH_HOST_BUFFER=auto here",
+            )
+        return replace(peer, layout=str(told))
+
+    @cached_property
+    def _words(self) -> Mapping[str, object]:
+        """What the rank answers, its own kvpatch's words among it; asked for once."""
+        channels = worker_state(self.worker).of(SideChannels)
+        return channels.words(self.metadata.engine_id, self.tp_rank, self.facts)
+
+    def _check_contents(self) -> None:
+        """Of blocks that are no rows of tokens, where ours has some.
+
+        Raises:
+            PeerRefused: P's hold something else.
+        """
+        ours = contents_of(ReleaseWorker(self.worker, self.facts))
+        if ours is not None:
+            check_contents(ours, self._words.get(CONTENTS))
+
+    def _regions(self) -> tuple[Region, ...]:
+        """The peer's, where rows may hold layers of unlike kinds (from 0.29)."""
+        if not self.facts.names_layouts:
+            return ()
+        return regions_of(self.metadata.kv_caches_base_addr, self.metadata.block_lens)
+
+    def _statement(self) -> Statement | None:
+        """What a P of another release has stated in its own words; None of any other."""
+        found = worker_state(self.worker).held(PeerReleases)
+        return None if found is None else found.stated(self.metadata.engine_id, self.tp_rank)
+
+    def act(self, decision: Decision) -> Any:
+        """Has the release book the peer as what it was found to be.
+
+        Raises:
+            PeerRefused: it was refused, or is more than can be prepared for.
+        """
+        if isinstance(decision, Refuse):
+            raise decision.error
+        state = worker_state(self.worker)
+        named = state.of(NamedPeers).accepted()
+        if named is not None:
+            _LOG.info("engine %s is accepted: %s", shown(self.metadata.engine_id), named)
+        if decision.open_to:
+            self._warn(decision.open_to)
+        if isinstance(decision, Read):
+            return self._add_heterogeneous(decision.mapping, _reader(state))
+        if decision.peer is None:
+            return self.as_release()
+        return self._add_like(decision.peer, _reader(state))
+
+    def _warn(self, variables: Sequence[str]) -> None:
+        """Says once of a peer that it is taken for a like engine."""
+        engine_id = self.metadata.engine_id
+        warned = worker_state(self.worker).of(SideChannels).warned
+        if engine_id in warned:
+            return
+        warned[engine_id] = None
+        _LOG.warning(
+            "engine %s does not say all of its blocks and is taken for an engine like this one: "
+            "tokens are wrong where it is another. Set %s on this side to what it has, or "
+            "ENABLE_KVPATCH on that side",
+            shown(engine_id),
+            " and ".join(variables),
+        )
+
+    def as_release(self) -> Any:
+        """Has the release book the peer as it is."""
+        return self._book(self.metadata, self.tp_size)
+
+    def _book(self, metadata: Any, tp_size: int) -> Any:
+        check_descriptors(self.worker, self.facts, metadata)
+        agent = self.wrapped(metadata, self.tp_rank, tp_size, *self.contexts)
+        if self.facts.reorders_for_cpu:
+            note_peer(self.worker, metadata)
+        return agent
+
+    def _add_like(self, peer: AgentMetadata, reader: Reader) -> Any:
+        if reader.has_state:
+            book_own_cut(self.worker, self.facts, reader.ours, peer)
+        reader.admit_like(peer.engine_id)
+        return self.as_release()
+
+    def _add_heterogeneous(self, rank: RemoteRank, reader: Reader) -> Any:
+        peer = rank.metadata
+        with blocks_undivided(self.worker):
+            rank.agent = self._add_as_homogeneous(peer, reader.ours)
+        reader.admit(rank)
+        told = one_line(f"{shown(peer.engine_id)}: it has {peer}")
+        _LOG.info("reading from engine %s; we have %s", told, reader.ours)
+        return rank.agent
+
+    def _add_as_homogeneous(self, peer: AgentMetadata, ours: LocalGeometry) -> Any:
+        """Shows the release a peer like us, within the memory of this one; its name to NIXL.
+
+        One block's worth of it, for its books: it makes descriptors of all that it is shown.
+        """
+        view = homogeneous_metadata(
+            self.metadata,
+            self.facts,
+            peer,
+            ours,
+            block_bytes_as_ours(ours, peer),
+            own_regions(self.worker, self.facts),
+            most_blocks=ours.kernel_blocks_per_block,
+        )
+        book_own_cut(self.worker, self.facts, ours, peer)
+        shown_ranks = ours.tp_size if has_ranks_unmet(ours, peer) else self.tp_size
+        heads = heads_without_replication(ours, peer)
+        with (
+            layout_called(self.worker, self.facts, homogeneous_layout(ours)),
+            model_of_heads(self.worker, self.facts, heads),
+        ):
+            return self._book(view, shown_ranks)
+
+
+def _reader(state: WorkerState) -> Reader:
+    if state.reader is None:
+        raise PeerRefused(
+            "a worker registered its caches anew in the middle of a handshake",
+            "send the request again",
+        )
+    return state.reader

@@ -1,0 +1,200 @@
+"""How tensors are shown to the release, which knows fewer ways for blocks to lie than there are.
+
+What it is handed is registered as it lies: keys and values that are far apart as regions of their
+own, blocks that hold all layers as the cross-layer blocks of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from kvpatch.core import settings
+from kvpatch.core.errors import RegistrationRefused
+from kvpatch.geometry.dimension_order import DimensionOrder
+from kvpatch.geometry.layout_strides import block_bytes
+from kvpatch.geometry.plane import Plane
+from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
+from kvpatch.kvcached.transports import note_transport, refuse_cards
+from kvpatch.load.mapped_pages import pages_behind
+from kvpatch.peer.cross_layer_blocks import register_cross_layer_blocks
+from kvpatch.worker.backend_layouts import state_own_order
+from kvpatch.worker.local_geometry import state_layout_of_strides
+from kvpatch.worker.registered_caches import LayerCache, read_layers
+from kvpatch.worker.registration_check import strides_checked
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.split_registration import shown_apart
+from kvpatch.worker.state import worker_state
+from kvpatch.worker.vllm_bugs import misread_states
+
+if TYPE_CHECKING:
+    import torch
+
+#: What takes the tensors next: the release's own registration, or what stands before it.
+Register = Callable[[Mapping[str, Any]], Any]
+
+#: How the blocks of one layer lie: keys and values inside a block, in a region
+#: each, or with other layers' between them.
+Arrangement = Literal["together", "apart", "interleaved"]
+
+
+def register_as_they_lie(
+    register: Register,
+    release: ReleaseWorker,
+    kv_caches: Mapping[str, Any],
+    *,
+    is_read_by_us: bool,
+) -> Any:
+    """Registers tensors by the places where their blocks are.
+
+    Args:
+        is_read_by_us: whether the worker will have a reader, which knows cross-layer
+            blocks.
+
+    Raises:
+        RegistrationRefused: the release would move other bytes.
+    """
+    state = worker_state(release.worker)
+    state.cross_layer = state.planned_layout = None  # of an earlier registration
+    layers = read_layers(release, kv_caches)
+
+    def as_cross_layer_blocks() -> Any:
+        _refuse_without_reader(release, is_read_by_us=is_read_by_us)
+        result, state.cross_layer = register_cross_layer_blocks(
+            register, release, kv_caches, layers
+        )
+        return result
+
+    if settings.is_kvcached_enabled():
+        if not state.is_host_buffered:  # else they were looked at as that was made
+            refuse_cards(release.nixl_backends, kv_caches)
+            note_transport(kv_caches)
+            check_pools(kv_caches, layers, kvcacheds_settings())
+            state.pages = pages_behind(kv_caches, layers)
+        expected = {layer: release.orders(layer)[0] for layer in layers}
+        if has_cross_layer_blocks(layers, expected, has_state=len(layers) < len(kv_caches)):
+            return as_cross_layer_blocks()
+        # Its tensors are what they are, whatever VLLM_KV_CACHE_LAYOUT asks for.
+        state_layout_of_strides(release, layers)
+    elif misread_states(release, kv_caches, layers):
+        try:
+            return as_cross_layer_blocks()
+        except RegistrationRefused as error:
+            raise RegistrationRefused(
+                "recurrent state in blocks of all layers, which this vLLM reads from other places "
+                "than it lies in, and cannot be read as kvcached's contiguous layout either: "
+                f"{error.reason}",
+                "set VLLM_KV_CACHE_LAYOUT=LBHNC",
+            ) from error
+    elif not state.is_host_buffered and not release.has_own_mirror:
+        state.planned_layout = state_own_order(release, layers)
+    shown = _with_keys_apart(release, kv_caches, layers)
+    with strides_checked(release, layers):
+        return register(shown)
+
+
+def register_once(register: Register, worker: Any, kv_caches: Mapping[str, torch.Tensor]) -> Any:
+    """Registers a tensor that layers share with the first of them alone (<= 0.10.1).
+
+    Raises:
+        RegistrationRefused: the release has books by layer that need all of them.
+    """
+    owners = first_layers(kv_caches)
+    if len(owners) < len(kv_caches) and worker.model_config.hf_config.model_type == "llama4":
+        raise RegistrationRefused(
+            f"{len(kv_caches)} layers share {len(owners)} tensors, and this release keeps a "
+            "window per layer for llama4's local attention",
+            "disable the hybrid KV cache manager (--disable-hybrid-kv-cache-manager)",
+        )
+    return register(owners)
+
+
+def first_layers(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The first layer of every tensor, in the order of registration."""
+    owners: dict[int, str] = {}
+    for layer, cache in kv_caches.items():
+        owners.setdefault(cache.data_ptr(), layer)
+    return {layer: kv_caches[layer] for layer in owners.values()}
+
+
+def _with_keys_apart(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], layers: Mapping[str, LayerCache]
+) -> Mapping[str, Any]:
+    """The tensors with keys first, where keys and values are apart; else as they are."""
+    apart = {layer for layer, cache in layers.items() if is_split_inside(cache)}
+    if not apart:
+        return kv_caches
+    if apart != kv_caches.keys():
+        raise RegistrationRefused(
+            f"{', '.join(sorted(apart))} keep keys and values apart and "
+            f"{', '.join(sorted(kv_caches.keys() - apart))} do not: one worker can register one "
+            "or the other",
+            "set ENABLE_KVCACHED=false for this model",
+        )
+    state_layout_of_strides(release, layers)
+    return shown_apart(release, kv_caches)
+
+
+def arrangement(planes: tuple[Plane, ...]) -> Arrangement:
+    """How one layer's blocks lie, from the distance between them."""
+    content_bytes = block_bytes(planes[:1])
+    stride_bytes = planes[0].strides_bytes.block
+    if stride_bytes == content_bytes * len(planes):
+        return "together"
+    if stride_bytes == content_bytes:
+        return "apart"
+    return "interleaved"
+
+
+def is_split_inside(cache: LayerCache) -> bool:
+    """Whether keys and values are apart where the shape says that a block holds both.
+
+    A keys-first tensor is two regions to every release that has such tensors.
+    """
+    blocks_first = cache.order.dimensions[:2] == ("block", "kv")
+    return blocks_first and arrangement(cache.planes) == "apart"
+
+
+def has_cross_layer_blocks(
+    layers: Mapping[str, LayerCache],
+    expected: Mapping[str, DimensionOrder],
+    *,
+    has_state: bool = False,
+) -> bool:
+    """Whether any layer's blocks have other layers' between them.
+
+    A single layer's have not, and are cross-layer blocks all the same where this release has keys
+    and values in regions of their own, or packed. Not in hybrid models, in which the release
+    itself has them together, so that a block may be a state's.
+    """
+    for layer, cache in layers.items():
+        arranged = arrangement(cache.planes)
+        as_expected = expected[layer].dimensions[:2] == ("block", "kv")
+        if arranged == "interleaved" or (
+            arranged == "together"
+            and "kv" in cache.order.dimensions
+            and not as_expected
+            and not has_state
+        ):
+            return True
+    return False
+
+
+def _refuse_without_reader(release: ReleaseWorker, *, is_read_by_us: bool) -> None:
+    """Refuses a worker whose reads the release would do itself, which knows no cross-layer blocks.
+
+    Raises:
+        RegistrationRefused: with the setting that helps.
+    """
+    if not is_read_by_us:
+        raise RegistrationRefused(
+            "kvcached's contiguous layout is read by unlike_engines, which KVPATCH_DISABLE turns "
+            "off",
+            "leave it on, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
+        )
+    if not release.pulls:
+        raise RegistrationRefused(
+            "in push mode P writes to D's memory, and kvcached's contiguous layout can only be "
+            "read",
+            "use NixlConnector, which pulls, or set KVCACHED_CONTIGUOUS_LAYOUT=false",
+        )

@@ -1,0 +1,75 @@
+"""Whose blocks a handle of prepared descriptors stands for, and who is told of a read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvpatch.core.errors import UnexpectedRead
+from kvpatch.worker.state import worker_state
+
+
+def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
+    """The peer's ranks that a handle of prepared descriptors stands for.
+
+    Raises:
+        UnexpectedRead: none of its ranks.
+    """
+    found = tuple(rank for rank, one in handles_of(worker, engine_id) if one == handle)
+    if not found:
+        raise UnexpectedRead(
+            f"a transfer was prepared with none of the ranks of engine {engine_id}"
+        )
+    return found
+
+
+def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
+    """All that are told what one rank is told: of more ranks than ours the release knows one."""
+    reader = worker_state(worker).reader
+    if reader is not None and reader.ours.facts.meets_one_rank:
+        for peer in tuple(reader.peers.values()):  # handshakes add to it
+            names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
+            if agent in names:
+                return names
+    return (agent,)
+
+
+def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
+    """The engine of another geometry whose descriptors a handle stands for."""
+    reader = worker_state(worker).reader
+    for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
+        if any(found == handle for _, found in handles_of(worker, engine_id)):
+            return engine_id
+    return None
+
+
+def rank_like_us(worker: Any, engine_id: str, handle: Any) -> tuple[int, str] | None:
+    """The rank of a peer like us whose descriptors a handle stands for, and its name to NIXL.
+
+    None where the release's books do not tell.
+    """
+    names = {
+        place[-1] if isinstance(place, tuple) else place: name  # by pipeline stage too, from 0.30
+        for place, name in tuple(worker._remote_agents.get(engine_id, {}).items())
+    }
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if isinstance(handles, Mapping):
+        found = [int(rank) for rank, one in list(handles.items()) if one == handle]
+    else:  # <= 0.13 it shakes hands with one
+        found = list(names) if handles == handle else []
+    if len(found) != 1 or found[0] not in names:
+        return None
+    return found[0], names[found[0]]
+
+
+def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
+    """(rank, handle) of a peer's prepared descriptors."""
+    handles = worker.dst_xfer_side_handles.get(engine_id)
+    if handles is None:
+        return []
+    if isinstance(handles, Mapping):  # from 0.14
+        return [(int(rank), handle) for rank, handle in list(handles.items())]
+    # One for the only rank that the release knows of; we may know of more.
+    reader = worker_state(worker).reader
+    peer = reader.peer(engine_id) if reader else None
+    return [(rank, handles) for rank in list(peer.ranks)] if peer else []

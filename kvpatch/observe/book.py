@@ -1,0 +1,136 @@
+"""What a worker, or a connector's scheduler half, has to tell since it was asked last."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvpatch.core.errors import KvpatchError
+from kvpatch.observe.catalogue import HELD, LOADS, REFUSALS, Hold, Metric, Outcome
+from kvpatch.transfer.lifetime import Lifetime, Verdict
+
+#: Where nobody asks (a release without metrics, or the patch is off) the oldest go.
+_MOST = 1024
+#: Loads that are not reported yet, by far more than an engine has.
+_MOST_LOADS = 16384
+
+
+class Sample(NamedTuple):
+    """What a counter is to go up by, or a gauge is; a list once it has been between processes.
+
+    Attributes:
+        name: the metric's.
+        label: the value of its label; empty where it has none.
+    """
+
+    name: str
+    label: str
+    value: float
+
+
+@dataclass
+class _Load:
+    """What is known of one before it is reported."""
+
+    lifetimes: list[Lifetime] = field(default_factory=list)
+    has_failed: bool = False
+
+    @property
+    def verdicts(self) -> list[Verdict | None]:
+        return [lifetime.verdict for lifetime in self.lifetimes]
+
+
+class Book:
+    """One worker's, or one scheduler's.
+
+    Handshakes have threads of their own, and one thread takes everything out: no lock is needed.
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=_MOST)
+        self._loads: dict[str, _Load] = {}
+        #: Whether somebody asks, which is in every step or never.
+        self._is_asked = False
+
+    def add(self, metric: Metric, value: float, label: str = "") -> None:
+        """Has a counter go up, or a gauge be something else."""
+        self._samples.append(Sample(metric.name, label, value))
+
+    def refuse(self, error: KvpatchError) -> None:
+        """Books what was refused."""
+        self.add(REFUSALS, 1, type(error).__name__)
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """While inside, what kvpatch refuses is booked."""
+        try:
+            yield
+        except KvpatchError as error:
+            self.refuse(error)
+            raise
+
+    def watch(self, request_id: str, lifetime: Lifetime) -> None:
+        """Has a load be told by what one of its reads will have found; on the engine's thread."""
+        if self._is_asked:  # a peer is read steps after the first
+            self._load(request_id).lifetimes.append(lifetime)
+
+    def fail(self, request_id: str) -> None:
+        """Books that a load has failed which the release will report as received (<= 0.29).
+
+        On the engine's thread, as what follows.
+        """
+        self._load(request_id).has_failed = True
+
+    def _load(self, request_id: str) -> _Load:
+        found = self._loads.get(request_id)
+        if found is None:
+            if len(self._loads) >= _MOST_LOADS:
+                del self._loads[next(iter(self._loads))]
+            found = self._loads[request_id] = _Load()
+        return found
+
+    def report(self, received: Collection[str], failed: Collection[str] = ()) -> None:
+        """Books loads that the release reports, each once.
+
+        Args:
+            received: all of them, those that failed included.
+            failed: those that the release itself calls so (from 0.30).
+        """
+        outcomes: Counter[tuple[Metric, str]] = Counter()
+        for request_id in received:
+            load = self._loads.pop(request_id, None) or _Load()
+            load.has_failed |= request_id in failed
+            outcomes.update(_found(load))
+        for (metric, label), loads in outcomes.items():
+            self.add(metric, loads, label)
+
+    def take(self) -> list[Sample]:
+        """All that is booked, which it forgets; on the engine's thread."""
+        self._is_asked = True
+        taken = []
+        while self._samples:
+            taken.append(self._samples.popleft())
+        return taken
+
+
+def _found(load: _Load) -> Iterator[tuple[Metric, str]]:
+    """What one load counts in: its outcome, and what is known of the blocks it was read from."""
+    verdicts = load.verdicts
+    if not load.has_failed:
+        is_held = bool(verdicts) and all(verdict is Verdict.HELD for verdict in verdicts)
+        yield LOADS, Outcome.RECEIVED.value
+        yield HELD, (Hold.HELD if is_held else Hold.UNPROVEN).value
+        return
+    gone = (
+        Hold.GONE
+        if Verdict.GONE in verdicts
+        else Hold.EXPIRED
+        if Verdict.EXPIRED in verdicts
+        else None
+    )
+    yield LOADS, (Outcome.FAILED if gone is None else Outcome.STALE).value
+    if gone is not None:
+        yield HELD, gone.value

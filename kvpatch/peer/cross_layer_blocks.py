@@ -1,0 +1,228 @@
+"""Registers cross-layer blocks (kvcached's contiguous layout).
+
+The release cannot register them: it computes addresses from the page of a layer. It is
+shown tensors of the layout that it knows, over the same memory, which nobody reads or
+writes through; NIXL is handed the allocation once; peers are told of cross-layer blocks, and
+every read goes through the reader, which knows where things really lie.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from kvpatch.core.errors import RegistrationRefused, UnreadableGeometry
+from kvpatch.core.proxies import ObjectProxy
+from kvpatch.geometry.cross_layer_blocks import (
+    CrossLayerBlocks,
+    layer_axes,
+    places_of,
+    read_cross_layer_blocks,
+    read_packed_groups,
+    shares_place,
+)
+from kvpatch.geometry.layout_strides import InnerLayout, layer_by_layer
+from kvpatch.kvcached.layer_by_layer_tensors import layer_by_layer_state, layer_by_layer_tensors
+from kvpatch.peer.cross_layer_form import (
+    CrossLayerForm,
+    packed_digest,
+    places_digest,
+)
+from kvpatch.peer.cross_layer_metadata import (
+    as_cross_layer,
+    form_of,
+    listener_told,
+    restate_payload,
+)
+from kvpatch.worker.kv_cache_groups import packed_groups
+from kvpatch.worker.recurrent_state import StateInPool, states_in
+from kvpatch.worker.registered_caches import (
+    LayerCache,
+    differ_in_page_bytes,
+    differ_in_shape,
+    page_bytes_of,
+    read_layers,
+)
+from kvpatch.worker.release_worker import ReleaseWorker
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.registration")
+
+
+@dataclass(frozen=True)
+class RegisteredCrossLayerBlocks:
+    """What a worker has registered in place of its tensors.
+
+    Attributes:
+        pool: where the blocks really lie.
+        form: what peers are told of them.
+        shown: the tensors that the release was shown, read.
+        states: the layers with recurrent state in the blocks.
+        ends: of each attention layer's part, in bytes from a block's beginning.
+    """
+
+    pool: CrossLayerBlocks
+    form: CrossLayerForm
+    shown: Mapping[str, LayerCache]
+    states: Mapping[str, StateInPool]
+    ends: Mapping[str, int]
+
+    def end_of(self, layers: Iterable[str]) -> int:
+        """How much of a block a group's layers take, from its beginning."""
+        return max(self.ends[name] for name in layers)
+
+
+def register_cross_layer_blocks(
+    wrapped: Callable[..., Any],
+    release: ReleaseWorker,
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LayerCache],
+) -> tuple[Any, RegisteredCrossLayerBlocks]:
+    """Registers tensors whose blocks are cross-layer blocks.
+
+    Returns:
+        What the release returns, and what it has registered.
+
+    Raises:
+        RegistrationRefused: they are not such blocks throughout, or this worker cannot
+            read into them.
+    """
+    worker = release.worker
+    groups = release.groups(layers)
+    places = places_of([group.layers & layers.keys() for group in groups])
+    packed = packed_groups(worker, release.facts) if differ_in_page_bytes(layers) else None
+    pool = cross_layer_blocks_of({name: kv_caches[name] for name in layers}, layers, places, packed)
+    parts = release.planned_kernel_blocks or 1
+    states = states_in(kv_caches, layers, pool, parts)
+    first = layers[pool.layers[0]].planes[0]
+    axes_only = CrossLayerForm(first.counts.block_tokens, 1, pool.axes)
+    shown: dict[str, Any] = layer_by_layer_tensors(
+        release, kv_caches, layers, pool, axes_only.inner_layout, blocks_outermost=bool(states)
+    )
+    for name, state in states.items():
+        of_layer = layer_by_layer_state(state, pool, parts)
+        shown[name] = of_layer if isinstance(kv_caches[name], list | tuple) else of_layer[0]
+    # Regions are numbered as layers come: as a plain cache of this model has them.
+    shown = {name: shown[name] for name in kv_caches}
+    if "head" in pool.axes:
+        _state_layout(release, axes_only.inner_layout)
+    told = places_digest(places) if packed is None else packed_digest(packed)
+    # The thread that answers handshakes never ends, and is not to keep the worker.
+    this_worker, facts = ref(worker), release.facts
+
+    def restate(metadata: Any) -> Any:
+        asked = ReleaseWorker(this_worker(), facts)
+        form = form_of(asked, pool, layers, told, states)
+        return as_cross_layer(metadata, facts, pool, form)
+
+    agent = _OneRegion(worker.nixl_wrapper, pool)
+    with release.speaking_through(agent), listener_told(release, restate):
+        result = wrapped(shown)
+    form = form_of(release, pool, layers, told, states)
+    restate_payload(release, pool, form)
+    read = read_layers(release, shown, first_head=first.first_head)
+    _LOG.info(
+        "%d blocks of all %d layers are registered as rows of %d bytes",
+        pool.blocks,
+        len(layers),
+        pool.block_bytes,
+    )
+    return result, RegisteredCrossLayerBlocks(pool, form, read, states, _ends(pool, layers))
+
+
+def cross_layer_blocks_of(
+    kv_caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, LayerCache],
+    places: Sequence[Sequence[str]],
+    packed: Sequence[Sequence[str]] | None = None,
+) -> CrossLayerBlocks:
+    """The cross-layer blocks that all of a worker's attention tensors are.
+
+    Args:
+        places: the layers that are to have one place in a block, by place.
+        packed: each group's layers as they are to follow one another, where every group
+            divides a block in its own way; None where the places are one for all.
+
+    Raises:
+        RegistrationRefused: some are not, with the setting that helps.
+    """
+    pools = {cache.untyped_storage().data_ptr() for cache in kv_caches.values()}
+    if len(pools) > 1:
+        raise RegistrationRefused(
+            f"the blocks of {len(kv_caches)} layers hold keys and values side by side, or others' "
+            f"between them, and lie in {len(pools)} allocations: expected kvcached's contiguous "
+            "layout, which has one pool of all layers",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=true",
+        )
+    try:
+        if packed is not None and all(layers.keys() >= set(group) for group in packed):
+            return read_packed_groups([{n: layers[n].planes for n in group} for group in packed])
+        for first, *others in places:
+            axes = layer_axes(layers[first].planes)
+            for other in others:
+                if not shares_place(layers[first].planes, layers[other].planes, axes):
+                    raise RegistrationRefused(
+                        f"{first} and {other}, of two attention groups, are expected to have one "
+                        "place in kvcached's contiguous layout, as many bytes there and one "
+                        f"layout inside, and have {layers[first].planes[0]} and "
+                        f"{layers[other].planes[0]}",
+                        "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+                    )
+        pool = read_cross_layer_blocks({first: layers[first].planes for first, *_ in places})
+    except UnreadableGeometry as error:
+        raise RegistrationRefused(
+            f"kvcached's contiguous layout cannot be read here: {error}",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+        ) from error
+    if differ_in_shape(layers) and len(set(pool.layer_bytes)) > 1:
+        raise RegistrationRefused(
+            "layers of several shapes have unlike bytes in a block of kvcached's contiguous "
+            f"layout: {sorted(set(pool.layer_bytes))}",
+            "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+        )
+    return pool
+
+
+def _ends(pool: CrossLayerBlocks, layers: Mapping[str, LayerCache]) -> dict[str, int]:
+    return {
+        name: layer.planes[0].address - pool.address + page_bytes_of(layer)
+        for name, layer in layers.items()
+    }
+
+
+def _state_layout(release: ReleaseWorker, inner_layout: InnerLayout) -> None:
+    """The worker believes in the layout of what it is shown."""
+    stated = release.stated_layout
+    if stated is not None:
+        release.worker.kv_cache_layout = layer_by_layer(inner_layout, like=stated)
+
+
+class _OneRegion(ObjectProxy):
+    """A NIXL agent that registers the one pool whatever regions the release names."""
+
+    def __init__(self, agent: Any, pool: CrossLayerBlocks) -> None:
+        super().__init__(agent)
+        self._self_pool = pool
+        self._self_is_named = False
+
+    def get_reg_descs(self, descs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As NIXL's own, for one region.
+
+        Raises:
+            RegistrationRefused: the release registers in more than one go.
+        """
+        if self._self_is_named or not isinstance(descs, list) or not descs:
+            raise RegistrationRefused(
+                "this vLLM registers memory in a way that kvcached's contiguous layout is not "
+                "known to fit",
+                "set KVCACHED_CONTIGUOUS_LAYOUT=false",
+            )
+        self._self_is_named = True
+        pool = self._self_pool
+        whole = [(pool.address, pool.size_bytes, *descs[0][2:])]
+        return self.__wrapped__.get_reg_descs(whole, *args, **kwargs)

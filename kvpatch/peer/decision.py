@@ -1,0 +1,252 @@
+"""Whether a peer is left to the release, read by us, or refused: the decision of a handshake.
+
+:func:`decide` is made of values alone; :mod:`kvpatch.load.remote_agents` reads them and acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.geometry.overlap import overlaps_of
+from kvpatch.geometry.plane import Plane
+from kvpatch.peer.accepted_peers import as_accepted, of_other_release
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.compatibility import is_compatible
+from kvpatch.peer.remote_geometry import peer_regions
+from kvpatch.peer.remote_ranks import RemoteRank
+from kvpatch.peer.remote_states import (
+    are_states_missed,
+    check_ranks_of_states,
+    check_state_sizes,
+    has_copied_states,
+    sizes_at_peer,
+    states_of_peer,
+)
+from kvpatch.peer.unread_caches import (
+    Metadata,
+    UncheckedMetadata,
+    UnreadCache,
+    check_unread,
+    has_smaller_blocks,
+)
+from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, complete
+from kvpatch.worker.cache_kinds import Holds
+from kvpatch.worker.local_geometry import LocalGeometry
+
+# --- what is decided ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stock:
+    """The release reads the peer.
+
+    Attributes:
+        peer: what it states, completed; None where nobody here looks at it.
+        open_to: the variables that would say what is taken for ours, of a peer that fits a like
+            engine and does not say it all.
+    """
+
+    peer: AgentMetadata | None = None
+    open_to: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Read:
+    """We read the peer.
+
+    Attributes:
+        open_to: as of :class:`Stock`, where like peers are ours to read.
+    """
+
+    mapping: RemoteRank
+    open_to: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """Nobody here can read the peer.
+
+    Attributes:
+        reason: both geometries, and what keeps one from the other.
+        cure: what would help.
+    """
+
+    reason: str
+    cure: str
+
+    @property
+    def error(self) -> PeerRefused:
+        """What the release makes a failed handshake of."""
+        return PeerRefused(self.reason, self.cure)
+
+
+Decision = Stock | Read | Refuse
+
+# --- what it is made of -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalCache:
+    """A cache that we read into.
+
+    Attributes:
+        geometry: what is registered.
+        planes: what reads fill: all of the device's, where that is something else.
+        staging_bytes: of the pool that every read goes through; None where they need not.
+        reads_all: whether peers like us are ours too.
+        is_shown: whether the release was shown other tensors than there are.
+        hides_ends: whether drafted tokens hide where lists of blocks end.
+        is_plain: whether there are neither windows nor drafted tokens.
+        has_sure_layout: whether peers on devices like ours have the layout that they state.
+        declared: what the operator says of peers.
+    """
+
+    geometry: LocalGeometry
+    planes: Sequence[Plane]
+    staging_bytes: int | None = None
+    reads_all: bool = False
+    is_shown: bool = False
+    hides_ends: bool = False
+    is_plain: bool = True
+    has_sure_layout: bool = True
+    declared: DeclaredGeometry = DeclaredGeometry()
+
+
+def decide(local: LocalCache | UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
+    """What becomes of one rank of a peer."""
+    if isinstance(local, UnreadCache):
+        return _of_unread(local, remote, facts)
+    if isinstance(remote, UncheckedMetadata):
+        return Stock()
+    return _of_read(local, remote, facts)
+
+
+def _of_read(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> Decision:
+    ours = local.geometry
+    try:
+        if peer.releases:
+            is_plain = local.is_plain and not (local.reads_all or local.is_shown)
+            peer = of_other_release(ours, peer, is_plain=is_plain)
+        elif peer.named is not None:
+            peer = as_accepted(ours, peer, peer.named)
+        completed = complete(ours, peer, local.declared)
+        peer = completed.peer
+        if not local.has_sure_layout and peer.layout not in (None, ours.layout):
+            raise PeerRefused(
+                "the caches of this device have no storage, and a peer on one like it may have "
+                "another layout than it states",
+                "set ENABLE_KVPATCH there too",
+            )
+        if completed.is_open:
+            _check_like(ours, completed)
+        if _is_stocks(local, peer) or _is_joined(local, peer, facts):
+            check_state_sizes(peer, sizes_at_peer(ours, peer))
+            return Stock(peer, completed.variables)
+        _check_block_lists(local, peer, facts)
+        return Read(mapping_of(local, peer), completed.variables if completed.is_open else ())
+    except PeerRefused as error:
+        return with_both_geometries(ours, peer, error)
+
+
+def with_both_geometries(ours: LocalGeometry, peer: AgentMetadata, error: PeerRefused) -> Refuse:
+    """With both geometries before the reason."""
+    both = f"engine {peer.engine_id} cannot be read: it has {peer}; we have {ours}"
+    return Refuse(f"{both}; {error.reason}", error.cure)
+
+
+def _check_like(ours: LocalGeometry, completed: Completed) -> None:
+    """Refuses a peer that leaves something open and does not fit a like engine.
+
+    Raises:
+        PeerRefused: with the variables that would say what is open.
+    """
+    if is_compatible(ours, completed.peer) and completed.is_like:
+        return
+    variables = " and ".join(completed.variables)
+    raise PeerRefused(
+        "this vLLM's handshake does not say all of its blocks, and they are not like ours",
+        f"set {variables} to what P has, or set ENABLE_KVPATCH on P",
+    )
+
+
+def _is_stocks(local: LocalCache, peer: AgentMetadata) -> bool:
+    """Whether the release reads a peer rightly, and may.
+
+    Raises:
+        PeerRefused: it cannot be read by anybody here.
+    """
+    ours = local.geometry
+    is_right = is_compatible(ours, peer) and not has_copied_states(ours, peer)
+    return is_right and not (local.reads_all or are_states_missed(ours, peer))
+
+
+def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
+    """Where a peer's layers lie, and where they overlap ours.
+
+    Raises:
+        PeerRefused: it cannot be read.
+    """
+    check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
+    regions = peer_regions(local.geometry, peer)
+    states = states_of_peer(local.geometry, peer)
+    overlaps = overlaps_of(regions, local.planes)
+    largest = max((overlap.staged_bytes for overlap in overlaps), default=0)
+    if local.staging_bytes is not None and largest > local.staging_bytes:
+        raise PeerRefused(
+            f"one of its blocks takes {largest} bytes of staging pool, which has "
+            f"{local.staging_bytes}",
+            f"set KVPATCH_STAGING_BYTES to {largest} or more, or KVPATCH_TRANSFER to auto",
+        )
+    return RemoteRank(peer, tuple(regions), overlaps, states=states)
+
+
+def _is_joined(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> bool:
+    """Whether the release joins smaller blocks of whose layers some move whole, but for that.
+
+    Raises:
+        PeerRefused: it would be read by nobody whatever its blocks.
+    """
+    ours = local.geometry
+    whole = [layer.kind for layer in ours.layers.values() if layer.kind.holds is Holds.WHOLE]
+    return (
+        bool(whole)
+        and all(kind.joins for kind in whole)
+        and facts.pairs_heads_by_layout
+        and not (local.reads_all or local.is_shown)
+        and ours.layout in LAYER_BY_LAYER
+        and has_smaller_blocks(peer, ours.block_tokens)
+        and is_compatible(ours, replace(peer, block_tokens=ours.block_tokens))
+    )
+
+
+def _check_block_lists(local: LocalCache, peer: AgentMetadata, facts: ReleaseFacts) -> None:
+    """Whether the lists of blocks that a heterogeneous peer names are lists of ours.
+
+    Raises:
+        PeerRefused: they end nobody knows where, or ranks share out a block's tokens.
+    """
+    if local.hides_ends and facts.has_cache_groups and facts.lists_drafted_blocks:
+        raise PeerRefused(
+            "this vLLM names blocks for drafted tokens too, and with sliding windows alone, or "
+            "groups of several shapes, nobody can tell them from the prompt's",
+            "speculate without a draft model, use one --block-size, or vLLM 0.25 or later",
+        )
+    if peer.shares_tokens:
+        raise PeerRefused(
+            "its ranks share out the tokens of a block",
+            "use --decode-context-parallel-size 1 on the prefill side",
+        )
+
+
+def _of_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> Decision:
+    try:
+        check_unread(local, remote, facts)
+    except PeerRefused as error:
+        return Refuse(
+            f"engine {remote.engine_id!r:.200} cannot be read: {error.reason}", error.cure
+        )
+    return Stock()

@@ -1,0 +1,176 @@
+"""What the release is shown of a heterogeneous peer: one of this worker's own geometry.
+
+The release then prepares and books what it does for a homogeneous peer, within the memory that
+the peer registered. Which bytes a read moves is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.layout_strides import layer_by_layer
+from kvpatch.peer.agent_metadata import AgentMetadata, restated
+from kvpatch.peer.block_shapes import heads_of
+from kvpatch.peer.kv_head_replication import has_replicated_heads
+from kvpatch.worker.local_geometry import LocalGeometry
+
+#: The release prepares a descriptor for each block of each region of a peer. So many are always
+#: allowed, and so many times as many as this worker has of its own.
+_DESCRIPTORS = 1 << 24
+_TIMES_OWN = 16
+
+
+def homogeneous_metadata(
+    metadata: Any,
+    facts: ReleaseFacts,
+    peer: AgentMetadata,
+    ours: LocalGeometry,
+    block_bytes: tuple[int, ...],
+    own_regions: Mapping[str, Any],
+    *,
+    most_blocks: int,
+) -> Any:
+    """A copy of a peer's metadata that describes the same memory in our geometry.
+
+    Where the peer has other regions than we do, all of ours are shown in the same memory.
+
+    Args:
+        block_bytes: of each of our regions, as the peer's would be.
+        own_regions: what this worker states of its own regions.
+        most_blocks: in any region, where there is room for as many.
+
+    Raises:
+        PeerRefused: the peer registered less than one of our blocks.
+    """
+    count = len(block_bytes)
+    if count == len(peer.addresses):
+        addresses, spans = list(peer.addresses), _spans(peer)
+    else:
+        start, length = _widest_span(peer, max(block_bytes))
+        addresses, spans = [start] * count, [(start, length)] * count
+    room = min(length // block for (_, length), block in zip(spans, block_bytes, strict=True))
+    if room < 1:
+        raise PeerRefused(
+            f"engine {peer.engine_id} holds less than one of our blocks ({max(block_bytes)} "
+            f"bytes) in a region: {peer}",
+            "give it more KV cache",
+        )
+    blocks = min(room, most_blocks)
+    stated: dict[str, Any] = {
+        "num_blocks": blocks,
+        "block_len": block_bytes[0],
+        "block_lens": list(block_bytes),
+        "block_strides": list(block_bytes),
+        "block_size": ours.block_tokens,
+        "kv_cache_layout": homogeneous_layout(ours),
+        "physical_blocks_per_logical_kv_block": ours.kernel_blocks_per_block,
+        "region_num_blocks": [blocks] * count,
+        "kv_caches_base_addr": addresses,
+        "attn_backend_name": ours.backend,
+        **own_regions,
+    }
+    if peer.memory_kind is not None:
+        stated["region_mem_types"] = [peer.memory_kind] * count
+    return restated(metadata, facts, stated)
+
+
+def homogeneous_layout(ours: LocalGeometry) -> str:
+    """The layout that both sides are said to have: the release splits heads over ranks in HND."""
+    return layer_by_layer("HND", like=ours.layout)
+
+
+def block_bytes_as_ours(ours: LocalGeometry, peer: AgentMetadata) -> tuple[int, ...]:
+    """Bytes of each of our regions' blocks, as the peer's would be: its heads, our tokens."""
+    if not ours.has_heads or has_ranks_unmet(ours, peer):  # shown as a rank like ours
+        return ours.block_bytes
+    if has_replicated_heads(ours, peer):  # shown as if each rank had heads of its own
+        return tuple(length * ours.tp_size // peer.tp_size for length in ours.block_bytes)
+    _, our_heads = heads_of(ours.total_heads, ours.tp_rank, ours.tp_size)
+    _, their_heads = heads_of(ours.total_heads, peer.tp_rank, peer.tp_size)
+    return tuple(length * their_heads // our_heads for length in ours.block_bytes)
+
+
+def has_ranks_unmet(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether it has more ranks than we do, and the release meets one of them."""
+    return ours.facts.meets_one_rank and peer.tp_size > ours.tp_size
+
+
+def _spans(peer: AgentMetadata) -> list[tuple[int, int]]:
+    """(start, bytes) of each region, its last block without what other layers have behind it."""
+    return [
+        (start, (peer.blocks - 1) * stride + length)
+        for start, stride, length in zip(
+            peer.addresses, peer.stride_bytes, peer.block_bytes, strict=True
+        )
+    ]
+
+
+def _widest_span(peer: AgentMetadata, enough_bytes: int) -> tuple[int, int]:
+    """(start, bytes) of the most memory in one piece that the peer registered.
+
+    Regions that overlap are one allocation; those that touch may be two, so they are
+    taken together only where less is not enough.
+    """
+    widest = (0, 0)
+    for least_overlap in (1, 0):
+        start = end = 0
+        for address, length in sorted(_spans(peer)):
+            if address + least_overlap > end:
+                start, end = address, address + length
+            end = max(end, address + length)
+            if end - start > widest[1]:
+                widest = (start, end - start)
+        if widest[1] >= enough_bytes:
+            break
+    return widest
+
+
+def check_descriptors(worker: Any, facts: ReleaseFacts, metadata: Any) -> None:
+    """Whether the release prepares no more for a peer than this process can hold.
+
+    Raises:
+        PeerRefused: it states more blocks than any cache of this model has.
+    """
+    regions = len(metadata.kv_caches_base_addr)
+    has_counts = "region_num_blocks" in facts.agent_metadata and metadata.region_num_blocks
+    found = sum(metadata.region_num_blocks) if has_counts else metadata.num_blocks * regions
+    if found <= _DESCRIPTORS:
+        return
+    most = max(_DESCRIPTORS, _TIMES_OWN * worker.num_blocks * regions)
+    if found > most:
+        raise PeerRefused(
+            f"engine {metadata.engine_id!r:.200} cannot be read: it states {found} blocks in "
+            f"{regions} regions, and {most} are the most that are prepared for, {_TIMES_OWN} times "
+            "our own",
+            "give this engine more KV cache, or the prefill side larger blocks",
+        )
+
+
+def book_own_cut(
+    worker: Any, facts: ReleaseFacts, ours: LocalGeometry, peer: AgentMetadata
+) -> None:
+    """Has 0.20 cut the blocks of a hybrid model's peer as ours are.
+
+    It takes a page for no larger than its states need, which a larger --block-size makes it: it
+    then ends even between like engines, by an assertion without a word.
+    """
+    if facts.books_cuts_of_peers:
+        worker._physical_blocks_per_logical[peer.engine_id] = ours.kernel_blocks_per_block
+
+
+@contextmanager
+def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> Iterator[None]:
+    """While inside, the worker compares its peer's layout with this one."""
+    if not facts.states_layout:
+        yield
+        return
+    own = worker.kv_cache_layout
+    worker.kv_cache_layout = layout
+    try:
+        yield
+    finally:
+        worker.kv_cache_layout = own

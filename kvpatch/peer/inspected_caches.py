@@ -1,0 +1,154 @@
+"""Reads the tensors that a worker is handed, before the release registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.peer.block_shapes import heads_of, tokens_of
+from kvpatch.worker.kv_cache_groups import Group
+from kvpatch.worker.recurrent_state import StatePages, pages_of
+from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, read_layers
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import worker_state
+from kvpatch.worker.state_division import division_of
+from kvpatch.worker.vllm_bugs import refuse_steps_under_way
+
+#: All layers, the groups that they are in, and how keys lie in a block.
+Cache = tuple[dict[str, LayerCache], tuple[Group, ...], KeyOrder]
+
+
+@dataclass(frozen=True)
+class InspectedCaches:
+    """What a worker is about to register.
+
+    Attributes:
+        cache: its layers, groups and key order; None where it cannot be read into.
+        behind: the same of the device's tensors where those are a host buffer's.
+        states: the pages of the layers with recurrent state.
+        blocks_hold_both: of :func:`has_both_in_blocks`.
+    """
+
+    cache: Cache | None
+    behind: Cache | None
+    states: Mapping[str, StatePages]
+    blocks_hold_both: bool
+
+
+def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCaches:
+    """Reads what a worker is handed: what registering makes of it is not what it is.
+
+    Split tensors are shown otherwise, and the worker may come to believe that its backend's
+    blocks no longer hold keys first.
+
+    Raises:
+        RegistrationRefused: what would be read would not stay.
+    """
+    refuse_steps_under_way(release)
+    cache = read_cache(release, kv_caches, leave_state=True)
+    buffer = worker_state(release.worker).host_buffer
+    states: Mapping[str, StatePages] = {}
+    if cache is not None and len(cache[0]) < len(kv_caches):
+        states = read_states(release, kv_caches, cache)
+        cache = cache if states and buffer is None else None
+    behind = cache if buffer is None else read_cache(release, buffer.tensors)
+    both = cache is not None and has_both_in_blocks(release, cache)
+    return InspectedCaches(cache, behind, states, both)
+
+
+def read_states(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], cache: Cache
+) -> dict[str, StatePages]:
+    """The pages of all layers that are no attention; none where one is no such page.
+
+    Args:
+        cache: the attention layers among `kv_caches`.
+    """
+    layers, _, _ = cache
+    if not all(map(_is_a_page, layers.values())):
+        return {}
+    found = {}
+    for name in sorted(kv_caches.keys() - layers.keys()):
+        spec = release.spec_of(name)
+        pages = pages_of(kv_caches[name], spec) if hasattr(spec, "shapes") else None
+        if pages is None:
+            return {}
+        found[name] = replace(pages, division=division_of(release, spec))
+    return found
+
+
+def are_in_regions(release: ReleaseWorker, states: Mapping[str, StatePages]) -> bool:
+    """Whether a peer's pages follow from its regions: each layer's begin where a region does."""
+    addresses = release.addresses
+    is_by_layer = release.stated_layout in LAYER_BY_LAYER
+    return is_by_layer and all(pages.address in addresses for pages in states.values())
+
+
+def _is_a_page(layer: LayerCache) -> bool:
+    """Whether all of a block lies before the next one begins, as states have it."""
+    starts = [plane.address for plane in layer.planes]
+    return max(starts) - min(starts) < layer.planes[0].strides_bytes.block
+
+
+def is_plain(release: ReleaseWorker) -> bool:
+    """Whether reads go straight to the registered cache, all tokens of it.
+
+    Not through a host buffer, to memory of two kinds, or to a share of the tokens
+    (context parallelism): there the release's own rules hold.
+    """
+    return not (
+        release.has_own_mirror
+        or (release.facts.names_regions and release.worker._mixed_mem_types)
+        or max(release.context_sizes, default=1) > 1
+    )
+
+
+def has_blocks_of(block_tokens: int, cache: Cache) -> bool:
+    """Whether every tensor's blocks are the ones that the worker will name.
+
+    The hybrid allocator may hand out logical blocks where kernel blocks are meant. Groups of
+    several shapes have blocks of unlike tokens, of which the worker names the fewest, or from
+    0.30 on their least common multiple.
+    """
+    layers, groups, _ = cache
+    found = [tokens_of(layers, group.layers & layers.keys()) for group in groups]
+    if any(len(tokens) > 1 for tokens in found):
+        return False
+    every = set[int]().union(*found)
+    if differ_in_shape(layers):
+        return block_tokens in (min(every), lcm(*every))
+    return every == {block_tokens}
+
+
+def read_cache(
+    release: ReleaseWorker, kv_caches: Mapping[str, Any], *, leave_state: bool = False
+) -> Cache | None:
+    """All layers, where copies need every byte named; None where one cannot be.
+
+    Peers are then left to the release, which refuses the ones it cannot read.
+
+    Args:
+        leave_state: whether layers that are no attention may be left out.
+    """
+    worker, key_order = release.worker, release.key_order()
+    if key_order is None:
+        return None
+    total_heads = worker.model_config.get_total_num_kv_heads()
+    first_head, _ = heads_of(total_heads, worker.tp_rank, worker.world_size)
+    layers = read_layers(release, kv_caches, key_order, first_head)
+    if not layers or (len(layers) < len(kv_caches) and not leave_state):
+        return None
+    return layers, release.groups(layers), key_order
+
+
+def has_both_in_blocks(release: ReleaseWorker, cache: Cache) -> bool:
+    """Whether the backend's own blocks hold keys, and then values, in rows."""
+    layers, _, key_order = cache
+    orders = [release.orders(layer)[0] for layer in layers]
+    return key_order is KeyOrder.ROW_MAJOR and all(
+        order.dimensions[:2] == ("block", "kv") for order in orders
+    )

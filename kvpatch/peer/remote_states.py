@@ -1,0 +1,235 @@
+"""Where a peer has the recurrent states of our layers."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvpatch.core.errors import PeerRefused, UnplannableCopy
+from kvpatch.core.releases import FACTS
+from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
+from kvpatch.geometry.state_shares import Rank, StateRun, shared_runs
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.regions_by_layout import names_by_attention
+from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.state_division import StateDivision
+
+ONE_SIZE = "use one --tensor-parallel-size on both sides"
+_SAME_DTYPES = "use one model, --dtype, --mamba-cache-dtype and --mamba-ssm-cache-dtype"
+
+
+class StatesSizes(Protocol):
+    """What a peer states of itself, whoever reads it."""
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of each recurrent state of a layer; empty where it says nothing."""
+
+
+@dataclass(frozen=True)
+class RemoteStates:
+    """The states of one layer on one rank of a peer.
+
+    Attributes:
+        runs: what of a page is ours, and where in ours it lies.
+    """
+
+    pages: StatePages
+    runs: tuple[StateRun, ...]
+
+
+def states_of_peer(ours: LocalGeometry, peer: AgentMetadata) -> dict[str, RemoteStates]:
+    """Each layer's states on one rank of a peer whose regions are known to be ours.
+
+    Raises:
+        PeerRefused: its states are not ours, or those of its ranks cannot be ours.
+    """
+    if not ours.states:
+        return {}
+    check_ranks_of_states(ours, peer)
+    _check_sizes(ours, peer)
+    if peer.form is None and peer.layout not in LAYER_BY_LAYER:
+        raise PeerRefused(
+            f"recurrent state is not read from layout {peer.layout}",
+            "use VLLM_KV_CACHE_LAYOUT=LBHNC on P",
+        )
+    parts = peer.kernel_blocks_per_block or 1
+    found = {}
+    for name, own in ours.states.items():
+        if peer.form is None:
+            region = _region_of(ours, peer, own)
+            address, page_bytes = peer.addresses[region], peer.block_bytes[region] * parts
+            stride_bytes = peer.stride_bytes[region] * parts
+        else:
+            places = _places(ours)
+            page_bytes = peer.block_bytes[0] // len(places) * parts
+            address = peer.addresses[0] + places[own.address] * page_bytes
+            stride_bytes = peer.stride_bytes[0] * parts
+        sizes = _sizes_at(peer, ours, own)
+        if sum(sizes) > page_bytes:
+            raise PeerRefused(
+                f"the states of layer {name} take {sum(sizes)} bytes, and a block of its has "
+                f"{page_bytes}",
+                "use one model on both sides",
+            )
+        pages = StatePages(address, stride_bytes, peer.blocks // parts, sizes)
+        found[name] = RemoteStates(pages, _runs(peer, ours, own))
+    return found
+
+
+def has_copied_states(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether ranks of one side have some part of a state that is copied, and not shared out.
+
+    The release takes all parts for shared out where both sides have other numbers of ranks, and
+    one that nobody here can divide for one that it may not divide either.
+    """
+    if peer.tp_size == ours.tp_size:
+        return False
+    divisions = [own.division for own in ours.states.values()]
+    return any(division.has_copies or division.reason for division in divisions)
+
+
+def are_states_missed(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether the release would read one of a peer's ranks alone, of which each has a share.
+
+    <= 0.26 it takes a model of latents for one that has nothing else: from 0.21 on D ends by it.
+    """
+    reads_one = not (ours.has_heads or ours.facts.reads_states_by_latents)
+    return bool(ours.states) and reads_one and peer.tp_size > ours.tp_size
+
+
+def _is_same_rank(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    return (peer.tp_rank, peer.tp_size) == (ours.tp_rank, ours.tp_size)
+
+
+def _sizes_at(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[int, ...]:
+    """What our states of a layer take on a rank of the peer.
+
+    Raises:
+        PeerRefused: nobody knows.
+    """
+    if _is_same_rank(ours, peer):
+        return own.sizes_bytes
+    try:
+        return own.division.sizes_bytes(Rank(peer.tp_rank, peer.tp_size))
+    except UnplannableCopy as error:
+        raise PeerRefused(f"its recurrent states: {error}", ONE_SIZE) from error
+
+
+def _runs(peer: AgentMetadata, ours: LocalGeometry, own: StatePages) -> tuple[StateRun, ...]:
+    """Of a layer's page there and here; sizes are checked."""
+    if _is_same_rank(ours, peer):
+        return (StateRun(0, 0, own.size_bytes),)
+    local = Rank(ours.tp_rank, ours.tp_size)
+    return shared_runs(own.division.states, Rank(peer.tp_rank, peer.tp_size), local)
+
+
+def _region_of(ours: LocalGeometry, peer: AgentMetadata, own: StatePages) -> int:
+    """The peer's region of the layers that begin where a state of ours does.
+
+    By their names, where it states them: it may have registered them in another order.
+    """
+    names = names_by_attention(ours, peer)
+    for region, name in enumerate(names or ()):
+        if name in ours.layers and ours.layers[name].planes[0].address == own.address:
+            return region
+    if names is not None:
+        raise PeerRefused(f"its regions are named {', '.join(names)}", "use one model")
+    return ours.addresses.index(own.address)
+
+
+def _check_sizes(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Whether its states are ours: by shapes and types in cross-layer blocks, else by bytes.
+
+    Of other ranks by those that our states would take there.
+    """
+    sizes = {_sizes_at(peer, ours, own) for own in ours.states.values()}
+    if peer.form is not None and peer.form.places != ours.cross_layer_places:
+        raise PeerRefused(
+            "its recurrent states have other shapes or types than ours, or lie beside other layers",
+            f"{_SAME_DTYPES}, one vLLM and one --speculative-config",
+        )
+    if peer.form is None and sizes != {peer.state_bytes}:
+        raise _other_sizes(peer.state_bytes, sizes)
+
+
+def check_state_sizes(peer: StatesSizes, sizes: Set[tuple[int, ...]]) -> None:
+    """Whether states of a peer that the release reads are as large as ours would be there.
+
+    No hash of a release's tells their types, and none compares their sizes (<= 0.33): it would read
+    as many bytes as ours have.
+
+    Args:
+        sizes: of each state, of a layer of any kind that we have; none where they are not known.
+
+    Raises:
+        PeerRefused: it has others.
+    """
+    if sizes and any(peer.state_bytes) and peer.state_bytes not in sizes:
+        raise _other_sizes(peer.state_bytes, sizes)
+
+
+def _other_sizes(theirs: tuple[int, ...], sizes: Set[tuple[int, ...]]) -> PeerRefused:
+    ours = ", ".join(map(str, sorted(sizes)))
+    return PeerRefused(f"its recurrent states take {theirs} bytes and ours {ours}", _SAME_DTYPES)
+
+
+def sizes_at_peer(ours: LocalGeometry, peer: AgentMetadata) -> set[tuple[int, ...]]:
+    """What our states would take on a rank of a peer that the release reads; none without any."""
+    if not ours.states:
+        return set()
+    if peer.tp_size == ours.tp_size:
+        return {ours.state_bytes} if ours.state_bytes else set()
+    return {_sizes_at(peer, ours, own) for own in ours.states.values()}
+
+
+def check_ranks_of_states(ours: LocalGeometry, peer: AgentMetadata) -> None:
+    """Whether anybody knows how the states of other ranks are shares of what ours are.
+
+    Raises:
+        PeerRefused: nobody does.
+    """
+    if not ours.states or _is_same_rank(ours, peer):
+        return
+    if peer.form is not None:
+        raise PeerRefused(
+            "recurrent state in kvcached's contiguous layout moves between as many ranks", ONE_SIZE
+        )
+    if not all(FACTS[release].has_channels_first for release in peer.releases):
+        raise PeerRefused(
+            "recurrent state is split over ranks, and its release may have a convolution's "
+            "channels innermost",
+            f"{ONE_SIZE}, or vLLM 0.20 or later on P",
+        )
+    if are_states_missed(ours, peer):
+        raise PeerRefused(
+            "recurrent state is split over ranks, and this vLLM reads one of P's alone, as each "
+            "has all latents",
+            f"{ONE_SIZE}, or vLLM 0.27 or later on D",
+        )
+    for name, own in ours.states.items():
+        if own.division.reason:
+            raise undivided(name, own.division)
+
+
+def undivided(layer: str, division: StateDivision) -> PeerRefused:
+    """Why states of a layer are not read from other ranks."""
+    return PeerRefused(
+        f"recurrent state is split over ranks, and that of layer {layer} moves between as many of "
+        f"them: {division.reason}",
+        ONE_SIZE,
+    )
+
+
+def _places(ours: LocalGeometry) -> dict[int, int]:
+    """The number of each place in a block, by the address of our layers that have it."""
+    firsts = (ours.layers[first] for first, *_ in ours.places)
+    return {layer.planes[0].address: place for place, layer in enumerate(firsts)}
+
+
+def places_of_states(ours: LocalGeometry) -> dict[str, int]:
+    """The place that each layer's states would have in a block; -1 beside no attention layer."""
+    places = _places(ours)
+    return {name: places.get(own.address, -1) for name, own in ours.states.items()}

@@ -1,0 +1,179 @@
+"""What P's kvpatch states beside all that its release does; and how D hears it.
+
+A release's handshake has no word for how a CPU's keys lie, nor for the types of recurrent states or
+the slots of a ring of keys. One of ``<= 0.20`` does not say all of a block either. P's answer at
+its side channel is a map of names, of which each release takes those that it knows: P's kvpatch
+adds some. D's release lets go of them, so that D's kvpatch asks once more where it has to know.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from typing import Any
+
+from kvpatch.core.errors import PeerRefused
+from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.text import shown
+from kvpatch.peer.agent_metadata import MOST_TOKENS, StatedBlocks
+from kvpatch.peer.cpu_keys import word_of
+from kvpatch.peer.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.worker.local_geometry import LocalGeometry
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import worker_state
+from kvpatch.worker.unpatched_workers import CURE
+from kvpatch.worker.whole_blocks import contents_of
+
+_LOG = logging.getLogger("kvpatch.unlike_engines")
+
+#: In P's answer: how a CPU's keys lie, and what is in blocks that are no rows of tokens.
+KEYS, CONTENTS = "kvpatch_keys", "kvpatch_contents"
+#: In P's answer: the layout of what it registers, where vLLM's own mirror would state another, or
+#: the release states none (0.10.0).
+LAYOUT = "kvpatch_layout"
+#: In P's answer, ``<= 0.20``: tokens of a block and of a kernel block, and the type of its items.
+BLOCKS, DTYPE = "kvpatch_blocks", "kvpatch_dtype"
+_BLOCKS = re.compile(r"([0-9]{1,8})/([0-9]{1,8})")
+#: Of a worker's metadata, on its way to its scheduler; one without kvpatch has none.
+_WORDS = "_kvpatch_words"
+
+# --- the side that is read --------------------------------------------------------
+
+
+def state_words(release: ReleaseWorker, metadata: Any) -> None:
+    """Writes what no release says onto what a worker states."""
+    state = worker_state(release.worker)
+    ours = None if state.reader is None else state.reader.ours
+    setattr(metadata, _WORDS, words_of(release, ours))
+
+
+def words_of(release: ReleaseWorker, ours: LocalGeometry | None) -> dict[str, str]:
+    """Returns what P states beside its release, by name.
+
+    Args:
+        ours: what it has registered; None where nobody reads into that.
+    """
+    order = release.key_order() if release.tiles_on_amx else None
+    # D cannot tell kvpatch's host buffer from a mirror.
+    is_buffered = worker_state(release.worker).is_host_buffered
+    words = {
+        KEYS: None if order is None else word_of(order),
+        CONTENTS: contents_of(release),
+        LAYOUT: release.memory_layout if is_buffered or release.is_where_mirrors_are else None,
+    }
+    if ours is not None and not release.facts.states_kernel_blocks:
+        block_tokens = ours.block_tokens * ours.kernel_blocks_per_block
+        words |= {BLOCKS: f"{block_tokens}/{ours.block_tokens}", DTYPE: ours.dtype}
+        if not release.facts.states_layout:
+            words[LAYOUT] = ours.inner_layout
+    return {name: word for name, word in words.items() if word is not None}
+
+
+def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
+    """True if a worker has written nothing there, with an error in the log."""
+    found = not all(_WORDS in vars(stated) for stated in metadata.values())
+    if found:
+        _LOG.error(
+            "kvpatch is on in this engine's scheduler and not in all of its workers: prompts that "
+            "they may read wrongly are computed. To have these loaded, %s",
+            CURE,
+        )
+    return found
+
+
+def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What workers state, as their scheduler encodes it for peers: with some names more."""
+    return {rank: _with_words(stated) for rank, stated in metadata.items()}
+
+
+def _with_words(stated: Any) -> Any:
+    words: dict[str, str] = vars(stated).get(_WORDS, {})  # a MultiConnector hands it to several
+    return with_names(stated, words) if words else stated
+
+
+def with_names(stated: Any, words: Mapping[str, str]) -> Any:
+    """Returns a copy of what a worker states with some names more.
+
+    Args:
+        stated: a dataclass of the release's, or ``<= 0.11.0`` a struct of msgspec's.
+    """
+    kind = type(stated)
+    if is_dataclass(kind):
+        more = [(name, str, field(default="")) for name in words]
+        with_fields: Any = make_dataclass(kind.__name__, more, bases=(kind,))
+        known = {one.name: getattr(stated, one.name) for one in fields(stated)}
+    else:
+        import msgspec
+
+        names = [(name, str, "") for name in words]
+        with_fields = msgspec.defstruct(kind.__name__, names, bases=(kind,))
+        known = {name: getattr(stated, name) for name in kind.__struct_fields__}
+    found = with_fields(**known, **words)
+    # What other patches have written onto it, for their own parts of the scheduler.
+    vars(found).update({n: v for n, v in vars(stated).items() if n not in known})
+    return found
+
+
+# --- the side that reads ----------------------------------------------------------
+
+
+@dataclass(eq=False)
+class SideChannels:
+    """Where a worker's peers answer, by engine id.
+
+    Attributes:
+        warned: the peers that are taken for like engines, of which the log says so.
+    """
+
+    found: RecentEngines[Address] = field(default_factory=RecentEngines)
+    warned: RecentEngines[None] = field(default_factory=RecentEngines)
+
+    def words(self, engine_id: str, tp_rank: int, facts: ReleaseFacts) -> Mapping[str, object]:
+        """All that a rank answers, by name; nothing where it does not answer, as a map."""
+        import msgspec
+        import zmq
+
+        address = self.found.get(engine_id)
+        if address is None:
+            return {}
+        if not facts.listens_in_scheduler:  # each rank listens behind the one before
+            address = replace(address, port=address.port + tp_rank)
+        try:
+            payload, *_ = ask(address, question_for(facts.question, tp_rank))
+            stated: Mapping[str, object] = msgspec.msgpack.decode(payload, type=dict[str, Any])
+        except (PeerRefused, msgspec.MsgspecError, zmq.ZMQError) as error:
+            _LOG.warning(
+                "engine %.200r was asked for what its kvpatch says of its cache, and is taken for "
+                "one without: %s",
+                *(engine_id, error),
+            )
+            return {}
+        return stated
+
+
+def stated_blocks(words: Mapping[str, object]) -> StatedBlocks | None:
+    """Returns what P's kvpatch states of its blocks; None where it states nothing.
+
+    Raises:
+        PeerRefused: it states what cannot be true.
+    """
+    stated, layout, dtype = (words.get(name) for name in (BLOCKS, LAYOUT, DTYPE))
+    if stated is None:
+        return None
+    found = _BLOCKS.fullmatch(stated) if isinstance(stated, str) else None
+    block_tokens, kernel_tokens = map(int, found.groups()) if found else (0, 0)
+    if not 0 < kernel_tokens <= block_tokens <= MOST_TOKENS or block_tokens % kernel_tokens:
+        raise PeerRefused(
+            f"its kvpatch states blocks of {shown(stated)} tokens: expected a number of tokens, "
+            "and of a kernel block's, which divides it",
+            "use one kvpatch on both sides",
+        )
+    return StatedBlocks(
+        block_tokens,
+        kernel_tokens,
+        str(layout) if layout in ("HND", "NHD") else None,
+        dtype if isinstance(dtype, str) else "",
+    )

@@ -1,0 +1,294 @@
+"""A cache that we do not read into: whether the release, which alone does, reads a peer rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpatch.core.errors import PeerRefused, UnplannableCopy
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.state_shares import Rank
+from kvpatch.peer.accepted_peers import refuse_other_rows
+from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.remote_states import ONE_SIZE, check_state_sizes, undivided
+from kvpatch.peer.whole_blocks import unknown_kind
+from kvpatch.worker.cache_kinds import RING, Holds, Kind
+from kvpatch.worker.shared_rows import (
+    Holder,
+    Page,
+    Region,
+    SharedRows,
+    regions_of,
+)
+from kvpatch.worker.state_division import StateDivision
+
+
+@dataclass(frozen=True)
+class UnreadCache:
+    """A cache that we do not read into: the release alone does.
+
+    Attributes:
+        needs_reader: whether its host buffer needs us to.
+        knows_keys: whether anybody knows how keys lie in a block.
+        has_heads: whether ranks hold heads; the latents of MLA are whole on each.
+        kinds: of its layers.
+        misreads_smaller: why the release reads no request of smaller blocks rightly; empty: it
+            does some.
+        rows: in which layers of unlike kinds overlay one another; None where they do not.
+        divisions: how ranks share out the states of each layer that has some, but for those that
+            the release itself takes for whole on every rank.
+        state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
+        mirror_layout: of vLLM's own host buffer, whatever it states; None where that is true.
+        shares_tokens: whether ranks share out a block's tokens and no handshake says so.
+    """
+
+    block_tokens: int
+    tp_size: int
+    layout: str | None
+    backend: str
+    needs_reader: bool = False
+    knows_keys: bool = True
+    has_heads: bool = True
+    kinds: Callable[[], Mapping[str, Kind]] = dict
+    misreads_smaller: Callable[[], str] = str
+    rows: Callable[[], SharedRows | None] = lambda: None
+    divisions: Callable[[], Mapping[str, StateDivision]] = dict
+    state_bytes: tuple[int, ...] = ()
+    mirror_layout: str | None = None
+    shares_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class UncheckedMetadata:
+    """What a cache that we do not read into asks of a peer's metadata; the release checks it.
+
+    Attributes:
+        memory_layout: by the word of its kvpatch; None without one, as a mirror of vLLM's has it.
+    """
+
+    engine_id: str
+    tp_size: int
+    block_tokens: Any
+    layout: Any
+    backend: Any = None
+    regions: tuple[Region, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    memory_layout: object = None
+
+
+Metadata = AgentMetadata | UncheckedMetadata
+
+
+def check_unread(local: UnreadCache, remote: Metadata, facts: ReleaseFacts) -> None:
+    """Whether the release reads the peer rightly.
+
+    Raises:
+        PeerRefused: it would copy packed keys, or those of another backend, as if they were our
+            rows, cut what moves whole, copy a page in part or another's, or pair smaller blocks
+            wrongly.
+    """
+    if local.needs_reader:
+        raise PeerRefused(
+            "this engine's cache is not one that kvpatch reads into (keys in tiles, context "
+            "parallelism), and its host buffer needs that",
+            "use KVPATCH_HOST_BUFFER=never",
+        )
+    refuse_other_rows(facts, local.backend, remote.backend)
+    same_tokens = remote.block_tokens in (None, local.block_tokens)
+    same_layout = remote.layout in (None, local.layout)
+    if not local.knows_keys and not (same_tokens and same_layout):
+        raise PeerRefused(
+            f"it has {remote}; we have blocks of {local.block_tokens} tokens, layout "
+            f"{local.layout}, in which the backend {local.backend} packs keys by rules of its own",
+            "use one block size and layout on both sides",
+        )
+    if local.shares_tokens and remote.tp_size != local.tp_size:
+        raise PeerRefused(
+            f"it has {remote.tp_size} ranks, ours {local.tp_size}, which share out the tokens of a "
+            "block, and this vLLM takes heads alone for shared out",
+            ONE_SIZE,
+        )
+    if local.mirror_layout is not None and local.has_heads:
+        _check_mirror(local, remote, same_tokens=same_tokens)
+    if not (same_tokens and same_layout and remote.tp_size == local.tp_size):
+        # Of what joins, releases <= 0.28 register no engine, and <= 0.31 join it wrongly.
+        joins = facts.pairs_heads_by_layout and has_smaller_blocks(remote, local.block_tokens)
+        for layer, kind in local.kinds().items():
+            has_tokens = same_tokens or (kind.joins and joins)
+            _check_uncut(local, remote, layer, kind, same_tokens=has_tokens)
+    if remote.tp_size != local.tp_size:
+        _check_states(local)
+    check_state_sizes(remote, _sizes_on(local, remote.tp_size))
+    rows = local.rows()
+    if rows is not None:
+        _check_rows(local, remote, rows)
+    elif local.has_heads and remote.tp_size < local.tp_size:
+        _check_rings(local)
+    if local.knows_keys:
+        check_smaller(remote, local.block_tokens, local.misreads_smaller)
+
+
+def _check_mirror(local: UnreadCache, remote: Metadata, *, same_tokens: bool) -> None:
+    """Refuses what a mirror does not hold as it states it.
+
+    Raises:
+        PeerRefused: the release would take heads for tokens.
+    """
+    told = remote.memory_layout if isinstance(remote, UncheckedMetadata) else None
+    is_true = local.layout == local.mirror_layout
+    is_like = is_true or (same_tokens and remote.tp_size == local.tp_size)
+    if told not in (None, local.mirror_layout) or not is_like:
+        raise PeerRefused(
+            f"vLLM's own host buffer has layout {local.mirror_layout} here and states "
+            f"{local.layout} (<= 0.25): it moves whole blocks between two of its kind",
+            "use one --block-size and --tensor-parallel-size on both sides, or "
+            "KVPATCH_HOST_BUFFER=always on both",
+        )
+
+
+def _check_uncut(
+    local: UnreadCache, remote: Metadata, layer: str, kind: Kind, *, same_tokens: bool
+) -> None:
+    """Whether the release reads blocks of a layer whole.
+
+    What has no heads is whole on every rank, and the release reads it so, but for some rings.
+
+    Raises:
+        PeerRefused: it would cut them.
+    """
+    if not kind.is_known:
+        raise unknown_kind(layer, kind)
+    if kind.holds is not Holds.WHOLE:
+        return
+    contents = f"blocks of layer {layer} hold {kind.contents}"
+    if not same_tokens:
+        raise PeerRefused(f"{contents}, and move whole", "use one block size")
+    if local.has_heads and kind.mixes_heads and remote.tp_size != local.tp_size:
+        raise PeerRefused(f"{contents}, and move whole, never a share of their heads", ONE_SIZE)
+
+
+def _check_states(local: UnreadCache) -> None:
+    """Whether the release finds a rank's share of each state on other ranks.
+
+    Raises:
+        PeerRefused: it takes all parts of a state for shared out, or nobody knows how they are.
+    """
+    for layer, division in local.divisions().items():
+        if division.reason:
+            raise undivided(layer, division)
+        if division.has_copies:
+            raise PeerRefused(
+                f"recurrent state of layer {layer} has a part that every rank has whole, and this "
+                "vLLM takes it for shared out",
+                ONE_SIZE,
+            )
+
+
+def _sizes_on(local: UnreadCache, ranks: int) -> set[tuple[int, ...]]:
+    """What our states would take on a rank of so many; nothing where nobody knows."""
+    if ranks == local.tp_size:
+        return {local.state_bytes} if local.state_bytes else set()
+    divisions = local.divisions().values()
+    try:
+        return {division.sizes_bytes(Rank(0, ranks)) for division in divisions}
+    except UnplannableCopy:  # no equal shares: the release may refuse them
+        return set()
+
+
+def _check_rows(local: UnreadCache, remote: Metadata, rows: SharedRows) -> None:
+    """Whether the release copies what lies in a row, from a peer whose blocks are as large.
+
+    Raises:
+        PeerRefused: it copies a page in part, or over other pages.
+    """
+    short = rows.copied_short()
+    if short is not None:
+        raise _copied_short(*short)
+    ranks, regions = (remote.tp_size, local.tp_size), _regions_of(remote)
+    if remote.tp_size == local.tp_size or not local.has_heads:
+        if rows.has_other_rows(regions) and not rows.is_cut_by_page():
+            raise PeerRefused(
+                "layers of several groups overlay one another in a block, P's at other places, and "
+                "this vLLM copies one over another",
+                "use one model, vLLM, --dtype, --mamba-cache-dtype, --mamba-ssm-cache-dtype and "
+                "--speculative-config on both sides",
+            )
+        return
+    if rows.has_equal_rows(regions, ranks):
+        return
+    if not rows.is_cut_by_page():
+        raise PeerRefused(
+            "layers of several groups overlay one another in a block, P's at other places, and "
+            "this vLLM copies a rank's share of one over another",
+            f"{ONE_SIZE}, or one of at least {rows.heads} (the KV heads) on both, and one "
+            "--block-size",
+        )
+    ring = rows.misread_ring(ranks)
+    if ring is not None:
+        raise _shared_ring(ring.layer, remote.tp_size < local.tp_size)
+
+
+def _copied_short(page: Page, copied: int) -> PeerRefused:
+    size = page.region.size_bytes
+    if page.holder is Holder.WHOLE_STATE:
+        return PeerRefused(
+            f"the state of layer {page.layer} has {size} bytes in a block, and this vLLM copies "
+            f"{copied} of them, by the size of another layer that begins there",
+            "use vLLM 0.32 or later on both sides",
+        )
+    return PeerRefused(
+        f"layer {page.layer} has {size} bytes in a block, and this vLLM copies {copied} of them, "
+        "by the size of another layer that begins there",
+        "use a larger --block-size on both sides",
+    )
+
+
+def _check_rings(local: UnreadCache) -> None:
+    """Rings that have the region of a layer in whose place they lie (<= 0.33 at least).
+
+    A D of more ranks than P reads the share of it that is a rank's of that layer's.
+
+    Raises:
+        PeerRefused: there are some.
+    """
+    for layer, kind in local.kinds().items():
+        if kind == RING:
+            raise _shared_ring(layer, True)
+
+
+def _shared_ring(layer: str, has_fewer: bool) -> PeerRefused:
+    ranks = "fewer" if has_fewer else "more"
+    return PeerRefused(
+        f"blocks of layer {layer} hold {RING.contents}, of which this vLLM reads a share where P "
+        f"has {ranks} ranks",
+        ONE_SIZE,
+    )
+
+
+def _regions_of(remote: Metadata) -> tuple[Region, ...]:
+    if isinstance(remote, UncheckedMetadata):
+        return remote.regions
+    return regions_of(remote.addresses, remote.block_bytes)
+
+
+def has_smaller_blocks(remote: Metadata, block_tokens: int) -> bool:
+    theirs = remote.block_tokens
+    return isinstance(theirs, int) and theirs < block_tokens
+
+
+def check_smaller(remote: Metadata, block_tokens: int, misreads_smaller: Callable[[], str]) -> None:
+    """Whether the release reads some request of a peer of smaller blocks rightly.
+
+    Raises:
+        PeerRefused: it reads none.
+    """
+    reason = misreads_smaller() if has_smaller_blocks(remote, block_tokens) else ""
+    if reason:
+        raise PeerRefused(
+            f"its blocks have {remote.block_tokens} tokens, ours {block_tokens}, this engine's "
+            "cache is not one that kvpatch reads into (a host buffer, context parallelism, layers "
+            "that share caches, or recurrent state in layout BLHNC), and this vLLM "
+            f"{reason}",
+            "use one --block-size on both sides",
+        )

@@ -1,0 +1,405 @@
+"""The ``kvpatch`` command. Needs the extra ``cli``; ``verify`` needs ``serve`` as well."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from kvpatch.core.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvpatch.tools.doctor import Diagnosis
+    from kvpatch.tools.planning.plan import Plan
+    from kvpatch.tools.verify.compare import Comparison
+    from kvpatch.tools.verify.setups import Options
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvpatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Moves KV caches between heterogeneous vLLM engines: byte-identical, or refused."""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Say how the engine behind this API server is doing, by its metrics."),
+    ] = None,
+    describes: Annotated[
+        bool,
+        typer.Option("--describe", help="With --url: write what that engine is, for kvpatch plan."),
+    ] = False,
+) -> None:
+    """Show what is installed, what becomes of each patch, and whether kvpatch works here.
+
+    Exit status: 0 when an engine that is started here has every patch that is enabled, 1
+    otherwise, 2 for wrong arguments. With --url: 0 when no load failed and nothing was
+    refused, 1 otherwise, 2 when the engine does not answer.
+    """
+    from rich.console import Console
+
+    if describes:
+        _describe_running(url)
+    if url is not None:
+        _show_engine(url, as_json=as_json)
+
+    from kvpatch.tools.doctor import diagnose
+
+    with Console(stderr=True).status("importing vLLM"):
+        diagnosis = diagnose()
+    if as_json:
+        typer.echo(json.dumps(diagnosis.as_dict(), indent=2))
+    else:
+        _show(diagnosis)
+    raise typer.Exit(0 if diagnosis.healthy else 1)
+
+
+def _describe_running(url: str | None) -> None:
+    from kvpatch.core.errors import BadOptions
+    from kvpatch.tools.planning.running import description_of
+
+    with exit_statuses():
+        if url is None:
+            raise BadOptions(
+                "doctor --describe has no --url",
+                "give --url, or use kvpatch describe for an engine that is to be started",
+            )
+        _write(description_of(url), None)
+    raise typer.Exit
+
+
+def _show_engine(url: str, *, as_json: bool) -> None:
+    from kvpatch.tools.engine_report import report_of
+
+    with exit_statuses():
+        found = report_of(url)
+    if as_json:
+        typer.echo(json.dumps({"sentences": found.sentences, "well": found.is_well}, indent=2))
+    else:
+        for sentence in found.sentences:
+            typer.echo(sentence)
+    raise typer.Exit(0 if found.is_well else 1)
+
+
+def _show(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    status = diagnosis.status
+    installed = Table(title="kvpatch doctor", show_header=False)
+    for name, version in diagnosis.versions.items():
+        installed.add_row(name, version)
+    installed.add_row("generation", status.generation or "unknown")
+    installed.add_row("ENABLE_KVPATCH", "on" if diagnosis.gate else "off in this environment")
+    for name, value in diagnosis.settings.items():
+        installed.add_row(name, value)
+    console.print(installed)
+    styles = {"applied": "green", "refused": "red", "off": "yellow"}
+    patches = Table("patch", "outcome", "why")
+    for row in status.patches:
+        patches.add_row(row.slug, row.outcome, row.reason, style=styles.get(row.outcome))
+    if status.patches:
+        console.print(patches)
+    style = "green" if diagnosis.healthy else "red"
+    console.print(diagnosis.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The arguments and options of ``kvpatch plan``, as they were typed."""
+
+    prefill: Annotated[
+        str,
+        typer.Argument(
+            help="P: a file of vllm serve --config, a description (.json), or the URL of an engine "
+            "that runs.",
+            show_default=False,
+        ),
+    ]
+    decode: Annotated[str, typer.Argument(help="D's.", show_default=False)]
+    from_url: Annotated[
+        bool,
+        typer.Option(
+            "--from-url",
+            help="Also ask the running engines that files name (`url`).",
+        ),
+    ] = False
+    release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None
+    platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None
+    attention_backend: Annotated[
+        str | None, typer.Option(help="Of both, as vLLM's log names it.")
+    ] = None
+    model_config: Annotated[
+        Path | None, typer.Option(help="The model's config.json, or its folder.")
+    ] = None
+    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that numbers are of.")] = 4096
+    cached: Annotated[int, typer.Option(min=0, help="Of these, those in D's prefix cache.")] = 0
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="Of the wire, in GB/s, where it is known.")
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+
+    def planned(self) -> Plan:
+        """Plans the pair.
+
+        Raises:
+            KvpatchError: it cannot be said.
+        """
+        from kvpatch.tools.planning.pair import Request
+        from kvpatch.tools.planning.plan import plan_pair
+        from kvpatch.tools.planning.running import arguments_of, require_url
+
+        overrides = {
+            "release": self.release,
+            "platform": self.platform,
+            "attention-backend": self.attention_backend,
+        }
+        sides = [
+            arguments_of(source, overrides, asks_running=self.from_url)
+            for source in (self.prefill, self.decode)
+        ]
+        if self.from_url:
+            require_url(sides)
+        return plan_pair(
+            sides[0],
+            sides[1],
+            Request(self.tokens, min(self.cached, self.tokens)),
+            config=self.model_config,
+            bytes_per_second=None if self.bandwidth is None else self.bandwidth * 1e9,
+        )
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """The options of ``kvpatch verify``, as they were typed."""
+
+    release: Annotated[str | None, typer.Option(help="vLLM release that must be installed.")] = None
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name; by default a tiny random Llama.")
+    ] = None
+    setups: Annotated[str, typer.Option(help="Which to run; the first is the reference.")] = (
+        "single,stock,kvpatch"
+    )
+    engine_args: Annotated[
+        str, typer.Option(help="Server arguments of every engine, quoted as one.")
+    ] = ""
+    p_args: Annotated[str, typer.Option(help="Server arguments of the prefill engine.")] = ""
+    d_args: Annotated[str, typer.Option(help="Server arguments of the decode engine.")] = ""
+    kvpatch_on: Annotated[
+        str, typer.Option(help="Sides with kvpatch: both, prefill or decode.")
+    ] = "both"
+    dtype: Annotated[str, typer.Option(help="Data type of model and cache.")] = "float32"
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 24
+    negative_control: Annotated[
+        bool, typer.Option(help="Also spoil a block on purpose; the comparison must notice.")
+    ] = True
+    work_dir: Annotated[Path | None, typer.Option(help="For logs, model and results; kept.")] = None
+    startup_timeout: Annotated[
+        float, typer.Option(help="Seconds that an engine may take to start.")
+    ] = 600.0
+
+    def parsed(self) -> Options:
+        """Returns what a run is made of; makes the folder.
+
+        Raises:
+            BadOptions: no run can be made of them.
+        """
+        from kvpatch.tools.verify import setups
+
+        if self.release is not None:
+            setups.require_release(self.release)
+        return setups.Options(
+            work_dir=results_folder(self.work_dir),
+            model=self.model,
+            setups=setups.parse_setups(self.setups),
+            dtype=self.dtype,
+            engine_arguments=setups.parse_arguments(self.engine_args),
+            prefill_arguments=setups.parse_arguments(self.p_args),
+            decode_arguments=setups.parse_arguments(self.d_args),
+            kvpatch_on=setups.parse_side(self.kvpatch_on),
+            max_tokens=self.max_tokens,
+            negative_control=self.negative_control,
+            startup_timeout_s=self.startup_timeout,
+        )
+
+
+def takes(options: type[Any]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
+    """Gives a command an option for each field of a dataclass, and hands it the dataclass."""
+
+    def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
+        def called(**given: Any) -> None:
+            command(options(**given))
+
+        called.__doc__ = command.__doc__
+        called.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+        called.__annotations__ = get_type_hints(options, include_extras=True)
+        return called
+
+    return with_options
+
+
+def results_folder(asked: Path | None) -> Path:
+    """Returns the folder for logs and results: the user's, or a new temporary one."""
+    folder = (asked or Path(tempfile.mkdtemp(prefix="kvpatch-verify-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def exit_statuses() -> Iterator[None]:
+    """Ends the command with 128 + n after signal n and with 2 where it could not run, and says why.
+
+    Raises:
+        typer.Exit: in place of the errors.
+    """
+    from kvpatch.core.errors import Interrupted, KvpatchError
+
+    try:
+        yield
+    except Interrupted as stopped:
+        typer.echo(f"{stopped}; every engine has been stopped", err=True)
+        raise typer.Exit(128 + stopped.number) from None
+    except KvpatchError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _require_extra(command: str, extra: str, *modules: str) -> None:
+    from kvpatch.core.errors import BadOptions
+
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise BadOptions(
+            f"kvpatch {command} needs {' and '.join(missing)}",
+            f"run pip install 'kvpatch[{extra}]'",
+        )
+
+
+@app.command("plan")
+@takes(PlanOptions)
+def plan(asked: PlanOptions) -> None:
+    """Say what becomes of a pair of engines, from their arguments or by asking those that run.
+
+    Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
+    nor torch.
+    """
+    from rich.console import Console
+
+    with exit_statuses():
+        _require_extra("plan", "cli", "numpy", "yaml")
+        found = asked.planned()
+    if asked.as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        from kvpatch.tools.planning.rendering import show
+
+        show(found, Console())
+    raise typer.Exit(0 if found.serves else 1)
+
+
+@app.command("describe", context_settings={"ignore_unknown_options": True})
+def describe(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="Behind --: vllm serve and its arguments, variables first (NAME=value).",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option(help="Write it there, not to stdout.")] = None,
+    platform: Annotated[
+        str | None, typer.Option(help="Of the engine, where it is not this machine's.")
+    ] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="That vLLM chooses there, as its log names it.")
+    ] = None,
+) -> None:
+    """Ask the installed vLLM what an engine's caches will be; needs no device and no weights.
+
+    The JSON that it writes is what kvpatch plan takes for a side. Exit status: 0 written, 2 that
+    cannot be said.
+    """
+    with exit_statuses():
+        from kvpatch.tools.planning.describe import describe as described
+
+        _write(described(command, platform, attention_backend), output)
+
+
+def _write(description: Mapping[str, Any], output: Path | None) -> None:
+    """To a file, or to stdout."""
+    text = json.dumps(description, indent=1)
+    if output is None:
+        typer.echo(text)
+    else:
+        output.write_text(f"{text}\n", encoding="utf-8")
+
+
+@app.command("verify")
+@takes(VerifyOptions)
+def verify(asked: VerifyOptions) -> None:
+    """Compare a prefill/decode pair with a single engine: greedy tokens and cache bytes.
+
+    Exit status: 0 identical, 1 different, 2 could not run, 128 + n stopped by signal n.
+    """
+    from rich.console import Console
+
+    console = Console()
+    with exit_statuses():
+        _require_extra("verify", "serve", "httpx", "numpy")
+        from kvpatch.tools.verify.run import until_signal
+        from kvpatch.tools.verify.run import verify as run
+
+        options = asked.parsed()
+        console.print(f"logs and results: {options.work_dir}", soft_wrap=True, highlight=False)
+        comparison = until_signal(run(options, console))
+    _show_comparison(comparison, options, console)
+    if not comparison.passed:
+        raise typer.Exit(1)
+
+
+def _show_comparison(comparison: Comparison, options: Options, console: Console) -> None:
+    """Tables and conclusions; the details go to a file."""
+    from kvpatch.tools.verify.report import errors, json_lines, summary, table, write_json_lines
+
+    results = options.work_dir / "equivalence.jsonl"
+    write_json_lines(results, json_lines(comparison))
+    console.print(table(comparison))
+    if options.negative_control:
+        console.print(table(comparison, control=True))
+    for line in (*errors(comparison), *summary(comparison)):
+        console.print(line, markup=False, soft_wrap=True, highlight=False)
+    console.print(f"one JSON line per case: {results}", soft_wrap=True, highlight=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,184 @@
+"""How an engine is doing, in sentences, from the metrics that it shows."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvpatch.tools.api_server import METRICS, labels_of, text_of
+
+_SAMPLE = re.compile(r"^(kvpatch_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+#: vLLM's own labels; what is left is the only one of a metric of ours.
+_OF_VLLM = ("model_name", "engine")
+_WAYS = {
+    "stock": "by vLLM itself",
+    "direct": "straight to their places",
+    "staged": "through the staging pool",
+    "host_buffer": "through the host buffer",
+}
+_MIB = 1024**2
+
+#: By metric, by the value of its own label, over all engines behind one API server.
+Values = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What ``kvpatch doctor --url`` says.
+
+    Attributes:
+        sentences: what was found, and what to do about it.
+        is_well: whether no load failed and nothing was refused.
+    """
+
+    sentences: tuple[str, ...]
+    is_well: bool
+
+
+def report_of(url: str) -> EngineReport:
+    """Of the engine whose API server is there.
+
+    Raises:
+        BadOptions: there is none there.
+        RequestFailed: it does not answer, or shows no metrics.
+    """
+    return report(values_of(text_of(url, METRICS)))
+
+
+def values_of(text: str) -> Values:
+    """kvpatch's metrics in Prometheus' text; what several engines or ranks show is added up."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, labels, value in _SAMPLE.findall(text):
+        own = [v for label, v in labels_of(labels).items() if label not in _OF_VLLM]
+        found[name]["".join(own)] += float(value)
+    return found
+
+
+def report(values: Values) -> EngineReport:
+    """In sentences."""
+    if not values:
+        return EngineReport(
+            (
+                "It shows no metrics of kvpatch's: ENABLE_KVPATCH is not set in its API server's "
+                "process, KVPATCH_DISABLE names metrics, its vLLM is <= 0.11.0, or it has no "
+                "NixlConnector.",
+            ),
+            is_well=False,
+        )
+    refused = sum(_of(values, "refusals_total").values())
+    parts = (_loads, _holds, _digested, _reads, _refusals, _pool, _host_buffer)
+    sentences = tuple(sentence for part in parts for sentence in part(values))
+    return EngineReport(sentences, is_well=not (_not_received(values) or refused))
+
+
+def _of(values: Values, name: str) -> Mapping[str, float]:
+    return values.get(f"kvpatch_{name}", {})
+
+
+def _loads(values: Values) -> Iterator[str]:
+    total, failed = sum(_of(values, "loads_total").values()), _not_received(values)
+    if not total:
+        yield "Its workers have loaded nothing yet: it is a P, or nobody has asked."
+        return
+    yield f"Its workers were to load {total:.0f} requests, and {failed:.0f} loads failed."
+    if failed:
+        yield (
+            f"{100 * failed / total:.1f} % of loads failed: the engine's log names each request "
+            "and why (docs/reference/log_lines.md)."
+        )
+
+
+def _not_received(values: Values) -> float:
+    loads = _of(values, "loads_total")
+    return sum(loads.values()) - loads.get("received", 0)
+
+
+def _holds(values: Values) -> Iterator[str]:
+    """What P's word says of the blocks that were read."""
+    holds = _of(values, "load_holds_total")
+    stale = holds.get("gone", 0) + holds.get("expired", 0)
+    if stale:
+        yield (
+            f"{stale:.0f} of them failed since P let go of their blocks before they had been read, "
+            "or may have: a longer lease at P, or more KVPATCH_STAGING_BYTES here, keep them from "
+            "that (docs/explanation/stale_blocks.md)."
+        )
+    if holds.get("held"):
+        yield f"Of {holds['held']:.0f} loads P has said that it held the blocks to the last byte."
+    if holds.get("unproven"):
+        yield (
+            f"Of {holds['unproven']:.0f} loads it is not proven that P held the blocks: it has no "
+            "kvpatch, or its answer came without kvpatch_hold."
+        )
+
+
+def _digested(values: Values) -> Iterator[str]:
+    """What P's digests say of loads."""
+    found = _of(values, "load_digests_total")
+    alarms = found.get("alarm", 0)
+    compared = found.get("checked", 0) + found.get("partly", 0) + alarms
+    if compared:
+        yield (
+            f"Of {compared:.0f} loads that were compared with P's digests {alarms:.0f} were not "
+            "what P had computed."
+        )
+    if alarms:
+        yield (
+            "Each of these has failed: the engine's log says in which layers, heads and tokens "
+            "(docs/explanation/digests.md)."
+        )
+    if found.get("partly"):
+        yield (
+            f"Of {found['partly']:.0f} of the compared loads some tokens were compared with "
+            "nothing (docs/explanation/digests.md)."
+        )
+    if found.get("unchecked"):
+        yield f"{found['unchecked']:.0f} loads were not compared with digests, or not wholly."
+
+
+def _reads(values: Values) -> Iterator[str]:
+    seconds = _of(values, "read_seconds_total")
+    size_bytes = _of(values, "read_bytes_total")
+    for way, reads in _of(values, "reads_total").items():
+        if reads:
+            mean_ms = 1e3 * seconds.get(way, 0) / reads
+            mib = size_bytes.get(way, 0) / _MIB / reads
+            yield (
+                f"{reads:.0f} reads came {_WAYS.get(way, way)}, of {mib:.2f} MiB in "
+                f"{mean_ms:.1f} ms each."
+            )
+
+
+def _refusals(values: Values) -> Iterator[str]:
+    for cause, count in _of(values, "refusals_total").items():
+        if count:
+            yield (
+                f"{cause} was raised {count:.0f} times: the engine's log has the sentence that "
+                "says what to change (docs/reference/refusals.md)."
+            )
+
+
+def _pool(values: Values) -> Iterator[str]:
+    waits = sum(_of(values, "staging_pool_waits_total").values())
+    size_bytes = sum(_of(values, "staging_pool_bytes").values())
+    reads = _of(values, "reads_total")
+    pooled = reads.get("staged", 0) + reads.get("host_buffer", 0)
+    if waits:
+        yield (
+            f"{waits:.0f} of {pooled:.0f} reads through staging pools of {size_bytes / _MIB:.0f} "
+            "MiB in all had to wait for room: more KVPATCH_STAGING_BYTES keep them from that."
+        )
+
+
+def _host_buffer(values: Values) -> Iterator[str]:
+    blocks = _of(values, "host_buffer_blocks")
+    waiting = sum(_of(values, "host_buffer_waiting_requests").values())
+    if blocks.get("all"):
+        yield (
+            f"{blocks.get('reserved', 0):.0f} of {blocks['all']:.0f} host blocks are reserved, and "
+            f"{waiting:.0f} requests wait for some."
+        )
+    if waiting:
+        yield "More KVPATCH_HOST_BUFFER_BYTES let them begin."

@@ -1,0 +1,375 @@
+"""Asks the installed vLLM what an engine's caches will be: no weights, no device.
+
+vLLM's own parser reads the command, its configuration and its attention selection decide, its
+class of the model is built on the meta device as the first of all ranks, and its own code plans
+the caches of that. No other process is started: the groups of ranks are torch's fake ones, which
+have every size and move nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from kvpatch.core import settings
+from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.installed import installed_facts
+from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.peer import peer_hash
+from kvpatch.peer.compared_hash import own_factors
+from kvpatch.tools.planning.answers import configured_options
+from kvpatch.tools.planning.arguments import EngineArguments
+from kvpatch.tools.planning.description import Caches, Description, Layer
+from kvpatch.tools.planning.engine import PUSH
+from kvpatch.worker.kv_cache_groups import spec_of
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state_division import state_division
+
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+_SERVERS = ("vllm.entrypoints.openai.api_server", "serve")
+#: What vLLM raises where a configuration or a model is none of what it takes.
+_VLLMS_ERRORS = (
+    *(AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(TypeError, ValueError),
+)
+#: More than any cache takes; nothing is allocated.
+_MEMORY_BYTES = 1 << 50
+_DRAFTS = "each draft's layers are made by the worker, which describe does not start"
+
+
+def describe(
+    command: Sequence[str], platform: str | None = None, attention_backend: str | None = None
+) -> dict[str, Any]:
+    """The description of the engine that a command would start.
+
+    Args:
+        command: ``vllm serve MODEL ...``, behind variables as a shell has them (``NAME=value``).
+        platform: of the engine, where it is not this machine's.
+        attention_backend: that vLLM chooses there.
+
+    Raises:
+        BadOptions: the command is none, or vLLM does not take it.
+        CannotPlan: the installed release, or the engine, cannot be described.
+        ReleaseNotKnown: there is no vLLM, or it is none of kvpatch's releases.
+    """
+    variables, arguments = _split(command)
+    settings.set_variables(variables)
+    found = settings.engine_variables()
+    facts = installed_facts()
+    if not facts.server_arguments:
+        first = next(known.release for known in FACTS.values() if known.server_arguments)
+        raise CannotPlan(
+            f"vLLM {facts.release} cannot be described: vLLM {first} is the first that decides "
+            "on all caches of a model in one place",
+            "give kvpatch plan the engine's arguments",
+        )
+    settings.set_variables({"VLLM_LOGGING_LEVEL": found.get("VLLM_LOGGING_LEVEL", "ERROR")})
+    with redirect_stdout(sys.stderr):  # which is the description's alone
+        try:
+            return _Describing(facts, found, platform, attention_backend).described(arguments)
+        except _VLLMS_ERRORS as error:
+            raise BadOptions(
+                f"vLLM {facts.release} does not make an engine of this here: "
+                f"{' '.join(str(error).split()):.600}",
+                "change what it names",
+            ) from error
+
+
+def _split(command: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables before a command, and the arguments of the API server behind it."""
+    words = list(command)
+    variables: dict[str, str] = {}
+    while words and _VARIABLE.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    server = next((n for n, word in enumerate(words) if word in _SERVERS), None)
+    if server is None or server > 2:  # python -m MODULE
+        raise BadOptions(
+            f"{' '.join(words)!r:.80} starts no API server of vLLM's",
+            "write kvpatch describe -- vllm serve MODEL, with its arguments",
+        )
+    return variables, words[server + 1 :]
+
+
+@contextmanager
+def _one_of(ranks: int) -> Iterator[None]:
+    """Lets vLLM make its groups of ranks in a process that is alone."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    groups = torch.distributed
+    new_group, queue = groups.new_group, shm_broadcast.MessageQueue
+    neighbours = parallel_state.in_the_same_node_as
+    groups.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    groups.new_group = lambda of=None, timeout=None, **_: new_group(of, timeout, "fake")
+    parallel_state.in_the_same_node_as = lambda *_, **__: [True] * ranks
+    shm_broadcast.MessageQueue = SimpleNamespace(create_from_process_group=lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        groups.new_group, shm_broadcast.MessageQueue = new_group, queue
+        parallel_state.in_the_same_node_as = neighbours
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+@dataclass(frozen=True)
+class _Describing:
+    """Asks one vLLM.
+
+    Attributes:
+        variables: that the engine is started with.
+    """
+
+    facts: ReleaseFacts
+    variables: Mapping[str, str]
+    platform: str | None
+    backend: str | None
+
+    def described(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The description of the engine of these arguments."""
+        import vllm
+
+        asked, config = self._configured(arguments)
+        self._refuse(config)
+        parallel = config.parallel_config
+        with _one_of(parallel.world_size), self._built(config):
+            caches = self._caches(config)
+            digest, hashed = self._hashed(config)
+        about: dict[str, Any] = {"release": self.facts.release, "platform": self._platform()}
+        if caches.backends:
+            about["attention-backend"] = self.backend or caches.backends[0]
+        if about["platform"] == "cpu":
+            import torch
+
+            about["amx"] = torch.cpu._is_amx_tile_supported()
+        found = EngineArguments(
+            source="kvpatch describe",
+            options=asked | configured_options(config) | _transfer(config),
+            about=about,
+            environment=self.variables,
+            described=Description(vllm.__version__, caches, hashed),
+        )
+        return found.as_description(digest)
+
+    def _configured(self, arguments: Sequence[str]) -> tuple[dict[str, Any], Any]:
+        """Returns what was asked for, and what vLLM makes of it."""
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.model_executor.models import registry
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+        # It looks at each model's class in a process of its own, which imports vLLM anew.
+        registry._run_in_subprocess = lambda looked_at: looked_at()
+        module = importlib.import_module(self.facts.server_arguments)
+        parser = module.make_arg_parser(FlexibleArgumentParser())
+        given = parser.parse_args(list(arguments))
+        if given.model_tag:
+            given.model = given.model_tag
+        asked = {
+            name: _plain(value)
+            for name, value in vars(given).items()
+            if value != parser.get_default(name) and name not in ("config", "model_tag")
+        }
+        given.skip_tokenizer_init = True
+        config = AsyncEngineArgs.from_cli_args(given).create_engine_config(
+            UsageContext.OPENAI_API_SERVER
+        )
+        return asked, config
+
+    def _refuse(self, config: Any) -> None:
+        """Raises CannotPlan for an engine that one rank without a device does not stand for."""
+        drafting = config.speculative_config
+        if drafting is not None and (drafting.use_eagle() or drafting.uses_draft_model()):
+            raise CannotPlan(
+                f"an engine that drafts with {drafting.method} cannot be described: {_DRAFTS}",
+                "give kvpatch plan the engine's arguments",
+            )
+        if self.backend is None:
+            return
+        if not config.cache_config.user_specified_block_size or config.model_config.is_hybrid:
+            raise CannotPlan(
+                f"how many tokens blocks of {self.backend} have cannot be asked of a vLLM for "
+                f"another platform than {self.platform}",
+                "give the command --block-size; a model with recurrent states is described where "
+                "it runs",
+            )
+
+    def _platform(self) -> str:
+        from vllm.platforms import current_platform
+
+        if self.platform is not None:
+            return self.platform
+        return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+
+    @contextmanager
+    def _built(self, config: Any) -> Iterator[None]:
+        """Builds the first rank's layers in the configuration, and sets blocks that suit them."""
+        import torch
+        from vllm.config import set_current_vllm_config
+        from vllm.distributed import (
+            ensure_model_parallel_initialized,
+            init_distributed_environment,
+        )
+        from vllm.model_executor.model_loader.utils import initialize_model
+        from vllm.platforms import current_platform
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        parallel = config.parallel_config
+        with set_current_vllm_config(config):
+            init_distributed_environment(parallel.world_size, 0, "", 0, "fake")
+            ensure_model_parallel_initialized(
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.prefill_context_parallel_size,
+                parallel.decode_context_parallel_size,
+            )
+            with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+                initialize_model(vllm_config=config)
+            current_platform.update_block_size_for_backend(config)
+            yield
+
+    def _caches(self, config: Any) -> Caches:
+        from vllm.config import get_layers_from_vllm_config
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+        from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+        from vllm.v1.attention.backends.utils import (
+            get_supported_kv_cache_layouts,
+            resolve_kv_cache_layout,
+        )
+        from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+        layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+        specs = get_kv_cache_spec(config)
+        backends = get_current_attn_backends(config)
+        supported = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
+        layout = resolve_kv_cache_layout(config, [supported], list(specs.values()))
+        planned = self._planned(config, specs)
+        model, parallel = config.model_config, config.parallel_config
+        kernel_tokens = self._kernel_tokens(config, planned, backends)
+        by_layer = {
+            name: spec_of(group.kv_cache_spec, name)
+            for group in planned.kv_cache_groups
+            for name in group.layer_names
+        }
+        return Caches(
+            rank=0,
+            block_tokens=config.cache_config.block_size,
+            kernel_tokens=kernel_tokens,
+            layout=layout.name,
+            heads=model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
+            kv_heads=model.get_total_num_kv_heads(),
+            model_dtype=_name(model.dtype),
+            cache_dtype=_cache_dtype(config),
+            layers=tuple(self._layer(config, name, layers[name], by_layer[name]) for name in specs),
+            groups=tuple(tuple(group.layer_names) for group in planned.kv_cache_groups),
+        )
+
+    def _planned(self, config: Any, specs: Mapping[str, Any]) -> Any:
+        """The release's plan of the caches, groups of layers included."""
+        from vllm.v1.engine import core
+
+        memory: list[Any] = [[specs], [_MEMORY_BYTES]]
+        if self.facts.groups_layers_first:
+            memory.append(core.get_global_kv_cache_groups(config, [specs]))
+        return core.get_kv_cache_configs(config, *memory)[0]
+
+    def _kernel_tokens(self, config: Any, planned: Any, backends: Sequence[Any]) -> int:
+        """Of the blocks that this rank's connector would register; 0 where nobody can tell here."""
+        if self.backend is not None:
+            return 0
+        reader = self.facts.reader
+        owner = getattr(importlib.import_module(reader.module), reader.owner)
+        worker = SimpleNamespace(
+            vllm_config=config,
+            kv_cache_config=planned,
+            attn_backends=backends,
+            block_size=config.cache_config.block_size,
+            num_blocks=planned.num_blocks,
+        )
+        owner._sync_block_size_with_kernel(worker)
+        return int(worker.block_size)
+
+    def _layer(self, config: Any, name: str, layer: Any, spec: Any) -> Layer:
+        kind, backend = type(spec).__name__, layer.get_attn_backend().get_name()
+        of_all = (name, kind, backend, spec.block_size, spec.page_size_bytes)
+        if kind != "MambaSpec":
+            return Layer(
+                *of_all,
+                dtypes=(_name(spec.dtype),),
+                kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_size,
+                value_dim=getattr(spec, "head_size_v", spec.head_size),
+                window=getattr(spec, "sliding_window", None) or 0,
+            )
+        ranks = config.parallel_config.tensor_parallel_size
+        division = state_division(spec, ranks, config.model_config.hf_text_config, self.facts)
+        return Layer(
+            *of_all,
+            dtypes=tuple(map(_name, spec.dtypes)),
+            shapes=tuple(map(tuple, spec.shapes)),
+            parts=tuple(
+                (s.unit_bytes, tuple((part.units, part.is_copied) for part in s.parts))
+                for s in division.states
+            ),
+            undivided=division.reason,
+        )
+
+    def _hashed(self, config: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """The hash that the release's own code makes, and the factors that come to it."""
+        from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+
+        name = self.backend or get_current_attn_backends(config)[0].get_name()
+        module = importlib.import_module(self.facts.reader.module.rpartition(".")[0] + ".metadata")
+        transfer = config.kv_transfer_config
+        is_push = transfer is not None and transfer.kv_connector == PUSH
+        make = module.compute_nixl_compatibility_hash
+        worker = SimpleNamespace(
+            vllm_config=config, backend_name=name, compat_hash=make(config, name)
+        )
+        setattr(worker, self.facts.topology, None)
+        own = own_factors(ReleaseWorker(worker, self.facts))
+        if own is None:
+            return None, None
+        found = {one: own.values[one] for one in self.facts.hash_factors}
+        found[peer_hash.MODE] = "push" if is_push else "pull"  # known since the first of these
+        return make(config, name, transfer_mode=found[peer_hash.MODE]), found
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _transfer(config: Any) -> dict[str, Any]:
+    """Returns the connector's settings that a plan reads; the rest is each engine's own."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return {}
+    names = (
+        *("kv_connector", "kv_role", "kv_buffer_device", "kv_connector_module_path"),
+        *("enable_permute_local_kv", "kv_connector_extra_config"),
+    )
+    found = {name: getattr(transfer, name) for name in names}
+    return {"kv_transfer_config": {name: _plain(one) for name, one in found.items() if one}}
+
+
+def _cache_dtype(config: Any) -> str:
+    asked = str(config.cache_config.cache_dtype)
+    return _name(config.model_config.dtype) if asked == "auto" else asked
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as JSON has it; an object of vLLM's as text."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)

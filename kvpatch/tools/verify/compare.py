@@ -1,0 +1,201 @@
+"""What differs between two set-ups, and between the two engines of a pair. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvpatch.tools.verify.fingerprint import LayerFingerprints, differing_layers
+from kvpatch.tools.verify.handoff import Completion
+from kvpatch.tools.verify.prompts import Case
+
+NULL_BLOCK = 0
+"""vLLM's placeholder for a block outside a sliding window."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One engine's cache of one prompt.
+
+    ``computed_tokens`` is how many prompt tokens the engine had when it first computed one of them
+    itself; on a decode engine all but the last come from the transfer and from its prefix cache.
+    ``block_ids`` are the request's blocks, a list for each cache group.
+    """
+
+    fingerprints: LayerFingerprints
+    computed_tokens: int
+    block_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one set-up made of one prompt; ``error`` stands instead of an answer."""
+
+    completion: Completion | None
+    prefill: Snapshot | None = None
+    decode: Snapshot | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One prompt under one set-up, against the reference. Each problem is a sentence.
+
+    Attributes:
+        tokens: how the answer differs from the reference's.
+        transfer: how the decode engine's cache differs from the prefill engine's.
+        prefill: how the prefill engine's cache differs from the reference's.
+    """
+
+    tokens: str
+    transfer: str
+    prefill: str
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing that the transfer answers for differs."""
+        return not (self.tokens or self.transfer or self.prefill)
+
+
+def judge(case: Case, observed: Observation, reference: Observation, alone: bool) -> Verdict:
+    """Compare one observation with the reference.
+
+    ``alone`` says that the prompt was computed in a step of its own in both. Prompts that are
+    batched together are batched by chance, and a matrix product may round differently with the
+    number of its rows, so that then only tokens and the transfer itself can be held to be equal.
+    """
+    return Verdict(
+        tokens=_compare_tokens(observed, reference),
+        transfer=_compare_transfer(case, observed),
+        prefill=_compare_prefill(observed, reference) if alone else "",
+    )
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or at which one of the two ends; None if equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _compare_tokens(observed: Observation, reference: Observation) -> str:
+    if observed.completion is None:
+        return "failed"
+    if reference.completion is None:
+        return "the reference failed"
+    index = first_difference(observed.completion.token_ids, reference.completion.token_ids)
+    if index is not None:
+        return f"differs at token {index}"
+    if observed.completion.text != reference.completion.text:
+        return "same tokens, other text"
+    return ""
+
+
+def _compare_transfer(case: Case, observed: Observation) -> str:
+    if observed.completion is None:
+        return "no transfer"
+    if observed.prefill is None or observed.decode is None:
+        missing = "prefill" if observed.prefill is None else "decode"
+        return f"the {missing} engine reported no cache"
+    had = observed.decode.computed_tokens
+    if had < case.tokens - 1:
+        return f"the decode engine had {had} of {case.tokens} tokens and computed the rest"
+    return _differing(observed.prefill.fingerprints, observed.decode.fingerprints)
+
+
+def _compare_prefill(observed: Observation, reference: Observation) -> str:
+    if observed.prefill is None or reference.prefill is None:
+        return "no cache reported"
+    if observed.prefill.computed_tokens != reference.prefill.computed_tokens:
+        # Prefix hits of other lengths: what was computed is a matrix of other rows.
+        return ""
+    return _differing(reference.prefill.fingerprints, observed.prefill.fingerprints)
+
+
+def _differing(left: LayerFingerprints, right: LayerFingerprints) -> str:
+    layers = differing_layers(left, right)
+    return f"{len(layers)} of {len({*left, *right})} layers differ" if layers else ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A whole run, judged.
+
+    Attributes:
+        observations: set-up -> case name -> observation, in the order in which the set-ups ran.
+            The others are held against the first, the reference.
+        verdicts: set-up -> case name -> verdict, of the cases that must be identical.
+        control: the same, of the cases whose cache was spoiled on purpose.
+    """
+
+    cases: tuple[Case, ...]
+    observations: Mapping[str, Mapping[str, Observation]]
+    verdicts: Mapping[str, Mapping[str, Verdict]]
+    control: Mapping[str, Mapping[str, Verdict]]
+
+    @property
+    def reference(self) -> str:
+        """The set-up that the others are held against."""
+        return next(iter(self.observations))
+
+    @property
+    def differences(self) -> list[str]:
+        """Every verdict that is not identical, as ``set-up/case``."""
+        return [
+            f"{setup}/{case}"
+            for setup, by_case in self.verdicts.items()
+            for case, verdict in by_case.items()
+            if not verdict.identical
+        ]
+
+    @property
+    def control_failures(self) -> list[str]:
+        """Spoiled prompts that went unnoticed, in tokens or in the cache, as ``set-up/case``.
+
+        A spoiled prompt that fails to answer shows nothing, so it counts as unnoticed too.
+        """
+        return [
+            f"{setup}/{case}"
+            for setup, by_case in self.control.items()
+            for case, verdict in by_case.items()
+            if not (verdict.tokens.startswith("differs") and verdict.transfer.endswith("differ"))
+        ]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared, all of it is identical, and the control was noticed."""
+        compared = any(self.verdicts.values())
+        return compared and not self.differences and not self.control_failures
+
+
+def compare(
+    cases: Sequence[Case],
+    observations: Mapping[str, Mapping[str, Observation]],
+    *,
+    same_prefill: bool = True,
+) -> Comparison:
+    """Judge every set-up but the first, which is the reference.
+
+    ``same_prefill`` says that prefill engines compute as the reference does, to the last bit; with
+    another number of ranks sums are split otherwise, and only tokens can be held to be equal.
+    """
+    reference, *others = observations
+    together = {case.step for case in cases if sum(other.step == case.step for other in cases) > 1}
+
+    def verdicts(control: bool) -> dict[str, dict[str, Verdict]]:
+        return {
+            setup: {
+                case.name: judge(
+                    case,
+                    observations[setup][case.name],
+                    observations[reference][case.name],
+                    alone=same_prefill and case.step not in together,
+                )
+                for case in cases
+                if case.control is control and case.name in observations[setup]
+            }
+            for setup in others
+        }
+
+    return Comparison(tuple(cases), observations, verdicts(False), verdicts(True))

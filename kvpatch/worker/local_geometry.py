@@ -1,0 +1,264 @@
+"""Local geometry: what a worker registered, read back from it after the registration."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.geometry.cross_layer_blocks import places_of
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.geometry.layout_strides import (
+    LAYER_BY_LAYER,
+    LAYERS_INSIDE_BLOCKS,
+    NAMED_LAYOUTS,
+    InnerLayout,
+    layer_by_layer,
+)
+from kvpatch.geometry.memory import Memory
+from kvpatch.worker.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
+from kvpatch.worker.kv_cache_groups import packed_groups
+from kvpatch.worker.recurrent_state import StatePages
+from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, page_bytes_of
+from kvpatch.worker.release_worker import ReleaseWorker
+
+_LOG = logging.getLogger("kvpatch.registration")
+
+
+KVSplit = Literal["together", "apart"]
+"""Whether keys and values of a block are in one region, or in two."""
+
+
+@dataclass(frozen=True)
+class LocalGeometry:
+    """What this worker registered, as far as a peer's cache is read against it.
+
+    Attributes:
+        layers: every attention layer's cache.
+        addresses: where each region starts, in the order that the peer uses too.
+        block_tokens: tokens of a kernel block.
+        kernel_blocks_per_block: kernel blocks in one of the blocks that ids count.
+        layout: its name, as it is sent to peers.
+        total_heads: KV heads of the whole model.
+        key_order: COLUMN_MAJOR on the CPU backend, or TILED where its processor has AMX.
+        tiles_on_amx: whether the CPU backend has such items in tiles there.
+        dtype: of keys and values, in the words of ``--kv-cache-dtype``; empty where nobody asks.
+        facts: of the release that reads it.
+        region_names: the layer that each region is named after; None in releases <= 0.29.
+        units: the layers of each tensor, in the order in which tensors are handed to the
+            registration; None in releases <= 0.28, and where keys and values are regions of their
+            own.
+        cross_layer_groups: each group's layers as they follow one another in a cross-layer block,
+            on both sides; None where that is not known.
+        kernel_sizes: how the release cuts blocks; None where that is not known.
+        groups: the layers of each block table; None where there is one.
+        kv_split: whether keys and values are in one region, or in two, where the backend's own
+            blocks hold both, one behind the other; None where they do not.
+        misreads_blocks: whether block sizes that peers state are none (CPU, <= 0.11.2).
+        planned_layout: what the release would have stated of tensors to which an allocator has
+            given another layout, which is the one that is stated; else None.
+        cross_layer_places: what cross-layer blocks like ours state of their places, where they
+            hold recurrent state.
+        states: the pages of each layer with recurrent state, as they were registered.
+        state_bytes: of each state of a layer, as a handshake states them; empty where it does not.
+        backend_layout: HND or NHD as the backend has it, whatever it is called; None where that
+            is not known.
+        backends: the names of all layers' attention backends; none in releases <= 0.11.0.
+    """
+
+    layers: Mapping[str, LayerCache]
+    addresses: tuple[int, ...]
+    block_bytes: tuple[int, ...]
+    block_tokens: int
+    kernel_blocks_per_block: int
+    layout: str
+    inner_layout: str
+    total_heads: int
+    tp_rank: int
+    tp_size: int
+    memory: Memory
+    backend: str
+    key_order: KeyOrder
+    facts: ReleaseFacts
+    region_names: tuple[str, ...] | None = None
+    units: tuple[tuple[str, ...], ...] | None = None
+    cross_layer_groups: tuple[tuple[str, ...], ...] | None = None
+    kernel_sizes: KernelBlockSizes | None = None
+    groups: tuple[frozenset[str], ...] | None = None
+    kv_split: KVSplit | None = None
+    misreads_blocks: bool = False
+    planned_layout: str | None = None
+    cross_layer_places: str | None = None
+    states: Mapping[str, StatePages] = field(default_factory=dict)
+    state_bytes: tuple[int, ...] = ()
+    backend_layout: str | None = None
+    backends: frozenset[str] = frozenset()
+    tiles_on_amx: bool = True
+    dtype: str = ""
+
+    @cached_property
+    def has_heads(self) -> bool:
+        """Whether ranks hold heads; the latents of MLA are whole on each."""
+        return any(layer.has_heads for layer in self.layers.values())
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one element of the first layer."""
+        return next(iter(self.layers.values())).planes[0].item_bytes
+
+    @cached_property
+    def shows_layout(self) -> bool:
+        """Whether our strides tell heads from tokens."""
+        return layout_shown_by(self.layers) is not None
+
+    @cached_property
+    def places(self) -> tuple[tuple[str, ...], ...]:
+        """The attention layers at each place of a cross-layer block like ours."""
+        groups = self.groups or (self.layers.keys(),)
+        return places_of([group & self.layers.keys() for group in groups])
+
+    @cached_property
+    def layers_differ_in_shape(self) -> bool:
+        """Whether the heads, tokens or widths of our layers differ from one another."""
+        return differ_in_shape(self.layers)
+
+    @cached_property
+    def misses_pages(self) -> bool:
+        """Whether the release would read less of a layer's blocks than they hold.
+
+        From 0.30 on layers of several groups that begin in one place of a block have the region
+        of one of them, whose pages may be the smaller.
+        """
+        if self.layout not in LAYERS_INSIDE_BLOCKS:
+            return False
+        regions = [(a, a + size) for a, size in zip(self.addresses, self.block_bytes, strict=True)]
+        pages = [(c.planes[0].address, page_bytes_of(c)) for c in self.layers.values()]
+        return not all(
+            any(low <= start and start + size <= high for low, high in regions)
+            for start, size in pages
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"blocks of {self.block_tokens} tokens, layout {self.layout}, rank {self.tp_rank} of "
+            f"{self.tp_size}, {len(self.addresses)} regions"
+        )
+
+
+def local_geometry_of(
+    release: ReleaseWorker, layers: Mapping[str, LayerCache], key_order: KeyOrder
+) -> LocalGeometry:
+    """What a worker has registered, which keeps it under other names in other releases.
+
+    Args:
+        layers: as the release was shown them.
+    """
+    worker, facts = release.worker, release.facts
+    inner_layout = layout_shown_by(layers) or "HND"  # the same bytes, where nothing tells
+    layout = release.stated_layout or inner_layout
+    units = units_of(layers) if layout in NAMED_LAYOUTS else None
+    return LocalGeometry(
+        layers=layers,
+        addresses=release.addresses,
+        block_bytes=release.region_block_bytes,
+        block_tokens=int(worker.block_size),
+        kernel_blocks_per_block=release.kernel_blocks_per_block,
+        layout=layout,
+        inner_layout=inner_layout,
+        total_heads=int(worker.model_config.get_total_num_kv_heads()),
+        tp_rank=int(worker.tp_rank),
+        tp_size=int(worker.world_size),
+        memory=Memory(
+            worker.nixl_memory_type if facts.has_host_buffer else "VRAM",
+            worker.device_id if facts.states_device else worker.tp_rank,
+        ),
+        backend=str(worker.backend_name),
+        backends=frozenset(backend.get_name() for backend in release.backends),
+        key_order=key_order,
+        tiles_on_amx=release.tiles_on_amx,
+        dtype="" if facts.states_kernel_blocks else release.cache_dtype,
+        state_bytes=release.state_bytes,
+        facts=facts,
+        region_names=(tuple(worker.region_names) or None) if facts.names_regions else None,
+        units=units,
+        cross_layer_groups=(
+            None if units is None else cross_layer_groups_of(release, layers, layout)
+        ),
+        kernel_sizes=kernel_block_sizes(release),
+    )
+
+
+def units_of(layers: Mapping[str, LayerCache]) -> tuple[tuple[str, ...], ...] | None:
+    """The layers of each tensor; None where keys and values are not in one row."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
+    for name, layer in layers.items():
+        if "kv" in layer.order.dimensions:
+            return None
+        found[layer.planes[0].address].append(name)
+    return tuple(tuple(names) for names in found.values())
+
+
+def cross_layer_groups_of(
+    release: ReleaseWorker, layers: Mapping[str, LayerCache], layout: str
+) -> tuple[tuple[str, ...], ...] | None:
+    """Each group's layers as the release's plan has them follow one another in such a block.
+
+    None where that is not known. The plan is made of the model and the same on both sides,
+    whatever the layout, where all pages have one size: a tensor of it places its layers one
+    after the other behind those of the one before, and groups overlay one another. Where our
+    own layers lie in cross-layer blocks, they must lie in that order.
+    """
+    found = packed_groups(release.worker, release.facts)
+    if found is None:
+        return None
+    with_layers = tuple(group for group in found if not layers.keys().isdisjoint(group))
+    if sorted(name for group in with_layers for name in group) != sorted(layers):
+        return None
+    for group in with_layers:
+        starts = [layers[name].planes[0].address for name in group]
+        if layout in LAYERS_INSIDE_BLOCKS and starts != sorted(starts):
+            return None
+    return with_layers
+
+
+def own_regions(worker: Any, facts: ReleaseFacts) -> dict[str, Any]:
+    """What this worker states of its own regions, copied; empty in releases <= 0.29."""
+    return {
+        name.removeprefix("_"): copy.copy(getattr(worker, name)) for name in facts.books_of_regions
+    }
+
+
+def layout_shown_by(layers: Mapping[str, LayerCache]) -> InnerLayout | None:
+    """HND or NHD, by the strides: in NHD the heads of a token are neighbours.
+
+    None with one head, or blocks of one token: the two are the same bytes then.
+    """
+    for layer in layers.values():
+        plane = layer.planes[0]
+        if plane.counts.heads > 1 and plane.counts.block_tokens > 1:
+            strides = plane.strides_bytes
+            return "NHD" if strides.token > strides.head else "HND"
+    return None
+
+
+def state_layout_of_strides(release: ReleaseWorker, layers: Mapping[str, LayerCache]) -> None:
+    """Has the worker state the layout that its tensors have, where it believes in another.
+
+    An allocator may hand out NHD where the release planned HND; a peer of other blocks
+    would read heads for tokens. One of a backend that has one layout knows what it states, as the
+    release does, which compares the names.
+    """
+    if any(layer.has_heads_by_turns for layer in layers.values()):
+        return
+    stated, shown = release.stated_layout, layout_shown_by(layers)
+    if stated is None or shown is None:
+        return
+    found = layer_by_layer(shown, like=stated)
+    if stated in LAYER_BY_LAYER and stated != found:
+        _LOG.info("tensors said to be %s are %s, and peers are told so", stated, found)
+        release.worker.kv_cache_layout = found

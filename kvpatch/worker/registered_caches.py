@@ -1,0 +1,198 @@
+"""Reads the caches that a worker is about to register into planes, or refuses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvpatch.core.errors import UnexpectedCaches, UnreadableGeometry
+from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
+from kvpatch.geometry.layout_strides import block_bytes
+from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.planes_of_tensors import read_planes
+from kvpatch.geometry.tensor_facts import TensorFacts
+from kvpatch.worker.cache_kinds import ROWS, Holds, Kind
+from kvpatch.worker.kinds_of_layers import kind_of
+from kvpatch.worker.release_worker import ALL_LAYERS, ReleaseWorker
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One attention layer's tensor, read."""
+
+    order: DimensionOrder
+    planes: tuple[Plane, ...]
+    kind: Kind = ROWS
+
+    @property
+    def blocks(self) -> int:
+        """Kernel blocks in the tensor."""
+        return self.planes[0].counts.blocks
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether ranks hold heads of it; the latents of MLA are whole on each."""
+        return self.planes[0].content is not Content.LATENT
+
+    @property
+    def has_heads_by_turns(self) -> bool:
+        """Whether a token's key and value heads lie by turns (TPU), in whatever layout is stated.
+
+        Such a backend has one layout, and states the one that the connector asked for.
+        """
+        return "packed_head" in self.order.dimensions
+
+
+def read_layers(
+    release: ReleaseWorker,
+    kv_caches: Mapping[str, Any],
+    key_order: KeyOrder = KeyOrder.ROW_MAJOR,
+    first_head: int = 0,
+) -> dict[str, LayerCache]:
+    """Every attention layer's cache; recurrent state and flat buffers are left out.
+
+    Args:
+        key_order: how keys lie in a block; counting blocks does not need it.
+        first_head: the global number of this rank's first KV head.
+
+    Raises:
+        UnexpectedCaches: a layer is missing.
+        UnreadableGeometry: a tensor cannot be what its layer needs.
+    """
+    if not kv_caches:
+        raise UnexpectedCaches("no layer's KV cache was handed to the registration")
+    if ALL_LAYERS in kv_caches:
+        # One tensor of all layers, laid out by the release itself, which compares
+        # its block count with the plan.
+        return {}
+    _check_layers(release.expected_layers, kv_caches)
+    found = {}
+    for layer, cache in kv_caches.items():
+        if release.is_readable(layer, cache):
+            read = _read(release, layer, cache, key_order, first_head)
+            if read is not None:
+                found[layer] = read
+    return found
+
+
+def _read(
+    release: ReleaseWorker,
+    layer: str,
+    cache: torch.Tensor,
+    key_order: KeyOrder,
+    first_head: int,
+) -> LayerCache | None:
+    """A layer's tensor; None where its blocks hold no rows and nobody knows its dimensions.
+
+    Raises:
+        UnreadableGeometry: nobody knows the dimensions of one that holds rows.
+    """
+    try:
+        order = order_of(layer, cache, release.orders(layer))
+        planes = read_planes(layer, tensor_facts(cache), order, key_order, first_head)
+    except UnreadableGeometry:
+        if kind_of(release, layer).holds is Holds.ROWS:
+            raise
+        return None
+    kind = kind_of(release, layer, has_slots="slot" in order.dimensions)
+    if kind.holds is not Holds.ROWS:
+        planes = tuple(replace(plane, is_whole=True) for plane in planes)
+    elif planes[0].content is Content.LATENT:  # all ranks have the same one, whatever their heads
+        planes = tuple(replace(plane, first_head=0) for plane in planes)
+    return LayerCache(order, planes, kind)
+
+
+def order_of(layer: str, cache: torch.Tensor, orders: tuple[DimensionOrder, ...]) -> DimensionOrder:
+    """The one of `orders` that a tensor's shape fits; earlier ones win.
+
+    Raises:
+        UnreadableGeometry: none does.
+    """
+    shape = tuple(cache.shape)
+    for order in orders:
+        if len(order.dimensions) != len(shape):
+            continue
+        if "kv" in order.dimensions and shape[order.dimensions.index("kv")] != 2:
+            continue
+        return order
+    known = " or ".join(f"[{', '.join(order.dimensions)}]" for order in orders)
+    raise UnreadableGeometry(
+        f"layer {layer}: a tensor of shape {shape} and strides {tuple(cache.stride())} is none of "
+        f"{known}, which this release's attention backend uses"
+    )
+
+
+def _check_layers(expected: frozenset[str] | int, kv_caches: Mapping[str, Any]) -> None:
+    if isinstance(expected, int):
+        if len(kv_caches) < expected:
+            raise UnexpectedCaches(
+                f"{len(kv_caches)} layers were handed to the registration and the model has "
+                f"{expected}: {_listed(kv_caches)}"
+            )
+        return
+    missing = expected - kv_caches.keys()
+    if missing:
+        raise UnexpectedCaches(
+            f"the registration was handed no KV cache for {_listed(missing)}: every layer of the "
+            "plan needs one, or its blocks never move"
+        )
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(sorted(names))
+
+
+def tensor_facts(tensor: torch.Tensor) -> TensorFacts:
+    """Where a tensor lies and how it is strided; reads no element."""
+    storage = tensor.untyped_storage()
+    on_host = tensor.device.type == "cpu"
+    return TensorFacts(
+        address=tensor.data_ptr(),
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        item_bytes=tensor.element_size(),
+        # torch counts host memory as device -1, NIXL as device 0.
+        memory=Memory("DRAM" if on_host else "VRAM", max(tensor.get_device(), 0)),
+        storage_address=storage.data_ptr(),
+        storage_bytes=storage.nbytes(),
+    )
+
+
+def page_bytes_of(layer: LayerCache) -> int:
+    """Bytes of one of a layer's kernel blocks."""
+    return block_bytes(layer.planes)
+
+
+def differ_in_page_bytes(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether blocks of some layers have more bytes than those of others."""
+    return len({page_bytes_of(layer) for layer in layers.values()}) > 1
+
+
+def differ_in_shape(layers: Mapping[str, LayerCache]) -> bool:
+    """Whether the heads, tokens or widths of layers with heads differ from one another."""
+    shapes = {
+        (
+            layer.planes[0].counts.heads,
+            *((plane.counts.block_tokens, plane.counts.channels) for plane in layer.planes),
+        )
+        for layer in layers.values()
+        if layer.has_heads
+    }
+    return len(shapes) > 1
+
+
+def is_as_planned(
+    layers: Mapping[str, LayerCache], planned: int | None, kernel_blocks_per_block: int
+) -> bool:
+    """Whether every tensor has the planned blocks, counted as logical or as kernel blocks.
+
+    The hybrid allocator hands out some of each where the two differ in size.
+    """
+    if planned is None:
+        return False
+    return {c.blocks for c in layers.values()} <= {planned, planned * kernel_blocks_per_block}

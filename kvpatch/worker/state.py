@@ -1,0 +1,182 @@
+"""All that kvpatch knows of one worker, and of one scheduler; it lives and ends with them.
+
+It stands on the object that it belongs to, under one name, so that two engines of one process
+have nothing in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+from kvpatch.core.installed import installed_facts
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.host_buffer.worker import HostBuffer
+from kvpatch.load.mapped_pages import MappedPages
+from kvpatch.load.reader import Reader
+from kvpatch.observe.book import Book
+from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.unpatched_workers import EqualBlockPeers
+
+_NAME = "_kvpatch_state"
+_Kind = TypeVar("_Kind")
+
+
+@dataclass(eq=False)
+class _State:
+    """What has a state, with room for what only old releases need (``kvpatch.legacy``).
+
+    Attributes:
+        kept: its objects of each kind.
+    """
+
+    kept: dict[type, Any] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def facts(self) -> ReleaseFacts:
+        """Of this process's release; a test of another release's sets them."""
+        return installed_facts()
+
+    def of(self, kind: type[_Kind]) -> _Kind:
+        """Its one object of a kind; made when it is first asked for."""
+        found: _Kind | None = self.kept.get(kind)
+        # Handshakes have threads of their own: one of two that ask wins.
+        return self.kept.setdefault(kind, kind()) if found is None else found
+
+    def held(self, kind: type[_Kind]) -> _Kind | None:
+        """Its object of a kind; None where it was neither asked for nor handed one."""
+        return self.kept.get(kind)
+
+    def hold(self, value: object) -> None:
+        """Hands it an object of another's state."""
+        self.kept[type(value)] = value
+
+
+@dataclass(eq=False)
+class WorkerState(_State):
+    """Of a connector's worker half.
+
+    Attributes:
+        is_host_buffered: whether its KV goes through a host buffer.
+        host_buffer: the buffer; None before it registers.
+        pages: of kvcached's, behind its tensors; None where they cannot be told.
+        cross_layer: registered in place of its tensors; None where it has none.
+        planned_layout: what it would state of a layout that an allocator has changed.
+        reader: of peers; None before it registers, and where nothing can be read into.
+        book: what it has to tell of loads.
+    """
+
+    is_host_buffered: bool = False
+    host_buffer: HostBuffer | None = None
+    pages: MappedPages | None = None
+    cross_layer: RegisteredCrossLayerBlocks | None = None
+    planned_layout: str | None = None
+    reader: Reader | None = None
+    book: Book = field(default_factory=Book)
+
+
+@dataclass(eq=False)
+class SchedulerState(_State):
+    """Of a connector's scheduler half.
+
+    Attributes:
+        host_buffer: as it sees it; None without one.
+        equal_peers: whose blocks are as large as its own.
+        has_stock_workers: whether one of its workers is known to be without kvpatch.
+        book: what it has to tell, where it is asked (from 0.24).
+    """
+
+    host_buffer: HostBufferScheduler | None = None
+    equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
+    has_stock_workers: bool = False
+    book: Book = field(default_factory=Book)
+
+
+@dataclass(eq=False)
+class EngineState(_State):
+    """Of vLLM's own scheduler, which has one connector or several; its block manager's too.
+
+    Attributes:
+        host_buffers: as its connectors see them.
+        is_linked: whether these are all that there are.
+    """
+
+    host_buffers: list[HostBufferScheduler] = field(default_factory=list)
+    is_linked: bool = False
+
+
+@dataclass(eq=False)
+class FrontEndState(_State):
+    """Of the release's metrics of the connector's, in the API server."""
+
+
+def worker_state(worker: Any) -> WorkerState:
+    """Of a connector's worker half; made when it is first asked for."""
+    return _state(worker, WorkerState)
+
+
+def held_by(owner: Any, kind: type[_Kind]) -> _Kind | None:
+    """An owner's object of a kind; None too of what has no state, which none is made for."""
+    state: _State | None = getattr(owner, _NAME, None)
+    return None if state is None else state.kept.get(kind)  # held(), in every step
+
+
+def release_worker(worker: Any) -> ReleaseWorker:
+    """A connector's worker half, read by the facts of its release."""
+    return ReleaseWorker(worker, worker_state(worker).facts)
+
+
+def scheduler_state(scheduler: Any) -> SchedulerState:
+    """Of a connector's scheduler half; made when it is first asked for."""
+    return _state(scheduler, SchedulerState)
+
+
+def engine_state(core: Any) -> EngineState:
+    """Of vLLM's own scheduler, or of its block manager once they were brought together."""
+    return _state(core, EngineState)
+
+
+def front_end_state(metrics: Any) -> FrontEndState:
+    """Of the release's metrics of the connector's; made when it is first asked for."""
+    return _state(metrics, FrontEndState)
+
+
+def share_with_manager(core: Any) -> None:
+    """Has the block manager of vLLM's scheduler find the scheduler's state."""
+    vars(core.kv_cache_manager)[_NAME] = engine_state(core)
+
+
+def connectors_of(core: Any) -> Iterator[Any]:
+    """The scheduler's connector, or those that a MultiConnector stands for."""
+    connector = getattr(core, "connector", None)
+    if connector is not None:
+        yield from getattr(connector, "_connectors", None) or (connector,)
+
+
+def schedulers_of(core: Any) -> Iterator[Any]:
+    """The schedulers of these."""
+    found = map(connector_scheduler, connectors_of(core))
+    return (scheduler for scheduler in found if scheduler is not None)
+
+
+def connector_scheduler(connector: Any) -> Any:
+    """A connector's; None in workers, and of other connectors that have none."""
+    return getattr(connector, "connector_scheduler", None)
+
+
+def is_push(scheduler: Any) -> bool:
+    """True if P writes to D, and D does not read; ``scheduler`` is a connector's half."""
+    return hasattr(scheduler, "_push_pending_registrations")
+
+
+def _state(owner: Any, kind: type[_Kind]) -> _Kind:
+    held = vars(owner)
+    found = held.get(_NAME)
+    if found is None:  # handshakes have threads of their own: one of two that ask wins
+        found = held.setdefault(_NAME, kind())
+    state: _Kind = found
+    return state

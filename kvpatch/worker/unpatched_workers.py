@@ -1,0 +1,95 @@
+"""What a patched scheduler sends to workers, in which kvpatch may not be on.
+
+Workers get no more of a scheduler's environment than vLLM gives them: Ray's have vLLM's own
+variables, headless nodes those of their shells. One without kvpatch takes no notice of what it does
+not know, and reads as stock does. From 0.11.1 on the scheduler hears of it, and D computes what
+such a worker may read wrongly. What the worker must not ignore it cannot unpickle.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from kvpatch.core.errors import NotPatchedHere
+from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.worker.kv_cache_groups import counted_group
+
+CURE = (
+    "set ENABLE_KVPATCH and the KVPATCH_* variables alike for every process of the engine (the "
+    "shells of headless nodes; with Ray also "
+    "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVPATCH_,ENABLE_KVPATCH), and restart it"
+)
+
+
+def is_applied(slug: str) -> bool:
+    """True if this process has applied a patch."""
+    session = sys.modules.get("kvpatch.session")
+    return session is not None and bool(session.SESSION.has_applied(slug))
+
+
+def require(slug: str) -> None:
+    """Called where such an object is unpickled.
+
+    Raises:
+        NotPatchedHere: this process has not applied that patch.
+    """
+    if not is_applied(slug):
+        raise NotPatchedHere(
+            f"kvpatch is on in this engine's scheduler and its patch {slug} is not in this "
+            "worker, which would read wrong blocks",
+            CURE,
+        )
+
+
+class EqualBlockPeers:
+    """The peers of one scheduler whose blocks have turned out to be as large as its own.
+
+    A stock worker reads those rightly, or refuses them itself. A prompt of one block tells
+    nothing; one of more has as many blocks at P only where they are as large, or are not
+    a part of D's, which the release refuses.
+    """
+
+    def __init__(self) -> None:
+        #: False behind a prompt that says otherwise: P's may be another prompt, or was before.
+        self._known: RecentEngines[bool] = RecentEngines()
+
+    def learn(self, engine_id: str, blocks: int, own_blocks: int) -> bool:
+        """Whether the peer is such a one.
+
+        Args:
+            blocks: that P names for a prompt.
+            own_blocks: that the prompt would fill here.
+        """
+        if blocks != own_blocks:
+            if engine_id in self._known:
+                self._known[engine_id] = False
+            return False
+        if own_blocks > 1:
+            self._known[engine_id] = True
+        return self._known.get(engine_id, False)
+
+    def knows(self, engine_id: str) -> bool:
+        """True if the peer has turned out to be such a one by some prompt."""
+        return engine_id in self._known
+
+
+def is_guarded(
+    scheduler: Any,
+    equal_peers: EqualBlockPeers,
+    engine_id: str,
+    remote_tokens: int,
+    remote_blocks: tuple[tuple[int, ...], ...],
+    facts: ReleaseFacts,
+) -> bool:
+    """Whether a worker without kvpatch may read a request wrongly that one with it would not."""
+    number = counted_group(scheduler, facts)
+    if number is None or number >= len(remote_blocks):
+        return True
+    tokens = int(scheduler.block_size)
+    if facts.has_cache_groups:
+        spec = scheduler.kv_cache_config.kv_cache_groups[number].kv_cache_spec
+        tokens = int(getattr(spec, "block_size", tokens))  # of several kinds has none
+    own = remote_tokens // tokens if facts.loads_whole_blocks_only else -(-remote_tokens // tokens)
+    return not equal_peers.learn(engine_id, len(remote_blocks[number]), own)
