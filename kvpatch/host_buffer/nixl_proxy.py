@@ -8,15 +8,13 @@ from time import monotonic
 from typing import Any
 from weakref import finalize
 
-from kvpatch.checks.holds.hold import mask_of
-from kvpatch.checks.holds.leases import HEARTBEAT
 from kvpatch.core.errors import KvpatchError, ReadRefused
 from kvpatch.load.prepared_transfers import RequestContext
 from kvpatch.load.reader import Reader
 from kvpatch.transfer.agent_proxy import AgentProxy
 from kvpatch.transfer.joined_read import JoinedRead
-from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.nixl import tell_over
+from kvpatch.transfer.lifetime import HEARTBEAT, Lifetime
+from kvpatch.transfer.nixl import mask_of, tell_over
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
 
@@ -111,7 +109,7 @@ class ReadingAgent(AgentProxy):
             local_indices,
             remote_handle,
             remote_indices,
-            notif_msg if found is None or found[1].check is None else b"",
+            notif_msg if found is None or not found[1].checks else b"",
             *args,
             **kwargs,
         )

@@ -12,7 +12,7 @@ from kvpatch.core import settings
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line
-from kvpatch.load.read_request import PlannedLoad, PlannedLoads, groups, leave_unread
+from kvpatch.load.read_request import HOLD, PlannedLoad, PlannedLoads, groups, leave_unread
 from kvpatch.load.shared_tokens import context_ranks
 from kvpatch.load.stated_prompt import names_images, read_prompt
 from kvpatch.observe.catalogue import PROMPTS, Prompt
@@ -30,7 +30,7 @@ _SENTENCES = {
     Prompt.REFUSED: "comes without hashes of its tokens and is computed here, as "
     "KVPATCH_REQUIRE_TOKENS asks: run kvpatch on P too, and pass on all that P answers",
 }
-_NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", "kvpatch_hold")
+_NAMES = ("remote_engine_id", "remote_request_id", "remote_block_ids", HOLD)
 
 
 class _Found(NamedTuple):
@@ -86,7 +86,7 @@ class PromptLoads:
 
         <= 0.12 an answer of a stock P has no name: one with the same blocks may be another.
         """
-        if not (params.get("remote_request_id") or params.get("kvpatch_hold")):
+        if not (params.get("remote_request_id") or params.get(HOLD)):
             return request
         answer = str(hash(repr([params.get(name) for name in _NAMES])))  # of thousands of blocks
         known = self._takers.setdefault(answer, ref(request))

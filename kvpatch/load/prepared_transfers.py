@@ -1,15 +1,19 @@
-"""What becomes of the transfers that the release prepares while it reads one request."""
+"""What becomes of the transfers that the release prepares while it reads one request.
+
+Patches hand in what makes the checks of a load, so that what is off is not imported.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from kvpatch.checks.digests.digest_checks import LoadDigest
-from kvpatch.checks.holds.hold import Hold
 from kvpatch.core.errors import KvpatchError
+from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
+from kvpatch.transfer.lifetime import Check, Lease
 from kvpatch.transfer.own_read import Fate
 
 
@@ -37,6 +41,51 @@ class Reading:
         return before
 
 
+class RankRead(NamedTuple):
+    """A read of one rank of a peer, before it is made.
+
+    Attributes:
+        number: of the rank.
+        agent: NIXL's name of it.
+        mask: hides its addresses in P's answers; None where it is not known.
+        lease: of its blocks.
+        is_paced: whether a thread drives the read, and not the next step alone.
+        taken: heads that come from other ranks, and are not compared with what this one has;
+            None where the release reads, which may fill some from several.
+        is_idle: whether nothing is read, so that nobody minds what the rank holds.
+    """
+
+    number: int
+    agent: str
+    mask: int | None
+    lease: Lease
+    is_paced: bool
+    taken: frozenset[HeadName] | None = None
+    is_idle: bool = False
+
+
+class LoadCheck(Protocol):
+    """Makes one kind of check for each read of a load."""
+
+    def of_rank(self, rank: RankRead, before: tuple[Check, ...]) -> Check | None:
+        """Returns the check of one read; None where there is none.
+
+        Args:
+            before: those that other kinds have made for this read.
+
+        Raises:
+            ReadRefused: P's answer is of another engine.
+        """
+
+    def seal(self, *, is_read: bool, is_refused: bool) -> None:
+        """Hears that all reads of the load have been prepared.
+
+        Args:
+            is_read: whether it is read at all, by whomever.
+            is_refused: whether a part of it was refused; the load fails.
+        """
+
+
 @dataclass
 class RequestContext:
     """One request, from when the release begins to prepare its transfers to when it has.
@@ -46,12 +95,11 @@ class RequestContext:
         refusal: is raised in place of preparing a transfer. From 0.11.1 on the release fails one
             request there; an error anywhere before that would end the engine.
         reading: what ours are planned from, in place of the release's; None where its stand.
-        hold: of P's on the blocks that are read; None where P says nothing of it.
         arrived: when D was given the request, as ``time.monotonic`` counts; None if unknown.
         is_read_back: whether a P reads an earlier turn back from a D.
         expires: when the peer has said that its blocks do; None where it does not.
         is_refused: whether that was booked.
-        digest: what the load is checked by; None where digests are off.
+        checks: what makes the checks of its reads.
     """
 
     request_id: str
@@ -59,12 +107,11 @@ class RequestContext:
     check: Callable[[], None] | None = None
     refusal: KvpatchError | None = None
     reading: Reading | None = None
-    hold: Hold | None = None
     arrived: float | None = None
     is_read_back: bool = False
     expires: float | None = None
     is_refused: bool = False
-    digest: LoadDigest | None = None
+    checks: tuple[LoadCheck, ...] = ()
 
     def check_blocks(self) -> None:
         """Calls the check.
@@ -74,3 +121,32 @@ class RequestContext:
         if self.check is not None:
             self.check()
             self.check = None
+
+    def checks_of(self, rank: RankRead) -> tuple[Check, ...]:
+        """Returns the checks of a read, in the order in which it asks them.
+
+        Raises:
+            ReadRefused: P's answer is of another engine.
+        """
+        found: tuple[Check, ...] = ()
+        for one in self.checks:
+            check = one.of_rank(rank, found)
+            found += () if check is None else (check,)
+        return found
+
+
+class CheckMaker(Protocol):
+    """Makes one kind of check for the loads of one worker."""
+
+    def of_load(
+        self, context: RequestContext, request: ReadRequest, *, is_as_read: bool
+    ) -> LoadCheck | None:
+        """Returns what checks a load; None where P's answer says nothing for it.
+
+        Args:
+            is_as_read: whether what is read stays as it is placed.
+        """
+
+
+class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckMaker]]):
+    """One worker's, by patch; called with its ``ReleaseWorker``, inspected caches and reader."""

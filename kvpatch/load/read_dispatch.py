@@ -7,8 +7,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from kvpatch.checks.holds.hold import read_hold
-from kvpatch.checks.holds.leases import stated_end
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.load import read_request
 from kvpatch.load.mapped_pages import refuse_unmapped
@@ -37,14 +35,10 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
             context = RequestContext(request_id, engine_id)
             if request is not None:
                 context.arrived, context.is_read_back = request.arrived, request.is_read_back
-                context.expires = stated_end(worker, engine_id, meta, facts)
-                if reader.hold_table is not None:
-                    _hear_of_hold(request, context)
-                if reader.digest_checks is not None:
+                context.expires = read_request.stated_end(worker, engine_id, meta, facts)
+                if reader.check_makers:
                     is_as_read = smaller is None and not _changes_what_is_read(worker, engine_id)
-                    context.digest = reader.digest_checks.of_load(
-                        request_id, request, is_as_read=is_as_read
-                    )
+                    reader.check_load(context, request, is_as_read=is_as_read)
                     inside.callback(_seal, worker, context, request)
                 parts = reader.ours.kernel_blocks_per_block
                 context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
@@ -87,23 +81,12 @@ def _changes_what_is_read(worker: Any, engine_id: str) -> bool:
     return permutes or engine_id in worker_state(worker).of(ReorderedLoads).peers
 
 
-def _hear_of_hold(request: ReadRequest, context: RequestContext) -> None:
-    if request.stated_hold is not None:
-        try:
-            context.hold = read_hold(request.stated_hold)
-        except ReadRefused as error:
-            context.refusal = error
-
-
 def _seal(worker: Any, context: RequestContext, request: ReadRequest) -> None:
-    """Books that all of a load's reads have been prepared."""
+    """Tells the checks that all of a load's reads have been prepared."""
     is_loaded = any(request.local_blocks) and context.engine_id in worker._remote_agents
     is_read = is_loaded and context.refusal is None
-    if context.digest is None:
-        return
-    if context.is_refused:  # a part of it may be on its way, and the load fails
-        context.digest.proof.leave(None)
-    context.digest.proof.seal(is_read=is_read)
+    for check in context.checks:
+        check.seal(is_read=is_read, is_refused=context.is_refused)
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:

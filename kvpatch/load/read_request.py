@@ -14,13 +14,13 @@ from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from kvpatch.checks.digests.promise import stated_promise
-from kvpatch.checks.holds.hold import stated_hold
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.worker.unpatched_workers import EqualBlockPeers, is_guarded, require
 
 _READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
+#: What P's answer says for checks, each as one string.
+HOLD, DIGEST = "kvpatch_hold", "kvpatch_digest"
 
 
 @dataclass(eq=False)
@@ -48,8 +48,7 @@ class ReadRequest:
         waited: seconds since D was given the request, as its scheduler knew them; None where nobody
             does.
         is_read_back: whether a P reads an earlier turn back from a D.
-        stated_hold: what P says of its hold on the blocks; None where it says nothing.
-        stated_digest: what it says of their digests, as the hold.
+        stated: what P's answer says for checks, by field.
         is_guarded: whether a process without kvpatch would read wrong blocks; it cannot
             unpickle this then.
     """
@@ -62,8 +61,7 @@ class ReadRequest:
     cancellation: Cancellation = field(default_factory=Cancellation, compare=False)
     waited: float | None = None
     is_read_back: bool = False
-    stated_hold: str | None = None
-    stated_digest: str | None = None
+    stated: Mapping[str, str] = field(default_factory=dict, compare=False)
     is_guarded: bool = False
     #: When this process got to know of it. Clocks of two processes are never compared.
     known_since: float = field(default_factory=_now, compare=False, repr=False)
@@ -117,10 +115,15 @@ def attach_read_requests(
             ),
             waited=known.waits.since(request.arrival_time),
             is_read_back=bool(parameters.get("do_remote_decode")),
-            stated_hold=stated_hold(parameters) if has_load else None,
-            stated_digest=stated_promise(parameters) if has_load else None,
+            stated=stated_for_checks(parameters) if has_load else {},
         )
         setattr(entry, _READ_REQUEST, found)
+
+
+def stated_for_checks(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what a request's parameters have of P's for checks, by field."""
+    # A typed proxy sends an empty text for none.
+    return {name: str(parameters[name]) for name in (HOLD, DIGEST) if parameters.get(name)}
 
 
 class PlannedLoad(NamedTuple):
@@ -303,3 +306,17 @@ def _zeros(blocks: Any) -> Any:
     if are_grouped(blocks):
         return type(blocks)([0] * len(group) for group in blocks)
     return [0] * len(blocks)
+
+
+def stated_end(worker: Any, engine_id: str, entry: Any, facts: ReleaseFacts) -> float | None:
+    """Returns when the peer has said that its blocks expire, as ``time.monotonic`` counts.
+
+    The peer counts on its own clock, and the handshake has told how far that is from D's.
+    None where nobody says so.
+    """
+    if "remote_blocks_expiry_time" not in facts.params:
+        return None
+    stated, offset = entry.remote.blocks_expiry_time, worker._engine_clock_offset.get(engine_id)
+    if not isinstance(stated, int | float) or offset is None:
+        return None
+    return time.monotonic() + float(stated) - float(offset) - time.perf_counter()

@@ -9,7 +9,6 @@ another one, planned between the two geometries: the call that prepares it,
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_checks import DigestChecks, PeersRank
-from kvpatch.checks.holds.hold_check import HoldCheck
-from kvpatch.checks.holds.hold_table import MOST_MISSED, HoldTable
-from kvpatch.checks.holds.leases import Leases
 from kvpatch.core.errors import (
     AS_ANSWERED,
     KvpatchError,
@@ -41,7 +36,7 @@ from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.load.chosen_ways import ChosenWays
-from kvpatch.load.prepared_transfers import Reading, RequestContext
+from kvpatch.load.prepared_transfers import CheckMaker, RankRead, Reading, RequestContext
 from kvpatch.load.read_factory import Progress, ReadFactory, Wanted
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.state_runs import states_plan
@@ -53,7 +48,7 @@ from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.remote_planes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.lifetime import Lease, LeasedTransfer, Lifetime
+from kvpatch.transfer.lifetime import Lease, LeasedTransfer, Leases, Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
@@ -112,10 +107,9 @@ class Reader:
         to_engine: (engine id, message) -> the message in that engine's words, None for none.
         to_agent: (NIXL's name of a rank, message) -> the same.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
-        hold_table: where peers' words on their blocks land; None where none is asked for.
+        check_makers: make the checks of its loads, in the order in which reads ask them.
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
-        digest_checks: of what was read; None where digests are off, or do not cover the cache.
         failed_checks: names of requests whose loads a check has failed, on whatever thread.
     """
 
@@ -152,10 +146,9 @@ class Reader:
         self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
         self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
         self.masks: RecentEngines[int] = RecentEngines()
-        self.hold_table: HoldTable | None = None
+        self.check_makers: tuple[CheckMaker, ...] = ()
         self.pooled = Way.STAGED
         self.book = Book()
-        self.digest_checks: DigestChecks | None = None
         self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
 
     def peer(self, engine_id: str) -> Peer | None:
@@ -271,7 +264,8 @@ class Reader:
             states_plan, self.groups, metadata, reading.request, self._states, rank.states
         )
         is_idle = rest.is_nothing and not len(states())
-        lifetime = self._lifetime(number, rank.agent, rest.taken, is_idle=is_idle)
+        releases = metadata.releases
+        lifetime = self._lifetime(number, rank.agent, rest.taken, releases, is_idle=is_idle)
 
         def read(wanted: Wanted) -> OwnRead:
             times = reading.peer.times
@@ -307,118 +301,70 @@ class Reader:
 
         Args:
             agent: the peer's rank.
-            handle: prepared without a notification where the peer is asked for its word: it is
-                told once that has come.
+            handle: prepared without a notification where there are checks: the peer is told once
+                they have their answers.
         """
-        if lifetime.check is None:
+        if not lifetime.checks:
             return LeasedTransfer(nixl, handle, agent, lifetime)
         ends = Ends(self.ours.memory, self.ours.memory, agent)
         return self._reads.prepared(nixl, ends, notification, handle, lifetime)
 
+    def check_load(
+        self, context: RequestContext, request: ReadRequest, *, is_as_read: bool
+    ) -> None:
+        """Gives a load what makes the checks of its reads.
+
+        Args:
+            is_as_read: whether what is read stays as it is placed.
+        """
+        made = [one.of_load(context, request, is_as_read=is_as_read) for one in self.check_makers]
+        context.checks = tuple(one for one in made if one is not None)
+
     def lifetime_of_like(self, number: int, agent: str) -> Lifetime:
-        """Of what vLLM reads of a rank of a peer like us: by its word, or by its lease.
+        """Of what vLLM reads of a rank of a peer like us.
 
         Raises:
             ReadRefused: P's answer is of an engine with fewer ranks.
         """
-        by_word = self.lifetime_by_word(number, agent)
-        return self.lifetime_by_clock(agent) if by_word is None else by_word
+        return self._lifetime(number, agent)
 
     def _lifetime(
         self,
         number: int,
         agent: str,
-        taken: frozenset[HeadName],
+        taken: frozenset[HeadName] | None = None,
+        releases: Sequence[str] = (),
         *,
-        is_idle: bool,
+        is_idle: bool = False,
     ) -> Lifetime:
-        """Of what is read of a rank: its word where it gives one, else what can be told here.
+        """Of what is read of a rank: what checks it, and the lease of its blocks.
+
+        What a read finds of the blocks stands in the metrics, and fails as a check's.
 
         Args:
-            taken: heads that come from other ranks.
-            is_idle: whether nothing is read of it, so that nobody minds what it holds.
+            taken: heads that come from other ranks; None where the release reads.
+            releases: that the peer may be of; none where it is this worker's.
+            is_idle: whether nothing is read of it.
         """
-        if is_idle:
-            self.hold_check(number, agent)  # P's answer may be of an engine with fewer ranks
-            return Lifetime()
-        releases = self._being_read().peer.ranks[number].metadata.releases
-        found = self.lifetime_by_word(number, agent, taken, releases)
-        if found is not None:
-            return found
-        return self.lifetime_by_clock(agent, releases)
-
-    def lifetime_by_clock(self, agent: str, releases: Sequence[str] = ()) -> Lifetime:
-        """Of what is read of a rank that does not give its word: by its lease."""
-        return self._watched(Lifetime(self._lease(agent, releases)))
-
-    def _lease(self, agent: str, releases: Sequence[str]) -> Lease:
         context = self.context
         if context is None:
-            return Lease()
+            return Lifetime()
+        lease, mask = self._lease(context, agent, releases), self.masks.get(agent)
+        is_paced = self.thread is not None
+        rank = RankRead(number, agent, mask, lease, is_paced, taken, is_idle)
+        checks = context.checks_of(rank)  # P's answer may be of an engine with fewer ranks
+        if is_idle:
+            return Lifetime()
+        fail = partial(self.failed_checks.append, context.request_id)
+        lifetime = Lifetime(lease, context.request_id, checks, fail_check=fail)
+        self.book.watch(context.request_id, lifetime)
+        return lifetime
+
+    def _lease(self, context: RequestContext, agent: str, releases: Sequence[str]) -> Lease:
         if context.expires is not None:
             return Lease(context.expires)
         leases = self.leases.at(releases)
         return leases.lease(agent, context.arrived, is_read_back=context.is_read_back)
-
-    def lifetime_by_word(
-        self,
-        number: int,
-        agent: str,
-        taken: frozenset[HeadName] | None = None,
-        releases: Sequence[str] = (),
-    ) -> Lifetime | None:
-        """Of what is read of a rank that gives its word; None of one that gives none.
-
-        Args:
-            taken: heads that come from other ranks; None where the release reads, which may
-                fill some from several.
-            releases: that the peer may be of; none where it is this worker's.
-
-        Raises:
-            ReadRefused: P's answer is of an engine with fewer ranks.
-        """
-        check, context, checks = self.hold_check(number, agent), self.context, self.digest_checks
-        if check is None or context is None:
-            return None
-        found = Lifetime(self._lease(agent, releases), check=check)
-        if found.lease.heartbeats is None:
-            check.ends = found.lease.granted
-        if checks is not None and context.digest is not None:
-            rank = PeersRank(number, agent, check.generation, taken, self.masks[agent])
-            found.digest = checks.check(context.digest, rank)
-        return self._watched(found)
-
-    def _watched(self, lifetime: Lifetime) -> Lifetime:
-        """Has what a read finds of the blocks stand in the metrics, and fail as a check's."""
-        if self.context is not None:
-            lifetime.request_id = self.context.request_id
-            self.book.watch(self.context.request_id, lifetime)
-            lifetime.fail_check = partial(self.failed_checks.append, self.context.request_id)
-        return lifetime
-
-    def hold_check(self, number: int, agent: str) -> HoldCheck | None:
-        """Asks a rank of the peer that is read for its word; None where it gives none, or cannot.
-
-        Raises:
-            ReadRefused: P's answer is of an engine with fewer ranks.
-        """
-        context, table = self.context, self.hold_table
-        if context is None or context.hold is None or table is None or agent not in self.masks:
-            return None
-        hold = context.hold
-        if number >= len(hold.tables):
-            raise ReadRefused(
-                f"request {context.request_id} is read from rank {number} of engine "
-                f"{context.engine_id}, and the answer of P that it carries is of an engine with "
-                f"{len(hold.tables)} ranks",
-                "pass on the answer of the engine that it names",
-            )
-        vouched = time.monotonic() if context.arrived is None else context.arrived
-        address = hold.tables[number] ^ self.masks[agent]
-        if table.missed[agent, address] >= MOST_MISSED:
-            return None
-        is_paced = self.thread is not None
-        return HoldCheck(table, agent, address, hold.generation, vouched, is_paced=is_paced)
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvpatch.checks.digests.covered import CoveredCaches
-from kvpatch.checks.digests.digest_checks import DigestChecks
-from kvpatch.checks.digests.digest_table import DigestTable
-from kvpatch.checks.digests.load_proof import DigestCounts, Proof
-from kvpatch.checks.holds.hold_table import HoldTable
-from kvpatch.checks.holds.leases import leases_of
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
-from kvpatch.geometry.state_shares import Rank
 from kvpatch.host_buffer.nixl_proxy import ReadingAgent
 from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.divided_block_handles import watch_divided_blocks
+from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.read_factory import Progress
 from kvpatch.load.reader import Destination, Reader
 from kvpatch.load.transfer_handles import (
@@ -29,8 +22,7 @@ from kvpatch.load.transfer_handles import (
     ranks_of,
 )
 from kvpatch.load.worker_staging_pool import staging_pool
-from kvpatch.observe.book import Book
-from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Way
+from kvpatch.observe.catalogue import Way
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (
@@ -44,6 +36,7 @@ from kvpatch.peer.remote_states import places_of_states
 from kvpatch.peer.split_kv import kv_split_of
 from kvpatch.peer.unlike_releases import messages
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.lifetime import Leases
 from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 from kvpatch.worker.backend_layouts import backend_layouts
 from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
@@ -59,7 +52,8 @@ from kvpatch.worker.vllm_bugs import (
 if TYPE_CHECKING:
     import torch
 
-_LOG = logging.getLogger("kvpatch.digests")
+#: vLLM's own default of ``decoder_kv_blocks_ttl``.
+_READ_BACK_SECONDS = 480
 
 
 def attach_reader(
@@ -93,14 +87,14 @@ def attach_reader(
         agent, gate = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
-        reader.leases = leases_of(worker, release.facts)
+        reader.leases = leases_of(release)
         reader.to_engine = partial(messages.to_engine, worker)
         reader.to_agent = partial(messages.to_agent, worker)
-        reader.hold_table = state.held(HoldTable)
         reader.book = state.book
         if state.host_buffer is not None:
             reader.pooled = Way.HOST_BUFFER
-        reader.digest_checks = _digest_checks(release, own, ours, reader)
+        makers = state.of(CheckMakers).values()
+        reader.check_makers = tuple(make(release, own, reader) for make in makers)
         state.reader = reader
         worker.nixl_wrapper = ReadingAgent(
             EngineAgent(agent, gate),
@@ -115,41 +109,20 @@ def attach_reader(
         release.admit_larger_blocks()
 
 
-def _digest_checks(
-    release: ReleaseWorker, own: InspectedCaches, ours: LocalGeometry, reader: Reader
-) -> DigestChecks | None:
-    """What checks loads by digests, or counts them where it cannot; None where they are off."""
-    state, tensors = worker_state(release.worker), reader.destination.tensors
-    table = state.held(DigestTable)
-    if table is None:
-        return None
-    device = next(_all_of(tensors)).device if reader.planes else None
-    of_states = [group.layers for group in reader.groups if group.has_state]
-    has_others = state.is_host_buffered or device is None
-    has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
-    # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
-    has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
-    covered = None
-    if has_others or not can_read_beside(device, reader.destination.caches):
-        _LOG.info("loads are not checked by digests: they do not cover this cache")
-    else:
-        rank = Rank(ours.tp_rank, ours.tp_size)
-        covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
-    is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
-    counts.tell = partial(_tell, state.book)
-    return DigestChecks(ours, reader.groups, covered, table, counts, is_sample=is_sample)
+def leases_of(release: ReleaseWorker) -> Leases:
+    """Returns what the worker's release and configuration say of leases."""
+    worker, facts = release.worker, release.facts
+    if facts.grants_leases:
+        configured = worker.vllm_config.kv_transfer_config.get_from_extra_config
+        return Leases(
+            float(configured("kv_lease_duration", facts.blocks_kept_seconds)),
+            float(worker._lease_extension),
+            float(configured("decoder_kv_blocks_ttl", _READ_BACK_SECONDS)),
+        )
+    import vllm.envs
 
-
-def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Each of a worker's tensors; recurrent states have several each in releases <= 0.26."""
-    for found in tensors.values():
-        yield from found if isinstance(found, (list, tuple)) else (found,)
-
-
-def _tell(book: Book, proof: Proof, layer: str) -> None:
-    book.add(DIGESTS, 1, proof.value)
-    if layer:
-        book.add(DIGEST_ALARMS, 1, layer)
+    seconds = float(vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)
+    return Leases(seconds, read_back_seconds=seconds)
 
 
 def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:

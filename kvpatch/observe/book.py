@@ -6,11 +6,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError
-from kvpatch.observe.catalogue import HELD, LOADS, REFUSALS, Hold, Metric, Outcome
-from kvpatch.transfer.lifetime import Lifetime, Verdict
+from kvpatch.observe.catalogue import HELD, LOADS, REFUSALS, CheckResult, Metric, Outcome
 
 #: Where nobody asks (a release without metrics, or the patch is off) the oldest go.
 _MOST = 1024
@@ -31,16 +30,18 @@ class Sample(NamedTuple):
     value: float
 
 
+class Checked(Protocol):
+    """One read of a load; its verdict is None where it knows nothing, or not yet."""
+
+    verdict: CheckResult | None
+
+
 @dataclass
 class _Load:
     """What is known of one before it is reported."""
 
-    lifetimes: list[Lifetime] = field(default_factory=list)
+    lifetimes: list[Checked] = field(default_factory=list)
     has_failed: bool = False
-
-    @property
-    def verdicts(self) -> list[Verdict | None]:
-        return [lifetime.verdict for lifetime in self.lifetimes]
 
 
 class Book:
@@ -72,7 +73,7 @@ class Book:
             self.refuse(error)
             raise
 
-    def watch(self, request_id: str, lifetime: Lifetime) -> None:
+    def watch(self, request_id: str, lifetime: Checked) -> None:
         """Has a load be told by what one of its reads will have found; on the engine's thread."""
         if self._is_asked:  # a peer is read steps after the first
             self._load(request_id).lifetimes.append(lifetime)
@@ -118,19 +119,14 @@ class Book:
 
 def _found(load: _Load) -> Iterator[tuple[Metric, str]]:
     """What one load counts in: its outcome, and what is known of the blocks it was read from."""
-    verdicts = load.verdicts
+    verdicts = [lifetime.verdict for lifetime in load.lifetimes]
     if not load.has_failed:
-        is_held = bool(verdicts) and all(verdict is Verdict.HELD for verdict in verdicts)
+        is_held = bool(verdicts) and all(verdict is CheckResult.HELD for verdict in verdicts)
         yield LOADS, Outcome.RECEIVED.value
-        yield HELD, (Hold.HELD if is_held else Hold.UNPROVEN).value
+        yield HELD, (CheckResult.HELD if is_held else CheckResult.UNPROVEN).value
         return
-    gone = (
-        Hold.GONE
-        if Verdict.GONE in verdicts
-        else Hold.EXPIRED
-        if Verdict.EXPIRED in verdicts
-        else None
-    )
+    late = (CheckResult.GONE, CheckResult.EXPIRED)
+    gone = next((result for result in late if result in verdicts), None)
     yield LOADS, (Outcome.FAILED if gone is None else Outcome.STALE).value
     if gone is not None:
         yield HELD, gone.value

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from kvpatch.checks.digests.load_proof import Proof
-
 
 class Way(str, Enum):
     """How bytes come from P into D's blocks."""
@@ -31,13 +29,23 @@ class Outcome(str, Enum):
     STALE = "stale"
 
 
-class Hold(str, Enum):
-    """What is known of P's hold on the blocks that a load was read from."""
+class CheckResult(str, Enum):
+    """What a check has found out about a read, or nobody has."""
 
-    HELD = "held"
+    HELD = "held"  # P held the blocks to the last byte; of bytes: nothing is wrong with them
     UNPROVEN = "unproven"
-    GONE = "gone"
-    EXPIRED = "expired"
+    GONE = "gone"  # P says that it has let go of the blocks
+    EXPIRED = "expired"  # P is not asked, and its lease was over before the last byte
+    WRONG = "wrong"  # P held the blocks, and what was read is something else
+
+
+class Proof(str, Enum):
+    """What a digest has said of a load."""
+
+    CHECKED = "checked"
+    PARTLY = "partly"
+    ALARM = "alarm"
+    UNCHECKED = "unchecked"
 
 
 class Prompt(str, Enum):
@@ -123,7 +131,7 @@ HELD = Metric(
     "counter",
     "Loads that were received or stale, by whether P held their blocks to the last byte.",
     "hold",
-    tuple(hold.value for hold in Hold),
+    tuple(result.value for result in CheckResult if result is not CheckResult.WRONG),
 )
 DIGESTS = Metric(
     "kvpatch_load_digests",

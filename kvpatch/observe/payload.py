@@ -12,7 +12,6 @@ from typing import Any
 
 from kvpatch.observe.book import Sample
 from kvpatch.observe.catalogue import READ_BYTES, READ_SECONDS, READS, Way
-from kvpatch.transfer.telemetry import Telemetry
 
 #: In a release's statistics, beside its own names.
 NAME = "kvpatch"
@@ -42,7 +41,7 @@ def count_read(stats: Any, counts: Any) -> None:
         counts: NIXL's of a transfer of the release's, or of one of ours, which may have been
             prepared by the release.
     """
-    way = (isinstance(counts, Telemetry) and counts.way) or Way.STOCK.value
+    way = getattr(counts, "way", "") or Way.STOCK.value  # NIXL's own has none
     read = ((READS, 1), (READ_BYTES, counts.totalBytes))
     seconds = (READ_SECONDS, counts.xferDuration * _SECONDS)
     put(stats, (Sample(metric.name, way, value) for metric, value in (*read, seconds)))

@@ -31,10 +31,10 @@ from typing import Any
 from kvpatch.checks.digests import worker_digests
 from kvpatch.checks.digests.digest_table import DigestTable
 from kvpatch.checks.digests.promised import PromisedDigests, state_table
-from kvpatch.checks.holds.hold import FIELD as HOLD
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.read_request import HOLD
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, around, bind, build
 from kvpatch.worker.state import connector_scheduler, held_by, scheduler_state

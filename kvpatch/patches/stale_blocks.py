@@ -36,12 +36,12 @@ from typing import Any
 
 from kvpatch.checks.holds import worker_holds
 from kvpatch.checks.holds.granted import GrantedHolds, changes_in, state_table
-from kvpatch.checks.holds.hold import FIELD
 from kvpatch.checks.holds.hold_table import HoldTable
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import failed_checks
+from kvpatch.load.read_request import HOLD
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, amend, around, bind, build, hear
 from kvpatch.worker.state import (
@@ -130,7 +130,7 @@ def _request_finished(
         holds = _holds_of(instance)
         if holds is not None:
             if keeps_blocks and params:
-                params = {**params, FIELD: holds.answer(request.request_id)}
+                params = {**params, HOLD: holds.answer(request.request_id)}
             else:
                 holds.withdraw(request.request_id)
         return keeps_blocks, params

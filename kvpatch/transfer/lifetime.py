@@ -1,35 +1,40 @@
-"""How long a peer keeps the blocks that are read, and how a read fails that ends after that.
+"""How long a peer keeps the blocks that are read, and what checks say of a read of them.
 
 The rule: a read that ends after P's lease must have run out counts as failed by a check. P may have
 given the blocks to another request by then, and says nothing of it. D counts the lease on its own
 clock, from when it was given the request. P had finished its prefill before that, so that P's own
 lease ends earlier. Where P grants a hold its word decides, and no clock is looked at.
+
+================  =================================================  ===========================
+P's release       P keeps the blocks of what it has computed         D extends that
+================  =================================================  ===========================
+``<= 0.21``       ``VLLM_NIXL_ABORT_REQUEST_TIMEOUT`` seconds        never
+from 0.22 on      ``kv_lease_duration`` seconds                      with each heartbeat, by two
+                                                                     thirds of it
+================  =================================================  ===========================
+
+From 0.22 on a P that reads an earlier turn back from D has ``decoder_kv_blocks_ttl`` seconds, and
+no heartbeats. From 0.26 on D's answer states when these are over.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, Protocol
 
-from kvpatch.checks.digests.digest_check import DigestCheck
-from kvpatch.checks.holds.hold_check import HoldCheck
+from kvpatch.core.recent_engines import RecentEngines
+from kvpatch.core.releases import FACTS
+from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.own_read import OwnRead
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
 
-
-class Verdict(Enum):
-    """On a peer's blocks, by the end of a read."""
-
-    HELD = auto()  # the peer has said so after the last byte
-    GONE = auto()  # it has said that it has let go of them
-    EXPIRED = auto()  # nobody is asked, and its lease was over before the last byte
-    WRONG = auto()  # it held them, and what was read is something else
+#: What vLLM's heartbeats begin with.
+HEARTBEAT = b"HB:"
 
 
 class Heartbeats:
@@ -76,6 +81,99 @@ class Lease:
         return self.granted if self.heartbeats is None else self.heartbeats.extended(self.granted)
 
 
+@dataclass(frozen=True)
+class Leases:
+    """The leases that one worker's peers grant.
+
+    Attributes:
+        seconds: that P keeps blocks for, from when its request is finished.
+        extension: seconds that each heartbeat of D adds; None where D sends none.
+        read_back_seconds: the same as `seconds`, of a D from which P reads an earlier turn.
+    """
+
+    seconds: float = inf
+    extension: float | None = None
+    read_back_seconds: float = inf
+    _heartbeats: RecentEngines[Heartbeats] = field(
+        default_factory=RecentEngines, compare=False, repr=False
+    )
+
+    def at(self, releases: Sequence[str]) -> Leases:
+        """Returns those of a P of another release, which may be any of these; none for D's own.
+
+        How such a P is configured is not known, and is taken for the release's default.
+        """
+        if all(FACTS[name].grants_leases == (self.extension is not None) for name in releases):
+            return self
+        seconds = min(FACTS[name].blocks_kept_seconds for name in releases)
+        return replace(self, seconds=float(seconds), extension=None)
+
+    def beat(self, agent: str, now: float) -> None:
+        """Records a heartbeat that was sent to a peer's rank, as NIXL calls it."""
+        if self.extension is not None:
+            self._sent_to(agent, self.extension).send(now)
+
+    def lease(self, agent: str, arrived: float | None, *, is_read_back: bool = False) -> Lease:
+        """Returns the lease of the blocks of a request; without an end if nobody knows more.
+
+        Args:
+            agent: the peer's rank, as NIXL calls it.
+            arrived: when D was given the request.
+        """
+        if arrived is None:
+            return Lease()
+        if is_read_back:
+            return Lease(arrived + self.read_back_seconds)
+        ends = arrived + self.seconds
+        if self.extension is None:
+            return Lease(ends)
+        return Lease(ends, self._sent_to(agent, self.extension))
+
+    def _sent_to(self, agent: str, extension: float) -> Heartbeats:
+        found = self._heartbeats.get(agent)
+        if found is None:
+            found = self._heartbeats[agent] = Heartbeats(extension)
+        return found
+
+
+class Check(Protocol):
+    """An instrument on one read from one rank of a peer.
+
+    The read asks its checks in order, after its last byte has landed.
+
+    Attributes:
+        proves_hold: True if it asks whether the peer still has the blocks. Then its word decides in
+            place of the lease, and its time is a part of the read's.
+    """
+
+    proves_hold: bool
+
+    @property
+    def is_due(self) -> bool:
+        """True if it is asked before the read begins, too."""
+
+    @property
+    def is_comparing(self) -> bool:
+        """True if the next call works on the answer, and does not only wait for it."""
+
+    def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
+        """Returns what it says; None until it is known. The call after an answer asks anew.
+
+        It logs why a read fails. ``UNPROVEN`` takes it out of the read, which goes by the lease.
+
+        Args:
+            nixl: the agent, as the thread may use it that calls this.
+            has_begun: whether data have been asked for.
+        """
+
+    def release(self, nixl: Any) -> None:
+        """Lets go of what is on its way; a second time does nothing.
+
+        Raises:
+            Exception: NIXL's, where it cannot be cancelled.
+        """
+
+
 @dataclass(eq=False)
 class Lifetime:
     """What D knows of the blocks that one read reads.
@@ -83,31 +181,34 @@ class Lifetime:
     Attributes:
         lease: of the blocks.
         request_id: whose they are, for the log.
-        check: asks the peer; None where it has no kvpatch, or cannot be asked.
+        checks: that are still to be asked, in order.
         verdict: what the read has found out; None where it knows nothing, or not yet.
-        digest: compares what was read; None where the peer promises no digest.
         fail_check: called if a check fails the read; on whatever thread.
     """
 
     lease: Lease = field(default_factory=Lease)
     request_id: str = ""
-    check: HoldCheck | None = None
-    verdict: Verdict | None = None
-    digest: DigestCheck | None = None
+    checks: tuple[Check, ...] = ()
+    verdict: CheckResult | None = None
     fail_check: Callable[[], None] | None = None
 
-    def find(self, verdict: Verdict) -> None:
+    def find(self, verdict: CheckResult) -> None:
         """Records what the read has found out."""
         self.verdict = verdict
-        if verdict is not Verdict.HELD and self.fail_check is not None:
+        if verdict is not CheckResult.HELD and self.fail_check is not None:
             self.fail_check()
+
+    def drop(self, check: Check) -> None:
+        """Takes out a check that is asked no more."""
+        self.checks = tuple(one for one in self.checks if one is not check)
 
     def late_by(self, when: float) -> float:
         """Returns for how many seconds the lease was over then; 0 while it lasted.
 
         It never is over where the peer's word is asked for.
         """
-        return 0.0 if self.check is not None else max(0.0, when - self.lease.end)
+        is_asked = any(check.proves_hold for check in self.checks)
+        return 0.0 if is_asked else max(0.0, when - self.lease.end)
 
     def expire(self, agent: str, late_by: float) -> None:
         """Records that the lease was over before the read was.
@@ -124,7 +225,7 @@ class Lifetime:
             agent,
             late_by,
         )
-        self.find(Verdict.EXPIRED)
+        self.find(CheckResult.EXPIRED)
 
 
 class LeasedTransfer(OwnRead):

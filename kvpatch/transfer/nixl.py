@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.segments import Int64Array
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
+
+_MASK_BYTES = 7
 
 
 class Ends(NamedTuple):
@@ -89,3 +92,14 @@ def _descriptors(
     found[:, 1] = length
     found[:, 2] = memory.device_id
     return found
+
+
+def mask_of(agent_metadata: bytes) -> int:
+    """Returns what hides addresses of a worker's memory from those who see P's answers.
+
+    Only peers that have shaken hands know it.
+
+    Args:
+        agent_metadata: of the worker's NIXL agent, as its handshake states it.
+    """
+    return int.from_bytes(sha256(agent_metadata).digest()[:_MASK_BYTES], "big")

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvpatch.checks.digests.digest_check import DigestCheck
-from kvpatch.checks.holds.hold_check import HoldCheck
 from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry.staged_plan import Chunk
+from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.free_space import Space
-from kvpatch.transfer.lifetime import Lifetime, Verdict
+from kvpatch.transfer.lifetime import Check, Lifetime
 from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
@@ -84,10 +83,8 @@ class StagedRead(OwnRead):
         self._tally = Tally(nixl)
         #: While it waits for the pool.
         self._turn: Turn | None = None
-        self._is_begun = self._is_void = self._has_failed = self._is_told = False
-        #: Whether what has all been read, and was held, is not what the peer had.
-        self._is_wrong = False
-        #: Whether all has been read, and the peer's word has come where it gives one.
+        self._is_begun = self._is_void = self._has_failed = self._is_held = False
+        #: Whether all has been read, and has been timed; with the peer's word, where it gives one.
         self._has_all = False
         self.fate = Fate()
         #: When the last look ended, and how long the last one took that found something.
@@ -261,9 +258,7 @@ class StagedRead(OwnRead):
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
-        if self.lifetime.check is not None:
-            self.lifetime.check.release(self._nixl)
-        self._let_go_of_digest()
+        self._release_checks()
         for handle in self._failed_handles:
             self._nixl.release_xfer_handle(handle)
         self._failed_handles.clear()
@@ -330,30 +325,47 @@ class StagedRead(OwnRead):
             return False
         if self._waits_for_another:
             return False
-        if not self._has_all:
-            if self._awaits_word(self.lifetime.check):
-                return False
-            self._has_all = True
-            if self._is_paced and self._began is not None:  # several are on the wire together
-                self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
-            self.metered.end(is_well=not (self._has_failed or self._is_void))
-        digest = self.lifetime.digest
-        if digest is not None and self._awaits(digest):
-            return digest.is_comparing
+        while self.lifetime.checks and self._goes_on:
+            check = self.lifetime.checks[0]
+            if not check.proves_hold:
+                self._end_timing()
+            result = self._ask(check)
+            if result is None:
+                return check.is_comparing
+            if self._goes_on:
+                self._is_held |= check.proves_hold and result is CheckResult.HELD
+                self.lifetime.drop(check)
+        self._end_timing()
         # Of wrong bytes too: the peer need not hold what nobody will read again.
-        if (not self._has_failed or self._is_wrong) and not self._is_told:
-            try:
-                if self._notification:  # else the release tells the peer itself
-                    self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
-                self._is_told = True
-            except self._errors:
-                self._fail()
-        is_good = not (self._has_failed or self._is_void)
-        if is_good and self.lifetime.check is not None:
-            self.lifetime.find(Verdict.HELD)
-        self.fate.outcome = "DONE" if is_good else "ERR"
-        self._let_go_of_digest()
+        if not self._has_failed or self.lifetime.verdict is CheckResult.WRONG:
+            self._tell()
+        if self._goes_on and self._is_held:
+            self.lifetime.find(CheckResult.HELD)
+        self.fate.outcome = "DONE" if self._goes_on else "ERR"
+        self._release_checks()
         return False
+
+    def _end_timing(self) -> None:
+        """Books that all has been read, once."""
+        if self._has_all:
+            return
+        self._has_all = True
+        if self._is_paced and self._began is not None:  # several are on the wire together
+            self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
+        self.metered.end(is_well=self._goes_on)
+
+    def _tell(self) -> None:
+        """Tells the peer that its blocks have been read."""
+        try:
+            if self._notification:  # else the release tells the peer itself
+                self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
+        except self._errors:
+            self._fail()
+
+    @property
+    def _goes_on(self) -> bool:
+        """True if it has neither failed nor been given up."""
+        return not (self._has_failed or self._is_void)
 
     @property
     def _waits_for_another(self) -> bool:
@@ -362,73 +374,34 @@ class StagedRead(OwnRead):
         return until is not None and until.outcome == "PROC" and not self._is_void
 
     def _may_begin(self) -> bool:
-        """Whether the peer surely had the blocks a moment ago; where it had not, it fails."""
-        check = self.lifetime.check
-        return check is None or not check.is_due or not self._awaits_word(check)
+        """True if no check that is due before the start keeps it waiting, or fails it."""
+        due = [check for check in self.lifetime.checks if check.is_due and self._goes_on]
+        # Where one can say nothing, the lease decides first.
+        return not any(self._ask(check) in (None, CheckResult.UNPROVEN) for check in due)
 
-    def _awaits_word(self, check: HoldCheck | None) -> bool:
-        """Whether the peer's word on the blocks is still to come; where they are gone, it fails."""
-        if check is None or self._has_failed or self._is_void:
-            return False
+    def _ask(self, check: Check) -> CheckResult | None:
+        """Returns what a check says, and fails where it must; None until that is known."""
         try:
-            is_held = check.answer(self._nixl)
-        except self._errors as error:
-            self._leave_unasked(check, error)
-            return self._unposted.is_any  # the lease decides whether it may begin
-        if is_held is False:
-            _LOG.warning(
-                "%s let go of a request's blocks before they had all been read: the load fails. "
-                "Either its lease ran out: a longer kv_lease_duration there "
-                "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) waits for slower readers; or another "
-                "reader has read them before: an answer of P's is for one request; or it has "
-                "started anew since it answered",
-                self._ends.agent,
-            )
-            self.lifetime.find(Verdict.GONE)
-            self._has_failed = True
-            self._stop()
-        return is_held is None
-
-    def _leave_unasked(self, check: HoldCheck, error: Exception) -> None:
-        """Goes on without the peer's word, as with a peer that gives none."""
-        # Whether the data can be read is not known before it was.
-        is_news = self._began is not None and check.miss()
-        _LOG.log(
-            logging.WARNING if is_news else logging.DEBUG,
-            "loads from %s are not proven, as its word on them cannot be read: %s. The word comes "
-            "from host memory to host memory: UCX_TLS has to name a transport for that",
-            self._ends.agent,
-            error,
-        )
-        self.lifetime.check = None
-        try:
-            check.release(self._nixl)
-        except errors_of(self._nixl):
-            _LOG.debug("a read of a word could not be released", exc_info=True)
-        if self._began is not None:
-            self._is_expired()
-
-    def _awaits(self, digest: DigestCheck) -> bool:
-        """Whether what was read is still to be compared; where it is wrong, the read fails."""
-        if self._has_failed or self._is_void or self._is_told:
-            return False
-        try:
-            is_well = digest.answer(self._nixl)
+            result = check.ask(self._nixl, has_begun=self._began is not None)
         except self._errors:
             self._fail()
-            return False
-        if is_well is False:
-            self.lifetime.find(Verdict.WRONG)
-            self._has_failed = self._is_wrong = True
+            return CheckResult.UNPROVEN
+        if result in (CheckResult.GONE, CheckResult.WRONG):
+            self.lifetime.find(result)
+            self._has_failed = True
             self._stop()
-        return is_well is None
+        elif result is CheckResult.UNPROVEN:
+            self.lifetime.drop(check)
+            if check.proves_hold and self._began is not None:
+                self._is_expired()
+        return result
 
-    def _let_go_of_digest(self) -> None:
-        if self.lifetime.digest is not None:
+    def _release_checks(self) -> None:
+        for check in self.lifetime.checks:
             try:
-                self.lifetime.digest.release(self._nixl)
+                check.release(self._nixl)
             except errors_of(self._nixl):
-                _LOG.warning("a read of a digest could not be released", exc_info=True)
+                _LOG.warning("what a check reads could not be released", exc_info=True)
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""

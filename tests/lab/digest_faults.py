@@ -100,7 +100,8 @@ def before_word(event: Callable[[], None]) -> None:
 
 def counts(workers: Sequence[Any]) -> dict[str, int]:
     """Over all of a D's ranks."""
-    from kvpatch.checks.digests.load_proof import DigestCounts, Proof
+    from kvpatch.checks.digests.load_proof import DigestCounts
+    from kvpatch.observe.catalogue import Proof
     from kvpatch.worker.state import worker_state
 
     found = [worker_state(worker).of(DigestCounts) for worker in workers]

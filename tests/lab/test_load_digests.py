@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.checks.digests.promise import FIELD
 from kvpatch.core.releases import FACTS
+from kvpatch.load.read_request import DIGEST as FIELD
 from kvpatch.patches import SLUGS
 
 from .case import EngineSpec

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.checks.holds.hold import FIELD as FIELD_OF_HOLD
 from kvpatch.core.releases import FACTS
+from kvpatch.load.read_request import HOLD as FIELD_OF_HOLD
 from kvpatch.load.stated_prompt import FIELD
 from kvpatch.patches import SLUGS
 

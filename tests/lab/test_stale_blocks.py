@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.checks.holds.hold import FIELD
 from kvpatch.core.releases import FACTS
+from kvpatch.load.read_request import HOLD as FIELD
 from kvpatch.patches import SLUGS
 
 from .case import EngineSpec

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.checks.holds.granted import GrantedHolds, changes_in, state_table, take_table
-from kvpatch.checks.holds.hold import FIELD, Hold, mask_of, read_hold, stated_hold
+from kvpatch.checks.holds.hold import Hold, read_hold
 from kvpatch.checks.holds.hold_table import (
     TABLE_BYTES,
     WORD_BYTES,
@@ -19,6 +19,8 @@ from kvpatch.checks.holds.hold_table import (
     word_address,
 )
 from kvpatch.core.errors import ReadRefused
+from kvpatch.load.read_request import HOLD, stated_for_checks
+from kvpatch.transfer.nixl import mask_of
 
 pytestmark = pytest.mark.patching
 
@@ -31,8 +33,7 @@ ADDRESSES = st.integers(1, 2**57)
 @given(GENERATIONS, st.lists(ADDRESSES, min_size=1, max_size=64))
 def test_what_is_stated_is_read_again(generation, tables):
     hold = Hold(generation, tuple(tables))
-    text = stated_hold({FIELD: str(hold)})
-    assert text is not None
+    text = stated_for_checks({HOLD: str(hold)})[HOLD]
     assert read_hold(text) == hold
 
 
@@ -57,14 +58,14 @@ def test_what_is_stated_is_read_again(generation, tables):
     ],
 )
 def test_what_no_p_says_is_refused(text):
-    with pytest.raises(ReadRefused, match=FIELD):
+    with pytest.raises(ReadRefused, match=HOLD):
         read_hold(text)
 
 
 def test_what_a_newer_kvpatch_says_is_not_looked_at():
     assert read_hold("2/whatever it may be") is None
-    assert stated_hold({}) is None
-    assert stated_hold({FIELD: ""}) is None  # of a typed proxy, for what P did not send
+    assert stated_for_checks({}) == {}
+    assert stated_for_checks({HOLD: ""}) == {}  # of a typed proxy, for what P did not send
 
 
 @given(GENERATIONS, ADDRESSES)

@@ -24,10 +24,11 @@ from kvpatch.observe.catalogue import (
     POOL_WAITING,
     POOL_WAITS,
     READS,
+    CheckResult,
     Outcome,
 )
 from kvpatch.observe.prometheus import Shown
-from kvpatch.transfer.lifetime import Lifetime, Verdict
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.telemetry import Telemetry, sum_of
 
 pytestmark = pytest.mark.patching
@@ -66,18 +67,18 @@ class TestBook:
         [
             ((), False, ["received", "unproven"]),
             ((None,), False, ["received", "unproven"]),
-            ((Verdict.HELD,), False, ["received", "held"]),
-            ((Verdict.HELD, Verdict.HELD), False, ["received", "held"]),
-            ((Verdict.HELD, None), False, ["received", "unproven"]),
-            ((Verdict.HELD, Verdict.GONE), True, ["stale", "gone"]),
-            ((None, Verdict.EXPIRED), True, ["stale", "expired"]),
-            ((Verdict.GONE, Verdict.EXPIRED), True, ["stale", "gone"]),
-            ((Verdict.HELD,), True, ["failed"]),
+            ((CheckResult.HELD,), False, ["received", "held"]),
+            ((CheckResult.HELD, CheckResult.HELD), False, ["received", "held"]),
+            ((CheckResult.HELD, None), False, ["received", "unproven"]),
+            ((CheckResult.HELD, CheckResult.GONE), True, ["stale", "gone"]),
+            ((None, CheckResult.EXPIRED), True, ["stale", "expired"]),
+            ((CheckResult.GONE, CheckResult.EXPIRED), True, ["stale", "gone"]),
+            ((CheckResult.HELD,), True, ["failed"]),
             ((), True, ["failed"]),
         ],
     )
     def test_what_reads_found_of_ps_blocks(
-        self, verdicts: tuple[Verdict | None, ...], has_failed: bool, told: list[str]
+        self, verdicts: tuple[CheckResult | None, ...], has_failed: bool, told: list[str]
     ) -> None:
         """A load counts once, however many ranks it was read from."""
         book = Book()

@@ -23,10 +23,11 @@ from kvpatch.checks.holds.hold_table import (
 )
 from kvpatch.core.errors import NoAnswer
 from kvpatch.load.read_factory import Progress, ReadFactory
+from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.lifetime import Lease, Lifetime, Verdict
+from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.patience import PAUSE_SECONDS
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
@@ -219,18 +220,18 @@ class _Reads:
         nixl = ProgressAgent(agent, self.gate) if self.is_paced else agent
         progress = Progress(self.thread, nixl) if self.is_paced else None
         factory = ReadFactory(self.pool, Caches({"a": self.world.target}), progress)
-        lifetime = Lifetime(check=check)
+        lifetime = Lifetime(checks=(check,))
         return factory.prepared(agent, self.world.ends, message, handle, lifetime)
 
     def make(self, check: HoldCheck, agent: object = None, **how: object):
         agent = agent or self.world.decode
         if not self.is_paced:
             read = self.world.read(self.pool, agent, **how)
-            read.lifetime = Lifetime(check=check)
+            read.lifetime = Lifetime(checks=(check,))
             return read
         gated = ProgressAgent(agent, self.gate)
         read = self.world.read(self.pool, gated, is_paced=True, **how)
-        read.lifetime = Lifetime(check=check)
+        read.lifetime = Lifetime(checks=(check,))
         return BackgroundRead(read, self.thread)
 
 
@@ -239,7 +240,7 @@ def _lifetime(read: StagedRead | BackgroundRead) -> Lifetime:
     return staged.lifetime
 
 
-def _verdict(read: StagedRead | BackgroundRead) -> Verdict | None:
+def _verdict(read: StagedRead | BackgroundRead) -> CheckResult | None:
     return _lifetime(read).verdict
 
 
@@ -264,7 +265,7 @@ def test_a_read_is_done_once_p_has_said_that_it_held_the_blocks(reads, tables, i
     assert finish(read) == ["DONE"]
     assert reads.world.is_identical()
     assert notifications(reads.world) == [b"done"]
-    assert _verdict(read) is Verdict.HELD
+    assert _verdict(read) is CheckResult.HELD
     read.release()
 
 
@@ -293,7 +294,7 @@ def test_blocks_that_are_given_away_during_the_read_fail_it(reads, tables, is_di
     assert finish(read) == ["ERR"]
     assert "let go of a request's blocks before they had all been read" in caplog.text
     assert notifications(reads.world) == [], "P keeps no such request"
-    assert _verdict(read) is Verdict.GONE
+    assert _verdict(read) is CheckResult.GONE
     assert told == [read]
     assert reads.pool.taken_bytes == 0
     read.release()
@@ -309,7 +310,7 @@ def test_what_was_long_on_its_way_asks_before_anything_is_read(reads, tables, is
     read = reads.make(tables.check(generation, age_seconds=2.0))
     read.start()
     assert finish(read) == ["DONE" if is_held else "ERR"]
-    assert _verdict(read) is (Verdict.HELD if is_held else Verdict.GONE)
+    assert _verdict(read) is (CheckResult.HELD if is_held else CheckResult.GONE)
     if is_held:
         assert reads.world.is_identical()
     else:
@@ -384,7 +385,7 @@ def test_before_anything_is_read_the_lease_decides_in_its_place(reads, tables, i
     lifetime.fail_check = lambda: told.append(read)
     read.start()
     assert finish(read) == ["ERR" if is_over else "DONE"]
-    assert _verdict(read) is (Verdict.EXPIRED if is_over else None)
+    assert _verdict(read) is (CheckResult.EXPIRED if is_over else None)
     assert told == ([read] if is_over else [])
     if is_over:
         assert torch.equal(reads.world.target, before)

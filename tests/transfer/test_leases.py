@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvpatch.checks.holds.leases import Leases, stated_end
 from kvpatch.core.releases import FACTS
-from kvpatch.load.read_request import ReadRequest, Waits
-from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Lifetime, Verdict
+from kvpatch.load.read_request import ReadRequest, Waits, stated_end
+from kvpatch.observe.catalogue import CheckResult
+from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Leases, Lifetime
 
 pytestmark = pytest.mark.patching
 
@@ -171,7 +171,7 @@ class TestATransferOfVllms:
         assert read.state() == "ERR"
         assert read.state() == "ERR"
         assert told == ["a"]
-        assert read.lifetime.verdict is Verdict.EXPIRED
+        assert read.lifetime.verdict is CheckResult.EXPIRED
         (line,) = (record.getMessage() for record in caplog.records)
         assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
         for _ in range(2):
@@ -199,10 +199,10 @@ class TestATransferOfVllms:
 
 
 def test_where_p_is_asked_no_clock_is_looked_at() -> None:
-    check: Any = object()
-    lifetime = Lifetime(Lease(0.0), check=check)
+    check: Any = SimpleNamespace(proves_hold=True)
+    lifetime = Lifetime(Lease(0.0), checks=(check,))
     assert lifetime.late_by(1e9) == 0.0
-    lifetime.check = None
+    lifetime.drop(check)
     assert lifetime.late_by(1e9) == 1e9, "negative control"
 
 

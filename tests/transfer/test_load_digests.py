@@ -23,10 +23,11 @@ from kvpatch.checks.digests.digest_table import (
     MOST_BYTES,
     DigestTable,
 )
-from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof, Proof
+from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.checks.holds.hold_table import generation_of
 from kvpatch.core.errors import NoDigest
+from kvpatch.observe.catalogue import Proof
 from kvpatch.transfer.patience import PAUSE_SECONDS
 
 from .digest_world import Engine, Rank, request_of

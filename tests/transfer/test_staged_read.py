@@ -13,10 +13,11 @@ import torch
 import wrapt
 
 from kvpatch.core.errors import PoolExhausted
+from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer import lost_transfers
 from kvpatch.transfer import staged_read as staged_module
-from kvpatch.transfer.lifetime import Lease, Lifetime, Verdict
+from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.nixl import errors_of
 
 from .staged_world import (
@@ -153,7 +154,7 @@ def test_a_read_that_would_begin_too_late_fails(world, over, caplog):
     assert finish(read) == ["ERR"]
     assert torch.equal(world.target, before)
     assert "after P's lease must have run out" in caplog.text
-    assert read.lifetime.verdict is Verdict.EXPIRED
+    assert read.lifetime.verdict is CheckResult.EXPIRED
     assert pool.taken_bytes == 0
 
 
@@ -177,7 +178,7 @@ def test_what_is_on_the_wire_when_the_lease_ends_fails(world):
     read.lifetime.lease = OVER
     assert finish(read) == ["ERR"]
     assert told == ["a"]
-    assert read.lifetime.verdict is Verdict.EXPIRED
+    assert read.lifetime.verdict is CheckResult.EXPIRED
     assert notifications(world) == [], "P keeps nothing that it could be told of"
 
 

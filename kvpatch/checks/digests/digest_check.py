@@ -12,12 +12,13 @@ from kvpatch.checks.digests.digest_ranges import extents_of, joined
 from kvpatch.checks.digests.digest_read import DigestRead
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Comparison, Extent, compare
-from kvpatch.checks.digests.load_proof import LoadProof, Proof
+from kvpatch.checks.digests.load_proof import LoadProof
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.core.errors import KvpatchError
 from kvpatch.core.text import one_line
 from kvpatch.geometry.layer_names import place_in_model
 from kvpatch.geometry.plane_heads import planes_of_heads
+from kvpatch.observe.catalogue import CheckResult, Proof
 from kvpatch.transfer.nixl import errors_of
 
 _LOG = logging.getLogger("kvpatch.digests")
@@ -42,6 +43,8 @@ class DigestCheck:
         is_sample: whether no more than a sample of them is.
         is_part: whether something of the read is left out.
     """
+
+    proves_hold = is_due = False
 
     def __init__(
         self,
@@ -72,6 +75,11 @@ class DigestCheck:
     def is_comparing(self) -> bool:
         """Whether the peer's digest is here, and ours are being made."""
         return self._lots is not None
+
+    def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
+        """Returns ``WRONG`` for other bytes than the peer's."""
+        is_well = self.answer(nixl)
+        return None if is_well is None else CheckResult.HELD if is_well else CheckResult.WRONG
 
     def answer(self, nixl: Any) -> bool | None:
         """Whether the read may be reported; None while it is not known. Takes no long time.

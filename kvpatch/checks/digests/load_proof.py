@@ -6,19 +6,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from threading import RLock
 
+from kvpatch.observe.catalogue import Proof
+
 _LOG = logging.getLogger("kvpatch.digests")
-
-
-class Proof(str, Enum):
-    """What a digest has said of a load."""
-
-    CHECKED = "checked"
-    PARTLY = "partly"
-    ALARM = "alarm"
-    UNCHECKED = "unchecked"
 
 
 @dataclass(eq=False)

@@ -6,14 +6,11 @@ Numbers are hexadecimal and all of it is one string, as in the hold.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from kvpatch.core.errors import NoDigest
 from kvpatch.core.text import shown
-
-FIELD = "kvpatch_digest"
+from kvpatch.load.read_request import DIGEST
 
 _FORM = re.compile(r"1/([0-9a-f]{1,15}(?:,[0-9a-f]{1,15}){0,1023})")
 _ANY_FORM = re.compile(r"[0-9]{1,4}/.{0,65536}", re.DOTALL)
@@ -33,12 +30,6 @@ class Promise:
         return f"1/{','.join(f'{address:x}' for address in self.tables)}"
 
 
-def stated_promise(parameters: Mapping[str, Any]) -> str | None:
-    """Returns what a request's parameters have of it; None where P says nothing."""
-    found = parameters.get(FIELD)
-    return str(found) if found else None  # a typed proxy sends an empty text for none
-
-
 def read_promise(stated: str) -> Promise | None:
     """Returns what P has stated; None of a form that only a newer kvpatch knows.
 
@@ -50,7 +41,7 @@ def read_promise(stated: str) -> Promise | None:
         if _ANY_FORM.fullmatch(stated) and not stated.startswith("1/"):
             return None
         raise NoDigest(
-            f"kv_transfer_params.{FIELD} is {shown(stated)}, which no P says: pass on all that P "
+            f"kv_transfer_params.{DIGEST} is {shown(stated)}, which no P says: pass on all that P "
             "answered, as it is"
         )
     return Promise(tuple(int(address, 16) for address in found[1].split(",")))

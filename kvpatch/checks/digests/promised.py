@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from kvpatch.checks.digests.promise import FIELD, Promise
+from kvpatch.checks.digests.promise import Promise
 from kvpatch.checks.holds.granted import tables_of_ranks
-from kvpatch.checks.holds.hold import FIELD as HOLD
 from kvpatch.checks.holds.hold import read_hold
+from kvpatch.load.read_request import DIGEST, HOLD
 
 _ORDERS = "kvpatch_digest_orders"
 _TABLE = "_kvpatch_digest_table"
@@ -60,7 +60,7 @@ class PromisedDigests:
         named = params.get("remote_block_ids") or ()
         order = DigestOrder(hold.generation, block_ids, _tokens(request, held), named, held)
         self._orders[request.request_id] = tuple(order)
-        return {**params, FIELD: str(Promise(self._tables))}
+        return {**params, DIGEST: str(Promise(self._tables))}
 
     @property
     def has_news(self) -> bool:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.checks.digests.covered import CoveredCaches
 from kvpatch.checks.digests.digest_checks import DigestChecks
 from kvpatch.checks.digests.digest_maker import DigestMaker, Order
 from kvpatch.checks.digests.digest_table import DigestTable
+from kvpatch.checks.digests.load_proof import DigestCounts
 from kvpatch.checks.digests.promised import DigestOrder, orders_in
 from kvpatch.checks.digests.table_digests import TableTokens
 from kvpatch.checks.holds.hold_table import HoldTable
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
+from kvpatch.geometry.state_shares import Rank
+from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.read_request import groups
+from kvpatch.load.reader import Reader
 from kvpatch.load.token_pairing import finished_blocks, state_block
+from kvpatch.observe.book import Book
+from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
+from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
+
+if TYPE_CHECKING:
+    import torch
 
 _LOG = logging.getLogger("kvpatch.digests")
 
@@ -38,23 +49,60 @@ def make_table(release: ReleaseWorker) -> None:
     errors: tuple[type[Exception], ...] = RuntimeError, MemoryError
     errors += errors_of(worker.nixl_wrapper)
     try:
-        state.hold(DigestTable(worker.nixl_wrapper))
+        table = DigestTable(worker.nixl_wrapper)
     except errors as error:
         _LOG.warning("loads are not checked by digests: no host memory for it: %s", error)
+        return
+    state.hold(table)
+    state.of(CheckMakers)["digests"] = partial(_make_checks, table)
+
+
+def _make_checks(
+    table: DigestTable, release: ReleaseWorker, own: InspectedCaches, reader: Reader
+) -> DigestChecks:
+    """Returns what checks loads by digests, or counts them where it cannot."""
+    state, tensors = worker_state(release.worker), reader.destination.tensors
+    device = next(_all_of(tensors)).device if reader.planes else None
+    of_states = [group.layers for group in reader.groups if group.has_state]
+    has_others = state.is_host_buffered or device is None
+    has_others = has_others or own.states.keys() != frozenset[str]().union(*of_states)
+    # Nor are tensors of several devices one read: vLLM reads those of the host by themselves.
+    has_others = has_others or any(tensor.device != device for tensor in _all_of(tensors))
+    covered = None
+    if has_others or not can_read_beside(device, reader.destination.caches):
+        _LOG.info("loads are not checked by digests: they do not cover this cache")
+    else:
+        rank = Rank(reader.ours.tp_rank, reader.ours.tp_size)
+        covered = CoveredCaches(tensors, reader.planes, reader.groups, own.states, rank)
+    is_sample, counts = settings.digest() == "sample", state.of(DigestCounts)
+    counts.tell = partial(_tell, state.book)
+    made = DigestChecks(reader.ours, reader.groups, covered, table, counts, is_sample=is_sample)
+    state.hold(made)
+    return made
+
+
+def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Each of a worker's tensors; recurrent states have several each in releases <= 0.26."""
+    for found in tensors.values():
+        yield from found if isinstance(found, (list, tuple)) else (found,)
+
+
+def _tell(book: Book, proof: Proof, layer: str) -> None:
+    book.add(DIGESTS, 1, proof.value)
+    if layer:
+        book.add(DIGEST_ALARMS, 1, layer)
 
 
 def stated_address(worker: Any) -> int | None:
     """Where a worker's table is, where it can digest what it holds."""
-    state = worker_state(worker)
-    checks = None if state.reader is None else state.reader.digest_checks
+    checks = worker_state(worker).held(DigestChecks)
     return None if checks is None or checks.covered is None else checks.table.address
 
 
 def hear(worker: Any, metadata: Any) -> None:
     """Has digests made of what the scheduler has promised."""
     orders, state = orders_in(metadata), worker_state(worker)
-    holds = state.held(HoldTable)
-    checks = None if state.reader is None else state.reader.digest_checks
+    holds, checks = state.held(HoldTable), state.held(DigestChecks)
     covered = None if checks is None else checks.covered
     if not orders or checks is None or covered is None or holds is None:
         return

@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvpatch.checks.holds.hold import Hold, mask_of
+from kvpatch.checks.holds.hold import Hold
 from kvpatch.checks.holds.hold_table import generation_of
+from kvpatch.transfer.nixl import mask_of
 
 _CHANGES = "kvpatch_hold_changes"
 _TABLE = "_kvpatch_hold_table"

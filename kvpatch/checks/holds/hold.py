@@ -7,17 +7,12 @@ numbers are hexadecimal and the whole of it is one string.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import Any
 
 from kvpatch.core.errors import AS_ANSWERED, ReadRefused
 from kvpatch.core.text import shown
+from kvpatch.load.read_request import HOLD
 
-FIELD = "kvpatch_hold"
-
-_MASK_BYTES = 7
 # An address of 60 bits and a slot behind it are a number of 64.
 _FORM = re.compile(r"1/([0-9a-f]{1,16})/([0-9a-f]{1,15}(?:,[0-9a-f]{1,15}){0,1023})")
 _ANY_FORM = re.compile(r"[0-9]{1,4}/.{0,65536}", re.DOTALL)
@@ -29,7 +24,7 @@ class Hold:
 
     Attributes:
         generation: the word that stands in the tables of P's ranks while they hold the blocks.
-        tables: by rank of P's, where its table of holds begins, masked (:func:`mask_of`).
+        tables: by rank of P's, where its table of holds begins, masked (``transfer/nixl.py``).
     """
 
     generation: int
@@ -38,23 +33,6 @@ class Hold:
     def __str__(self) -> str:
         tables = ",".join(f"{address:x}" for address in self.tables)
         return f"1/{self.generation:x}/{tables}"
-
-
-def mask_of(agent_metadata: bytes) -> int:
-    """Returns what hides addresses of a worker's memory from those who see P's answers.
-
-    Only peers that have shaken hands know it.
-
-    Args:
-        agent_metadata: of the worker's NIXL agent, as its handshake states it.
-    """
-    return int.from_bytes(sha256(agent_metadata).digest()[:_MASK_BYTES], "big")
-
-
-def stated_hold(parameters: Mapping[str, Any]) -> str | None:
-    """What a request's parameters have of it; None where P has no kvpatch, or says nothing."""
-    found = parameters.get(FIELD)
-    return str(found) if found else None  # a typed proxy sends an empty text for none
 
 
 def read_hold(stated: str) -> Hold | None:
@@ -68,7 +46,7 @@ def read_hold(stated: str) -> Hold | None:
         if _ANY_FORM.fullmatch(stated) and not stated.startswith("1/"):
             return None
         raise ReadRefused(
-            f"kv_transfer_params.{FIELD} is {shown(stated)}, which no P says", AS_ANSWERED
+            f"kv_transfer_params.{HOLD} is {shown(stated)}, which no P says", AS_ANSWERED
         )
     tables = (int(address, 16) for address in found[2].split(","))
     return Hold(int(found[1], 16), tuple(tables))

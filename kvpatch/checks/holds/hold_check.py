@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from math import inf
@@ -9,16 +10,24 @@ from typing import Any
 
 import numpy as np
 
+from kvpatch.checks.holds.hold import Hold, read_hold
 from kvpatch.checks.holds.hold_table import (
     HOST_MEMORY,
+    MOST_MISSED,
     WORD_BYTES,
     HoldTable,
     is_still_to_come,
     word_address,
 )
-from kvpatch.core.errors import NoAnswer
-from kvpatch.transfer.nixl import Ends, prepare_read
+from kvpatch.core.errors import KvpatchError, NoAnswer, ReadRefused
+from kvpatch.load.prepared_transfers import RankRead, RequestContext
+from kvpatch.load.read_request import HOLD, ReadRequest
+from kvpatch.observe.catalogue import CheckResult
+from kvpatch.transfer.lifetime import Check
+from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
+
+_LOG = logging.getLogger("kvpatch.staging")
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
@@ -27,6 +36,9 @@ _SPIN_SECONDS = 1e-4
 #: Polls at a word that P has not written, or that does not come though P's lease is over.
 _MOST_POLLS = 2000
 _MOST_PEERS = 4096
+_ERRORS: tuple[type[Exception], ...] = (
+    *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError, OverflowError),
+)
 
 
 @dataclass(eq=False)
@@ -56,10 +68,32 @@ class HoldCheck:
     _next: float = field(default=0.0, init=False)
     _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
 
+    proves_hold = True
+    is_comparing = False
+
     @property
     def is_due(self) -> bool:
         """Whether the blocks may be gone for long: nothing is read of them before it is known."""
         return self._asked is not None or time.monotonic() - self.vouched > _ASK_AGAIN_SECONDS
+
+    def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
+        """Returns whether the peer holds the blocks; a word that cannot be read proves nothing."""
+        try:
+            is_held = self.answer(nixl)
+        except (*_ERRORS, *errors_of(nixl)) as error:
+            self._leave(nixl, error, has_begun=has_begun)
+            return CheckResult.UNPROVEN
+        if is_held is False:
+            _LOG.warning(
+                "%s let go of a request's blocks before they had all been read: the load fails. "
+                "Either its lease ran out: a longer kv_lease_duration there "
+                "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) waits for slower readers; or another "
+                "reader has read them before: an answer of P's is for one request; or it has "
+                "started anew since it answered",
+                self.agent,
+            )
+            return CheckResult.GONE
+        return None if is_held is None else CheckResult.HELD
 
     def answer(self, nixl: Any) -> bool | None:
         """Whether the peer held the blocks when this was first called; None until it is known.
@@ -94,7 +128,23 @@ class HoldCheck:
         self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
         return found == self.generation
 
-    def miss(self) -> bool:
+    def _leave(self, nixl: Any, error: Exception, *, has_begun: bool) -> None:
+        """Gives the word up; the load goes on as with a peer that gives none."""
+        # Whether the data can be read is not known before it was.
+        is_news = has_begun and self._miss()
+        _LOG.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "loads from %s are not proven, as its word on them cannot be read: %s. The word comes "
+            "from host memory to host memory: UCX_TLS has to name a transport for that",
+            self.agent,
+            error,
+        )
+        try:
+            self.release(nixl)
+        except errors_of(nixl):
+            _LOG.debug("a read of a word could not be released", exc_info=True)
+
+    def _miss(self) -> bool:
         """Books that the data could be read and the word could not; True if it is news."""
         peer, missed = (self.agent, self.remote_table), self.table.missed
         if len(missed) > _MOST_PEERS:  # what clients forge is told apart from what peers say
@@ -157,3 +207,71 @@ class HoldCheck:
             np.array([WORD_BYTES]),
         )
         return nixl.transfer(self._handle)
+
+
+@dataclass(frozen=True)
+class HeldLoad:
+    """Checks one load by the hold that P grants on its blocks.
+
+    Attributes:
+        table: where the peer's words land.
+    """
+
+    table: HoldTable
+    hold: Hold
+    context: RequestContext
+
+    def of_rank(self, rank: RankRead, before: tuple[Check, ...]) -> HoldCheck | None:
+        """Asks a rank of the peer for its word; None where it cannot be asked.
+
+        Raises:
+            ReadRefused: P's answer is of an engine with fewer ranks.
+        """
+        hold, context = self.hold, self.context
+        if rank.mask is None:
+            return None
+        if rank.number >= len(hold.tables):
+            raise ReadRefused(
+                f"request {context.request_id} is read from rank {rank.number} of engine "
+                f"{context.engine_id}, and the answer of P that it carries is of an engine with "
+                f"{len(hold.tables)} ranks",
+                "pass on the answer of the engine that it names",
+            )
+        address = hold.tables[rank.number] ^ rank.mask
+        if self.table.missed[rank.agent, address] >= MOST_MISSED:
+            return None
+        return HoldCheck(
+            self.table,
+            rank.agent,
+            address,
+            hold.generation,
+            time.monotonic() if context.arrived is None else context.arrived,
+            is_paced=rank.is_paced,
+            ends=rank.lease.granted if rank.lease.heartbeats is None else inf,
+        )
+
+    def seal(self, *, is_read: bool, is_refused: bool) -> None:
+        """Does nothing: each read is on its own."""
+
+
+@dataclass(frozen=True)
+class HoldChecks:
+    """Makes the checks of one worker's loads.
+
+    Attributes:
+        table: where peers' words land.
+    """
+
+    table: HoldTable
+
+    def of_load(
+        self, context: RequestContext, request: ReadRequest, *, is_as_read: bool
+    ) -> HeldLoad | None:
+        """Returns what asks for P's word; a request that states no hold of any form is refused."""
+        stated = request.stated.get(HOLD)
+        try:
+            hold = None if stated is None else read_hold(stated)
+        except ReadRefused as error:
+            context.refusal = error
+            return None
+        return None if hold is None else HeldLoad(self.table, hold, context)

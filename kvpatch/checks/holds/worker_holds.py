@@ -6,7 +6,9 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvpatch.checks.holds.hold_check import HoldChecks
 from kvpatch.checks.holds.hold_table import HoldTable
+from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
@@ -30,9 +32,12 @@ def make_table(release: ReleaseWorker) -> None:
     errors: tuple[type[Exception], ...] = RuntimeError, MemoryError
     errors += errors_of(worker.nixl_wrapper)
     try:
-        state.hold(HoldTable(worker.nixl_wrapper))
+        table = HoldTable(worker.nixl_wrapper)
     except errors as error:
         _LOG.warning("blocks gone stale are not looked for: no host memory for it: %s", error)
+        return
+    state.hold(table)
+    state.of(CheckMakers)["stale_blocks"] = lambda *_: HoldChecks(table)
 
 
 def hear(table: HoldTable, changes: Mapping[str, int]) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpatch.checks.holds.leases import HEARTBEAT
 from kvpatch.core.releases import FACTS
 from kvpatch.peer.unlike_releases.peer_releases import PeerReleases
+from kvpatch.transfer.lifetime import HEARTBEAT
 from kvpatch.worker.state import held_by
 
 
