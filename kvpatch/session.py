@@ -194,11 +194,12 @@ class Session:
         self._supersede()
 
     def _apply_one(self, patch: Patch, facts: ReleaseFacts) -> PatchStatus:
-        found, switch = patch.sites(facts), patch.switch
+        switch = patch.switch
+        if switch is not None and switch.read() == "off":  # what is off is not imported
+            return PatchStatus(patch.slug, "off", f"{switch.variable} is off")
+        found = patch.sites(facts)
         if not found:
             return PatchStatus(patch.slug, "not needed", patch.not_needed)
-        if switch is not None and switch.read() == "off":
-            return PatchStatus(patch.slug, "off", f"{switch.variable} is off")
         sites = {s: w for s, w in found.items() if not s.is_front_end}
         try:
             behind = self._ledger.apply(patch.slug, sites, supersede=self._does_kvcacheds_part())

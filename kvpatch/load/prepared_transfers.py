@@ -6,8 +6,8 @@ Patches hand in what makes the checks of a load, so that what is off is not impo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry.plane_heads import HeadName
@@ -64,26 +64,8 @@ class RankRead(NamedTuple):
     is_idle: bool = False
 
 
-class LoadCheck(Protocol):
-    """Makes one kind of check for each read of a load."""
-
-    def of_rank(self, rank: RankRead, before: tuple[Check, ...]) -> Check | None:
-        """Returns the check of one read; None where there is none.
-
-        Args:
-            before: those that other kinds have made for this read.
-
-        Raises:
-            ReadRefused: P's answer is of another engine.
-        """
-
-    def seal(self, *, is_read: bool, is_refused: bool) -> None:
-        """Hears that all reads of the load have been prepared.
-
-        Args:
-            is_read: whether it is read at all, by whomever.
-            is_refused: whether a part of it was refused; the load fails.
-        """
+#: Of a read and the checks that were made for it before, makes one more, or None.
+MakeCheck = Callable[[RankRead, tuple[Check, ...]], Check | None]
 
 
 @dataclass
@@ -99,7 +81,9 @@ class RequestContext:
         is_read_back: whether a P reads an earlier turn back from a D.
         expires: when the peer has said that its blocks do; None where it does not.
         is_refused: whether that was booked.
-        checks: what makes the checks of its reads.
+        is_as_read: whether what is read stays as it is placed.
+        checks: make the checks of each of its reads, in the order in which the read asks them.
+        when_prepared: called once all reads have been prepared; with False if nothing is read.
     """
 
     request_id: str
@@ -111,7 +95,9 @@ class RequestContext:
     is_read_back: bool = False
     expires: float | None = None
     is_refused: bool = False
-    checks: tuple[LoadCheck, ...] = ()
+    is_as_read: bool = True
+    checks: list[MakeCheck] = field(default_factory=list)
+    when_prepared: list[Callable[[bool], None]] = field(default_factory=list)
 
     def check_blocks(self) -> None:
         """Calls the check.
@@ -129,24 +115,15 @@ class RequestContext:
             ReadRefused: P's answer is of another engine.
         """
         found: tuple[Check, ...] = ()
-        for one in self.checks:
-            check = one.of_rank(rank, found)
+        for make in self.checks:
+            check = make(rank, found)
             found += () if check is None else (check,)
         return found
 
 
-class CheckMaker(Protocol):
-    """Makes one kind of check for the loads of one worker."""
-
-    def of_load(
-        self, context: RequestContext, request: ReadRequest, *, is_as_read: bool
-    ) -> LoadCheck | None:
-        """Returns what checks a load; None where P's answer says nothing for it.
-
-        Args:
-            is_as_read: whether what is read stays as it is placed.
-        """
+#: Adds to a load's context what makes the checks of its reads.
+CheckLoad = Callable[[RequestContext, ReadRequest], None]
 
 
-class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckMaker]]):
+class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):
     """One worker's, by patch; called with its ``ReleaseWorker``, inspected caches and reader."""

@@ -37,9 +37,11 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 context.arrived, context.is_read_back = request.arrived, request.is_read_back
                 context.expires = read_request.stated_end(worker, engine_id, meta, facts)
                 if reader.check_makers:
-                    is_as_read = smaller is None and not _changes_what_is_read(worker, engine_id)
-                    reader.check_load(context, request, is_as_read=is_as_read)
-                    inside.callback(_seal, worker, context, request)
+                    changes = _changes_what_is_read(worker, engine_id)
+                    context.is_as_read = smaller is None and not changes
+                    for check_load in reader.check_makers:
+                        check_load(context, request)
+                    inside.callback(_end_preparing, worker, context, request)
                 parts = reader.ours.kernel_blocks_per_block
                 context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
             inside.enter_context(reader.request(context))
@@ -81,12 +83,10 @@ def _changes_what_is_read(worker: Any, engine_id: str) -> bool:
     return permutes or engine_id in worker_state(worker).of(ReorderedLoads).peers
 
 
-def _seal(worker: Any, context: RequestContext, request: ReadRequest) -> None:
-    """Tells the checks that all of a load's reads have been prepared."""
+def _end_preparing(worker: Any, context: RequestContext, request: ReadRequest) -> None:
     is_loaded = any(request.local_blocks) and context.engine_id in worker._remote_agents
-    is_read = is_loaded and context.refusal is None
-    for check in context.checks:
-        check.seal(is_read=is_read, is_refused=context.is_refused)
+    for ended in context.when_prepared:
+        ended(is_loaded and context.refusal is None)
 
 
 def _take_over(worker: Any, meta: Any, reader: Reader, context: RequestContext) -> None:

@@ -36,7 +36,7 @@ from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.load.chosen_ways import ChosenWays
-from kvpatch.load.prepared_transfers import CheckMaker, RankRead, Reading, RequestContext
+from kvpatch.load.prepared_transfers import CheckLoad, RankRead, Reading, RequestContext
 from kvpatch.load.read_factory import Progress, ReadFactory, Wanted
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.state_runs import states_plan
@@ -107,7 +107,7 @@ class Reader:
         to_engine: (engine id, message) -> the message in that engine's words, None for none.
         to_agent: (NIXL's name of a rank, message) -> the same.
         masks: by NIXL's name of a rank, what hides its addresses in P's answers.
-        check_makers: make the checks of its loads, in the order in which reads ask them.
+        check_makers: give each load what makes the checks of its reads.
         pooled: what reads through the pool are called in the metrics.
         book: of its worker.
         failed_checks: names of requests whose loads a check has failed, on whatever thread.
@@ -146,7 +146,7 @@ class Reader:
         self.to_engine: Callable[[str, bytes], bytes | None] = _as_it_is
         self.to_agent: Callable[[str, bytes], bytes | None] = _as_it_is
         self.masks: RecentEngines[int] = RecentEngines()
-        self.check_makers: tuple[CheckMaker, ...] = ()
+        self.check_makers: tuple[CheckLoad, ...] = ()
         self.pooled = Way.STAGED
         self.book = Book()
         self.failed_checks: deque[str] = deque(maxlen=_MOST_FAILED)
@@ -308,17 +308,6 @@ class Reader:
             return LeasedTransfer(nixl, handle, agent, lifetime)
         ends = Ends(self.ours.memory, self.ours.memory, agent)
         return self._reads.prepared(nixl, ends, notification, handle, lifetime)
-
-    def check_load(
-        self, context: RequestContext, request: ReadRequest, *, is_as_read: bool
-    ) -> None:
-        """Gives a load what makes the checks of its reads.
-
-        Args:
-            is_as_read: whether what is read stays as it is placed.
-        """
-        made = [one.of_load(context, request, is_as_read=is_as_read) for one in self.check_makers]
-        context.checks = tuple(one for one in made if one is not None)
 
     def lifetime_of_like(self, number: int, agent: str) -> Lifetime:
         """Of what vLLM reads of a rank of a peer like us.

@@ -31,36 +31,57 @@ Remove when:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from kvpatch.checks.holds import worker_holds
-from kvpatch.checks.holds.granted import GrantedHolds, changes_in, state_table
+from kvpatch.checks.holds.grants import GrantedHolds, StatedTables, changes_in, state_tables
+from kvpatch.checks.holds.hold_check import check_hold
 from kvpatch.checks.holds.hold_table import HoldTable
+from kvpatch.checks.tables import made_table
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import failed_checks
+from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.read_request import HOLD
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, amend, around, bind, build, hear
-from kvpatch.worker.state import (
-    connector_scheduler,
-    held_by,
-    scheduler_state,
-    worker_state,
-)
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import connector_scheduler, held_by, scheduler_state, worker_state
+
+_LOG = logging.getLogger("kvpatch.stale_blocks")
+
+#: NIXL's back ends that are known to read a host's memory whatever the cache lies in.
+_BACKENDS = frozenset(("UCX",))
 
 # --- the workers ---------------------------------------------------------------
+
+
+def _make_table(release: ReleaseWorker) -> None:
+    """Makes a worker's table before it states what its agent has; of one start there is one."""
+    worker, backends = release.worker, release.nixl_backends
+    state = worker_state(worker)
+    if not release.pulls or state.held(HoldTable) is not None:
+        return
+    if not backends or not _BACKENDS.issuperset(backends):
+        named = ", ".join(backends) or "no NIXL back end named"
+        _LOG.info("blocks gone stale are not looked for with %s", named)
+        return
+    table = made_table(worker, HoldTable, _LOG, "blocks gone stale are not looked for")
+    if table is not None:
+        state.of(StatedTables)[HOLD] = table.address
+        state.of(CheckMakers)["stale_blocks"] = lambda *_: partial(check_hold, table)
 
 
 def _get_handshake_metadata(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
-    table = None if worker is None else worker_state(worker).held(HoldTable)
-    if metadata is not None and table is not None:
-        state_table(metadata, table.address)
+    metadata = wrapped(*args, **kwargs)
+    tables = held_by(instance.connector_worker, StatedTables)
+    if metadata is not None and tables:
+        state_tables(metadata, tables)
     return metadata
 
 
@@ -69,20 +90,24 @@ def _bind_metadata(worker: Any, metadata: Any) -> None:
     changes = changes_in(metadata)
     table = held_by(worker, HoldTable) if changes else None
     if table is not None:
-        worker_holds.hear(table, changes)
+        table.hear(changes)
 
 
 def _take_results(worker: Any, results: Any) -> None:
     # A pair <= 0.29, as both are named here from 0.30.
     sent = results[0] if isinstance(results, tuple) else results.finished_sending
-    if sent:
-        worker_holds.end_all(worker, sent)
+    table = held_by(worker, HoldTable) if sent else None
+    if table is not None:
+        for request_id in sent:
+            table.end(request_id)
 
 
 def _unregister_kv_caches(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    worker_holds.end_everything(instance)
+    table = held_by(instance, HoldTable)
+    if table is not None:
+        table.end_all()  # what the blocks hold is about to be lost
     return wrapped(*args, **kwargs)
 
 
@@ -130,7 +155,7 @@ def _request_finished(
         holds = _holds_of(instance)
         if holds is not None:
             if keeps_blocks and params:
-                params = {**params, HOLD: holds.answer(request.request_id)}
+                params = holds.answer(request, block_ids, params)
             else:
                 holds.withdraw(request.request_id)
         return keeps_blocks, params
@@ -142,7 +167,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     if not facts.listens_in_scheduler:
         return {}
     found: dict[Site, Wrapper | Step] = {
-        **registration_step(facts, worker_holds.make_table),
+        **registration_step(facts, _make_table),
         seams.get_handshake_metadata(facts): _get_handshake_metadata,
         seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
         seams.transfer_results(facts): Step(around, Around(after=_take_results)),

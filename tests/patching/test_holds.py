@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.holds.granted import GrantedHolds, changes_in, state_table, take_table
-from kvpatch.checks.holds.hold import Hold, read_hold
+from kvpatch.checks.holds.grants import (
+    GrantedHolds,
+    Hold,
+    changes_in,
+    read_hold,
+    state_tables,
+    take_tables,
+)
 from kvpatch.checks.holds.hold_table import (
     TABLE_BYTES,
     WORD_BYTES,
@@ -98,7 +104,7 @@ def _metadata(*tables: int | None, is_encoded: bool = False) -> list[SimpleNames
         ]
     for one, table in zip(found, tables, strict=True):
         if table is not None:
-            state_table(one, table)
+            state_tables(one, {HOLD: table})
     return found
 
 
@@ -115,7 +121,7 @@ def test_holds_are_granted_where_all_ranks_have_tables(by_stage, is_encoded):
     granted.grant("a")
     told = SimpleNamespace()
     granted.tell(told)
-    hold = read_hold(granted.answer("a"))
+    hold = read_hold(str(granted.hold("a")))
     assert hold is not None
     assert not {4096, 8192}.intersection(hold.tables), "clients see no address"
     masks = mask_of(_agent(0)), mask_of(_agent(1))
@@ -147,7 +153,7 @@ def test_every_grant_is_another_word():
     granted.learn({0: _metadata(4096)[0]})
     granted.grant("a")
     granted.grant("a")  # it was preempted, and has got other blocks
-    first, second = read_hold(granted.answer("a")), read_hold(granted.answer("a"))
+    first, second = read_hold(str(granted.hold("a"))), read_hold(str(granted.hold("a")))
     assert first is not None
     assert second is not None
     assert first.generation < second.generation
@@ -159,12 +165,12 @@ def test_every_grant_is_another_word():
     assert changes_in(told) == {"a": second.generation, "b": 0}
     other_start = GrantedHolds()
     other_start.learn({0: _metadata(4096)[0]})
-    again = read_hold(other_start.answer("a"))
+    again = read_hold(str(other_start.hold("a")))
     assert again is not None
     assert again.generation >> 32 != first.generation >> 32
 
 
 def test_a_table_is_stated_once():
     (stated,) = _metadata(4096)
-    assert take_table(stated) == 4096
-    assert take_table(stated) is None
+    assert take_tables(stated) == {HOLD: 4096}
+    assert take_tables(stated) == {}

@@ -6,12 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from kvpatch.checks.digests.digest_table import ENTRY_BYTES, DigestTable, Entry, entry_address
-from kvpatch.checks.holds.hold_table import HOST_MEMORY
+from kvpatch.checks.tables import TableRead
 from kvpatch.core.errors import NoDigest
-from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
 
 #: P makes digests in a step after it has answered, and in a thread. Polls of each of: P has not
@@ -22,26 +19,14 @@ _MOST_LOOKS = 3
 
 
 @dataclass(eq=False)
-class DigestRead:
-    """Of one request, from one rank of a peer.
+class DigestRead(TableRead[DigestTable]):
+    """Of one request, from one rank of a peer."""
 
-    Args:
-        table: this worker's own, where the peer's digests land.
-        agent: the peer's rank, as NIXL calls it.
-        remote_table: where the rank's table begins.
-        generation: the word of the peer's hold.
-    """
-
-    table: DigestTable
-    agent: str
-    remote_table: int
-    generation: int
-    _landing: int | None = field(default=None, init=False)
-    _handle: Any = field(default=None, init=False)
     _entry: Entry | None = field(default=None, init=False)
-    _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
-    _next: float = field(default=0.0, init=False)
     _looks: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._patience = Patience(_MOST_POLLS)
 
     def answer(self, nixl: Any) -> bytes | None:
         """The digests; None until they are here.
@@ -54,7 +39,7 @@ class DigestRead:
             Exception: NIXL's.
         """
         now = time.monotonic()
-        while self._handle is not None or (now >= self._next and self._post(nixl)):
+        while self._handle is not None or (now >= self._next and self._begin(nixl)):
             state = nixl.check_xfer_state(self._handle)
             if state == "PROC":
                 break
@@ -78,26 +63,7 @@ class DigestRead:
             )
         return None
 
-    def release(self, nixl: Any) -> None:
-        """Lets go of what is on its way; what lands late fits no check sum.
-
-        Raises:
-            Exception: NIXL's, where it cannot be cancelled.
-        """
-        self._leave()
-        if self._handle is not None:
-            self._let_go(nixl)
-
-    def _leave(self) -> None:
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            self.table.give_back(landing)
-
-    def _let_go(self, nixl: Any) -> None:
-        handle, self._handle = self._handle, None
-        nixl.release_xfer_handle(handle)
-
-    def _post(self, nixl: Any) -> bool:
+    def _begin(self, nixl: Any) -> bool:
         """Reads the entry, and then what it tells of; whether there is room for it here."""
         if self._landing is None:
             self._landing = self.table.take_landing()
@@ -109,14 +75,7 @@ class DigestRead:
         if entry is not None:
             remote = self.remote_table + entry.start
             local, size = self.table.content_address(self._landing), entry.size_bytes
-        self._handle = prepare_read(
-            nixl,
-            Ends(HOST_MEMORY, HOST_MEMORY, self.agent),
-            np.array([remote], dtype=np.uint64),
-            np.array([local], dtype=np.uint64),
-            np.array([size]),
-        )
-        nixl.transfer(self._handle)
+        self._post(nixl, remote, local, size)
         return True
 
     def _look(self, now: float) -> None:

@@ -7,14 +7,13 @@ request's. Behind the ring there is room for what this worker reads of its peers
 
 from __future__ import annotations
 
-from collections import deque
-from mmap import mmap
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 
-from kvpatch.checks.holds.hold_table import HOST_MEMORY, WORD_BYTES, is_still_to_come
+from kvpatch.checks.holds.hold_table import is_still_to_come
+from kvpatch.checks.tables import WORD_BYTES, PeerTable
 
 #: Of one request's digests on one rank; with larger ranges of tokens any request's have room.
 MOST_BYTES = 256 * 1024
@@ -63,29 +62,16 @@ class Entry(NamedTuple):
         return crc32(content) == self.check
 
 
-class DigestTable:
-    """Registered with the worker's agent for as long as that lives.
+class DigestTable(PeerTable):
+    """One worker's digests, and those of its peers that it reads."""
 
-    Args:
-        nixl: the agent, before the worker states what it has.
-
-    Raises:
-        Exception: NIXL's, where it cannot register host memory.
-    """
+    size_bytes = TABLE_BYTES
+    landings = range(_LANDINGS)
 
     def __init__(self, nixl: Any) -> None:
-        # Pages of its own, which a fork shares: a copy on write would take them off the card's.
-        self._bytes = np.frombuffer(mmap(-1, TABLE_BYTES), dtype=np.uint8)
+        super().__init__(nixl)
         self._words = self._bytes[:_RING_START].view(np.uint64)
-        place = (self.address, TABLE_BYTES, HOST_MEMORY.device_id, "")
-        nixl.register_memory(nixl.get_reg_descs([place], HOST_MEMORY.kind))
         self._next = _RING_START
-        self._free = deque(range(_LANDINGS))
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return int(self._bytes.ctypes.data)
 
     # --- the side that is read --------------------------------------------------
 
@@ -108,14 +94,6 @@ class DigestTable:
         self._words[at] = generation
 
     # --- the side that reads ----------------------------------------------------
-
-    def take_landing(self) -> int | None:
-        """A place for the digests of a peer; None where all are taken."""
-        return self._free.popleft() if self._free else None
-
-    def give_back(self, landing: int) -> None:
-        """Frees a place to which nothing is written any more."""
-        self._free.append(landing)
 
     def entry_address(self, landing: int) -> int:
         """Where an entry lands."""

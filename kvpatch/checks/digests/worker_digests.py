@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,23 @@ from kvpatch.checks.digests.digest_checks import DigestChecks
 from kvpatch.checks.digests.digest_maker import DigestMaker, Order
 from kvpatch.checks.digests.digest_table import DigestTable
 from kvpatch.checks.digests.load_proof import DigestCounts
-from kvpatch.checks.digests.promised import DigestOrder, orders_in
 from kvpatch.checks.digests.table_digests import TableTokens
+from kvpatch.checks.holds.grants import DigestOrder, StatedTables, orders_in
 from kvpatch.checks.holds.hold_table import HoldTable
+from kvpatch.checks.tables import made_table
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.load.prepared_transfers import CheckMakers
-from kvpatch.load.read_request import groups
+from kvpatch.load.prepared_transfers import CheckLoad, CheckMakers
+from kvpatch.load.read_request import DIGEST, groups
 from kvpatch.load.reader import Reader
 from kvpatch.load.token_pairing import finished_blocks, state_block
 from kvpatch.observe.book import Book
 from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
 from kvpatch.peer.inspected_caches import InspectedCaches
-from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.progress_thread import can_read_beside
 from kvpatch.worker.release_worker import ReleaseWorker
-from kvpatch.worker.state import worker_state
+from kvpatch.worker.state import held_by, worker_state
 
 if TYPE_CHECKING:
     import torch
@@ -46,20 +46,14 @@ def make_table(release: ReleaseWorker) -> None:
         return
     if state.held(DigestTable) is not None:
         return
-    errors: tuple[type[Exception], ...] = RuntimeError, MemoryError
-    errors += errors_of(worker.nixl_wrapper)
-    try:
-        table = DigestTable(worker.nixl_wrapper)
-    except errors as error:
-        _LOG.warning("loads are not checked by digests: no host memory for it: %s", error)
-        return
-    state.hold(table)
-    state.of(CheckMakers)["digests"] = partial(_make_checks, table)
+    table = made_table(worker, DigestTable, _LOG, "loads are not checked by digests")
+    if table is not None:
+        state.of(CheckMakers)["digests"] = partial(_make_checks, table)
 
 
 def _make_checks(
     table: DigestTable, release: ReleaseWorker, own: InspectedCaches, reader: Reader
-) -> DigestChecks:
+) -> CheckLoad:
     """Returns what checks loads by digests, or counts them where it cannot."""
     state, tensors = worker_state(release.worker), reader.destination.tensors
     device = next(_all_of(tensors)).device if reader.planes else None
@@ -78,7 +72,9 @@ def _make_checks(
     counts.tell = partial(_tell, state.book)
     made = DigestChecks(reader.ours, reader.groups, covered, table, counts, is_sample=is_sample)
     state.hold(made)
-    return made
+    if covered is not None:  # else it digests nothing of its own
+        state.of(StatedTables)[DIGEST] = table.address
+    return made.check_load
 
 
 def _all_of(tensors: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -93,14 +89,14 @@ def _tell(book: Book, proof: Proof, layer: str) -> None:
         book.add(DIGEST_ALARMS, 1, layer)
 
 
-def stated_address(worker: Any) -> int | None:
-    """Where a worker's table is, where it can digest what it holds."""
-    checks = worker_state(worker).held(DigestChecks)
-    return None if checks is None or checks.covered is None else checks.table.address
-
-
 def hear(worker: Any, metadata: Any) -> None:
-    """Has digests made of what the scheduler has promised."""
+    """Has digests made of what the scheduler has promised.
+
+    Before the model runs: D waits, and the step may be one of many long prompts. ``stale_blocks``
+    comes first, and the words of new holds stand.
+    """
+    if held_by(worker, DigestTable) is None:
+        return
     orders, state = orders_in(metadata), worker_state(worker)
     holds, checks = state.held(HoldTable), state.held(DigestChecks)
     covered = None if checks is None else checks.covered
@@ -118,23 +114,26 @@ def hear(worker: Any, metadata: Any) -> None:
         maker.add(Order(order.generation, tables, order.tokens, is_held, stream, after))
 
 
-def end_everything(worker: Any) -> None:
+def leave_freed(worker: Any, _: Any) -> None:
+    """Waits until nothing is read of blocks that the scheduler is about to give away.
+
+    ``stale_blocks`` comes first, and the words of what was sent are gone. It matters where kvcached
+    takes the pages from under them: else what is read there is nothing but stale.
+    """
+    maker = held_by(worker, DigestMaker)
+    if maker is not None and settings.is_kvcached_enabled():
+        maker.settle()
+
+
+def unregister_kv_caches(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Waits until nothing is read of caches that are about to be let go of."""
-    state = worker_state(worker)
-    holds, maker = state.held(HoldTable), state.held(DigestMaker)
+    holds, maker = held_by(instance, HoldTable), held_by(instance, DigestMaker)
     if holds is not None and maker is not None:
         holds.end_all()  # what is still to be digested is left undone
         maker.settle()
-
-
-def leave_freed_blocks(worker: Any) -> None:
-    """Waits until nothing is read of blocks that the scheduler is about to give away.
-
-    Where kvcached takes the pages from under them: else what is read there is nothing but stale.
-    """
-    maker = worker_state(worker).held(DigestMaker)
-    if maker is not None and settings.is_kvcached_enabled():
-        maker.settle()
+    return wrapped(*args, **kwargs)
 
 
 def _tables(

@@ -5,26 +5,24 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any
 
-import numpy as np
-
-from kvpatch.checks.holds.hold import Hold, read_hold
+from kvpatch.checks.holds.grants import Hold, read_hold
 from kvpatch.checks.holds.hold_table import (
-    HOST_MEMORY,
     MOST_MISSED,
-    WORD_BYTES,
     HoldTable,
     is_still_to_come,
     word_address,
 )
+from kvpatch.checks.tables import WORD_BYTES, TableRead
 from kvpatch.core.errors import KvpatchError, NoAnswer, ReadRefused
 from kvpatch.load.prepared_transfers import RankRead, RequestContext
 from kvpatch.load.read_request import HOLD, ReadRequest
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Check
-from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
+from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
 
 _LOG = logging.getLogger("kvpatch.staging")
@@ -42,34 +40,25 @@ _ERRORS: tuple[type[Exception], ...] = (
 
 
 @dataclass(eq=False)
-class HoldCheck:
+class HoldCheck(TableRead[HoldTable]):
     """Of one read from one rank of a peer.
 
     Args:
-        table: this worker's own, where the peer's words land.
-        agent: the peer's rank, as NIXL calls it.
-        remote_table: where the rank's table begins.
-        generation: the word that stands there while it holds the blocks.
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
         is_paced: whether a thread looks again soon, and not the next step alone.
         ends: when the peer's lease is over for good, as ``time.monotonic`` counts.
     """
 
-    table: HoldTable
-    agent: str
-    remote_table: int
-    generation: int
     vouched: float
     is_paced: bool = False
     ends: float = inf
-    _handle: Any = field(default=None, init=False)
-    _landing: int | None = field(default=None, init=False)
     _asked: float | None = field(default=None, init=False)
-    _next: float = field(default=0.0, init=False)
-    _patience: Patience = field(default_factory=lambda: Patience(_MOST_POLLS), init=False)
 
     proves_hold = True
     is_comparing = False
+
+    def __post_init__(self) -> None:
+        self._patience = Patience(_MOST_POLLS)
 
     @property
     def is_due(self) -> bool:
@@ -81,7 +70,7 @@ class HoldCheck:
         try:
             is_held = self.answer(nixl)
         except (*_ERRORS, *errors_of(nixl)) as error:
-            self._leave(nixl, error, has_begun=has_begun)
+            self._give_up(nixl, error, has_begun=has_begun)
             return CheckResult.UNPROVEN
         if is_held is False:
             _LOG.warning(
@@ -128,7 +117,7 @@ class HoldCheck:
         self._asked, self._next, self._patience = None, 0.0, Patience(_MOST_POLLS)
         return found == self.generation
 
-    def _leave(self, nixl: Any, error: Exception, *, has_begun: bool) -> None:
+    def _give_up(self, nixl: Any, error: Exception, *, has_begun: bool) -> None:
         """Gives the word up; the load goes on as with a peer that gives none."""
         # Whether the data can be read is not known before it was.
         is_news = has_begun and self._miss()
@@ -153,20 +142,13 @@ class HoldCheck:
         return missed[peer] == 1
 
     def release(self, nixl: Any) -> None:
-        """Lets go of what is on its way.
-
-        Where it would land is soon another read's. What lands there late is the word of another
-        request, of which that read believes nothing.
+        """Lets go of what is on its way; the next call asks anew.
 
         Raises:
             Exception: NIXL's, where it cannot be cancelled.
         """
-        handle, landing = self._handle, self._landing
-        self._handle = self._landing = self._asked = None
-        if landing is not None:
-            self.table.give_back(landing)
-        if handle is not None:
-            nixl.release_xfer_handle(handle)
+        self._asked = None
+        super().release(nixl)
 
     def _word(self, nixl: Any, now: float) -> int | None:
         """What stands in the peer's table; None until that is here."""
@@ -177,7 +159,9 @@ class HoldCheck:
             if self._landing is None:
                 return None
             self._asked = self._asked or now
-            state = self._post(nixl, self._landing)
+            remote = word_address(self.remote_table, self.generation)
+            local = self.table.address_of(self._landing)
+            state = self._post(nixl, remote, local, WORD_BYTES)
             while state == "PROC" and not self.is_paced and time.monotonic() - now < _SPIN_SECONDS:
                 state = nixl.check_xfer_state(self._handle)
         else:
@@ -190,88 +174,50 @@ class HoldCheck:
                 "see whether P is alive and can be reached from here, and send the request again",
             )
         found = self.table.word(self._landing)
-        nixl.release_xfer_handle(self._handle)
-        self.table.give_back(self._landing)
-        self._handle = self._landing = None
+        self._let_go(nixl)
+        self._leave()
         self._next = now + PAUSE_SECONDS
         return found
 
-    def _post(self, nixl: Any, landing: int) -> Any:
-        ends = Ends(HOST_MEMORY, HOST_MEMORY, self.agent)
-        remote = word_address(self.remote_table, self.generation)
-        self._handle = prepare_read(
-            nixl,
-            ends,
-            np.array([remote], dtype=np.uint64),
-            np.array([self.table.address_of(landing)], dtype=np.uint64),
-            np.array([WORD_BYTES]),
-        )
-        return nixl.transfer(self._handle)
 
+def check_hold(table: HoldTable, context: RequestContext, request: ReadRequest) -> None:
+    """Has the reads of a load ask for P's word, where P states a hold.
 
-@dataclass(frozen=True)
-class HeldLoad:
-    """Checks one load by the hold that P grants on its blocks.
-
-    Attributes:
-        table: where the peer's words land.
-    """
-
-    table: HoldTable
-    hold: Hold
-    context: RequestContext
-
-    def of_rank(self, rank: RankRead, before: tuple[Check, ...]) -> HoldCheck | None:
-        """Asks a rank of the peer for its word; None where it cannot be asked.
-
-        Raises:
-            ReadRefused: P's answer is of an engine with fewer ranks.
-        """
-        hold, context = self.hold, self.context
-        if rank.mask is None:
-            return None
-        if rank.number >= len(hold.tables):
-            raise ReadRefused(
-                f"request {context.request_id} is read from rank {rank.number} of engine "
-                f"{context.engine_id}, and the answer of P that it carries is of an engine with "
-                f"{len(hold.tables)} ranks",
-                "pass on the answer of the engine that it names",
-            )
-        address = hold.tables[rank.number] ^ rank.mask
-        if self.table.missed[rank.agent, address] >= MOST_MISSED:
-            return None
-        return HoldCheck(
-            self.table,
-            rank.agent,
-            address,
-            hold.generation,
-            time.monotonic() if context.arrived is None else context.arrived,
-            is_paced=rank.is_paced,
-            ends=rank.lease.granted if rank.lease.heartbeats is None else inf,
-        )
-
-    def seal(self, *, is_read: bool, is_refused: bool) -> None:
-        """Does nothing: each read is on its own."""
-
-
-@dataclass(frozen=True)
-class HoldChecks:
-    """Makes the checks of one worker's loads.
-
-    Attributes:
+    Args:
         table: where peers' words land.
     """
+    stated = request.stated.get(HOLD)
+    try:
+        hold = None if stated is None else read_hold(stated)
+    except ReadRefused as error:
+        context.refusal = error
+        return
+    if hold is not None:
+        context.checks.append(partial(_of_rank, table, hold, context))
 
-    table: HoldTable
 
-    def of_load(
-        self, context: RequestContext, request: ReadRequest, *, is_as_read: bool
-    ) -> HeldLoad | None:
-        """Returns what asks for P's word; a request that states no hold of any form is refused."""
-        stated = request.stated.get(HOLD)
-        try:
-            hold = None if stated is None else read_hold(stated)
-        except ReadRefused as error:
-            context.refusal = error
-            return None
-        return None if hold is None else HeldLoad(self.table, hold, context)
+def _of_rank(
+    table: HoldTable, hold: Hold, context: RequestContext, rank: RankRead, _: tuple[Check, ...]
+) -> HoldCheck | None:
+    """Asks a rank of the peer for its word; None where it cannot be asked.
+
+    Raises:
+        ReadRefused: P's answer is of an engine with fewer ranks.
+    """
+    if rank.mask is None:
+        return None
+    if rank.number >= len(hold.tables):
+        raise ReadRefused(
+            f"request {context.request_id} is read from rank {rank.number} of engine "
+            f"{context.engine_id}, and the answer of P that it carries is of an engine with "
+            f"{len(hold.tables)} ranks",
+            "pass on the answer of the engine that it names",
+        )
+    address = hold.tables[rank.number] ^ rank.mask
+    if table.missed[rank.agent, address] >= MOST_MISSED:
+        return None
+    vouched = time.monotonic() if context.arrived is None else context.arrived
+    ends = rank.lease.granted if rank.lease.heartbeats is None else inf
+    return HoldCheck(
+        table, rank.agent, address, hold.generation, vouched, is_paced=rank.is_paced, ends=ends
+    )

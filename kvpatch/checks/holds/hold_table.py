@@ -8,16 +8,13 @@ this worker: it may be in a long step, or in none.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from mmap import mmap
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from kvpatch.geometry.memory import Memory
-
-HOST_MEMORY = Memory("DRAM")
-WORD_BYTES = 8
+from kvpatch.checks.tables import WORD_BYTES, PeerTable
 
 #: Requests whose blocks are held at the same time; a later one takes the place of the first.
 _SLOTS = 1 << 16
@@ -49,32 +46,20 @@ def is_still_to_come(found: int, generation: int) -> bool:
     return is_of_this_start and found >> 1 < generation >> 1
 
 
-class HoldTable:
-    """Registered with the worker's agent for as long as that lives.
+class HoldTable(PeerTable):
+    """One worker's holds, and the words of its peers that it reads."""
 
-    Args:
-        nixl: the agent, before the worker states what it has.
-
-    Raises:
-        Exception: NIXL's, where it cannot register host memory.
-    """
+    size_bytes = TABLE_BYTES
+    landings = range(_SLOTS, _SLOTS + _LANDINGS)
 
     def __init__(self, nixl: Any) -> None:
-        # Pages of its own, which a fork shares: a copy on write would take them off the card's.
-        self._words = np.frombuffer(mmap(-1, TABLE_BYTES), dtype=np.uint64)
-        place = (self.address, TABLE_BYTES, HOST_MEMORY.device_id, "")
-        nixl.register_memory(nixl.get_reg_descs([place], HOST_MEMORY.kind))
-        self._free = deque(range(_SLOTS, _SLOTS + _LANDINGS))
+        super().__init__(nixl)
+        self._words = self._bytes.view(np.uint64)
         #: By request, of this worker's own.
         self._held: dict[str, int] = {}
         #: Loads in a row of which the data could be read and the word could not, by NIXL's name of
         #: the rank and the place of its table.
         self.missed: Counter[tuple[str, int]] = Counter()
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return int(self._words.ctypes.data)
 
     # --- the side that is read --------------------------------------------------
 
@@ -83,6 +68,14 @@ class HoldTable:
         self.end(request_id)
         self._held[request_id] = generation
         self._words[_slot(generation)] = generation
+
+    def hear(self, changes: Mapping[str, int]) -> None:
+        """Writes down what the scheduler has granted and withdrawn."""
+        for request_id, generation in changes.items():
+            if generation:
+                self.hold(request_id, generation)
+            else:
+                self.end(request_id)
 
     def is_held(self, request_id: str, generation: int) -> bool:
         """Whether a hold's word has not been taken out; for any thread."""
@@ -100,14 +93,6 @@ class HoldTable:
             self.end(request_id)
 
     # --- the side that reads ----------------------------------------------------
-
-    def take_landing(self) -> int | None:
-        """A place for the word of a peer; None where all are taken."""
-        return self._free.popleft() if self._free else None
-
-    def give_back(self, landing: int) -> None:
-        """Frees a place to which nothing is written any more."""
-        self._free.append(landing)
 
     def address_of(self, landing: int) -> int:
         """Where a place is."""
