@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from kvpatch.checks.digests.digest_weights import ROW_WORDS, Weights
+import numpy as np
+
+from kvpatch.checks.digests.digest_weights import ROW_WORDS, UInt64Array, Weights
+from kvpatch.checks.digests.digests import Digests, Name, ranges_of
 
 _ALL_BITS = 2**64 - 1
 
@@ -32,11 +36,6 @@ def cell(rows: Sequence[bytes], first_token: int, weights: Weights) -> int:
     return _halves(flat, low, high)
 
 
-def range_sum(cells: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int:
-    """Of cells, each with the weights of its place."""
-    return _halves(cells, low, high)
-
-
 def _halves(sums: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int:
     total = 0
     for one, of_low, of_high in zip(sums, low, high, strict=True):
@@ -44,3 +43,33 @@ def _halves(sums: Sequence[int], low: Sequence[int], high: Sequence[int]) -> int
         upper -= (upper >> 31) << 32
         total += (one & (2**32 - 1)) * of_low + upper * of_high
     return total & _ALL_BITS
+
+
+def of_all_ranks(parts: Sequence[Digests]) -> Digests:
+    """Digests of other layers or heads of the same ranges; heads that several ranks hold once."""
+    first = parts[0]
+    cells: dict[Name, dict[int, UInt64Array]] = {}
+    for part in parts:
+        assert (part.seed, part.ranges) == (first.seed, first.ranges)
+        for name, heads in part.cells.items():
+            known = cells.setdefault(name, {})
+            for head, sums in heads.items():
+                assert np.array_equal(known.setdefault(head, sums), sums), (name, head)
+    return replace(first, cells=cells)
+
+
+def in_ranges(narrow: Digests, range_tokens: int) -> Digests:
+    """The same in wider ranges, which the narrow ones fill."""
+    wide = ranges_of(narrow.ranges[0][0], narrow.ranges[-1][1], range_tokens)
+    inside = [
+        [at for at, (first, last) in enumerate(narrow.ranges) if start <= first and last <= end]
+        for start, end in wide
+    ]
+    cells = {
+        name: {
+            head: np.array([sums[at].sum(dtype=np.uint64) for at in inside])
+            for head, sums in heads.items()
+        }
+        for name, heads in narrow.cells.items()
+    }
+    return replace(narrow, ranges=wide, cells=cells)

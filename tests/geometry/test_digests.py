@@ -9,19 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import (
     Digests,
     Extent,
     compare,
     of_all_ranges,
-    of_all_ranks,
     ranges_of,
 )
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content
-
-from .slow_digests import range_sum
 
 pytestmark = pytest.mark.geometry
 
@@ -92,49 +88,6 @@ def test_nothing_proves_nothing() -> None:
     assert not compare(digests({}), digests({})).proves
 
 
-def test_a_head_that_two_ranks_hold_counts_once() -> None:
-    parts = [digests({KEYS: {0: [1, 2, 3]}}), digests({KEYS: {0: [1, 2, 3], 1: [4, 5, 6]}})]
-
-    found = of_all_ranks(parts)
-
-    assert {head: sums.tolist() for head, sums in found.cells[KEYS].items()} == {
-        0: [1, 2, 3],
-        1: [4, 5, 6],
-    }
-    with pytest.raises(DigestsRefused, match="layer 'a': expected ranks that hold the same key of"):
-        of_all_ranks([*parts, digests({KEYS: {1: [4, 5, 7]}})])
-
-
-def test_sums_of_ranges_are_of_all_cells_and_add_up_over_ranks() -> None:
-    weights = Weights(b"s")
-    cells = {KEYS: {3: [1, 2**63, 3]}, VALUES: {3: [2**64 - 1, 8, 9]}}
-    expected = [
-        range_sum(
-            [cells[name][3][at] for name in cells],
-            *([int(weights.cells(*name, 4)[half, 3]) for name in cells] for half in range(2)),
-        )
-        for at in range(3)
-    ]
-
-    whole = digests(cells).of_ranges(weights)
-    parts = [digests({name: heads}).of_ranges(weights) for name, heads in cells.items()]
-
-    assert {head: sums.tolist() for head, sums in whole.items()} == {3: expected}
-    assert (parts[0][3] + parts[1][3]).tolist() == expected
-
-
-def test_narrow_ranges_become_wide_ones_that_they_fill() -> None:
-    narrow = digests({KEYS: {0: [1, 2, 2**64 - 1]}}, ((4, 8), (8, 12), (12, 16)))
-
-    wide = narrow.in_ranges(8)
-
-    assert (wide.ranges, wide.cells[KEYS][0].tolist()) == (((4, 8), (8, 16)), [1, 1])
-    with pytest.raises(DigestsRefused, match="expected tokens 4 to 8 without a gap"):
-        narrow.in_ranges(6)
-    with pytest.raises(DigestsRefused, match="expected tokens 4 to 16 without a gap"):
-        digests({KEYS: {0: [1, 2]}}, ((4, 8), (12, 16))).in_ranges(16)
-
-
 def test_what_is_not_of_one_request_is_not_put_together() -> None:
     one = digests({KEYS: {0: [1, 2, 3]}})
     other_seed = digests({KEYS: {0: [1, 2, 3]}}, seed=b"t")
@@ -143,14 +96,10 @@ def test_what_is_not_of_one_request_is_not_put_together() -> None:
 
     for refused in (
         lambda: compare(one, other_seed),
-        lambda: of_all_ranks([one, other_seed]),
         lambda: of_all_ranges([one, other_seed]),
-        lambda: one.of_ranges(Weights(b"t")),
     ):
         with pytest.raises(DigestsRefused, match="expected digests of the same seed"):
             refused()
-    with pytest.raises(DigestsRefused, match="the same ranges of tokens"):
-        of_all_ranks([one, other_range])
     with pytest.raises(DigestsRefused, match="ranges that do not overlap"):
         of_all_ranges([one, other_range])
     with pytest.raises(DigestsRefused, match="the same cells"):

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 from packaging.version import Version
 
-from kvpatch.checks.digests.digests import Comparison, compare, of_all_ranks
+from kvpatch.checks.digests.digests import Comparison, compare
 from kvpatch.patches import SLUGS
+from tests.geometry.slow_digests import of_all_ranks
 
 from .case import EngineSpec
 from .engine_api import Prompt

@@ -14,13 +14,13 @@ from experiments.bench_operations import Operations
 from kvpatch.checks.digests import cache_digests
 from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host_sums, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, of_all_ranks, ranges_of
+from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList, kernel_blocks
 from kvpatch.transfer.one_memory import Bytes
-from tests.geometry.slow_digests import cell
+from tests.geometry.slow_digests import cell, in_ranges, of_all_ranks
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout
 
 from .digest_world import SEED, Engine, Rank, Request, as_whole, request_of
@@ -150,7 +150,7 @@ def test_digests_of_ranges_add_up(border: int, range_tokens: int) -> None:
     engine = Engine(request, Rank())
     parts = [engine.digests(1, 0, border), engine.digests(1, border, 70)]
 
-    joined = of_all_ranges(parts[::-1]).in_ranges(range_tokens)
+    joined = in_ranges(of_all_ranges(parts[::-1]), range_tokens)
 
     assert as_numbers(joined) == as_numbers(engine.digests(range_tokens))
     assert joined.ranges == ranges_of(0, 70, range_tokens)

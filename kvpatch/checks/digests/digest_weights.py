@@ -2,7 +2,7 @@
 
 P's worker makes them when a request is over, and D's of what it has loaded, before it reports it.
 
-A digest is made in three sums. All numbers are whole and of 64 bits, and what goes beyond is
+A digest is made in two sums. All numbers are whole and of 64 bits, and what goes beyond is
 dropped, so that no order of adding matters.
 
 1. A *row* is a token of one head, in keys or in values: its channels' bytes in the order of the
@@ -11,13 +11,9 @@ dropped, so that no order of adding matters.
 2. A *cell* is the rows of one layer, content and head in a range of tokens. Each row's sum is cut
    into two halves of 32 bits, the upper one signed; the cell's sum is that of both times their
    weights, which belong to the token's position in the request.
-3. The sum of a *range* is that of its cells' halves times their weights, which belong to layer,
-   content and global head.
-
-Weights are odd and drawn by SHAKE-256 from a seed that both sides know, and from positions of the
-model and of the prompt: never from addresses, blocks or ranks. So layouts, block sizes and ranks
-come to the same sums. Sums of cells over parts of a range add up to the range's, as do sums of a
-range over ranks.
+Weights are odd and drawn by SHAKE-256 from a seed that both sides know, and from positions in the
+row and in the prompt: never from addresses, blocks or ranks. So layouts, block sizes and ranks
+come to the same sums. Sums of cells over parts of a range add up to the range's.
 
 **How surely.** Let the bytes differ in any way that does not depend on the seed.
 
@@ -28,11 +24,10 @@ range over ranks.
   as weights are odd, and the others are drawn: a chance of 1 in 2**(63 - v), 2**-32 at most. If no
   other word differs the sums are never equal, since odd times a difference below 2**32 is no
   multiple of 2**64.
-- *Three steps.* For wrong bytes to be missed, all wrong rows have to come to their right sums, or
-  those that do not have to come to the right sum of their cell, or unlike cells to that of their
-  range. Each step has weights of its own, so each has a chance of at most 2**-32: together below 3
-  in 2**32, once in 1.4 billion loads *that are wrong*, whatever was wrong with them. Cells that are
-  compared each by itself leave out the third step.
+- *Two steps.* For wrong bytes to be missed, all wrong rows of a cell have to come to their right
+  sums, or those that do not have to come to the right sum of the cell. Each step has weights of its
+  own, so each has a chance of at most 2**-32: together below 2 in 2**32, once in 2.1 billion loads
+  *that are wrong*, whatever was wrong with them.
 - *Usually* far less: in stale data the lowest bit of some word differs, and then the first step's
   chance is 2**-63. The bound is reached by errors like the signs of many ``float32`` values alone.
   A row with one wrong word, thus one with a single wrong bit, has a wrong sum for certain.
@@ -55,8 +50,6 @@ from hashlib import shake_256
 
 import numpy as np
 import numpy.typing as npt
-
-from kvpatch.geometry.plane import Content
 
 UInt64Array = npt.NDArray[np.uint64]
 
@@ -86,22 +79,18 @@ class Weights:
 
     def words(self, count: int) -> UInt64Array:
         """[word] of a row."""
-        return self._drawn(("word",), 0, count)
+        return self._drawn("word", 0, count)
 
     def rows(self, first: int, end: int) -> UInt64Array:
         """[half, row] of rows from one to another; a token has as many as :func:`rows_of` says."""
-        return _by_half(self._drawn(("row",), 2 * first, 2 * end))
+        return _by_half(self._drawn("row", 2 * first, 2 * end))
 
-    def cells(self, layer: str, content: Content, end_head: int) -> UInt64Array:
-        """[half, head] of a layer's content, from its model's head 0 on."""
-        return _by_half(self._drawn(("cell", layer, content.value), 0, 2 * end_head))
-
-    def _drawn(self, what: tuple[str, ...], first: int, end: int) -> UInt64Array:
+    def _drawn(self, what: str, first: int, end: int) -> UInt64Array:
         """Odd numbers by their place in a series, the same wherever a part of it begins."""
         lots = range(first // _DRAWN_AT_ONCE, -(-end // _DRAWN_AT_ONCE))
         raw = b"".join(
             # As Python writes them down, no two unlike ones look alike.
-            shake_256(repr((self.seed, *what, lot)).encode()).digest(8 * _DRAWN_AT_ONCE)
+            shake_256(repr((self.seed, what, lot)).encode()).digest(8 * _DRAWN_AT_ONCE)
             for lot in lots
         )
         numbers: UInt64Array = np.frombuffer(raw, "<u8").astype(np.uint64) | np.uint64(1)
@@ -110,15 +99,4 @@ class Weights:
 
 def _by_half(pairs: UInt64Array) -> UInt64Array:
     found: UInt64Array = pairs.reshape(-1, 2).T
-    return found
-
-
-def weighed(sums: UInt64Array, weights: UInt64Array) -> UInt64Array:
-    """Each sum's halves times their weights.
-
-    Args:
-        weights: [half, ...], which fit the sums' last dimensions.
-    """
-    high = (sums.view(np.int64) >> HALF_BITS).view(np.uint64)
-    found: UInt64Array = (sums & np.uint64(LOW_HALF)) * weights[0] + high * weights[1]
     return found

@@ -1,4 +1,4 @@
-"""Digests of a request's cached tokens: added up over ranks and ranges, and compared by place.
+"""Digests of a request's cached tokens: joined, and compared by place.
 
 What the numbers are stands in ``digest_weights.py``, and what makes them of tensors in
 ``kvpatch/checks/digests/cache_digests.py``.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
-from kvpatch.checks.digests.digest_weights import UInt64Array, Weights, weighed
+from kvpatch.checks.digests.digest_weights import UInt64Array
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.plane import Content
 
@@ -76,51 +75,6 @@ class Digests:
     ranges: tuple[Extent, ...]
     cells: Mapping[Name, Mapping[int, UInt64Array]]
 
-    def of_ranges(self, weights: Weights) -> dict[int, UInt64Array]:
-        """[range] by global head: the sums over all layers and contents, in a few numbers.
-
-        Heads of one number belong together where layers have equally many of them; others want
-        digests of their own.
-
-        Raises:
-            DigestsRefused: the weights are of another seed.
-        """
-        _check_alike("seeds", [self.seed, weights.seed])
-        of_heads: dict[tuple[int, ...], UInt64Array] = {}
-        for (layer, content), cells in self.cells.items():
-            heads = tuple(cells)
-            of_cells = weights.cells(layer, content, max(heads) + 1)[:, list(heads), None]
-            sums = weighed(np.stack([*cells.values()]), of_cells)
-            of_heads[heads] = of_heads.get(heads, np.uint64(0)) + sums
-        found: dict[int, UInt64Array] = {}
-        for heads, sums in of_heads.items():
-            for head, of_head in zip(heads, sums, strict=True):
-                found[head] = found.get(head, np.uint64(0)) + of_head
-        return found
-
-    def in_ranges(self, range_tokens: int) -> Digests:
-        """The same in wider ranges: what lies between two multiples is added up.
-
-        Raises:
-            DigestsRefused: a range lies across a multiple, or something between two is missing.
-        """
-        lots = groupby(range(len(self.ranges)), lambda at: self.ranges[at][0] // range_tokens)
-        groups = [list(group) for _, group in lots]
-        merged = [(self.ranges[group[0]][0], self.ranges[group[-1]][1]) for group in groups]
-        for group, (start, end) in zip(groups, merged, strict=True):
-            covered = sum(self.ranges[at][1] - self.ranges[at][0] for at in group)
-            if covered != end - start or (end - 1) // range_tokens != start // range_tokens:
-                raise DigestsRefused(
-                    f"expected tokens {start} to {end} without a gap, in a range of "
-                    f"{range_tokens}, found ranges {[self.ranges[at] for at in group]}"
-                )
-        starts = [group[0] for group in groups]
-        cells = {
-            name: {head: np.add.reduceat(sums, starts) for head, sums in heads.items()}
-            for name, heads in self.cells.items()
-        }
-        return replace(self, ranges=tuple(merged), cells=cells)
-
 
 def ranges_of(first_token: int, end_token: int, range_tokens: int) -> tuple[Extent, ...]:
     """Tokens cut where a multiple of ``range_tokens`` is, so that both sides cut alike."""
@@ -129,30 +83,8 @@ def ranges_of(first_token: int, end_token: int, range_tokens: int) -> tuple[Exte
     return tuple((start, end) for start, end in cut if start < end)
 
 
-def of_all_ranks(parts: Sequence[Digests]) -> Digests:
-    """Digests of other layers or heads of the same ranges; heads that several ranks hold once.
-
-    Raises:
-        DigestsRefused: two ranks have other bytes for one head, or seeds or ranges are unlike.
-    """
-    first = parts[0]
-    _check_alike("seeds", [part.seed for part in parts])
-    _check_alike("ranges of tokens", [part.ranges for part in parts])
-    cells: dict[Name, dict[int, UInt64Array]] = {}
-    for part in parts:
-        for name, heads in part.cells.items():
-            known = cells.setdefault(name, {})
-            for head, sums in heads.items():
-                if not np.array_equal(known.setdefault(head, sums), sums):
-                    raise DigestsRefused(
-                        f"layer {name[0]!r}: expected ranks that hold the same {name[1].value} of "
-                        f"head {head}, found unlike digests"
-                    )
-    return replace(first, cells=cells)
-
-
 def of_all_ranges(parts: Sequence[Digests]) -> Digests:
-    """Digests of the same cells in other ranges, which stay apart (:meth:`Digests.in_ranges`).
+    """Digests of the same cells in other ranges, which stay apart.
 
     Raises:
         DigestsRefused: they overlap, or seeds or cells are unlike.
