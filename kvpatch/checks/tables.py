@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from logging import Logger
@@ -12,11 +13,12 @@ import numpy as np
 
 from kvpatch.geometry.memory import Memory
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
-from kvpatch.transfer.patience import Patience
 from kvpatch.worker.state import worker_state
 
 HOST_MEMORY = Memory("DRAM")
 WORD_BYTES = 8
+#: Between two polls that count.
+PAUSE_SECONDS = 1e-3
 
 _Table = TypeVar("_Table", bound="PeerTable")
 
@@ -74,6 +76,23 @@ def made_table(worker: Any, kind: type[_Table], log: Logger, lost: str) -> _Tabl
         return None
     worker_state(worker).hold(table)
     return table
+
+
+class Patience:
+    """How often an answer of a peer is polled for before it is given up; a pause apart or more.
+
+    However long a process was frozen, the first poll behind that is one poll.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._left, self._next = most, 0.0
+
+    def is_over(self) -> bool:
+        """Counts a poll that has brought nothing; True if none is left."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._left, self._next = self._left - 1, now + PAUSE_SECONDS
+        return self._left < 0
 
 
 @dataclass(eq=False)

@@ -133,7 +133,7 @@ class ReadingAgent(AgentProxy):
         if rank is None:
             return None
         try:
-            return rank[1], self._self_reader.lifetime_of_like(*rank)
+            return rank[1], self._self_reader.lifetime_of(*rank)
         except ReadRefused:
             tell_over(self.__wrapped__, [rank[1]], notification)
             raise

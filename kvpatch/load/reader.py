@@ -265,7 +265,7 @@ class Reader:
         )
         is_idle = rest.is_nothing and not len(states())
         releases = metadata.releases
-        lifetime = self._lifetime(number, rank.agent, rest.taken, releases, is_idle=is_idle)
+        lifetime = self.lifetime_of(number, rank.agent, rest.taken, releases, is_idle=is_idle)
 
         def read(wanted: Wanted) -> OwnRead:
             times = reading.peer.times
@@ -309,15 +309,7 @@ class Reader:
         ends = Ends(self.ours.memory, self.ours.memory, agent)
         return self._reads.prepared(nixl, ends, notification, handle, lifetime)
 
-    def lifetime_of_like(self, number: int, agent: str) -> Lifetime:
-        """Of what vLLM reads of a rank of a peer like us.
-
-        Raises:
-            ReadRefused: P's answer is of an engine with fewer ranks.
-        """
-        return self._lifetime(number, agent)
-
-    def _lifetime(
+    def lifetime_of(
         self,
         number: int,
         agent: str,
@@ -334,6 +326,9 @@ class Reader:
             taken: heads that come from other ranks; None where the release reads.
             releases: that the peer may be of; none where it is this worker's.
             is_idle: whether nothing is read of it.
+
+        Raises:
+            ReadRefused: P's answer is of an engine with fewer ranks.
         """
         context = self.context
         if context is None:

@@ -9,8 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digest_form import Stated, columns, read, within, written
-from kvpatch.checks.digests.digest_ranges import extents_of, joined, range_tokens_of
+from kvpatch.checks.digests.digest_form import (
+    Stated,
+    columns,
+    extents_of,
+    joined,
+    range_tokens_of,
+    read,
+    within,
+    written,
+)
 from kvpatch.checks.digests.digests import Digests, ranges_of
 from kvpatch.core.errors import DigestsRefused
 from kvpatch.geometry.memory import Memory

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvpatch.checks.digests.covered import CoveredCaches
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Comparison, compare
+from kvpatch.checks.digests.table_digests import CoveredCaches
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
@@ -454,7 +454,7 @@ class TestDigests:
         ]
 
     def test_some_layers_at_a_time(self, monkeypatch):
-        monkeypatch.setattr("kvpatch.checks.digests.covered.LOT_BYTES", sum(SIZES))
+        monkeypatch.setattr("kvpatch.checks.digests.table_digests.LOT_BYTES", sum(SIZES))
         _, covered = self._worker(4, Rank(0, 1), is_apart=True)
         lots = covered.states(1, 4)
         assert [[plane.layer for plane in lot.planes] for lot in lots] == [

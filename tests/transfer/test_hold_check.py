@@ -21,6 +21,7 @@ from kvpatch.checks.holds.hold_table import (
     HoldTable,
     generation_of,
 )
+from kvpatch.checks.tables import PAUSE_SECONDS
 from kvpatch.core.errors import NoAnswer
 from kvpatch.load.read_factory import Progress, ReadFactory
 from kvpatch.observe.catalogue import CheckResult
@@ -28,7 +29,6 @@ from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lease, Lifetime
-from kvpatch.transfer.patience import PAUSE_SECONDS
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 

@@ -11,11 +11,10 @@ from threading import Event, Thread
 import pytest
 import torch
 
+from kvpatch.checks.digests import digest_check as read_module
 from kvpatch.checks.digests import digest_maker as maker_module
-from kvpatch.checks.digests import digest_read as read_module
-from kvpatch.checks.digests.digest_check import DigestCheck
+from kvpatch.checks.digests.digest_check import DigestCheck, DigestRead
 from kvpatch.checks.digests.digest_maker import DigestMaker, Order
-from kvpatch.checks.digests.digest_read import DigestRead
 from kvpatch.checks.digests.digest_table import (
     _LANDINGS,
     _RING_BYTES,
@@ -26,9 +25,9 @@ from kvpatch.checks.digests.digest_table import (
 from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.checks.holds.hold_table import generation_of
+from kvpatch.checks.tables import PAUSE_SECONDS
 from kvpatch.core.errors import NoDigest
 from kvpatch.observe.catalogue import Proof
-from kvpatch.transfer.patience import PAUSE_SECONDS
 
 from .digest_world import Engine, Rank, request_of
 from .staged_world import SECONDS, World, connected_world

@@ -16,8 +16,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from kvpatch.checks.digests.digest_check import seed_of
-from kvpatch.checks.digests.digest_form import Stated, written
-from kvpatch.checks.digests.digest_ranges import extents_of, range_tokens_of
+from kvpatch.checks.digests.digest_form import Stated, extents_of, range_tokens_of, written
 from kvpatch.checks.digests.digest_table import MOST_BYTES, DigestTable
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import of_all_ranges

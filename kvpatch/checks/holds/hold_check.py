@@ -16,14 +16,13 @@ from kvpatch.checks.holds.hold_table import (
     is_still_to_come,
     word_address,
 )
-from kvpatch.checks.tables import WORD_BYTES, TableRead
+from kvpatch.checks.tables import PAUSE_SECONDS, WORD_BYTES, Patience, TableRead
 from kvpatch.core.errors import KvpatchError, NoAnswer, ReadRefused
 from kvpatch.load.prepared_transfers import RankRead, RequestContext
 from kvpatch.load.read_request import HOLD, ReadRequest
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Check
 from kvpatch.transfer.nixl import errors_of
-from kvpatch.transfer.patience import PAUSE_SECONDS, Patience
 
 _LOG = logging.getLogger("kvpatch.staging")
 
