@@ -17,6 +17,7 @@ from kvpatch.checks.holds.hold_table import HoldTable
 from kvpatch.core import settings
 from kvpatch.core.errors import KvpatchError
 from kvpatch.load.read_request import groups
+from kvpatch.load.reader import Reader
 from kvpatch.load.token_pairing import finished_blocks, state_block
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -46,7 +47,8 @@ def make_table(release: ReleaseWorker) -> None:
 def stated_address(worker: Any) -> int | None:
     """Where a worker's table is, where it can digest what it holds."""
     state = worker_state(worker)
-    checks = None if state.reader is None else state.reader.digest_checks
+    reader = state.held(Reader)
+    checks = None if reader is None else reader.digest_checks
     return None if checks is None or checks.covered is None else checks.table.address
 
 
@@ -54,7 +56,8 @@ def hear(worker: Any, metadata: Any) -> None:
     """Has digests made of what the scheduler has promised."""
     orders, state = orders_in(metadata), worker_state(worker)
     holds = state.held(HoldTable)
-    checks = None if state.reader is None else state.reader.digest_checks
+    reader = state.held(Reader)
+    checks = None if reader is None else reader.digest_checks
     covered = None if checks is None else checks.covered
     if not orders or checks is None or covered is None or holds is None:
         return
