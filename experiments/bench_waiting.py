@@ -26,7 +26,7 @@ from rich.table import Table
 
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.staged_plan import Chunk, Placement
-from kvpatch.host_buffer.nixl_proxy import ReadingAgent
+from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import Reader
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent
 from kvpatch.transfer.background_read import BackgroundRead

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvpatch.host_buffer.worker import HostBuffer
+from kvpatch.load.reader import Reader
 from kvpatch.tools.verify.caches import LayerCache, layer_caches
 from kvpatch.tools.verify.probe import CacheProbe
 
@@ -23,12 +25,12 @@ class LabProbe(CacheProbe):
 
         Blocks of host buffers are the scheduler's, which says so in its log.
         """
-        readers = [state.reader for state in _states()]
+        readers = [state.held(Reader) for state in _states()]
         return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers if reader)}
 
     def kvpatch_saved(self) -> dict[str, float]:
         """What saving to this process's host buffers has taken so far."""
-        found = [state.host_buffer for state in _states() if state.host_buffer is not None]
+        found = [one for state in _states() if (one := state.held(HostBuffer)) is not None]
         return {
             "blocks": sum(buffer.costs.blocks for buffer in found),
             "seconds": sum(buffer.costs.seconds for buffer in found),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvpatch.host_buffer.scheduler import HostBufferScheduler, is_to_be_read
@@ -15,29 +16,41 @@ from kvpatch.worker.state import (
 )
 
 
+@dataclass(eq=False)
+class LinkedBuffers:
+    """The host buffers of one of vLLM's schedulers, as its connectors see them.
+
+    Attributes:
+        is_whole: whether these are all that there are.
+    """
+
+    buffers: list[HostBufferScheduler] = field(default_factory=list)
+    is_whole: bool = False
+
+
 def host_buffer_of(connector: Any) -> HostBufferScheduler | None:
     """The account of a connector; None in workers, and without a host buffer."""
     scheduler = connector_scheduler(connector)
-    return None if scheduler is None else scheduler_state(scheduler).host_buffer
+    return None if scheduler is None else scheduler_state(scheduler).held(HostBufferScheduler)
 
 
 def link(core: Any) -> None:
     """Brings vLLM's scheduler and the buffers of its connectors together, before its first step."""
-    state = engine_state(core)
-    if state.is_linked:
+    linked = engine_state(core).of(LinkedBuffers)
+    if linked.is_whole:
         return
     for connector in connectors_of(core):
         buffer = host_buffer_of(connector)
         if buffer is not None and not buffer.is_linked:
             buffer.link(core, connector.connector_scheduler)
-            state.host_buffers.append(buffer)
+            linked.buffers.append(buffer)
             share_with_manager(core)
-    state.is_linked = True
+    linked.is_whole = True
 
 
 def freed(manager: Any, request_id: str) -> None:
     """The block manager has let go of a request's blocks."""
-    for buffer in engine_state(manager).host_buffers:
+    for buffer in engine_state(manager).of(LinkedBuffers).buffers:
         buffer.release(request_id)
 
 

@@ -21,11 +21,12 @@ from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.load.mapped_pages import MappedPages, pages_behind
 from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 from kvpatch.worker.local_geometry import state_layout_of_strides
-from kvpatch.worker.registered_caches import is_as_planned, read_layers
+from kvpatch.worker.registered_caches import DeviceCaches, is_as_planned, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import worker_state
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
@@ -44,18 +45,12 @@ class HostBuffer:
 
     Attributes:
         pool: whose tensors are registered.
-        tensors: the device's, by layer, or what geometry is shown where those have no storage.
         host_blocks: that the pool holds.
-        pages: of kvcached's, behind the device's tensors; None where they cannot be told.
-        caches: what places reads on a device whose tensors have no storage; None elsewhere.
         costs: of saves; on a device with streams, of asking for them.
     """
 
     pool: HostPool
-    tensors: Mapping[str, torch.Tensor]
     host_blocks: int
-    pages: MappedPages | None = None
-    caches: StoragelessCaches | None = None
     costs: SaveCosts = field(default_factory=SaveCosts)
 
     def save(self, saves: StepSaves) -> None:
@@ -108,8 +103,8 @@ def is_own(operation: Operation) -> bool:
     return copies is not None and not copies.__module__.startswith("vllm.")
 
 
-def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
-    """The buffer for a worker's caches; registering again makes a new one.
+def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Makes the buffer of a worker's caches, another one each time; returns its tensors, by layer.
 
     Raises:
         HostBufferRefused: a cache that is not attention in blocks.
@@ -151,7 +146,14 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> HostBuffer:
         _refuse_wrong_copies(caches)
         # The pool has the layout of its shapes, whatever the device was asked for.
         state_layout_of_strides(release, read_layers(release, pool.tensors))
-    return HostBuffer(pool, tensors, host_blocks, pages, caches)
+    state = worker_state(release.worker)
+    state.hold(HostBuffer(pool, host_blocks))
+    state.hold(DeviceCaches(tensors, caches))
+    if pages is None:
+        state.drop(MappedPages)
+    else:
+        state.hold(pages)
+    return pool.tensors
 
 
 def _refuse(layers: Iterable[str]) -> None:

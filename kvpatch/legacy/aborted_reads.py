@@ -16,6 +16,7 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.read_request import ReadRequest, read_requests_of
+from kvpatch.load.reader import Reader
 from kvpatch.transfer.nixl import errors_of
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.worker.state import worker_state
@@ -123,7 +124,7 @@ def _get_finished(
 ) -> Any:
     def get_finished(finished_req_ids: set[str]) -> Any:
         worker = instance.connector_worker
-        if worker is None or worker_state(worker).reader is None:
+        if worker is None or worker_state(worker).held(Reader) is None:
             return wrapped(finished_req_ids)
         reads = worker_state(worker).of(AbortedReads)
         reads.end(worker, finished_req_ids)
@@ -137,7 +138,7 @@ def _start_load_kv(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def start(metadata: Any) -> Any:
-        if worker_state(instance).reader is not None:
+        if worker_state(instance).held(Reader) is not None:
             found = read_requests_of(metadata)
             loads = {name: request for name, request in found if any(request.local_blocks)}
             worker_state(instance).of(AbortedReads).begin(loads)

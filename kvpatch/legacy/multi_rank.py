@@ -15,6 +15,7 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Site, Wrapper
 from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
 
 
@@ -111,7 +112,7 @@ def _nixl_handshake(
         asked = host, port, remote_tp_size, expected_engine_id
         has_more = remote_tp_size > instance.world_size
         is_asking = isinstance(instance, HandshakeWithOneRank)
-        if is_asking or worker_state(instance).reader is None or not has_more:
+        if is_asking or worker_state(instance).held(Reader) is None or not has_more:
             return wrapped(*asked)  # type: ignore[no-any-return]
         return handshake_with_ranks(instance, *asked)
 

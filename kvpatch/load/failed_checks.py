@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
 
 
 def name_requests(connector: Any, blocks: set[int]) -> set[Any]:
     """Adds to the blocks that could not be loaded the names of requests that failed a check."""
-    reader = worker_state(connector.connector_worker).reader
+    reader = worker_state(connector.connector_worker).held(Reader)
     names = () if reader is None else reader.failed_checks
     if not names:
         return blocks

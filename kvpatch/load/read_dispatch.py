@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.load import read_request
-from kvpatch.load.mapped_pages import refuse_unmapped
+from kvpatch.load.mapped_pages import MappedPages, refuse_unmapped
 from kvpatch.load.named_blocks import leave_common_blocks, refuse_misnamed
 from kvpatch.load.prepared_transfers import Reading, RequestContext
 from kvpatch.load.read_request import ReadRequest
@@ -26,7 +26,7 @@ from kvpatch.worker.state import release_worker, worker_state
 def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
     """While inside, the release prepares a request's transfers, and they are what they must be."""
     state = worker_state(worker)
-    reader, facts = state.reader, state.facts
+    reader, facts = state.held(Reader), state.facts
     read_request.restore_remote_blocks(meta, facts)
     engine_id, request = read_request.engine_of(meta, facts), read_request.read_request_of(meta)
     smaller = smaller_blocks(worker, engine_id, facts)
@@ -43,7 +43,9 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                         check_load(context, request)
                     inside.callback(_end_preparing, worker, context, request)
                 parts = reader.ours.kernel_blocks_per_block
-                context.check = partial(refuse_unmapped, state.pages, reader.groups, request, parts)
+                context.check = partial(
+                    refuse_unmapped, state.held(MappedPages), reader.groups, request, parts
+                )
             inside.enter_context(reader.request(context))
         if smaller is not None:
             groups = release_worker(worker).groups(())

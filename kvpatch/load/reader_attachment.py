@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
-from kvpatch.host_buffer.nixl_proxy import ReadingAgent
-from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.divided_block_handles import watch_divided_blocks
+from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.read_factory import Progress
 from kvpatch.load.reader import Destination, Reader
@@ -41,6 +40,7 @@ from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 from kvpatch.worker.backend_layouts import backend_layouts
 from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, states_digest
+from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 from kvpatch.worker.vllm_bugs import (
@@ -50,7 +50,7 @@ from kvpatch.worker.vllm_bugs import (
 )
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 #: vLLM's own default of ``decoder_kv_blocks_ttl``.
 _READ_BACK_SECONDS = 480
@@ -76,7 +76,7 @@ def attach_reader(
         ask_for_tiles()
     state = worker_state(worker)
     is_read = can_read(release, own)
-    if state.cross_layer is not None and not is_read:
+    if state.held(RegisteredCrossLayerBlocks) is not None and not is_read:
         raise RegistrationRefused(
             "kvcached's contiguous layout cannot be read into here (context parallelism, vLLM's "
             "own host buffer, kernel blocks smaller than the tensors', or recurrent states that "
@@ -91,11 +91,12 @@ def attach_reader(
         reader.to_engine = partial(messages.to_engine, worker)
         reader.to_agent = partial(messages.to_agent, worker)
         reader.book = state.book
-        if state.host_buffer is not None:
+        if state.held(DeviceCaches) is not None:
             reader.pooled = Way.HOST_BUFFER
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)
-        state.reader = reader
+        state.hold(ours)
+        state.hold(reader)
         worker.nixl_wrapper = ReadingAgent(
             EngineAgent(agent, gate),
             reader,
@@ -132,7 +133,7 @@ def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
         and is_plain(release)
         and has_blocks_of(release.worker.block_size, own.cache)
         and (
-            worker_state(release.worker).cross_layer is not None
+            worker_state(release.worker).held(RegisteredCrossLayerBlocks) is not None
             or not own.states
             or are_in_regions(release, own.states)
         )
@@ -154,7 +155,8 @@ def _local_geometry(
 ) -> LocalGeometry:
     layers, groups, key_order = cache
     state = worker_state(release.worker)
-    shown = layers if state.cross_layer is None else state.cross_layer.shown
+    blocks = state.held(RegisteredCrossLayerBlocks)
+    shown = layers if blocks is None else blocks.shown
     ours = local_geometry_of(release, shown, key_order)
     if own.blocks_hold_both:
         ours = replace(ours, kv_split=kv_split_of(ours))
@@ -167,7 +169,7 @@ def _local_geometry(
     )
     if len(groups) > 1:
         ours = replace(ours, groups=tuple(group.layers for group in groups))
-    return _with_states(release.worker, ours, own.states, state.cross_layer) if own.states else ours
+    return _with_states(release.worker, ours, own.states, blocks) if own.states else ours
 
 
 def _with_states(
@@ -205,24 +207,18 @@ def _reader(
         raise UnexpectedCaches("a cache that cannot be read into has no reader")
     layers, groups, _ = own.cache
     state = worker_state(worker)
-    buffer = state.host_buffer
+    behind, blocks = state.held(DeviceCaches), state.held(RegisteredCrossLayerBlocks)
     device = kv_caches[next(iter(layers))].device
-    if buffer is None:
-        shown = None if state.cross_layer is None else layers
-        destination = Destination(kv_caches, shown, state.cross_layer, states=own.states)
+    if behind is None:
+        shown = None if blocks is None else layers
+        destination = Destination(kv_caches, shown, blocks, states=own.states)
         copied_to, mode = None, settings.transfer_mode()
     else:
-        destination = Destination(buffer.tensors, own.behind[0], caches=buffer.caches)
-        copied_to, mode = _device_behind(buffer), "staged"
+        destination = Destination(behind.tensors, own.behind[0], caches=behind.caches)
+        copied_to, mode = behind.device, "staged"
     placed_on = device if copied_to is None else copied_to
     has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
     agent = ProgressAgent(nixl, gate) if has_thread else nixl
     pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
     progress = Progress(ProgressThread(pool, placed_on, gate), agent) if has_thread else None
     return Reader(ours, groups, destination, pool, mode, progress)
-
-
-def _device_behind(buffer: HostBuffer) -> torch.device:
-    """Where what is read is placed, behind a host buffer."""
-    caches = buffer.caches
-    return next(iter(buffer.tensors.values())).device if caches is None else caches.device

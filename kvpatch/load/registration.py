@@ -26,7 +26,6 @@ from kvpatch.core import seams
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Method, Parts, Site, Step
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.host_buffer import worker as host_buffer_worker
 from kvpatch.kvcached.block_counts import count_blocks
 from kvpatch.load.reader_attachment import attach_reader
 from kvpatch.load.shown_tensors import Register, register_as_they_lie, register_once
@@ -44,7 +43,8 @@ def registration_step(
     Args:
         part: of ``failed_loads``, what watches a worker's; of ``unlike_engines``, what adds to
             answers that begin as the worker registers (``<= 0.11.0``); of ``stale_blocks`` and
-            ``digests``, what makes the table.
+            ``digests``, what makes the table; of ``host_buffer``, what makes the buffer and
+            returns its tensors.
     """
     return {seams.register_kv_caches(facts): Step(register_kv_caches, part)}
 
@@ -77,8 +77,7 @@ def _register(
     state = worker_state(worker)
     if "host_buffer" in steps and state.is_host_buffered:
         _refuse_without_reads(release, reads=reads)
-        state.host_buffer = buffer = host_buffer_worker.make(release, kv_caches)
-        state.pages, kv_caches = buffer.pages, buffer.pool.tensors
+        kv_caches = steps["host_buffer"](release, kv_caches)
     if "stale_blocks" in steps:
         steps["stale_blocks"](release)
     if "digests" in steps:

@@ -50,6 +50,7 @@ from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kinds_of_layers import has_slots, kind_of
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
+from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Region, regions_of, shared_rows
 from kvpatch.worker.speculative_decoding import hides_ends_of_lists, reserves_slots
@@ -65,7 +66,7 @@ _LOG = logging.getLogger("kvpatch.unlike_engines")
 def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
     """This worker's cache, as far as a peer of its is judged by it."""
     state = worker_state(release.worker)
-    reader = state.reader
+    reader = state.held(Reader)
     if reader is None:
         return _unread_cache(release)
     staging_bytes = reader.pool.size_bytes if reader.mode == "staged" else None
@@ -135,10 +136,10 @@ def _has_sure_layout(state: WorkerState, ours: LocalGeometry) -> bool:
     A stock peer on a device without storages states the layout that was asked for, and its host
     buffer has the one of its tensors' shapes.
     """
-    buffer = state.host_buffer
+    device = state.held(DeviceCaches)
     return (
-        buffer is None
-        or buffer.caches is None
+        device is None
+        or device.caches is None
         or all(layer.has_heads_by_turns for layer in ours.layers.values())
     )
 
@@ -204,7 +205,7 @@ class Handshake:
             peer = read_agent_metadata(self.metadata, self.facts, *ranks)
         else:
             peer = read_statement(statement, self.facts, *ranks)
-        reader = worker_state(self.worker).reader
+        reader = worker_state(self.worker).held(Reader)
         if reader is not None:
             # Both grow in other threads; what is on its way is a future.
             booked = tuple(self.worker._remote_agents), tuple(self.worker._handshake_futures)
@@ -353,9 +354,10 @@ class Handshake:
 
 
 def _reader(state: WorkerState) -> Reader:
-    if state.reader is None:
+    reader = state.held(Reader)
+    if reader is None:
         raise PeerRefused(
             "a worker registered its caches anew in the middle of a handshake",
             "send the request again",
         )
-    return state.reader
+    return reader

@@ -17,7 +17,7 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.kvcached.transports import note_transport, refuse_cards
 from kvpatch.load.mapped_pages import pages_behind
-from kvpatch.peer.cross_layer_blocks import register_cross_layer_blocks
+from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks, register_cross_layer_blocks
 from kvpatch.worker.backend_layouts import state_own_order
 from kvpatch.worker.local_geometry import state_layout_of_strides
 from kvpatch.worker.registered_caches import LayerCache, read_layers
@@ -55,14 +55,14 @@ def register_as_they_lie(
         RegistrationRefused: the release would move other bytes.
     """
     state = worker_state(release.worker)
-    state.cross_layer = state.planned_layout = None  # of an earlier registration
+    state.drop(RegisteredCrossLayerBlocks)  # of an earlier registration
+    state.planned_layout = None
     layers = read_layers(release, kv_caches)
 
     def as_cross_layer_blocks() -> Any:
         _refuse_without_reader(release, is_read_by_us=is_read_by_us)
-        result, state.cross_layer = register_cross_layer_blocks(
-            register, release, kv_caches, layers
-        )
+        result, blocks = register_cross_layer_blocks(register, release, kv_caches, layers)
+        state.hold(blocks)
         return result
 
     if settings.is_kvcached_enabled():
@@ -70,7 +70,9 @@ def register_as_they_lie(
             refuse_cards(release.nixl_backends, kv_caches)
             note_transport(kv_caches)
             check_pools(kv_caches, layers, kvcacheds_settings())
-            state.pages = pages_behind(kv_caches, layers)
+            pages = pages_behind(kv_caches, layers)
+            if pages is not None:
+                state.hold(pages)
         expected = {layer: release.orders(layer)[0] for layer in layers}
         if has_cross_layer_blocks(layers, expected, has_state=len(layers) < len(kv_caches)):
             return as_cross_layer_blocks()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvpatch.core.errors import UnexpectedRead
+from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
 
 
@@ -25,7 +26,7 @@ def ranks_of(worker: Any, engine_id: str, handle: Any) -> tuple[int, ...]:
 
 def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
     """All that are told what one rank is told: of more ranks than ours the release knows one."""
-    reader = worker_state(worker).reader
+    reader = worker_state(worker).held(Reader)
     if reader is not None and reader.ours.facts.meets_one_rank:
         for peer in tuple(reader.peers.values()):  # handshakes add to it
             names = tuple(rank.agent for rank in tuple(peer.ranks.values()))
@@ -36,7 +37,7 @@ def agents_beside(worker: Any, agent: str) -> tuple[str, ...]:
 
 def heterogeneous_engine_of(worker: Any, handle: Any) -> str | None:
     """The engine of another geometry whose descriptors a handle stands for."""
-    reader = worker_state(worker).reader
+    reader = worker_state(worker).held(Reader)
     for engine_id in tuple(reader.peers) if reader else ():  # handshakes add to it
         if any(found == handle for _, found in handles_of(worker, engine_id)):
             return engine_id
@@ -70,6 +71,6 @@ def handles_of(worker: Any, engine_id: str) -> list[tuple[int, Any]]:
     if isinstance(handles, Mapping):  # from 0.14
         return [(int(rank), handle) for rank, handle in list(handles.items())]
     # One for the only rank that the release knows of; we may know of more.
-    reader = worker_state(worker).reader
+    reader = worker_state(worker).held(Reader)
     peer = reader.peer(engine_id) if reader else None
     return [(rank, handles) for rank in list(peer.ranks)] if peer else []

@@ -91,7 +91,7 @@ def _set_host_xfer_buffer_ops(
 def _buffer_of(connector: Any) -> workers.HostBuffer | None:
     """Of a connector's worker half, where it has one."""
     worker = connector.connector_worker
-    return None if worker is None else worker_state(worker).host_buffer
+    return None if worker is None else worker_state(worker).held(workers.HostBuffer)
 
 
 # --- the connector's scheduler half ----------------------------------------------
@@ -110,8 +110,9 @@ def _scheduler_init(
         if is_wanted_here(vllm_config, facts):
             instance.use_host_buffer = False
             state = scheduler_state(instance)
-            state.host_buffer = schedulers.HostBufferScheduler(facts)
-            state.host_buffer.book = state.book
+            buffer = schedulers.HostBufferScheduler(facts)
+            buffer.book = state.book
+            state.hold(buffer)
 
     init(*args, **kwargs)
 
@@ -179,7 +180,7 @@ def _free(
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         seams.worker_init(facts): partial(_worker_init, facts=facts),
-        **registration_step(facts),
+        **registration_step(facts, workers.make),
         seams.wait_for_save(facts): Step(around, Around(after=_save)),
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,

@@ -30,6 +30,9 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.memory_usage import Usage
+from kvpatch.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.host_buffer.worker import HostBuffer
+from kvpatch.load.reader import Reader
 from kvpatch.observe import payload
 from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.telemetry import Telemetry
@@ -80,11 +83,12 @@ def _handle_failed_transfer(
 def _count(worker: Any) -> None:
     """What a worker tells, before the release looks at its own counts."""
     state = worker_state(worker)
-    if state.reader is not None and state.of(Usage).has_changed(state.reader.pool):
+    reader, buffer = state.held(Reader), state.held(HostBuffer)
+    if reader is not None and state.of(Usage).has_changed(reader.pool):
         rank = str(worker.vllm_config.parallel_config.rank)
-        state.of(Usage).look_at_pool(state.reader.pool, rank, state.book)
-    if state.host_buffer is not None:
-        state.of(Usage).look_at_saves(state.host_buffer.costs, state.book)
+        state.of(Usage).look_at_pool(reader.pool, rank, state.book)
+    if buffer is not None:
+        state.of(Usage).look_at_saves(buffer.costs, state.book)
     samples = state.book.take()
     if samples:
         payload.put(worker.xfer_stats, samples)
@@ -123,8 +127,9 @@ def _add_schedulers(connector: Any, found: Any) -> Any:
     if scheduler is None:
         return found
     state = scheduler_state(scheduler)
-    if state.host_buffer is not None and state.host_buffer.is_linked:
-        state.of(Usage).look_at_host_blocks(state.host_buffer.table, state.book)
+    buffer = state.held(HostBufferScheduler)
+    if buffer is not None and buffer.is_linked:
+        state.of(Usage).look_at_host_blocks(buffer.table, state.book)
     samples = state.book.take()
     if samples and found is None:
         found = type(connector).build_kv_connector_stats()

@@ -12,7 +12,7 @@ from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.peer.block_shapes import heads_of, tokens_of
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.recurrent_state import StatePages, pages_of
-from kvpatch.worker.registered_caches import LayerCache, differ_in_shape, read_layers
+from kvpatch.worker.registered_caches import DeviceCaches, LayerCache, differ_in_shape, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
 from kvpatch.worker.state_division import division_of
@@ -50,12 +50,12 @@ def inspect(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> InspectedCa
     """
     refuse_steps_under_way(release)
     cache = read_cache(release, kv_caches, leave_state=True)
-    buffer = worker_state(release.worker).host_buffer
+    device = worker_state(release.worker).held(DeviceCaches)
     states: Mapping[str, StatePages] = {}
     if cache is not None and len(cache[0]) < len(kv_caches):
         states = read_states(release, kv_caches, cache)
-        cache = cache if states and buffer is None else None
-    behind = cache if buffer is None else read_cache(release, buffer.tensors)
+        cache = cache if states and device is None else None
+    behind = cache if device is None else read_cache(release, device.tensors)
     both = cache is not None and has_both_in_blocks(release, cache)
     return InspectedCaches(cache, behind, states, both)
 

@@ -45,8 +45,7 @@ _WORDS = "_kvpatch_words"
 
 def state_words(release: ReleaseWorker, metadata: Any) -> None:
     """Writes what no release says onto what a worker states."""
-    state = worker_state(release.worker)
-    ours = None if state.reader is None else state.reader.ours
+    ours = worker_state(release.worker).held(LocalGeometry)
     setattr(metadata, _WORDS, words_of(release, ours))
 
 

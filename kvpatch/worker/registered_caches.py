@@ -13,6 +13,7 @@ from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.tensor_facts import TensorFacts
+from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.worker.cache_kinds import ROWS, Holds, Kind
 from kvpatch.worker.kinds_of_layers import kind_of
 from kvpatch.worker.release_worker import ALL_LAYERS, ReleaseWorker
@@ -46,6 +47,25 @@ class LayerCache:
         Such a backend has one layout, and states the one that the connector asked for.
         """
         return "packed_head" in self.order.dimensions
+
+
+@dataclass(frozen=True)
+class DeviceCaches:
+    """The device's caches, where a host buffer's are registered in their place.
+
+    Attributes:
+        tensors: by layer, or what geometry is shown where those have no storage.
+        caches: places reads on a device whose tensors have no storage; None elsewhere.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    caches: StoragelessCaches | None
+
+    @property
+    def device(self) -> torch.device:
+        """The device that reads are placed on."""
+        caches = self.caches
+        return next(iter(self.tensors.values())).device if caches is None else caches.device
 
 
 def read_layers(

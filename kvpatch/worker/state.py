@@ -13,12 +13,7 @@ from typing import Any, TypeVar
 
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.host_buffer.scheduler import HostBufferScheduler
-from kvpatch.host_buffer.worker import HostBuffer
-from kvpatch.load.mapped_pages import MappedPages
-from kvpatch.load.reader import Reader
 from kvpatch.observe.book import Book
-from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.unpatched_workers import EqualBlockPeers
 
@@ -28,10 +23,10 @@ _Kind = TypeVar("_Kind")
 
 @dataclass(eq=False)
 class _State:
-    """What has a state, with room for what only old releases need (``kvpatch.legacy``).
+    """What has a state. Each module keeps its own objects there, by their kind.
 
     Attributes:
-        kept: its objects of each kind.
+        kept: one object of each kind.
     """
 
     kept: dict[type, Any] = field(default_factory=dict, init=False)
@@ -55,6 +50,10 @@ class _State:
         """Hands it an object of another's state."""
         self.kept[type(value)] = value
 
+    def drop(self, kind: type) -> None:
+        """Forgets its object of a kind, if it has one."""
+        self.kept.pop(kind, None)
+
 
 @dataclass(eq=False)
 class WorkerState(_State):
@@ -62,20 +61,12 @@ class WorkerState(_State):
 
     Attributes:
         is_host_buffered: whether its KV goes through a host buffer.
-        host_buffer: the buffer; None before it registers.
-        pages: of kvcached's, behind its tensors; None where they cannot be told.
-        cross_layer: registered in place of its tensors; None where it has none.
         planned_layout: what it would state of a layout that an allocator has changed.
-        reader: of peers; None before it registers, and where nothing can be read into.
         book: what it has to tell of loads.
     """
 
     is_host_buffered: bool = False
-    host_buffer: HostBuffer | None = None
-    pages: MappedPages | None = None
-    cross_layer: RegisteredCrossLayerBlocks | None = None
     planned_layout: str | None = None
-    reader: Reader | None = None
     book: Book = field(default_factory=Book)
 
 
@@ -84,13 +75,11 @@ class SchedulerState(_State):
     """Of a connector's scheduler half.
 
     Attributes:
-        host_buffer: as it sees it; None without one.
         equal_peers: whose blocks are as large as its own.
         has_stock_workers: whether one of its workers is known to be without kvpatch.
         book: what it has to tell, where it is asked (from 0.24).
     """
 
-    host_buffer: HostBufferScheduler | None = None
     equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
     has_stock_workers: bool = False
     book: Book = field(default_factory=Book)
@@ -98,15 +87,7 @@ class SchedulerState(_State):
 
 @dataclass(eq=False)
 class EngineState(_State):
-    """Of vLLM's own scheduler, which has one connector or several; its block manager's too.
-
-    Attributes:
-        host_buffers: as its connectors see them.
-        is_linked: whether these are all that there are.
-    """
-
-    host_buffers: list[HostBufferScheduler] = field(default_factory=list)
-    is_linked: bool = False
+    """Of vLLM's own scheduler, which has one connector or several; its block manager's too."""
 
 
 @dataclass(eq=False)

@@ -14,6 +14,9 @@ from typing import Any
 
 import kvpatch
 from kvpatch.checks.digests.digests import Digests
+from kvpatch.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.host_buffer.worker import HostBuffer
+from kvpatch.load.reader import Reader
 from kvpatch.transfer import cost_probe, lost_transfers
 
 from . import channel, digest_faults, release, standins
@@ -259,7 +262,7 @@ class Player(Engine):
         from kvpatch.worker.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
-        buffer = scheduler_state(connector.connector_scheduler).host_buffer
+        buffer = scheduler_state(connector.connector_scheduler).held(HostBufferScheduler)
         assert buffer is not None
         table = buffer.table
         return {"free": table.free, "waiting": table.waiting, "held": table.held}
@@ -269,7 +272,7 @@ class Player(Engine):
         from kvpatch.worker.state import scheduler_state
 
         connector = release.nixl_of(self.scheduler.connector)
-        buffer = scheduler_state(connector.connector_scheduler).host_buffer
+        buffer = scheduler_state(connector.connector_scheduler).held(HostBufferScheduler)
         assert buffer is not None
         table = buffer.table
         holders = set().union(*table._holders)
@@ -341,7 +344,7 @@ class Player(Engine):
         from kvpatch.worker.state import worker_state
 
         states = [worker_state(release.nixl_of(w).connector_worker) for w in self.workers]
-        return [state.host_buffer.pool for state in states if state.host_buffer is not None]
+        return [buffer.pool for state in states if (buffer := state.held(HostBuffer)) is not None]
 
     def heard(self, seconds: float, names: Sequence[str]) -> set[str]:
         """Those of `names` that P has heard were read, within some steps."""
@@ -876,4 +879,4 @@ def _reader_of(worker: Any) -> Any:
         from kvpatch.worker.state import worker_state
     except ImportError:
         return None
-    return worker_state(worker).reader
+    return worker_state(worker).held(Reader)

@@ -108,7 +108,9 @@ def declaring(case: Case, release: str) -> Case:
         return case
     said = [(PEER_BLOCK_SIZE, str(case.prefill.block_tokens))]
     if not states_layout(release):
-        said.append((PEER_LAYOUT, case.prefill.layout))
+        # Triton's is NHD <= 0.17, whatever was asked for.
+        of_backend = "NHD" if case.prefill.family == "triton" else case.prefill.layout
+        said.append((PEER_LAYOUT, of_backend))
     decode = replace(case.decode, settings=(*case.decode.settings, *said))
     return replace(case, decode=decode)
 

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Iterable
 from typing import Any
 
+from kvpatch.load.reader import Reader
+
 #: Of a thread: the calls in which it is.
 _FRAMES = 6
 
@@ -68,7 +70,7 @@ def _of_reader(worker: Any) -> str:
         return ""
     from kvpatch.worker.state import worker_state
 
-    reader = worker_state(worker).reader
+    reader = worker_state(worker).held(Reader)
     thread = None if reader is None else reader.thread
     if thread is None:
         return ""

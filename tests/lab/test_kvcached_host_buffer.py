@@ -21,7 +21,7 @@ from .engine_api import Ask
 from .host import Lab
 from .kvcached_cells import LAYOUTS, spec
 from .kvcached_standin import CARD
-from .releases import moves_full_blocks_only, states_block_size, states_layout
+from .releases import moves_full_blocks_only, states_block_size
 from .stage import Raised, Stage
 from .test_host_buffer import ALWAYS
 from .test_kvcached_groups import _spec as of_groups
@@ -86,10 +86,8 @@ def test_pairs_are_identical(lab: Lab, family: Family, p: str, d: str, where: st
 
     report = lab.run(wanted)
 
-    unknown = not states_layout(lab.release) and (family, p, d) == ("flashinfer", "", "split-half")
-    assert report.outcome == ("refused" if unknown else "identical"), report
-    if not unknown:
-        assert report.moved_tokens == tokens_to_move(wanted, lab.release)
+    assert report.outcome == "identical", report
+    assert report.moved_tokens == tokens_to_move(wanted, lab.release)
 
 
 @pytest.mark.parametrize("sabotage", ["skip_layer", "flip_byte"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvpatch.load import failed_checks
+from kvpatch.load.reader import Reader
 from kvpatch.worker.state import worker_state
 
 WAITING = SimpleNamespace(name="WAITING_FOR_REMOTE_KVS")
@@ -17,7 +18,7 @@ RUNNING = SimpleNamespace(name="RUNNING")
 
 def connector(*names: str) -> Any:
     worker = SimpleNamespace()
-    worker_state(worker).reader = SimpleNamespace(failed_checks=deque(names))  # type: ignore[assignment]
+    worker_state(worker).kept[Reader] = SimpleNamespace(failed_checks=deque(names))
     return SimpleNamespace(connector_worker=worker)
 
 
