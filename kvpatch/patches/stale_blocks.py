@@ -16,7 +16,7 @@ How:
     string). A worker takes the word out before it reports the request as sent, which is before
     anybody can get its blocks. D reads the data, then the word (8 bytes, one-sided: P need not
     step, or be awake), and only then tells P. Another word there, or none, fails the load, and
-    D computes the prompt (``connector/failed_checks.py``). A request that was long on its way asks
+    D computes the prompt (``load/failed_checks.py``). A request that was long on its way asks
     before it reads, too.
 Upstream:
     vLLM #52234; aws-samples/aws-do-eks#84 counts 8 of 42 answers.

@@ -217,13 +217,15 @@ def test_what_nobody_has_asked_for_wraps_nothing(tmp_path, on):
         + """
 kvpatch.enable(); raw()
 rows = {p.slug: [p.outcome, p.reason] for p in kvpatch.status().patches}
-print(json.dumps([rows["digests"], SITES, kinds()]))
+loaded = any(name.startswith("kvpatch.checks.digests") for name in sys.modules)
+print(json.dumps([rows["digests"], loaded, kinds()]))
 """
     )
-    row, _, wrapped = run(tree, script, **on)
+    row, is_loaded, wrapped = run(tree, script, **on)
     *_, all_wrapped = run(tree, script, **ALL_ON)
 
     assert row == (["applied", ""] if on else ["off", "KVPATCH_DIGEST is off"])
+    assert is_loaded == bool(on), "what is off is not imported"
     assert set(all_wrapped) == {"wrapped"}
     assert wrapped == all_wrapped, "digests share each of their places with other patches"
 

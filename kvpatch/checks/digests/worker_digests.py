@@ -135,12 +135,7 @@ class DigestChecks:
         address = promised[rank.number] ^ rank.mask
         fetched = DigestRead(self.table, rank.agent, address, held.generation)
         return DigestCheck(
-            fetched,
-            tables,
-            proof,
-            stream,
-            is_sample=self.is_sample,
-            is_part=is_part,
+            fetched, tables, proof, stream, is_sample=self.is_sample, is_part=is_part
         )
 
 

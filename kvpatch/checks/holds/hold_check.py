@@ -10,12 +10,7 @@ from math import inf
 from typing import Any
 
 from kvpatch.checks.holds.grants import Hold, read_hold
-from kvpatch.checks.holds.hold_table import (
-    MOST_MISSED,
-    HoldTable,
-    is_still_to_come,
-    word_address,
-)
+from kvpatch.checks.holds.hold_table import MOST_MISSED, HoldTable, is_still_to_come, word_address
 from kvpatch.checks.tables import PAUSE_SECONDS, WORD_BYTES, Patience, TableRead
 from kvpatch.core.errors import KvpatchError, NoAnswer, ReadRefused
 from kvpatch.load.prepared_transfers import RankRead, RequestContext
