@@ -171,11 +171,21 @@ class KnownOfLoads(NamedTuple):
     waits: Waits
 
 
-def leave_unread(scheduler: Any, request: Any, facts: ReleaseFacts) -> None:
-    """Has the release neither load a request's prompt nor tell P that it was read."""
+def leave_unread(
+    scheduler: Any, request: Any, facts: ReleaseFacts, *, is_loading: bool = False
+) -> None:
+    """Has the release neither load a request's prompt nor tell P that it was read.
+
+    Args:
+        is_loading: whether another request loads the same blocks, whose lease D goes on to renew.
+    """
     request.kv_transfer_params.update(do_remote_prefill=False, _remote_blocks_processed=True)
     if facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled:
         scheduler._reqs_in_batch.add(request.request_id)  # or D never lets go of its own blocks
+    if facts.grants_leases and is_loading:
+        scheduler._heartbeat_req_engine.pop(request.request_id, None)
+    elif facts.grants_leases:
+        scheduler._stop_heartbeat(request.request_id)
 
 
 def loaded_tokens(
