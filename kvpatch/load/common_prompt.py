@@ -101,9 +101,15 @@ class PromptLoads:
         """
         if not (params.get("remote_request_id") or params.get("kvpatch_hold")):
             return request
-        answer = str(hash(repr([params.get(name) for name in _NAMES])))  # of thousands of blocks
-        known = self._takers.setdefault(answer, ref(request))
+        known = self._takers.setdefault(_answer(params), ref(request))
         return known()
+
+    def forget_failed(self, request: Any) -> None:
+        """Lets a retry load what a request could not: P has not heard of a read, and keeps it."""
+        answer = _answer(request.kv_transfer_params or {})
+        known = self._takers.get(answer)
+        if known is not None and known() is request:
+            del self._takers[answer]
 
     def _tell(self, kind: Prompt, engine_id: str) -> None:
         """Logs what is unusual about a prompt, once for each peer."""
@@ -111,6 +117,11 @@ class PromptLoads:
         if kind in _SENTENCES and key not in self._told:
             self._told[key] = True
             _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
+
+
+def _answer(params: Mapping[str, Any]) -> str:
+    """Returns what tells answers of P apart, of thousands of blocks."""
+    return str(hash(repr([params.get(name) for name in _NAMES])))
 
 
 def _is_loading(request: Any) -> bool:

@@ -8,6 +8,7 @@ releases convert by our own before the worker can look.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -21,6 +22,8 @@ from kvpatch.worker.unpatched_workers import EqualBlockPeers, is_guarded, requir
 
 _READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
+#: By which it is told how far the clocks of API server and scheduler are apart.
+_LAST_REQUESTS = 16
 
 
 @dataclass(eq=False)
@@ -143,18 +146,21 @@ class Waits:
     """How long requests have waited in D by the time that their reads are sent to the workers.
 
     vLLM's API server writes down when a request arrives, by the clock of its machine, which need
-    not be the scheduler's. So the shortest wait so far counts as none: it is what the clocks are
-    apart, and less than a step. Too short a wait lets a lease seem longer than it is.
+    not be the scheduler's. So the shortest way of the last requests from there to the scheduler
+    counts as none: it is what the clocks are apart, and less than a step. A clock that is set
+    misleads no more than these requests.
     """
 
     def __init__(self) -> None:
-        self._shortest = inf
+        self._ways: deque[float] = deque(maxlen=_LAST_REQUESTS)
+
+    def take(self, arrival: float) -> None:
+        """Records that the scheduler takes a request, which arrived as ``time.time`` counted."""
+        self._ways.append(time.time() - arrival)
 
     def since(self, arrival: float) -> float:
-        """Returns the seconds since a request arrived, as ``time.time`` counted then."""
-        found = time.time() - arrival
-        self._shortest = min(self._shortest, found)
-        return max(0.0, found - max(0.0, self._shortest))
+        """Returns the seconds since a request arrived."""
+        return max(0.0, time.time() - arrival - min(self._ways, default=inf))
 
 
 class KnownOfLoads(NamedTuple):

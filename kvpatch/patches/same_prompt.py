@@ -72,6 +72,8 @@ def _request_finished(
 ) -> Any:
     def finished(request: Any, block_ids: Any) -> Any:
         keeps_blocks, params = wrapped(request, block_ids)
+        if request.status.name == "FINISHED_ERROR":
+            scheduler_state(connector_scheduler(instance)).of(PromptLoads).forget_failed(request)
         if keeps_blocks and params:
             scheduler = connector_scheduler(instance)
             named = names_images(scheduler)

@@ -264,9 +264,9 @@ class StagedRead(OwnRead):
         if self.lifetime.check is not None:
             self.lifetime.check.release(self._nixl)
         self._let_go_of_digest()
-        for handle in self._failed_handles:
-            self._nixl.release_xfer_handle(handle)
-        self._failed_handles.clear()
+        while self._failed_handles:  # vLLM tries again where one cannot be (from 0.30)
+            self._nixl.release_xfer_handle(self._failed_handles[-1])
+            self._failed_handles.pop()
         for flight in tuple(self._flights):
             if flight.space is None:
                 self._nixl.release_xfer_handle(flight.handle)

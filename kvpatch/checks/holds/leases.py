@@ -15,7 +15,7 @@ no heartbeats. From 0.26 on D's answer states when these are over.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -91,14 +91,22 @@ def leases_of(worker: Any, facts: ReleaseFacts) -> Leases:
     if facts.grants_leases:
         configured = worker.vllm_config.kv_transfer_config.get_from_extra_config
         return Leases(
-            float(configured("kv_lease_duration", facts.blocks_kept_seconds)),
-            float(worker._lease_extension),
-            float(configured("decoder_kv_blocks_ttl", _READ_BACK_SECONDS)),
+            _seconds(lambda: configured("kv_lease_duration", facts.blocks_kept_seconds)),
+            _seconds(lambda: worker._lease_extension),
+            _seconds(lambda: configured("decoder_kv_blocks_ttl", _READ_BACK_SECONDS)),
         )
     import vllm.envs
 
-    seconds = float(vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)
+    seconds = _seconds(lambda: vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)
     return Leases(seconds, read_back_seconds=seconds)
+
+
+def _seconds(read: Callable[[], Any]) -> float:
+    """Returns a setting; without end where it is none: a D looks at no setting of P's."""
+    try:
+        return float(read())
+    except (TypeError, ValueError, OverflowError):
+        return inf
 
 
 def stated_end(worker: Any, engine_id: str, entry: Any, facts: ReleaseFacts) -> float | None:
