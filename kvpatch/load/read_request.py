@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -160,7 +159,10 @@ class Waits:
 
     def since(self, arrival: float) -> float:
         """Returns the seconds since a request arrived."""
-        return max(0.0, time.time() - arrival - min(self._ways, default=inf))
+        found = time.time() - arrival
+        if not self._ways:  # of another scheduler than vLLM's
+            self._ways.append(found)
+        return max(0.0, found - min(self._ways))
 
 
 class KnownOfLoads(NamedTuple):

@@ -239,8 +239,12 @@ class TestWhenDWasGivenARequest:
         assert waits.since(clock.time()) == 0.0
         assert waits.since(clock.time() - 50.0) == 50.0
 
-    def test_nobody_knows_where_the_scheduler_has_taken_none(self, clock: Clock) -> None:
-        assert Waits().since(clock.time() - 50.0) == 0.0
+    def test_the_first_counts_as_none_where_no_scheduler_of_vllms_takes_it(
+        self, clock: Clock
+    ) -> None:
+        waits = Waits()
+        assert waits.since(clock.time() - 7.0) == 0.0
+        assert waits.since(clock.time() - 57.0) == pytest.approx(50.0)
 
     def test_the_first_in_a_long_queue_has_waited_too(self, clock: Clock) -> None:
         waits, arrival = Waits(), clock.time()
