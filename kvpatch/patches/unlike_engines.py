@@ -278,9 +278,10 @@ def _of_old_releases(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
 
         found |= aborted_reads.sites(facts)
     if not facts.listens_in_scheduler:  # <= 0.11.0
-        from kvpatch.legacy import listener_words
+        from kvpatch.legacy import late_loads, listener_words
 
         found |= registration_step(facts, listener_words.words_in_answers)
+        found |= late_loads.sites(facts)
     if facts.loads_whole_blocks_only:  # 0.10.0
         from kvpatch.legacy import whole_blocks_only
 
