@@ -115,6 +115,8 @@ class ReleaseFacts:
     books_of_regions: tuple[str, ...] = ()
     #: the server has errors of its own for bad requests.
     has_validation_errors: bool = True
+    #: the server takes an empty text beside embeddings for no prompt.
+    skips_empty_prompts: bool = False
     #: a request that the server refuses comes to the scheduler to be ended.
     notices_bad_requests: bool = True
     #: the scheduler keeps how many tokens of a request were cached here.
@@ -349,6 +351,7 @@ _0_10_0 = ReleaseFacts(
     shape_source="flags",
     failed_loads="unknown",
     has_validation_errors=False,
+    skips_empty_prompts=True,
     notices_bad_requests=False,
     counts_prefix_hits=False,
     asks_for_kernel_sizes=False,
@@ -479,6 +482,7 @@ _0_16_0 = replace(
     _0_15_1,
     release="0.16.0",
     generation="g0160",
+    skips_empty_prompts=False,
     hash_factors=_0_15_1.hash_factors | {"cross_layers_blocks"},
     shape_source="backend",
     keeps_aborted_blocks=True,

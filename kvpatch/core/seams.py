@@ -231,7 +231,6 @@ def update_requests_with_invalid_blocks(facts: ReleaseFacts) -> Site:
 # --- the API server --------------------------------------------------------------
 
 _CLIENT = Place("vllm.v1.engine.async_llm", "AsyncLLM")
-_PARENT = Place("vllm.v1.engine.parallel_sampling", "ParentRequest")
 
 
 def _front_end(place: Place, name: str, *parameters: str) -> Site:
@@ -245,11 +244,6 @@ def server_add_request(facts: ReleaseFacts) -> Site:
     return _front_end(_CLIENT, "add_request", *facts.server_request[1:])
 
 
-def child_sampling(_: ReleaseFacts) -> Site:
-    """Where the front end makes the requests for several answers (``n``) to one prompt."""
-    return _front_end(_PARENT, "get_child_info", "index")
-
-
 def create_completion(facts: ReleaseFacts) -> Site:
     """Where the API server takes a request to ``/v1/completions``."""
     place = Place(facts.completions_module, "OpenAIServingCompletion")
@@ -258,4 +252,4 @@ def create_completion(facts: ReleaseFacts) -> Site:
 
 def front_end_modules(facts: ReleaseFacts) -> tuple[str, ...]:
     """The modules of the API server that a patch wraps, which need not import the connector."""
-    return (_CLIENT.module, _PARENT.module, facts.completions_module)
+    return (_CLIENT.module, facts.completions_module)

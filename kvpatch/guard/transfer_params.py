@@ -77,11 +77,6 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
     return bool(is_turn) and all(name in params for name in (*_ADDRESS, _REQUEST_ID))
 
 
-def names_blocks(params: object) -> bool:
-    """Whether P's blocks would be read, which it keeps until one request has read them."""
-    return isinstance(params, dict) and _flag(params.get("do_remote_prefill")) and _BLOCKS in params
-
-
 def loads_nothing(params: Mapping[str, Any], *, reads_back: bool) -> bool:
     """Whether nothing comes of a load that the release announces, and waits for.
 

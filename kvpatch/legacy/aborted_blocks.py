@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvpatch.load.read_request import groups
+from kvpatch.worker.state import engine_state
 
 _LOADING = "WAITING_FOR_REMOTE_KVS"
 
@@ -39,6 +40,8 @@ class AbortedBlocks:
             request = core.requests.get(request_id)
             if request is None or not is_loading(request):
                 continue
+            if engine_state(core).facts.failed_loads != "unknown":  # else a later one of this name
+                core.failed_recving_kv_req_ids.discard(request_id)  # would count as failed
             if request_id in self._withheld:
                 # Nothing is written to its blocks. P is still to be told of it.
                 scheduler, _ = self._withheld[request_id]

@@ -55,8 +55,29 @@ class PromptLoads:
         loading = None if taker is None else taker()
         return loading is not None and _is_loading(loading)
 
-    def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int | None:
-        """Returns how many tokens a request loads; None where :meth:`must_wait` says when.
+    def is_again(self, scheduler: Any, request: Any) -> bool:
+        """True if another request loads the answer of P that this one carries, or has loaded it.
+
+        So do all but the first of several answers to one prompt (``n``). Stock reads for each, the
+        later ones from blocks that P gives away once it hears that the first has read them. Here
+        they load nothing: D's prefix cache has the prompt once it is loaded, or D computes it.
+        """
+        state = scheduler_state(scheduler)
+        if request in state.of(PlannedLoads):  # asked in each step until there are blocks for it
+            return False
+        taker = self._taker(request, request.kv_transfer_params)
+        if taker is request:
+            return False
+        is_loading = taker is not None and _is_loading(taker)
+        leave_unread(scheduler, request, state.facts, is_loading=is_loading)
+        state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
+        has_cache = scheduler.vllm_config.cache_config.enable_prefix_caching
+        if is_loading and has_cache and state.facts.can_answer_later:
+            self._waiting[request] = ref(taker)
+        return True
+
+    def plan(self, scheduler: Any, request: Any, computed: int, count: int) -> int:
+        """Returns how many tokens a request loads.
 
         Args:
             scheduler: the connector's scheduler half.
@@ -66,16 +87,7 @@ class PromptLoads:
         """
         state, params = scheduler_state(scheduler), request.kv_transfer_params
         planned = state.of(PlannedLoads)
-        if request not in planned:  # it is asked for in each step until there are blocks for it
-            taker = self._taker(request, params)
-            if taker is not request:
-                # The prefix cache will have the prompt, or D computes it; P hears of the taker.
-                leave_unread(scheduler, request, state.facts)
-                state.book.add(PROMPTS, 1, Prompt.AGAIN.value)
-                if not state.facts.can_answer_later or taker is None or not _is_loading(taker):
-                    return 0
-                self._waiting[request] = ref(taker)
-                return None
+        if request not in planned:
             planned[request], kind = _found(scheduler, request, computed + count, state.facts)
             state.book.add(PROMPTS, 1, kind.value)
             self._tell(kind, str(params.get("remote_engine_id")))
@@ -84,13 +96,20 @@ class PromptLoads:
     def _taker(self, request: Any, params: Mapping[str, Any]) -> Any:
         """Returns the first request with this answer of P; None if that one is over.
 
-        <= 0.12 an answer of a stock P has no name: one with the same blocks may be another.
+        <= 0.12 an answer of a stock P has no name: one with the same blocks may be another. Each
+        is loaded, as by stock: there P hears of no read for several answers to one prompt (``n``).
         """
         if not (params.get("remote_request_id") or params.get(HOLD)):
             return request
-        answer = str(hash(repr([params.get(name) for name in _NAMES])))  # of thousands of blocks
-        known = self._takers.setdefault(answer, ref(request))
+        known = self._takers.setdefault(_answer(params), ref(request))
         return known()
+
+    def forget_failed(self, request: Any) -> None:
+        """Lets a retry load what a request could not: P has not heard of a read, and keeps it."""
+        answer = _answer(request.kv_transfer_params or {})
+        known = self._takers.get(answer)
+        if known is not None and known() is request:
+            del self._takers[answer]
 
     def _tell(self, kind: Prompt, engine_id: str) -> None:
         """Logs what is unusual about a prompt, once for each peer."""
@@ -98,6 +117,11 @@ class PromptLoads:
         if kind in _SENTENCES and key not in self._told:
             self._told[key] = True
             _LOG.warning("a prompt from engine %.200s %s", one_line(engine_id), _SENTENCES[kind])
+
+
+def _answer(params: Mapping[str, Any]) -> str:
+    """Returns what tells answers of P apart, of thousands of blocks."""
+    return str(hash(repr([params.get(name) for name in _NAMES])))
 
 
 def _is_loading(request: Any) -> bool:

@@ -8,9 +8,9 @@ releases convert by our own before the worker can look.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,8 @@ _READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
 #: What P's answer says for checks, each as one string.
 HOLD, DIGEST = "kvpatch_hold", "kvpatch_digest"
+#: By which it is told how far the clocks of API server and scheduler are apart.
+_LAST_REQUESTS = 16
 
 
 @dataclass(eq=False)
@@ -146,18 +148,24 @@ class Waits:
     """How long requests have waited in D by the time that their reads are sent to the workers.
 
     vLLM's API server writes down when a request arrives, by the clock of its machine, which need
-    not be the scheduler's. So the shortest wait so far counts as none: it is what the clocks are
-    apart, and less than a step. Too short a wait lets a lease seem longer than it is.
+    not be the scheduler's. So the shortest way of the last requests from there to the scheduler
+    counts as none: it is what the clocks are apart, and less than a step. A clock that is set
+    misleads no more than these requests.
     """
 
     def __init__(self) -> None:
-        self._shortest = inf
+        self._ways: deque[float] = deque(maxlen=_LAST_REQUESTS)
+
+    def take(self, arrival: float) -> None:
+        """Records that the scheduler takes a request, which arrived as ``time.time`` counted."""
+        self._ways.append(time.time() - arrival)
 
     def since(self, arrival: float) -> float:
-        """Returns the seconds since a request arrived, as ``time.time`` counted then."""
+        """Returns the seconds since a request arrived."""
         found = time.time() - arrival
-        self._shortest = min(self._shortest, found)
-        return max(0.0, found - max(0.0, self._shortest))
+        if not self._ways:  # of another scheduler than vLLM's
+            self._ways.append(found)
+        return max(0.0, found - min(self._ways))
 
 
 class KnownOfLoads(NamedTuple):
@@ -174,11 +182,21 @@ class KnownOfLoads(NamedTuple):
     waits: Waits
 
 
-def leave_unread(scheduler: Any, request: Any, facts: ReleaseFacts) -> None:
-    """Has the release neither load a request's prompt nor tell P that it was read."""
+def leave_unread(
+    scheduler: Any, request: Any, facts: ReleaseFacts, *, is_loading: bool = False
+) -> None:
+    """Has the release neither load a request's prompt nor tell P that it was read.
+
+    Args:
+        is_loading: whether another request loads the same blocks, whose lease D goes on to renew.
+    """
     request.kv_transfer_params.update(do_remote_prefill=False, _remote_blocks_processed=True)
     if facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled:
         scheduler._reqs_in_batch.add(request.request_id)  # or D never lets go of its own blocks
+    if facts.grants_leases and is_loading:
+        scheduler._heartbeat_req_engine.pop(request.request_id, None)
+    elif facts.grants_leases:
+        scheduler._stop_heartbeat(request.request_id)
 
 
 def loaded_tokens(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
+from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.divided_block_handles import watch_divided_blocks
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.prepared_transfers import CheckMakers
@@ -87,7 +89,7 @@ def attach_reader(
         agent, gate = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours, agent, gate)
-        reader.leases = leases_of(release)
+        reader.leases = leases_of(worker, release.facts)
         reader.to_engine = partial(messages.to_engine, worker)
         reader.to_agent = partial(messages.to_agent, worker)
         reader.book = state.book
@@ -110,20 +112,27 @@ def attach_reader(
         release.admit_larger_blocks()
 
 
-def leases_of(release: ReleaseWorker) -> Leases:
+def leases_of(worker: Any, facts: ReleaseFacts) -> Leases:
     """Returns what the worker's release and configuration say of leases."""
-    worker, facts = release.worker, release.facts
     if facts.grants_leases:
         configured = worker.vllm_config.kv_transfer_config.get_from_extra_config
         return Leases(
-            float(configured("kv_lease_duration", facts.blocks_kept_seconds)),
-            float(worker._lease_extension),
-            float(configured("decoder_kv_blocks_ttl", _READ_BACK_SECONDS)),
+            _seconds(lambda: configured("kv_lease_duration", facts.blocks_kept_seconds)),
+            _seconds(lambda: worker._lease_extension),
+            _seconds(lambda: configured("decoder_kv_blocks_ttl", _READ_BACK_SECONDS)),
         )
     import vllm.envs
 
-    seconds = float(vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)
+    seconds = _seconds(lambda: vllm.envs.VLLM_NIXL_ABORT_REQUEST_TIMEOUT)
     return Leases(seconds, read_back_seconds=seconds)
+
+
+def _seconds(read: Callable[[], Any]) -> float:
+    """Returns a setting; without end where it is none: a D looks at no setting of P's."""
+    try:
+        return float(read())
+    except (TypeError, ValueError, OverflowError):
+        return inf
 
 
 def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:

@@ -7,8 +7,8 @@ Why:
     lists: prompts of unlike lengths end D's engine, or get another prompt's keys and values, with
     HTTP 200. Prompts of one length that differ in a token get them always. The blocks enter D's
     prefix cache under the hash of D's own tokens, so that later requests get wrong answers too.
-    An answer of P's that two requests carry (a retry, a router that hedges) is read twice, though
-    P gives the blocks away after the first.
+    An answer of P's that two requests carry (a retry, a router that hedges, several answers by
+    ``n``) is read twice, though P gives the blocks away after the first.
 Where:
     The schedulers of P and D. On D alone counts of tokens are compared; with kvpatch on P the
     tokens themselves are.
@@ -54,9 +54,12 @@ def _get_num_new_matched_tokens(
         loads = state.of(PromptLoads)
         if loads.must_wait(request):
             return None, False
+        if not count or is_push(scheduler):
+            return count, is_async
+        if loads.is_again(scheduler, request):
+            return None if loads.must_wait(request) else 0, False
         # Workers must pair the blocks of both sides by token.
-        can_pair = is_applied("unlike_engines") and not state.has_stock_workers
-        if not count or is_push(scheduler) or not can_pair:
+        if state.has_stock_workers or not is_applied("unlike_engines"):
             return count, is_async
         tokens = loads.plan(scheduler, request, num_computed_tokens, count)
         return tokens, bool(tokens) and is_async
@@ -69,6 +72,8 @@ def _request_finished(
 ) -> Any:
     def finished(request: Any, block_ids: Any) -> Any:
         keeps_blocks, params = wrapped(request, block_ids)
+        if request.status.name == "FINISHED_ERROR":
+            scheduler_state(connector_scheduler(instance)).of(PromptLoads).forget_failed(request)
         if keeps_blocks and params:
             scheduler = connector_scheduler(instance)
             named = names_images(scheduler)

@@ -12,8 +12,7 @@ How:
     The parameters of a request are checked before the release uses them: types, ranges,
     lengths, what has to be there, and whether KVPATCH_ALLOWED_PEERS allows P's address. The
     API server answers one that is wrong with an error that names the field, and so it does
-    several prompts with the parameters of one. Of several answers to a prompt (``n``) the first
-    loads it, and D computes it for the others: P lets its blocks go when one has read them. The
+    several prompts with the parameters of one. The
     scheduler, to which requests may come by other ways, handles a wrong one as if it had no
     parameters, with an error in the log: this engine computes its prompt. So it does where P
     says that it holds no block, and where P is asked to read an earlier turn back that it would
@@ -33,7 +32,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from copy import copy
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -50,7 +48,6 @@ from kvpatch.guard.transfer_params import (
     check_prompts,
     checked,
     loads_nothing,
-    names_blocks,
 )
 from kvpatch.observe.book import Book
 from kvpatch.worker.state import connectors_of, engine_state, is_push, scheduler_state
@@ -97,26 +94,20 @@ def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
     return found
 
 
-def _get_child_info(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def child(index: int) -> Any:
-        request_id, sampling = wrapped(index)
-        extra = getattr(sampling, "extra_args", None)
-        if index and extra and names_blocks(extra.get(FIELD)):
-            sampling = copy(sampling)  # one for all of them, where there is no seed
-            sampling.extra_args = {name: it for name, it in extra.items() if name != FIELD}
-        return request_id, sampling
-
-    return child(*args, **kwargs)
-
-
 def _create_completion(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    facts: ReleaseFacts,
 ) -> Any:
     async def create(request: Any, *more: Any, **named: Any) -> Any:
+        embedded, prompt = request.prompt_embeds, request.prompt
+        if facts.skips_empty_prompts and embedded and prompt == "":
+            prompt = None
         try:
-            check_prompts(request.kv_transfer_params, request.prompt, request.prompt_embeds)
+            check_prompts(request.kv_transfer_params, prompt, embedded)
         except ParamsRefused as error:
             return instance.create_error_response(str(error))
         return await wrapped(request, *more, **named)
@@ -189,8 +180,7 @@ _NIXL = ("NixlConnector", "NixlPullConnector", _PUSH)
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
     return {
         seams.server_add_request(facts): partial(_server_add_request, facts=facts),
-        seams.create_completion(facts): _create_completion,
-        seams.child_sampling(facts): _get_child_info,
+        seams.create_completion(facts): partial(_create_completion, facts=facts),
         seams.add_request(facts): _add_request,
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
     }

@@ -78,6 +78,7 @@ from kvpatch.worker.state import (
     is_push,
     release_worker,
     scheduler_state,
+    schedulers_of,
     worker_state,
 )
 from kvpatch.worker.unpatched_workers import is_guarded
@@ -126,6 +127,17 @@ def _reorder_received(
             wrapped(block_ids)
 
     return reorder(*args, **kwargs)
+
+
+def _add_request(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    def add(request: Any) -> Any:
+        for scheduler in schedulers_of(instance):
+            scheduler_state(scheduler).of(read_request.Waits).take(request.arrival_time)
+        return wrapped(request)
+
+    return add(*args, **kwargs)
 
 
 def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
@@ -266,9 +278,10 @@ def _of_old_releases(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
 
         found |= aborted_reads.sites(facts)
     if not facts.listens_in_scheduler:  # <= 0.11.0
-        from kvpatch.legacy import listener_words
+        from kvpatch.legacy import late_loads, listener_words
 
         found |= registration_step(facts, listener_words.words_in_answers)
+        found |= late_loads.sites(facts)
     if facts.loads_whole_blocks_only:  # 0.10.0
         from kvpatch.legacy import whole_blocks_only
 
@@ -281,6 +294,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         **registration_step(facts),
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
+        seams.add_request(facts): _add_request,
         seams.build_connector_meta(facts): Step(build, _build_metadata),
         **_of_old_releases(facts),
     }

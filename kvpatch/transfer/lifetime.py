@@ -270,7 +270,7 @@ class LeasedTransfer(OwnRead):
         return self._nixl.get_xfer_telemetry(self._handle)
 
     def release(self) -> None:
-        """As NIXL's own; a second time does nothing."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._nixl.release_xfer_handle(handle)
+        """As NIXL's own; a second time does nothing, but behind an error (vLLM tries again)."""
+        if self._handle is not None:
+            self._nixl.release_xfer_handle(self._handle)
+        self._handle = None

@@ -259,9 +259,9 @@ class StagedRead(OwnRead):
             self._pool.give(space)
         self._landed.clear()
         self._release_checks()
-        for handle in self._failed_handles:
-            self._nixl.release_xfer_handle(handle)
-        self._failed_handles.clear()
+        while self._failed_handles:  # vLLM tries again where one cannot be (from 0.30)
+            self._nixl.release_xfer_handle(self._failed_handles[-1])
+            self._failed_handles.pop()
         for flight in tuple(self._flights):
             if flight.space is None:
                 self._nixl.release_xfer_handle(flight.handle)

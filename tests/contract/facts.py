@@ -150,6 +150,15 @@ def _completions_module(source: Source) -> str:
     return found
 
 
+def _skips_empty_prompts(source: Source) -> bool:
+    """An empty text ends the list of what was embedded; from 0.16 on it is a prompt too."""
+    preprocess = "OpenAIServing._tokenize_prompt_input_or_inputs_async"
+    found = source.body("vllm.entrypoints.openai.serving_engine", preprocess)
+    render = "CompletionRenderer.render_prompt_and_embeds"
+    found += source.body("vllm.entrypoints.renderer", render)
+    return "input_or_inputs == ''" in found or "prompt_or_prompts == ''" in found
+
+
 _REORDERS = "post_process_device_kv_on_receive_heterogeneous_attn"
 
 
@@ -440,6 +449,7 @@ PROBES: Mapping[str, Callable[[Source], Any]] = {
     "has_validation_errors": lambda s: any(
         found.name == "VLLMValidationError" for found in classes(s.release, "vllm.exceptions")
     ),
+    "skips_empty_prompts": _skips_empty_prompts,
     "notices_bad_requests": lambda s: (
         "abort_immediately" in s.parameters("vllm.v1.request", "Request.__init__")
     ),

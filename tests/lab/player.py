@@ -530,7 +530,7 @@ class Player(Engine):
         self._step()
 
     def give_up(self, name: str) -> None:
-        """AbortedBlocks a request and tells the workers, as every step of vLLM's does."""
+        """Aborts a request and tells the workers, as every step of vLLM's does."""
         self.abort(name)
         self.over = {name}
         received = self._finished()[1]
@@ -666,6 +666,12 @@ class Player(Engine):
         self._core_scheduler().abort(name)
         scheduler = release.nixl_of(self.scheduler.connector).connector_scheduler
         return name in scheduler._reqs_need_recv
+
+    def renewed_leases(self) -> list[str]:
+        """Returns P's names of the requests whose leases D's heartbeats renew; from 0.22 on."""
+        scheduler = release.nixl_of(self.scheduler.connector).connector_scheduler
+        engines = scheduler._heartbeat_by_engine.values()
+        return sorted(name for engine in engines for name in engine.req_ids)
 
     def complete(self, prompts: Sequence[Ask], seconds: float) -> list[Served]:
         """Steps as an engine does until prompts are answered that came together.

@@ -13,6 +13,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 
+from .case import PEER_BLOCK_SIZE
 from .engine_api import Prompt
 from .host import Lab
 from .releases import states_block_size, states_layout
@@ -45,7 +46,9 @@ def kind(lab: Lab, request: pytest.FixtureRequest) -> str:
 def scene(lab: Lab, kind: str) -> Iterator[Scene]:
     """P has a short lease, and D the release's own."""
     with Stage(lab) as stage:
-        actor, decode = prefill(stage, UNLIKE[kind], patched=False), stage.decode(SPEC)
+        declared = (PEER_BLOCK_SIZE, str(UNLIKE[kind].block_tokens))  # <= 0.11.0 nobody else says
+        actor = prefill(stage, UNLIKE[kind], patched=False)
+        decode = stage.decode(replace(SPEC, settings=(*SPEC.settings, declared)))
         introduce(decode, stage.prompts(1, TOKENS), actor)
         scene = Scene(stage, lab.release, {(kind, False): actor}, decode)
         _load_one(scene, actor)
@@ -131,6 +134,26 @@ def test_d_computes_the_load(lab: Lab, kind: str) -> None:
         decode.call("loaded", [prompt.name])
         _assert_computed(decode, prompt)
         _assert_nothing_wrong_is_cached(decode, prompt)
+
+
+def test_what_has_waited_too_long_is_computed_where_no_load_can_fail(lab: Lab) -> None:
+    """As behind a long queue; a worker that finds out too late could not end the load."""
+    if states_holds(lab.release):
+        pytest.skip("the load fails, and D computes it")
+    with Stage(lab) as stage:
+        actor = prefill(stage, SPEC, patched=False)
+        decode = stage.decode(replace(SPEC, own_scheduler=True))
+        introduce(decode, stage.prompts(1, TOKENS), actor)
+        scene = Scene(stage, lab.release, {("like", False): actor}, decode)
+        for seconds, is_loaded in ((0.0, True), (_SOME, True), (_TOO_LONG, False)):
+            prompt, ask = scene.fresh(actor)
+            _wait_before(scene, seconds)
+
+            (served,) = decode.complete(ask)
+
+            assert served.status == "FINISHED_LENGTH_CAPPED"
+            assert (served.computed < TOKENS) == is_loaded
+            assert decode.wrong(prompt)[0] == 0
 
 
 def test_d_knows_of_its_heartbeats(lab: Lab) -> None:

@@ -252,8 +252,8 @@ def test_a_cache_that_kvpatch_does_not_read_into(lab: Lab, more: int) -> None:
 
 
 @pytest.mark.parametrize("is_at_once", [False, True], ids=["later", "at once"])
-def test_an_answer_that_comes_again(pair: Pair, is_at_once: bool) -> None:  # noqa: FBT001
-    """A retry and a router that hedges are served: P gives the blocks away after one read."""
+def test_an_answer_that_comes_again(lab: Lab, pair: Pair, is_at_once: bool) -> None:  # noqa: FBT001
+    """A retry, and several answers to a prompt: P gives the blocks away after one read."""
     ask = pair.prefilled(pair.stage.prompt(_TOKENS))
     again = Ask(pair.like(ask.prompt), ask.answer)
 
@@ -263,8 +263,36 @@ def test_an_answer_that_comes_again(pair: Pair, is_at_once: bool) -> None:  # no
         (first,), (second,) = pair.decode.complete(ask), pair.decode.complete(again)
 
     assert {first.status, second.status} == {_FINISHED}
+    if _waits_for_first(lab, ask):
+        assert second.computed <= _BLOCK, "what is behind the last whole block"
     for prompt in (ask.prompt, again.prompt):
         pair.assert_right(prompt)
+
+
+def _waits_for_first(lab: Lab, ask: Ask) -> bool:
+    """True if a second request with an answer of P's waits until a first one has loaded it."""
+    facts = FACTS[lab.release]
+    is_named = facts.names_remote_request or FIELD_OF_HOLD in ask.answer
+    return facts.can_answer_later and is_named
+
+
+def test_a_second_request_renews_no_lease(lab: Lab) -> None:
+    """It does not read what P keeps; the first one's lease is renewed until that is loaded."""
+    if not FACTS[lab.release].grants_leases:
+        pytest.skip("<= 0.21 no lease is renewed")
+    prefill, decode = _specs(lab, "like")
+    with Stage(lab) as stage:
+        pair = _pair(stage, prefill, replace(decode, step_tokens=48))
+        ask = pair.prefilled(stage.prompt(_TOKENS))
+        second, retry = pair.like(ask.prompt), pair.like(ask.prompt, edits=[0])
+        assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
+        assert pair.decode.call("receive", Ask(second, ask.answer)) == "WAITING"
+        assert pair.decode.call("renewed_leases") == [ask.prompt.name]
+
+        assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
+        assert pair.decode.call("renewed_leases") == []
+        assert pair.decode.call("receive", Ask(retry, ask.answer)) == "RUNNING"
+        assert pair.decode.call("renewed_leases") == []
 
 
 def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair) -> None:
@@ -272,10 +300,7 @@ def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair) -> None:
     ask = pair.prefilled(pair.stage.prompt(_TOKENS))
     second = pair.like(ask.prompt)
     assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
-    facts = FACTS[lab.release]
-    if not facts.can_answer_later or not (
-        facts.names_remote_request or FIELD_OF_HOLD in ask.answer
-    ):
+    if not _waits_for_first(lab, ask):
         pytest.skip("the second one does not wait")
     assert pair.decode.call("receive", Ask(second, ask.answer)) == "WAITING"
 

@@ -24,7 +24,6 @@ from kvpatch.guard.transfer_params import (
 from kvpatch.patches import FRONT_ENDS, load
 from kvpatch.patches.transfer_params import (
     _create_completion,
-    _get_child_info,
     _server_add_request,
 )
 from tests.bad_params import bad_params
@@ -370,21 +369,10 @@ def test_every_module_of_the_front_end_is_watched() -> None:
     assert found == {(slug, True) for slug in FRONT_ENDS}
 
 
-def test_one_of_several_answers_loads_the_prompt() -> None:
-    """P lets its blocks go when one has read them: the next would read what is there then."""
-
-    def children(params: Any) -> list[Any]:
-        shared = SimpleNamespace(extra_args={"kv_transfer_params": params, "other": 1})
-        made = [
-            _get_child_info(lambda index: (f"{index}_name", shared), None, (index,), {})
-            for index in range(3)
-        ]
-        assert [name for name, _ in made] == ["0_name", "1_name", "2_name"]
-        return [sampling.extra_args.get("kv_transfer_params") for _, sampling in made]
-
-    assert children(_OWN) == [_OWN, None, None]
-    for others in (None, _TO_P, {"do_remote_prefill": True, "transfer_id": "x"}):
-        assert children(others) == [others] * 3
+def test_each_of_several_answers_carries_the_parameters() -> None:
+    """The scheduler has one load the prompt and the others find it (``same_prompt``)."""
+    sites = [site for patch in load() for facts in FACTS.values() for site in patch.sites(facts)]
+    assert not [site for site in sites if site.owner == "ParentRequest"]
 
 
 def test_the_server_answers_several_prompts_with_an_error() -> None:
@@ -393,9 +381,14 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
 
     server = SimpleNamespace(create_error_response=lambda message: f"error: {message}")
 
-    def ask(prompt: Any) -> Any:
-        request = SimpleNamespace(prompt=prompt, prompt_embeds=None, kv_transfer_params=_OWN)
-        return asyncio.run(_create_completion(create, server, (request,), {}))
+    def ask(prompt: Any, embedded: Any = None, release: str = "0.33.0") -> Any:
+        request = SimpleNamespace(prompt=prompt, prompt_embeds=embedded, kv_transfer_params=_OWN)
+        facts = FACTS[release]
+        return asyncio.run(_create_completion(create, server, (request,), {}, facts=facts))
 
+    several = "error: kv_transfer_params belongs to one prompt"
     assert ask("one") == "answered"
-    assert ask(["one", "two"]).startswith("error: kv_transfer_params belongs to one prompt")
+    assert ask(["one", "two"]).startswith(several)
+    assert ask("", b"x", "0.15.1") == "answered"  # <= 0.15 it is no prompt there
+    for embedded, release in ((b"x", "0.16.0"), ([b"x", b"y"], "0.15.1")):
+        assert ask("", embedded, release).startswith(several)

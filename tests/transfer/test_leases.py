@@ -12,6 +12,7 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import ReadRequest, Waits, stated_end
+from kvpatch.load.reader_attachment import leases_of
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Leases, Lifetime
 
@@ -120,6 +121,17 @@ class TestHowLongPKeepsBlocks:
         assert ours.at(("0.20.2", "0.33.0")) == Leases(30.0), "whichever it is"
 
 
+@pytest.mark.parametrize("setting", [None, "soon", 10**400])
+def test_a_setting_that_d_need_not_have(setting: Any) -> None:
+    """vLLM looks at it where it keeps blocks itself, and a D that does not starts with it."""
+    extra = {"decoder_kv_blocks_ttl": setting}
+    transfer = SimpleNamespace(get_from_extra_config=extra.get)
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(kv_transfer_config=transfer), _lease_extension=20
+    )
+    assert leases_of(worker, FACTS["0.33.0"]) == Leases(30.0, 20.0, inf)
+
+
 class TestAStatedExpiry:
     """Of a D that P reads an earlier turn back from; on its own clock, some time from ours."""
 
@@ -178,6 +190,21 @@ class TestATransferOfVllms:
             read.release()
         assert nixl.released == 1
 
+    def test_that_cannot_be_released_is_released_later(self, monkeypatch: Any) -> None:
+        """From 0.30 on vLLM keeps blocks that NIXL may still write to, and tries again."""
+        nixl, read = self.made(Lease(), [])
+
+        def refuse(handle: object) -> None:
+            raise RuntimeError("in progress")
+
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(nixl, "release_xfer_handle", refuse)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="in progress"):
+                    read.release()
+        read.release()
+        assert nixl.released == 1
+
     def test_that_breaks_off_is_no_checks(self, clock: Clock, monkeypatch: Any) -> None:
         told: list[str] = []
         nixl, read = self.made(Lease(clock.now - 1.0), told)
@@ -209,21 +236,40 @@ def test_where_p_is_asked_no_clock_is_looked_at() -> None:
 class TestWhenDWasGivenARequest:
     def test_is_told_by_its_wait_in_the_scheduler(self, clock: Clock) -> None:
         waits = Waits()
+        waits.take(clock.time())
         assert waits.since(clock.time()) == 0.0
         assert waits.since(clock.time() - 50.0) == 50.0
 
-    @pytest.mark.parametrize("apart", [3600.0, 0.25])
-    def test_clocks_of_two_machines_are_not_compared(self, clock: Clock, apart: float) -> None:
-        """The API server's is behind by so much; the first request tells how far at most."""
+    def test_the_first_counts_as_none_where_no_scheduler_of_vllms_takes_it(
+        self, clock: Clock
+    ) -> None:
         waits = Waits()
+        assert waits.since(clock.time() - 7.0) == 0.0
+        assert waits.since(clock.time() - 57.0) == pytest.approx(50.0)
+
+    def test_the_first_in_a_long_queue_has_waited_too(self, clock: Clock) -> None:
+        waits, arrival = Waits(), clock.time()
+        waits.take(arrival)
+        clock.now += 500.0
+        assert waits.since(arrival) == 500.0
+
+    @pytest.mark.parametrize("apart", [3600.0, 0.25, -3600.0])
+    def test_clocks_of_two_machines_are_not_compared(self, clock: Clock, apart: float) -> None:
+        """The API server's is behind by so much; the last requests tell how far at most."""
+        waits = Waits()
+        waits.take(clock.time() - apart)
+        waits.take(clock.time() - apart - 7.0)
         assert waits.since(clock.time() - apart) == 0.0
         assert waits.since(clock.time() - apart - 50.0) == pytest.approx(50.0)
 
-    def test_a_clock_that_is_ahead_makes_no_wait_longer(self, clock: Clock) -> None:
+    @pytest.mark.parametrize("by", [3600.0, -3600.0])
+    def test_a_clock_that_is_set_makes_no_load_late_for_good(self, clock: Clock, by: float) -> None:
         waits = Waits()
-        assert waits.since(clock.time() + 3600.0) == 0.0
-        assert waits.since(clock.time() + 3600.0 - 50.0) == 0.0
-        assert waits.since(clock.time() - 50.0) == 50.0
+        waits.take(clock.time())
+        for _ in range(16):
+            waits.take(clock.time() - by)
+        assert waits.since(clock.time() - by) == 0.0
+        assert waits.since(clock.time() - by - 50.0) == pytest.approx(50.0)
 
     def test_each_process_counts_from_when_it_got_to_know(self, clock: Clock) -> None:
         sent = pickle.dumps(ReadRequest(1, 1, ((1,),), ((1,),), waited=50.0))

@@ -1,0 +1,83 @@
+"""Requests that carry one answer of P: which of them loads it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvpatch.core.releases import FACTS
+from kvpatch.load.common_prompt import PromptLoads
+from kvpatch.worker.state import scheduler_state
+
+
+class _Request:
+    """Fake: vLLM's, before it has got its blocks."""
+
+    def __init__(self, number: int = 1) -> None:
+        self.request_id = f"{number}_name"
+        self.kv_transfer_params: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "remote_request_id": "name",
+            "remote_block_ids": [1, 2],
+        }
+        self.status = SimpleNamespace(name="WAITING")
+        self.is_over = False
+
+    def is_finished(self) -> bool:
+        return self.is_over
+
+    def end(self, status: str) -> None:
+        self.kv_transfer_params["do_remote_prefill"] = False
+        self.status = SimpleNamespace(name=status)
+        self.is_over = True
+
+
+def _scheduler(release: str = "0.21.0", *, caches: bool = True) -> Any:
+    cache = SimpleNamespace(enable_prefix_caching=caches)
+    found = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=cache), is_bidirectional_kv_xfer_enabled=False
+    )
+    vars(scheduler_state(found))["facts"] = FACTS[release]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("release", "caches", "waits"),
+    [("0.21.0", True, True), ("0.10.1", True, False), ("0.21.0", False, False)],
+)
+def test_the_second_waits_where_it_will_find_the_prompt(
+    release: str, caches: bool, waits: bool
+) -> None:
+    loads, scheduler = PromptLoads(), _scheduler(release, caches=caches)
+    first, second = _Request(0), _Request(1)
+    assert not loads.is_again(scheduler, first)
+    assert loads.is_again(scheduler, second)
+    assert not second.kv_transfer_params["do_remote_prefill"]
+    assert loads.must_wait(second) == waits
+    first.end("FINISHED_STOPPED")
+    assert not loads.must_wait(second)
+
+
+def test_a_retry_loads_what_the_first_could_not() -> None:
+    """A failed transfer is answered HTTP 500, and P keeps the blocks: so does stock load them."""
+    loads, scheduler = PromptLoads(), _scheduler()
+    first, other, retry, late = (_Request(number) for number in range(4))
+    assert not loads.is_again(scheduler, first)
+    assert loads.is_again(scheduler, other)
+    first.end("FINISHED_ERROR")
+    loads.forget_failed(other)
+    assert loads.is_again(scheduler, _Request(9)), "of another request"
+    loads.forget_failed(first)
+    assert not loads.is_again(scheduler, retry)
+    assert loads.is_again(scheduler, late)
+
+
+def test_answers_without_a_name_are_each_their_own() -> None:
+    """<= 0.12; P hears of no read under the names of several answers, and keeps the blocks."""
+    loads, scheduler = PromptLoads(), _scheduler("0.12.0")
+    for number in range(2):
+        request = _Request(number)
+        del request.kv_transfer_params["remote_request_id"]
+        assert not loads.is_again(scheduler, request)
