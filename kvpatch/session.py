@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,9 +19,9 @@ import wrapt
 
 from kvpatch.core import kvcacheds_patch, ray_variables, seams, settings
 from kvpatch.core.errors import PatchRefused, ReleaseNotKnown, SiteDrifted
-from kvpatch.core.installed import InstalledVllm, installed_facts, installed_vllm
+from kvpatch.core.installed import InstalledVllm, installed_build, installed_vllm
 from kvpatch.core.ledger import Ledger, Patch
-from kvpatch.core.releases import CONNECTORS, ReleaseFacts
+from kvpatch.core.releases import CONNECTORS, Build, ReleaseFacts
 from kvpatch.core.version import __version__
 from kvpatch.guard.allowed_peers import allowed_peers
 from kvpatch.observe.status import PatchStatus, Status
@@ -45,7 +45,7 @@ class Session:
         self._enabled = False
         self._hooked: set[str] = set()
         self._vllm: InstalledVllm | None = None
-        self._facts: ReleaseFacts | None = None
+        self._build: Build | None = None
         self._problem = ""
         self._rows: dict[str, PatchStatus] = {}
 
@@ -85,25 +85,33 @@ class Session:
         row = self._rows.get(slug)
         return row is not None and row.outcome == "applied"
 
+    @property
+    def _facts(self) -> ReleaseFacts | None:
+        return self._build.facts if self._build else None
+
     def status(self) -> Status:
         """See :func:`kvpatch.status`."""
         vllm = self._vllm
         return Status(
             kvpatch=__version__,
             enabled=self._enabled,
-            vllm=f"{vllm.distribution} {vllm.version}" if vllm else None,
+            vllm=f"{vllm.distribution} {self._build or vllm.version}" if vllm else None,
             generation=self._facts.generation if self._facts else None,
             problem=self._problem,
             patches=tuple(self._rows.values()),
         )
 
     def _find_release(self) -> None:
-        self._vllm, self._facts, self._problem = None, None, ""
+        self._vllm, self._build, self._problem = None, None, ""
         try:
             self._vllm = installed_vllm()
-            self._facts = installed_facts()
+            self._build = installed_build()
         except ReleaseNotKnown as error:
             self._problem = str(error)
+
+    @property
+    def _moved(self) -> Mapping[str, str]:
+        return self._build.moved if self._build else {}
 
     def _before_import(self, slug: str) -> PatchStatus:
         if self._facts is None:
@@ -128,7 +136,7 @@ class Session:
         row = self._rows.get(slug)
         if not self._enabled or self._facts is None or row is None:
             return
-        if row.outcome not in ("waiting", "applied"):
+        if row.outcome not in ("waiting", "applied") or slug in self._moved:
             return
         try:
             here = {
@@ -200,6 +208,8 @@ class Session:
         found = patch.sites(facts)
         if not found:
             return PatchStatus(patch.slug, "not needed", patch.not_needed)
+        if patch.slug in self._moved:
+            return PatchStatus(patch.slug, "refused", self._moved[patch.slug])
         sites = {s: w for s, w in found.items() if not s.is_front_end}
         try:
             behind = self._ledger.apply(patch.slug, sites, supersede=self._does_kvcacheds_part())

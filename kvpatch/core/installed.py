@@ -1,16 +1,18 @@
-"""Which distribution provides the module ``vllm``, found without importing it."""
+"""The distribution that provides the module ``vllm``, found without importing it."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
+from zipfile import Path as ZipPath
 
 from kvpatch.core import settings
 from kvpatch.core.errors import ReleaseNotKnown
-from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
+from kvpatch.core.releases import Build, ReleaseFacts, facts_named, listed
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,9 @@ def installed_vllm() -> InstalledVllm:
         ReleaseNotKnown: there is no vLLM, or its metadata does not tell the version.
     """
     root = _module_root()
-    # Reading the metadata of every distribution takes longer than all the rest of
-    # enable(); one that provides vLLM has always had it in its name.
-    candidates = map(metadata.Distribution.at, root.glob("*vllm*.dist-info"))
-    beside = [d for d in candidates if _provides_vllm(d)]
-    if len(beside) > 1:
-        names = ", ".join(sorted(f"{d.metadata['Name']} {d.version}" for d in beside))
-        raise ReleaseNotKnown(
-            f"{names} all provide the module vllm in {root}",
-            "uninstall all but one, then reinstall that one",
-        )
-    if beside:
-        return InstalledVllm(beside[0].metadata["Name"], beside[0].version)
+    beside = vllm_in(root)
+    if beside is not None:
+        return beside
     # An editable install keeps its metadata elsewhere.
     try:
         found = metadata.distribution("vllm")
@@ -55,14 +48,55 @@ def installed_vllm() -> InstalledVllm:
     return InstalledVllm(found.metadata["Name"], found.version)
 
 
-def installed_facts() -> ReleaseFacts:
-    """The facts of the installed vLLM, or of the release that ``KVPATCH_GENERATION`` names.
+def vllm_in(root: Path | ZipPath) -> InstalledVllm | None:
+    """The distribution whose metadata lies in a folder or a wheel; None where none does.
 
     Raises:
-        ReleaseNotKnown: they are not in the table.
+        ReleaseNotKnown: there are several.
+    """
+    # Reading the metadata of every distribution takes longer than all the rest of
+    # enable(); one that provides vLLM has always had it in its name.
+    named = [p for p in root.iterdir() if "vllm" in p.name and p.name.endswith(".dist-info")]
+    beside = [d for d in map(metadata.PathDistribution, named) if _provides_vllm(d)]
+    if len(beside) > 1:
+        names = ", ".join(sorted(f"{d.metadata['Name']} {d.version}" for d in beside))
+        raise ReleaseNotKnown(
+            f"{names} all provide the module vllm in {root}",
+            "uninstall all but one, then reinstall that one",
+        )
+    return InstalledVllm(beside[0].metadata["Name"], beside[0].version) if beside else None
+
+
+def installed_build() -> Build:
+    """The installed vLLM, as kvpatch takes it.
+
+    That is the release that ``KVPATCH_GENERATION`` names, or its own, or that of its code.
+
+    Raises:
+        ReleaseNotKnown: it is none of kvpatch's releases.
+    """
+    version, override = installed_vllm().version, settings.generation_override()
+    facts = facts_named(override) if override else listed(version)
+    return _recognised(_module_root(), version) if facts is None else Build(version, facts)
+
+
+def installed_facts() -> ReleaseFacts:
+    """The facts of the release that the installed vLLM is taken for.
+
+    Raises:
+        ReleaseNotKnown: it is none of kvpatch's releases.
     """
     override = settings.generation_override()
-    return facts_named(override) if override else facts_of(installed_vllm().version)
+    return facts_named(override) if override else installed_build().facts
+
+
+@cache
+def _recognised(root: Path, version: str) -> Build:
+    # What reads source is not imported where the version is listed.
+    from kvpatch.core.recognise import recognise
+    from kvpatch.core.source import Source
+
+    return recognise(Source(root), version)
 
 
 def _module_root() -> Path:

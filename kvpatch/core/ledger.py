@@ -21,6 +21,7 @@ import wrapt
 
 from kvpatch.core import kvcacheds_patch
 from kvpatch.core.errors import SiteDrifted
+from kvpatch.core.overrides import bypassing
 from kvpatch.core.releases import ReleaseFacts
 
 #: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
@@ -325,7 +326,8 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
         supersede: whether to look behind kvcached's own replacement.
 
     Raises:
-        SiteDrifted: the module, the class, the method or its shape is another.
+        SiteDrifted: the module, the class, the method or its shape is another, or a subclass of
+            vLLM's may not call it.
     """
     module = _module(site)
     owner = vars(module).get(site.owner)
@@ -348,6 +350,13 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
             str(site),
             f"parameters ({', '.join(site.parameters)})",
             f"({', '.join(parameters)}), defined in {whose}",
+        )
+    past = bypassing(owner, site.name)
+    if past is not None:
+        raise SiteDrifted(
+            str(site),
+            "subclasses to call it",
+            f"{past.__module__}.{past.__qualname__}.{site.name}, which may not",
         )
     return owner, attribute
 

@@ -8,7 +8,7 @@ would take in a release that nobody has seen.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -281,6 +281,11 @@ class ReleaseFacts:
     def states_hash(self) -> bool:
         """Whether a handshake has a hash of what both sides must have alike."""
         return bool(self.hash_factors)
+
+    def package_of(self, module: str) -> str:
+        """The package whose modules may subclass what a module defines."""
+        place = self.connector.module if "kv_connector" in module else module
+        return place.rpartition(".")[0]
 
     def form_of(self, backend: object) -> Form | None:
         """How a backend's tensors begin; None where that is not known."""
@@ -692,6 +697,27 @@ _0_33_0 = replace(
     params=_0_32_0.params | {"remote_registration_generation"},
 )
 
+
+@dataclass(frozen=True)
+class Build:
+    """A vLLM, as kvpatch takes it.
+
+    Attributes:
+        facts: those of the release that it is, or is taken for.
+        by_code: True where it is not listed, and was recognised by its code.
+        moved: of such a build, the patches that are refused, and what has moved.
+    """
+
+    version: str
+    facts: ReleaseFacts
+    by_code: bool = False
+    moved: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        taken_for = f" (as {self.facts.release}, by its code)" if self.by_code else ""
+        return f"{self.version}{taken_for}"
+
+
 #: The facts of every supported release, oldest first.
 FACTS: Mapping[str, ReleaseFacts] = MappingProxyType(
     {
@@ -721,23 +747,37 @@ GENERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 CONNECTORS: tuple[Place, ...] = tuple(dict.fromkeys(facts.connector for facts in FACTS.values()))
 
 
-def facts_of(version: str) -> ReleaseFacts:
-    """The facts of a release; local labels (``+cpu``, ``+cu129``) do not matter.
+def listed(version: str) -> ReleaseFacts | None:
+    """The facts of a release; None of one that is not in the table, a pre-release included.
 
-    Raises:
-        ReleaseNotKnown: the release is not in the table, a pre-release included.
+    Local labels (``+cpu``, ``+cu129``) do not matter.
     """
     try:
         public = Version(version).public
     except InvalidVersion:
         public = version
-    if public in FACTS:
-        return FACTS[public]
+    return FACTS.get(public)
+
+
+def facts_of(version: str, override: str | None = None) -> ReleaseFacts:
+    """The facts of a release of which nothing but the version is known.
+
+    Args:
+        override: the release or generation to take another one for.
+
+    Raises:
+        ReleaseNotKnown: the release is not in the table, and there is no override.
+    """
+    found = listed(version)
+    if found is not None:
+        return found
+    if override:
+        return facts_named(override)
     raise ReleaseNotKnown(
         f"vLLM {version} is not a release that kvpatch knows (those from {RELEASES[0]} to "
         f"{RELEASES[-1]})",
-        "install one of them, or, if you know which it is like, set KVPATCH_GENERATION to that "
-        f"release, or to one of {', '.join(GENERATIONS)}",
+        "set KVPATCH_GENERATION to the release whose code it has, which kvpatch doctor says where "
+        "it is installed",
     )
 
 

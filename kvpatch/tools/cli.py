@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from kvpatch.tools.doctor import Diagnosis
     from kvpatch.tools.planning.plan import Plan
+    from kvpatch.tools.upgrade import Upgrade
     from kvpatch.tools.verify.compare import Comparison
     from kvpatch.tools.verify.setups import Options
 
@@ -58,12 +59,17 @@ def doctor(
         bool,
         typer.Option("--describe", help="With --url: write what that engine is, for kvpatch plan."),
     ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Say what another vLLM would get: a wheel, a checkout, site-packages."),
+    ] = None,
 ) -> None:
     """Show what is installed, what becomes of each patch, and whether kvpatch works here.
 
     Exit status: 0 when an engine that is started here has every patch that is enabled, 1
     otherwise, 2 for wrong arguments. With --url: 0 when no load failed and nothing was
-    refused, 1 otherwise, 2 when the engine does not answer.
+    refused, 1 otherwise, 2 when the engine does not answer. With --against: 0 when that vLLM
+    gets every patch, 1 otherwise, 2 when there is no vLLM.
     """
     from rich.console import Console
 
@@ -71,6 +77,8 @@ def doctor(
         _describe_running(url)
     if url is not None:
         _show_engine(url, as_json=as_json)
+    if against is not None:
+        _show_upgrade(against, as_json=as_json)
 
     from kvpatch.tools.doctor import diagnose
 
@@ -110,6 +118,20 @@ def _show_engine(url: str, *, as_json: bool) -> None:
     raise typer.Exit(0 if found.is_well else 1)
 
 
+def _show_upgrade(path: Path, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from kvpatch.tools.upgrade import upgrade_to
+
+    with exit_statuses():
+        found = upgrade_to(path)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        _show_patches(found, Console())
+    raise typer.Exit(0 if found.healthy else 1)
+
+
 def _show(diagnosis: Diagnosis) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -124,14 +146,21 @@ def _show(diagnosis: Diagnosis) -> None:
     for name, value in diagnosis.settings.items():
         installed.add_row(name, value)
     console.print(installed)
+    _show_patches(diagnosis, console)
+
+
+def _show_patches(found: Diagnosis | Upgrade, console: Console) -> None:
+    """A row for each patch, and the verdict."""
+    from rich.table import Table
+
     styles = {"applied": "green", "refused": "red", "off": "yellow"}
     patches = Table("patch", "outcome", "why")
-    for row in status.patches:
+    for row in found.patches:
         patches.add_row(row.slug, row.outcome, row.reason, style=styles.get(row.outcome))
-    if status.patches:
+    if found.patches:
         console.print(patches)
-    style = "green" if diagnosis.healthy else "red"
-    console.print(diagnosis.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
+    style = "green" if found.healthy else "red"
+    console.print(found.verdict, markup=False, highlight=False, style=style, soft_wrap=True)
 
 
 @dataclass(frozen=True)

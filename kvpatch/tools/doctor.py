@@ -11,10 +11,10 @@ from typing import Any
 import kvpatch
 from kvpatch.core import settings
 from kvpatch.core.errors import ReleaseNotKnown, SettingsError
-from kvpatch.core.installed import installed_vllm
+from kvpatch.core.installed import installed_build, installed_vllm
 from kvpatch.core.releases import facts_named
 from kvpatch.guard.allowed_peers import allowed_peers
-from kvpatch.observe.status import Status
+from kvpatch.observe.status import PatchStatus, Status
 
 #: Distributions that provide NIXL's Python module, the plain name first.
 _NIXL = ("nixl", "nixl-cu12", "nixl-cu13")
@@ -37,6 +37,11 @@ class Diagnosis:
     settings: dict[str, str]
     status: Status
     problems: tuple[str, ...]
+
+    @property
+    def patches(self) -> tuple[PatchStatus, ...]:
+        """A row per patch."""
+        return self.status.patches
 
     @property
     def healthy(self) -> bool:
@@ -123,14 +128,9 @@ def _import_connector() -> str:
 
 
 def _installed() -> dict[str, str]:
-    try:
-        vllm = installed_vllm()
-        vllm_version = f"{vllm.version} ({vllm.distribution})"
-    except ReleaseNotKnown:
-        vllm_version = "not installed"
     return {
         "kvpatch": kvpatch.__version__,
-        "vllm": vllm_version,
+        "vllm": _vllm(),
         "nixl": next((v for v in map(_version, _NIXL) if v), "not installed"),
         "kvcached": _version("kvcached") or "not installed",
         "torch": _version("torch") or "not installed",
@@ -138,6 +138,17 @@ def _installed() -> dict[str, str]:
         "python": platform.python_version(),
         "platform": _platform(),
     }
+
+
+def _vllm() -> str:
+    try:
+        vllm = installed_vllm()
+    except ReleaseNotKnown:
+        return "not installed"
+    try:
+        return f"{vllm.distribution} {installed_build()}"
+    except ReleaseNotKnown:  # the status says why
+        return f"{vllm.distribution} {vllm.version}"
 
 
 def _version(distribution: str) -> str:

@@ -53,7 +53,7 @@ def _write(with_fingerprints: bool) -> int:
     fetch(RELEASES)
     if with_fingerprints:
         contract.record({r: contract.fingerprints(r, FACTS[r]) for r in RELEASES})
-        print(f"wrote {contract.FINGERPRINTS.name}")
+        print(f"wrote {contract.DATA.name}")
     for path in pages.write():
         print(f"wrote {path.name}")
     return 0
@@ -75,7 +75,7 @@ def _compare(release: str, against: ReleaseFacts) -> int:
         here, there = method(release, module, name), method(baseline, module, name)
         if isinstance(here, str) or isinstance(there, str):
             verdict, is_moved = str(here), True
-        elif here.fingerprint == there.fingerprint:
+        elif here == there:
             verdict, is_moved = "same", False
         else:
             lines = list(difflib.unified_diff(there.lines, here.lines, n=0, lineterm=""))[2:]

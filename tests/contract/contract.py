@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from kvpatch.core.ledger import Patch, Site
+from kvpatch.core.recognise import DATA, Code, Known, tables
 from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.source import Source
+from tests.releases.cache import tree
 
-from .relied_on import bodies
-from .source import Method, method
-
-FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
+from .relied_on import relied_on
+from .source import method
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,33 @@ def drift(release: str, site: Site) -> str:
     return ""
 
 
-def fingerprints(release: str, facts: ReleaseFacts) -> dict[str, str]:
-    """The fingerprint of every body that some patch leans on; a clause where there is none."""
-    found: dict[str, Method | str] = {
-        f"{module}:{name}": method(release, module, name) for module, name in bodies(facts)
+def fingerprints(release: str, facts: ReleaseFacts) -> dict[Code, Known]:
+    """The fingerprint of everything that some patch leans on."""
+    source = Source(tree(release))
+    found = relied_on(facts)
+    return {
+        Code(*code): Known(
+            source.fingerprint(*code, facts.package_of(code[0])), tuple(sorted(found[code]))
+        )
+        for code in sorted(found)
     }
-    return {k: m if isinstance(m, str) else m.fingerprint for k, m in found.items()}
 
 
-def recorded() -> dict[str, dict[str, str]]:
-    """The committed fingerprints, by release."""
-    found: dict[str, dict[str, str]] = json.loads(FINGERPRINTS.read_text())
-    return found
+def recorded() -> dict[str, dict[Code, Known]]:
+    """The fingerprints that kvpatch ships, by release."""
+    return tables()
 
 
-def record(all_of_them: dict[str, dict[str, str]]) -> None:
-    """Commits fingerprints: after the bodies behind them have been read."""
-    FINGERPRINTS.write_text(json.dumps(all_of_them, indent=1) + "\n")
+def record(all_of_them: dict[str, dict[Code, Known]]) -> None:
+    """Writes what each release changed against the one before, after that has been read."""
+    changes: dict[str, dict[str, dict[str, str | None]]] = {}
+    before: dict[Code, Known] = {}
+    for release, found in all_of_them.items():
+        changes[release] = {}
+        for code in sorted({*before, *found}):
+            if found.get(code) != before.get(code):
+                known = found.get(code)
+                by_name = changes[release].setdefault(code.module, {})
+                by_name[code.name] = None if known is None else str(known)
+        before = found
+    DATA.write_text(json.dumps(changes, indent=0) + "\n")

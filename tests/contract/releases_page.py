@@ -21,8 +21,7 @@ Written by `python -m tests.contract --write` from the table of releases, from t
 from the lab's results.
 
 kvpatch supports {len(RELEASES)} releases of vLLM, {RELEASES[0]} to {RELEASES[-1]}, with any local
-version (`+cpu`, `+cu129`). A release that is not listed is refused, pre-releases included;
-`KVPATCH_GENERATION` names the release, or the generation, to assume for a build of your own.
+version (`+cpu`, `+cu129`), and [other builds](other_builds.md) that have the code of one of them.
 
 - **Generation**: releases that are tested alike; `KVPATCH_GENERATION` takes it for the newest of
   them.

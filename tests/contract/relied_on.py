@@ -1,15 +1,177 @@
-"""The bodies that patches lean on without wrapping them, per release.
+"""The code of each release that kvpatch leans on, and which patch leans on it.
 
-A site's parameters can stay while what happens behind it moves. These are the
-bodies that the modules of ``kvpatch`` were written against.
+A site's parameters can stay while what happens behind it moves. This is the code that the modules
+of ``kvpatch`` were written against: what they wrap, call, read and take for a fact.
 """
 
 from __future__ import annotations
 
-from kvpatch.core.releases import ReleaseFacts
-from kvpatch.patches import load
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+from kvpatch.core.releases import ReleaseFacts
+from kvpatch.core.source import BASES, OVERRIDES, Source
+from kvpatch.patches import load
+from tests.releases import cache as trees
+
+from . import facts as probes
+from .source import Method, classes, text
+from .tables import ROOT
+
+#: A module and a name in it, as :meth:`kvpatch.core.source.Source.fingerprint` takes them.
+Code = tuple[str, str]
+#: The patches that lean on what all of them lean on.
+ALL: frozenset[str] = frozenset()
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 _UTILS = "vllm.distributed.kv_transfer.kv_connector.utils"
+
+
+def relied_on(facts: ReleaseFacts) -> dict[Code, frozenset[str]]:
+    """Everything whose fingerprint must be known, with the patches that lean on it, or ALL."""
+    found: dict[Code, frozenset[str]] = dict(_wrapped(facts))
+    for code, slugs in _of_facts(facts):
+        found[code] = found.get(code, slugs) | slugs if slugs else ALL
+    # What patches wrap stands in the list of bodies too.
+    shared = (*bodies(facts), *_named(facts))
+    return found | {code: ALL for code in shared if code not in found}
+
+
+def _wrapped(facts: ReleaseFacts) -> Iterator[tuple[Code, frozenset[str]]]:
+    """The sites, which subclasses override them, and with what."""
+    slugs: dict[Any, set[str]] = {}
+    for patch in load():
+        for site in patch.sites(facts):
+            slugs.setdefault(site, set()).add(patch.slug)
+    source = Source(trees.tree(facts.release))
+    for site, users in slugs.items():
+        by, name = frozenset(users), f"{site.owner}.{site.name}"
+        yield (site.module, name), by
+        yield (site.module, f"{name}{OVERRIDES}"), by
+        yield (site.module, f"{site.owner}{BASES}"), ALL
+        package = facts.package_of(site.module)
+        for module, owner in source.overrides(package, site.owner, site.name):
+            yield (module, f"{owner}.{site.name}"), by
+
+
+@dataclass(frozen=True)
+class _Recording(probes.Source):
+    """A source that writes down what a probe looks at."""
+
+    looked_at: set[Code] = field(default_factory=set)
+
+    def method(self, place: Any, name: str) -> Method | None:
+        module, owner = (place, "") if isinstance(place, str) else (place.module, f"{place.owner}.")
+        self.looked_at.add((module, f"{owner}{name}"))
+        return super().method(place, name)
+
+    def fields_in(self, module: str, name: str) -> frozenset[str]:
+        self.looked_at.add((module, name))
+        return super().fields_in(module, name)
+
+
+#: What probes find in a module's text.
+_IN_TEXT = {
+    "connector_version": ("NIXL_CONNECTOR_VERSION",),
+    "device_table": ("_NIXL_SUPPORTED_DEVICE", "_NIXL_SUPPORTED_XPUS"),
+}
+_ELSEWHERE = {
+    "blocks_kept_seconds": ("vllm.envs", "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"),
+    "has_validation_errors": ("vllm.exceptions", "VLLMValidationError"),
+    "lists_block_sizes": ("vllm.config.cache", "BlockSize"),
+}
+
+
+def _of_facts(facts: ReleaseFacts) -> Iterator[tuple[Code, frozenset[str]]]:
+    """What the facts of a release were read from, with the patches that use them."""
+    for fact in probes.PROBES:
+        slugs = _users(fact)
+        if slugs is None:
+            continue
+        source = _Recording(facts.release)
+        probes.PROBES[fact](source)
+        here = (facts.worker.module, metadata_module(facts), f"{_CONNECTORS}.nixl.utils")
+        found = source.looked_at | {(m, name) for name in _IN_TEXT.get(fact, ()) for m in here}
+        if fact in _ELSEWHERE:
+            found.add(_ELSEWHERE[fact])
+        if fact == "params":
+            found |= set(_readers_of_params(facts))
+        if fact == "backend_forms":
+            found |= {(m, f"{name.split('.')[0]}{BASES}") for m, name in found if ".mla." in m}
+        yield from ((code, slugs) for code in found)
+
+
+#: The records themselves, and the sites: what they say of a method is compared with the method.
+_NO_USERS = {Path("core/releases.py"), Path("core/seams.py")}
+
+
+@cache
+def _users(fact: str) -> frozenset[str] | None:
+    """The patches that alone use a fact; ALL, or None where only sites or tools do."""
+    package = ROOT / "kvpatch"
+    paths = {p.relative_to(package) for p in package.rglob("*.py")} - _NO_USERS
+    found = {
+        path
+        for path in paths
+        if path.parts[0] != "tools" and re.search(rf"\.{fact}\b", (package / path).read_text())
+    }
+    # A property of the facts may have any user.
+    if re.search(rf"\bself\.{fact}\b", (package / "core" / "releases.py").read_text()):
+        return ALL
+    if not found:
+        return None
+    return frozenset(p.stem for p in found) if all(p.parts[0] == "patches" for p in found) else ALL
+
+
+def _readers_of_params(facts: ReleaseFacts) -> Iterator[Code]:
+    """The methods that look something up in a client's parameters."""
+    reads = re.compile(r"params(?:\.get\(|\[)")
+    for module in _modules(facts):
+        for owner in classes(facts.release, module):
+            for node in owner.body:
+                if isinstance(node, ast.FunctionDef) and reads.search(ast.unparse(node)):
+                    yield module, f"{owner.name}.{node.name}"
+
+
+def _modules(facts: ReleaseFacts) -> list[str]:
+    """The connector's modules."""
+    package = facts.worker.module.rpartition(".")[0]
+    names = ("pull_worker", "push_worker", "pull_scheduler", "push_scheduler", "metadata")
+    found = [facts.worker.module, facts.reader.module, facts.scheduler.module]
+    found += [facts.connector.module, *(f"{package}.{name}" for name in names)]
+    return [module for module in dict.fromkeys(found) if text(facts.release, module)]
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Each name that the code of kvpatch, but for its tools, reads of an object or quotes."""
+    found = set()
+    for path in (ROOT / "kvpatch").rglob("*.py"):
+        if "tools" not in path.parts:
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+            found |= {node.name for node in nodes if isinstance(node, ast.alias)}
+            found |= {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
+    return frozenset(found)
+
+
+_INTERFACE = "vllm.v1.kv_cache_interface"
+
+
+def _named(facts: ReleaseFacts) -> Iterator[Code]:
+    """The connector's methods, and the fields of the plan's classes, that kvpatch names."""
+    for module in _modules(facts):
+        for owner in classes(facts.release, module):
+            names = [node.name for node in owner.body if isinstance(node, ast.FunctionDef)]
+            yield from ((module, f"{owner.name}.{n}") for n in names if n in _names())
+    for owner in classes(facts.release, _INTERFACE):
+        if owner.name in _names():
+            yield _INTERFACE, owner.name
 
 
 def bodies(facts: ReleaseFacts) -> list[tuple[str, str]]:

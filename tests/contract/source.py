@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,14 +17,11 @@ class Method:
     Attributes:
         kind: as in :class:`kvpatch.core.ledger.Site`.
         parameters: names in order, ``*`` and ``**`` written out.
-        fingerprint: of the body alone. Comments, layout and the docstring do not
-            count: they cannot change what the body does.
-        lines: of the body, to tell how much moved.
+        lines: of the body, without comments, layout and the docstring.
     """
 
     kind: str
     parameters: tuple[str, ...]
-    fingerprint: str
     lines: tuple[str, ...]
 
 
@@ -76,9 +72,7 @@ def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Method:
     if ast.get_docstring(function, clean=False) is not None:
         body = body[1:]
     text = ast.unparse(ast.Module(body, []))
-    # Of the unparsed text, not of ast.dump: the dump differs between Pythons.
-    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Method(kind, tuple(names), digest, tuple(text.splitlines()))
+    return Method(kind, tuple(names), tuple(text.splitlines()))
 
 
 def _path(release: str, module: str) -> Path | None:

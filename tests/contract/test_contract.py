@@ -6,6 +6,7 @@ import pytest
 
 from kvpatch.core import ray_variables
 from kvpatch.core.releases import FACTS, RELEASES
+from kvpatch.core.source import Source
 from kvpatch.patches import load
 from tests.releases.fetch import fetch
 
@@ -79,13 +80,19 @@ class TestNegativeControl:
     def test_gone(self, drifted):
         assert "defines no register_kv_caches" in drifted("def another(self): return 1")
 
-    def test_a_body_that_moved_has_another_fingerprint(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("KVPATCH_TEST_CACHE", str(tmp_path))
-        for release, body in {"a": "return 1", "b": "return 2", "c": "return 1  # same"}.items():
-            path = tmp_path / release / "m.py"
-            path.parent.mkdir()
-            path.write_text(f"def f(x):\n    '''Doc {release}.'''\n    {body}\n")
-        one, two, same = (contract.method(r, "m", "f") for r in "abc")
-        assert not isinstance(one, str)
-        assert one.fingerprint != two.fingerprint
-        assert one.fingerprint == same.fingerprint
+    def test_a_body_that_moved_has_another_fingerprint(self, tmp_path):
+        found = {}
+        for name, head, body in (
+            ("one", "x", "return 1"),
+            ("other body", "x", "return 2"),
+            ("other parameter", "y", "return 1"),
+            ("comment and annotation", "x: int", "return 1  # same"),
+        ):
+            (tmp_path / name).mkdir()
+            text = f"def f({head}):\n    '''Doc {name}.'''\n    {body}\n"
+            (tmp_path / name / "m.py").write_text(text)
+            found[name] = Source(tmp_path / name).fingerprint("m", "f", "")
+
+        # The same with each version of Python.
+        assert found["one"] == found["comment and annotation"] == "7aa1563840dc"
+        assert len({*found.values()}) == 3

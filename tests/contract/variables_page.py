@@ -85,8 +85,8 @@ MEANINGS = {
     "cache",
     "KVPATCH_KVCACHED_CARDS": "`refuse` refuses kvcached's memory on a device that a network card "
     "could register, `trust` registers it ([kvcached](../how-to/kvcached.md))",
-    "KVPATCH_GENERATION": "the release or generation to assume for a vLLM build that is not a "
-    "listed [release](releases.md)",
+    "KVPATCH_GENERATION": "the release or generation to take this vLLM for, whatever its code is "
+    "([other builds](other_builds.md))",
     "KVPATCH_LOG_LEVEL": "for kvpatch's own loggers; unset leaves them as they are",
 }
 

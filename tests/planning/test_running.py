@@ -14,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from kvpatch.core.errors import BadOptions, RequestFailed
+from kvpatch.core.errors import BadOptions, ReleaseNotKnown, RequestFailed
 from kvpatch.tools import api_server
 from kvpatch.tools.cli import app
 from kvpatch.tools.planning.answers import CACHE_INFO, MODELS, SERVER_INFO, VERSION, ask
@@ -363,6 +363,17 @@ def test_rocm_is_told_from_cuda_by_its_torch(serve):
     assert told("N/A").value == "cuda"
     assert told("6.3.42134").value == "rocm"
     assert told(None) is None  # <= 0.13 nobody says
+
+
+def test_a_build_that_is_not_listed_is_what_the_operator_says(serve, monkeypatch):
+    url = serve({VERSION: (200, '{"version":"0.33.1"}')})
+    with pytest.raises(ReleaseNotKnown, match="set KVPATCH_GENERATION to the release whose code"):
+        ask(url)
+
+    monkeypatch.setenv("KVPATCH_GENERATION", "0.33.0")
+
+    found = ask(url)
+    assert (found.version, found.facts.release) == ("0.33.1", "0.33.0")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import RequestFailed
 from kvpatch.core.releases import ReleaseFacts, facts_of
 from kvpatch.core.text import shown
@@ -124,7 +125,7 @@ def ask(url: str) -> Answers:
             "server of vLLM's, or something stands before it",
             "give the engine's own URL",
         )
-    found = Answers(url, version, facts_of(version))
+    found = Answers(url, version, facts_of(version, settings.generation_override()))
     found.about["release"] = Told(version, stated.address)
     _read_models(found, answer_of(url, MODELS))
     _read_metrics(found, answer_of(url, METRICS))

@@ -325,7 +325,7 @@ class _Reading:
                 f"{self._arguments.source}: which release of vLLM is it?",
                 "write `release` into the section kvpatch, or give --release",
             )
-        return facts_of(str(release))
+        return facts_of(str(release), settings.generation_override())
 
     def _model(self) -> Model:
         arguments = self._arguments

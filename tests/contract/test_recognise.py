@@ -1,0 +1,330 @@
+"""A build that is not listed is what its code is, and a stranger is told by file and function."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from kvpatch.core import recognise, source
+from kvpatch.core.errors import ReleaseNotKnown
+from kvpatch.core.recognise import tables
+from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES
+from kvpatch.core.source import BASES, OVERRIDES, Source
+from tests.releases.cache import tree
+from tests.releases.fetch import fetch
+from tests.releases.renamed import renamed
+
+from .tables import ROOT
+
+pytestmark = pytest.mark.contract
+
+NEWEST = RELEASES[-1]
+_ENDS = [releases[-1] for releases in GENERATIONS.values()]
+NAMES = ("0.33.1", "0.33.0.post1", "0.33.0rc1", "0.26.1rc1.dev657+g123", "0.1.dev20073+g123")
+_PACKAGE = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"
+
+#: Neighbours of which the one is taken for the other, and the patches that are refused then.
+_ALIKE: dict[tuple[str, str], set[str]] = {
+    ("0.10.1", "0.10.1.1"): set(),
+    ("0.11.1", "0.11.2"): set(),
+    ("0.14.0", "0.14.1"): set(),
+    ("0.15.0", "0.15.1"): {"metrics", "stale_blocks"},
+    ("0.18.0", "0.18.1"): set(),
+    ("0.19.0", "0.19.1"): set(),
+    ("0.20.1", "0.20.2"): set(),
+    ("0.22.0", "0.22.1"): set(),
+    ("0.25.0", "0.25.1"): set(),
+    ("0.27.0", "0.27.1"): set(),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees():
+    fetch(RELEASES)
+
+
+@cache
+def _code(release: str) -> Source:
+    return Source(tree(release))
+
+
+@pytest.fixture
+def only(monkeypatch):
+    """Hides all releases but one from recognition."""
+    return lambda release: monkeypatch.setattr(recognise, "RELEASES", (release,))
+
+
+@pytest.mark.parametrize("pair", [*pairwise(RELEASES)], ids="-".join)
+def test_neighbours_are_taken_for_each_other_where_their_code_is_the_same(pair, only):
+    for known, build in (pair, pair[::-1]):
+        only(known)
+        code = _code(build)
+        differs = {
+            slug
+            for (module, name), found in tables()[known].items()
+            for slug in found.slugs or ("all",)
+            if code.fingerprint(module, name, FACTS[known].package_of(module)) != found.fingerprint
+        }
+        if pair in _ALIKE:
+            found = recognise.recognise(code, "9.9.9")
+            assert found.facts is FACTS[known] and found.by_code
+            assert set(found.moved) == differs == _ALIKE[pair]
+        else:
+            assert "all" in differs
+            with pytest.raises(ReleaseNotKnown, match=f"of {known}, the nearest, differ vllm/"):
+                recognise.recognise(code, "9.9.9")
+
+
+@pytest.mark.parametrize("release", _ENDS)
+def test_every_generation_is_recognised_among_all(release):
+    found = recognise.recognise(_code(release), "9.9.9")
+
+    same = [r for r in RELEASES if {*tables()[r].items()} == {*tables()[release].items()}]
+    assert not found.moved and found.facts.release in same
+    assert str(found) == f"9.9.9 (as {found.facts.release}, by its code)"
+
+
+@pytest.mark.parametrize("release", _ENDS[::-4])
+def test_what_is_cut_out_is_what_the_parser_finds(release):
+    """Fingerprints do not depend on where a definition was found."""
+    code = _code(release)
+    trees = {module: ast.parse(code.text(module)).body for module, _ in tables()[release]}
+    for module, name in tables()[release]:
+        if name.endswith((OVERRIDES, BASES)):
+            continue
+        found = source._find(trees[module], name.split("."))
+        cut = code.definition(module, name)
+        assert (cut and ast.dump(cut)) == (found and ast.dump(found)), name
+
+
+@pytest.fixture(scope="module")
+def original():
+    return _code(NEWEST)
+
+
+class TestMutations:
+    """Each thing that kvpatch leans on, changed in the newest release."""
+
+    @pytest.fixture
+    def refusal(self, original, only):
+        only(NEWEST)
+
+        def refusal(module: str, text: str) -> str:
+            assert text != original.text(module)
+            changed = Source(tree(NEWEST))
+            changed._texts = {**original._texts, module: text}
+            known = original._fingerprints.items()
+            owners = (OVERRIDES, BASES)
+            changed._fingerprints = {
+                k: f for k, f in known if k[0] != module and not k[1].endswith(owners)
+            }
+            try:
+                found = recognise.recognise(changed, "0.33.1")
+            except ReleaseNotKnown as error:
+                return str(error)
+            return "; ".join(found.moved.values())
+
+        return refusal
+
+    @pytest.mark.parametrize("how", ["renamed", "reordered", "changed"])
+    def test_a_function(self, original, refusal, how):
+        played = 0
+        for module, name in tables()[NEWEST]:
+            node = None if name.endswith((OVERRIDES, BASES)) else original.definition(module, name)
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            text = _MUTATIONS[how](original.text(module), name)
+            if text is None:
+                continue
+            found = refusal(module, text)
+            assert f"{module.replace('.', '/')}.py: expected {name}" in found, (name, found)
+            played += 1
+        assert played > (40 if how == "reordered" else 100)
+
+    def test_a_field_and_a_base_of_a_class(self, original, refusal):
+        played = 0
+        for module, name in tables()[NEWEST]:
+            plain = name.removesuffix(BASES)
+            head = f"\nclass {plain}"
+            if "." in name or head not in original.text(module) or name.endswith(OVERRIDES):
+                continue
+            before, after = original.text(module).split(head, 1)
+            if name.endswith(BASES):
+                line, rest = after.split(":\n", 1)
+                bases = line.strip("()")
+                text = f"{before}{head}({bases}{', ' if bases else ''}Mixin):\n{rest}"
+            else:
+                text = (
+                    f"{before}{head}{after.replace(chr(10), chr(10) + '    more = 1' + chr(10), 1)}"
+                )
+            assert plain in refusal(module, text)
+            played += 1
+        assert played > 20
+
+    def test_the_connectors_version(self, original, refusal):
+        module = f"{_PACKAGE.replace('/', '.')}.metadata"
+        text = original.text(module).replace("_VERSION: int = 15", "_VERSION: int = 16")
+
+        assert "expected NIXL_CONNECTOR_VERSION to be 15, found 16" in refusal(module, text)
+
+    def test_an_override_in_a_subclass(self, original, refusal):
+        """As vLLM #57987 has it: the worker that reads overrides what kvpatch wraps on its base."""
+        module, played = f"{_PACKAGE.replace('/', '.')}.pull_worker", 0
+        base = "NixlBaseConnectorWorker."
+        for name in [n for _, n in tables()[NEWEST] if n.startswith(base) and n[-1] == OVERRIDES]:
+            method = name.removeprefix(base).removesuffix(OVERRIDES)
+            if f"def {method}(" in original.text(module):
+                continue
+            text = f"{original.text(module)}\n    def {method}(self, *args):\n        return None\n"
+            found = refusal(module, text)
+            assert f"to override {base}{method}, found (NixlPull" in found
+            played += 1
+        assert played > 4
+
+    @pytest.mark.parametrize(
+        "change", ["# a comment\n", "\n\n_NEW = 1\n", "def new():\n    pass\n"]
+    )
+    def test_what_nobody_leans_on_may_change(self, original, refusal, change):
+        module = f"{_PACKAGE.replace('/', '.')}.base_worker"
+        assert refusal(module, original.text(module) + change) == ""
+
+
+def _lines(text: str, name: str) -> tuple[list[str], ast.FunctionDef]:
+    found = source._find(ast.parse(text).body, name.split("."))
+    assert isinstance(found, ast.FunctionDef)
+    return text.splitlines(keepends=True), found
+
+
+def _rename(text: str, name: str) -> str:
+    lines, node = _lines(text, name)
+    lines[node.lineno - 1] = lines[node.lineno - 1].replace(f"{node.name}(", f"{node.name}_(", 1)
+    return "".join(lines)
+
+
+def _change(text: str, name: str) -> str:
+    lines, node = _lines(text, name)
+    last = node.body[-1]
+    lines.insert(last.lineno - 1, f"{' ' * last.col_offset}mutated = 1\n")
+    return "".join(lines)
+
+
+def _reorder(text: str, name: str) -> str | None:
+    """The last two parameters by each other's names; None where there are not two."""
+    lines, node = _lines(text, name)
+    arguments = [a for a in node.args.args if a.arg not in ("self", "cls")][-2:]
+    if len(arguments) < 2:
+        return None
+    for one, other in (arguments[::-1], arguments):  # the first may stand before it on a line
+        line = lines[one.lineno - 1]
+        start = one.col_offset
+        lines[one.lineno - 1] = f"{line[:start]}{other.arg}{line[start + len(one.arg) :]}"
+    return "".join(lines)
+
+
+_MUTATIONS = {"renamed": _rename, "reordered": _reorder, "changed": _change}
+
+
+class TestDoctor:
+    """``kvpatch doctor`` on a build that is not listed."""
+
+    def _run(self, *arguments: str, **variables: str) -> tuple[int, str]:
+        kept = {k: v for k, v in os.environ.items() if "KVPATCH" not in k}
+        done = subprocess.run(
+            [sys.executable, "-m", "kvpatch", "doctor", *arguments],
+            env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "400", **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    @pytest.mark.parametrize("version", NAMES)
+    def test_a_release_by_another_name(self, tmp_path, version):
+        build = renamed(NEWEST, version, tmp_path / "build")
+
+        for path in (build, build / "vllm"):
+            status, out = self._run("--against", str(path))
+            assert status == 0, out
+            assert f"kvpatch works with vLLM {version} (as {NEWEST}, by its code)" in out
+
+    def test_a_wheel(self, tmp_path):
+        build, wheel = renamed(NEWEST, "0.33.1", tmp_path / "build"), tmp_path / "vllm.whl"
+        modules = {module for module, _ in tables()[NEWEST]}
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for module in modules | {"vllm"}:
+                for end in (".py", "/__init__.py"):
+                    path = f"{module.replace('.', '/')}{end}"
+                    if (build / path).is_file():
+                        archive.write(build / path, path)
+            for path in (build / "vllm-0.33.1.dist-info").iterdir():
+                archive.write(path, f"vllm-0.33.1.dist-info/{path.name}")
+
+        status, out = self._run("--against", str(wheel), "--json")
+
+        found = json.loads(out)
+        assert status == 0 and found["vllm"] == f"0.33.1 (as {NEWEST}, by its code)"
+        outcomes = {row["slug"]: row["outcome"] for row in found["patches"]}
+        assert (
+            outcomes["unlike_engines"] == "applied" and outcomes["shared_tensors"] == "not needed"
+        )
+
+    def test_one_patchs_code_has_moved(self, tmp_path):
+        path = f"{_PACKAGE}/stats.py"
+        text = _change((tree(NEWEST) / path).read_text(), "NixlKVConnectorStats.is_empty")
+        build = renamed(NEWEST, "0.33.1", tmp_path / "build", {path: text})
+
+        status, out = self._run("--against", str(build))
+
+        assert status == 1
+        assert (
+            f"{path}: expected NixlKVConnectorStats.is_empty as in {NEWEST}, found another" in out
+        )
+        assert out.count("refused") == 1 and "with KVPATCH_DISABLE=metrics alone" in out
+
+    def test_what_all_patches_lean_on_has_moved(self, tmp_path):
+        path = f"{_PACKAGE}/metadata.py"
+        text = (tree(NEWEST) / path).read_text().replace("_VERSION: int = 15", "_VERSION: int = 16")
+        build = renamed(NEWEST, "0.33.1", tmp_path / "build", {path: text})
+
+        status, out = self._run("--against", str(build))
+
+        assert status == 1
+        assert f"{path}: expected NIXL_CONNECTOR_VERSION to be 15, found 16" in out
+
+    def test_a_listed_release(self):
+        status, out = self._run("--against", str(tree("0.15.1")))
+
+        assert status == 0 and "kvpatch works with vLLM 0.15.1" in out
+
+    @pytest.mark.parametrize("name", ["", "missing", "pyproject.toml"])
+    def test_no_vllm(self, name):
+        status, out = self._run("--against", str(ROOT / name))
+
+        assert status == 2 and "expected a wheel or a folder with vllm/__init__.py" in out
+
+
+def test_a_listed_version_is_not_compared():
+    """Neither what reads source is imported then, nor what is known of it."""
+    code = (
+        "import sys; from kvpatch.core.installed import installed_build\n"
+        "build = installed_build(); print(build, build.by_code)\n"
+        "print([name for name in sys.modules if name in ('ast', 'json')"
+        " or name.startswith(('kvpatch.core.rec', 'kvpatch.core.sou', 'vllm'))])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": os.pathsep.join([str(tree(NEWEST)), str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[0] == f"{NEWEST} False", done.stderr
+    assert not any(name in done.stdout for name in ("recognise", "source", "'vllm"))
