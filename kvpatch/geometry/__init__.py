@@ -24,10 +24,6 @@ The parts, in the order in which a read uses them:
 ``staged_plan``         chunks through a staging buffer, and their placements
 ``merged_placements``   placements that differ in their addresses alone, as one
 ``even_pieces``         segments of many kinds as pieces of one length
-``digest_weights``      the weight of each position in a digest
-``digests``             sums over a cache's content, the same in any layout
-``digest_ranges``       which tokens a digest covers, and in which ranges
-``digest_form``         digests as bytes that a peer reads
 ``state_shares``        which bytes of a rank's recurrent state are which of another's
 ``plane_heads``         some heads of a plane, as a plane
 ``layer_names``         where layers come in their model, by their names
