@@ -64,7 +64,7 @@ class DigestChecks:
     is_sample: bool
 
     def check_load(self, context: RequestContext, request: ReadRequest) -> None:
-        """Has what a load's reads bring compared with what P has, as P and our scheduler say."""
+        """Adds the checks that compare what a load's reads bring with what P has."""
         proof = LoadProof(self.counts, context.request_id)
         context.when_prepared.append(partial(_seal, proof, context))
         stated, covered = request.stated.get(DIGEST), self.covered
@@ -92,7 +92,7 @@ class DigestChecks:
             context.checks.append(partial(self._of_rank, proof, stream, promised, tables))
 
     def _brings_states_alone(self, rank: RankRead, ranks: int) -> bool:
-        """Whether the release reads a rank for its share of states, and latents from another.
+        """True if the release reads a rank for its share of states, and latents from another.
 
         Every rank has all of a latent, and copies need not be the same to the last bit.
         """
@@ -109,7 +109,7 @@ class DigestChecks:
         rank: RankRead,
         before: tuple[Check, ...],
     ) -> DigestCheck | None:
-        """Of what is read of one rank; None where nothing checks it, as where it does not hold it.
+        """Returns the check of one rank's read; None where nothing checks it, or it holds nothing.
 
         Args:
             promised: by rank of P's, where its table of digests begins, masked.
@@ -197,7 +197,7 @@ def _tell(book: Book, proof: Proof, layer: str) -> None:
 
 
 def hear(worker: Any, metadata: Any) -> None:
-    """Has digests made of what the scheduler has promised.
+    """Begins to make the digests that the scheduler has promised.
 
     Before the model runs: D waits, and the step may be one of many long prompts. ``stale_blocks``
     comes first, and the words of new holds stand.
@@ -246,7 +246,7 @@ def unregister_kv_caches(
 def _tables(
     checks: DigestChecks, covered: CoveredCaches, request_id: str, order: DigestOrder
 ) -> list[TableTokens]:
-    """What of a request is digested; nothing where that is not known."""
+    """Returns what of a request is digested; nothing where that is not known."""
     try:
         tables = finished_blocks(checks.ours, checks.groups, groups(order.blocks))
         extent = 0, order.tokens

@@ -1,4 +1,4 @@
-"""What P's answer says for checks: as text, in ``kv_transfer_params``; and what it makes P do.
+"""The texts in P's answer that checks read (``kv_transfer_params``), and what they make P do.
 
 ``kvpatch_hold`` says that P holds a request's blocks, ``kvpatch_digest`` that each of its ranks
 will have a digest of them. Whoever passes the answer on may be a program that knows no whole
@@ -86,7 +86,7 @@ def read_promise(stated: str) -> tuple[int, ...] | None:
 
 
 class DigestOrder(NamedTuple):
-    """What a worker is to digest of a request that is over.
+    """The tokens of a request that is over, of which a worker makes a digest.
 
     Attributes:
         generation: the word of its hold.
