@@ -22,10 +22,12 @@ _QUERIES = (1, 23, 3)  # a decode step, a whole prompt, and a part of one
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[Any]:
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from experiments.engines import torch_attention
 
+    # The module's import registers it once. ``--dist worksteal`` may come back to this file later.
+    register_backend(AttentionBackendEnum.CPU_ATTN)(torch_attention.TorchAttentionBackend)
     assert AttentionBackendEnum.CPU_ATTN.get_class() is torch_attention.TorchAttentionBackend
     yield torch_attention
     AttentionBackendEnum.CPU_ATTN.clear_override()
