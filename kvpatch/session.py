@@ -161,7 +161,7 @@ class Session:
             self._ledger.wrap(_SUPERSEDING, patch, kvcacheds_patch.APPLY, self._after_kvcached)
 
     def _after_kvcached(
-        self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
     ) -> Any:
         result = wrapped(*args, **kwargs)
         self._supersede()
@@ -240,7 +240,7 @@ class Session:
             self._ledger.guard(_TRIPWIRE, connector, self._refuse_construction)
 
     def _refuse_construction(
-        self, wrapped: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
     ) -> None:
         status = self.status()
         refused = [p for p in status.patches if p.outcome == "refused"]

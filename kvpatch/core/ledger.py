@@ -24,10 +24,9 @@ from kvpatch.core.errors import SiteDrifted
 from kvpatch.core.overrides import bypassing
 from kvpatch.core.releases import ReleaseFacts
 
-#: ``(wrapped, instance, args, kwargs)``, as wrapt calls it.
-Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-
-
+#: Called in place of a method, as ``wrapper(wrapped, instance, ...)`` with the method's arguments,
+#: so that it names those that it needs.
+Wrapper = Callable[..., Any]
 #: A function, called with the object that it is a method of.
 Method = Callable[..., Any]
 
@@ -293,12 +292,23 @@ class Ledger:
         elif kind_of(target) == "staticmethod":
             # Else what an instance looks up holds that instance: the thread that a worker
             # starts on its static listener would keep the worker for ever.
-            function = wrapt.FunctionWrapper(target.__func__, wrapper, enabled=enabled)
+            function = wrapt.FunctionWrapper(target.__func__, _bound(wrapper), enabled=enabled)
             change.ours = staticmethod(function)
         else:
-            change.ours = wrapt.FunctionWrapper(target, wrapper, enabled=enabled)
+            change.ours = wrapt.FunctionWrapper(target, _bound(wrapper), enabled=enabled)
         setattr(owner, name, change.ours)
         self._changes.append(change)
+
+
+def _bound(wrapper: Wrapper) -> Callable[..., Any]:
+    """Returns the wrapper as wrapt calls it."""
+
+    def call(
+        wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return wrapper(wrapped, instance, *args, **kwargs)
+
+    return call
 
 
 def _as_function(target: Any) -> Method:

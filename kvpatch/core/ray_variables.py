@@ -25,9 +25,7 @@ def holders(module: ModuleType) -> Iterator[ModuleType]:
             yield loaded
 
 
-def with_ours(
-    wrapped: Callable[..., set[str]], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> set[str]:
+def with_ours(wrapped: Callable[..., set[str]], _: Any, *args: Any, **kwargs: Any) -> set[str]:
     """The release's names and ours, but for those that the user leaves behind."""
     left_behind = vars(sys.modules[MODULE]).get(LEFT_BEHIND, set())
     return set(wrapped(*args, **kwargs)) | (set(settings.to_copy()) - set(left_behind))

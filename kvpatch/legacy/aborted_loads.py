@@ -13,26 +13,21 @@ from kvpatch.worker.state import engine_state, scheduler_state, schedulers_of
 
 
 def _finish_requests(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    request_ids: str | Iterable[str],
+    finished_status: Any,
 ) -> Any:
-    def finish(request_ids: str | Iterable[str], finished_status: Any) -> Any:
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        with engine_state(instance).of(AbortedBlocks).ending(instance, ids):
-            return wrapped(ids, finished_status)
-
-    return finish(*args, **kwargs)
+    ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+    with engine_state(instance).of(AbortedBlocks).ending(instance, ids):
+        return wrapped(ids, finished_status)
 
 
-def _connector_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def finished(request: Any) -> Any:
-        answer = wrapped(request)
-        if not answer[0]:  # else another connector keeps them
-            _keep(instance, request)
-        return answer
-
-    return finished(*args, **kwargs)
+def _connector_finished(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+    answer = wrapped(request)
+    if not answer[0]:  # else another connector keeps them
+        _keep(instance, request)
+    return answer
 
 
 def _keep(core: Any, request: Any) -> None:
@@ -43,7 +38,7 @@ def _keep(core: Any, request: Any) -> None:
 
 
 def _build_connector_meta(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     aborts = scheduler_state(instance).held(AbortedBlocks)
     if aborts is not None:
@@ -52,14 +47,12 @@ def _build_connector_meta(
 
 
 def _update_from_kv_xfer_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    def update(output: Any) -> Any:
-        result = wrapped(output)
-        engine_state(instance).of(AbortedBlocks).end(instance, output.finished_recving or ())
-        return result
-
-    return update(*args, *kwargs.values())
+    (output,) = (*args, *kwargs.values())  # whatever it is called
+    result = wrapped(output)
+    engine_state(instance).of(AbortedBlocks).end(instance, output.finished_recving or ())
+    return result
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

@@ -119,32 +119,22 @@ def _is_going(read: OwnRead, nixl: Any) -> bool:
     return False
 
 
-def _get_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def get_finished(finished_req_ids: set[str]) -> Any:
-        worker = instance.connector_worker
-        if worker is None or worker_state(worker).held(Reader) is None:
-            return wrapped(finished_req_ids)
-        reads = worker_state(worker).of(AbortedReads)
-        reads.end(worker, finished_req_ids)
-        sent, received = wrapped(finished_req_ids)
-        return sent, reads.report(worker, received or ())
-
-    return get_finished(*args, **kwargs)
+def _get_finished(wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]) -> Any:
+    worker = instance.connector_worker
+    if worker is None or worker_state(worker).held(Reader) is None:
+        return wrapped(finished_req_ids)
+    reads = worker_state(worker).of(AbortedReads)
+    reads.end(worker, finished_req_ids)
+    sent, received = wrapped(finished_req_ids)
+    return sent, reads.report(worker, received or ())
 
 
-def _start_load_kv(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def start(metadata: Any) -> Any:
-        if worker_state(instance).held(Reader) is not None:
-            found = read_requests_of(metadata)
-            loads = {name: request for name, request in found if any(request.local_blocks)}
-            worker_state(instance).of(AbortedReads).begin(loads)
-        return wrapped(metadata)
-
-    return start(*args, **kwargs)
+def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    if worker_state(instance).held(Reader) is not None:
+        found = read_requests_of(metadata)
+        loads = {name: request for name, request in found if any(request.local_blocks)}
+        worker_state(instance).of(AbortedReads).begin(loads)
+    return wrapped(metadata)
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

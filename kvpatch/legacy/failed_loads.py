@@ -28,7 +28,7 @@ from kvpatch.worker.state import worker_state
 
 
 def _read_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     loads = worker_state(instance).of(StuckLoads)
 
@@ -52,81 +52,67 @@ def _read_or_leave_waiting(
     return read(*args, **kwargs)
 
 
-def _start_load_kv(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def start(metadata: Any) -> Any:
-        entries = metadata.reqs_to_recv.items()
-        # One without blocks only tells P, and nobody waits for it.
-        loading = (req_id for req_id, entry in entries if entry.local_block_ids)
-        worker_state(instance).of(StuckLoads).begin(loading)
-        return wrapped(metadata)
-
-    return start(*args, **kwargs)
+def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    entries = metadata.reqs_to_recv.items()
+    # One without blocks only tells P, and nobody waits for it.
+    loading = (req_id for req_id, entry in entries if entry.local_block_ids)
+    worker_state(instance).of(StuckLoads).begin(loading)
+    return wrapped(metadata)
 
 
 def _get_finished_and_given_up(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, finished_req_ids: set[str]
 ) -> Any:
-    def get_finished(finished_req_ids: set[str]) -> Any:
-        sent, received = wrapped(finished_req_ids)
-        loads = worker_state(instance.connector_worker).of(StuckLoads)
-        return sent, loads.report(received or (), finished_req_ids)
-
-    return get_finished(*args, **kwargs)
+    sent, received = wrapped(finished_req_ids)
+    loads = worker_state(instance.connector_worker).of(StuckLoads)
+    return sent, loads.report(received or (), finished_req_ids)
 
 
 def _handshake_with_the_living(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    host: str,
+    port: int,
+    remote_tp_size: int,
+    expected_engine_id: str,
 ) -> Any:
-    def handshake(
-        host: str, port: int, remote_tp_size: int, expected_engine_id: str
-    ) -> dict[int, str]:
-        ratio = instance._tp_size[instance.engine_id] // remote_tp_size
-        if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
-            release = sys.modules[worker_state(instance).facts.worker.module]
-            address = release.make_zmq_path("tcp", host, port + instance.tp_rank // ratio)
-            require_answer(address, release.GET_META_MSG)
-        return wrapped(host, port, remote_tp_size, expected_engine_id)  # type: ignore[no-any-return]
-
-    return handshake(*args, **kwargs)
+    ratio = instance._tp_size[instance.engine_id] // remote_tp_size
+    if ratio > 0:  # of more ranks than ours the release makes an error, before it asks
+        release = sys.modules[worker_state(instance).facts.worker.module]
+        address = release.make_zmq_path("tcp", host, port + instance.tp_rank // ratio)
+        require_answer(address, release.GET_META_MSG)
+    return wrapped(host, port, remote_tp_size, expected_engine_id)
 
 
 def _pop_done_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
 ) -> Any:
-    def pop_done(transfers: dict[str, Any]) -> set[str]:
-        def failed(req_id: str) -> None:
-            leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
+    def failed(req_id: str) -> None:
+        leave_waiting(worker_state(instance).of(StuckLoads), req_id, "its read broke off")
 
-        # The release makes a RuntimeError of the state ERR.
-        return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
-
-    return pop_done(*args, **kwargs)
+    # The release makes a RuntimeError of the state ERR.
+    return pop_one_by_one(instance, wrapped, transfers, (RuntimeError,), failed)
 
 
 def _pop_done_or_failed(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, transfers: dict[str, Any]
 ) -> Any:
-    def pop_done(transfers: dict[str, Any]) -> set[str]:
-        def failed(req_id: str) -> None:
-            metadata = instance._recving_metadata.get(req_id)
-            if metadata is not None:
-                instance._invalid_block_ids.update(metadata.local_block_ids)
-            instance._failed_recv_reqs.add(req_id)
+    def failed(req_id: str) -> None:
+        metadata = instance._recving_metadata.get(req_id)
+        if metadata is not None:
+            instance._invalid_block_ids.update(metadata.local_block_ids)
+        instance._failed_recv_reqs.add(req_id)
 
-        done = pop_one_by_one(instance, wrapped, transfers, (), failed)
-        # The release drops the metadata of those that failed, and calls them done.
-        broken = {req_id for req_id in done if req_id not in instance._recving_metadata}
-        for req_id in broken:
-            instance._failed_recv_reqs.add(req_id)
-        return done - broken
-
-    return pop_done(*args, **kwargs)
+    done = pop_one_by_one(instance, wrapped, transfers, (), failed)
+    # The release drops the metadata of those that failed, and calls them done.
+    broken = {req_id for req_id in done if req_id not in instance._recving_metadata}
+    for req_id in broken:
+        instance._failed_recv_reqs.add(req_id)
+    return done - broken
 
 
 def _worker_get_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     sent, received = wrapped(*args, **kwargs)
     unreported = instance._failed_recv_reqs
@@ -139,19 +125,14 @@ def _worker_get_finished(
 
 
 def _handle_failed_transfer(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, req_id: str, handle: Any
 ) -> Any:
-    def handle_failed(req_id: str, handle: Any) -> Any:
-        if has_several_groups(instance):
-            worker_state(instance).of(FailedGroupLoads).add(req_id)
-        return wrapped(req_id, handle)
-
-    return handle_failed(*args, **kwargs)
+    if has_several_groups(instance):
+        worker_state(instance).of(FailedGroupLoads).add(req_id)
+    return wrapped(req_id, handle)
 
 
-def _get_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _get_finished(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     worker = instance.connector_worker
     if worker is None or not has_several_groups(worker):
         return wrapped(*args, **kwargs)
@@ -163,7 +144,7 @@ def _get_finished(
 
 
 def _get_block_ids_with_load_errors(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     found = wrapped(*args, **kwargs)
     worker = instance.connector_worker
@@ -173,19 +154,19 @@ def _get_block_ids_with_load_errors(
 
 
 def _update_requests_with_invalid_blocks(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    requests: Iterable[Any],
+    invalid_block_ids: set[int],
+    *more: Any,
+    **named: Any,
 ) -> Any:
-    def update(
-        requests: Iterable[Any], invalid_block_ids: set[int], *more: Any, **named: Any
-    ) -> Any:
-        if len(instance.kv_cache_config.kv_cache_groups) == 1:
-            return wrapped(requests, invalid_block_ids, *more, **named)
-        failed, tokens, others = whole_requests(instance, requests, invalid_block_ids)
-        if others:  # of another connector, that loads in step with the model
-            return wrapped(others, invalid_block_ids, *more, **named)
-        return failed, tokens, set()
-
-    return update(*args, **kwargs)
+    if len(instance.kv_cache_config.kv_cache_groups) == 1:
+        return wrapped(requests, invalid_block_ids, *more, **named)
+    failed, tokens, others = whole_requests(instance, requests, invalid_block_ids)
+    if others:  # of another connector, that loads in step with the model
+        return wrapped(others, invalid_block_ids, *more, **named)
+    return failed, tokens, set()
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

@@ -21,23 +21,20 @@ _LOG = logging.getLogger("kvpatch.stale_blocks")
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
-    def matched(request: Any, *more: Any, **named: Any) -> Any:
-        found, scheduler = wrapped(request, *more, **named), connector_scheduler(instance)
-        state = scheduler_state(scheduler)
-        lease = leases_of(None, state.facts).seconds
-        if not found[0] or state.of(Waits).since(request.arrival_time) <= lease:
-            return found
-        leave_unread(scheduler, request, state.facts)
-        _LOG.warning(
-            "request %s has waited for more than the %.0f s that P keeps its blocks for "
-            "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT): it is computed here",
-            *(shown(request.request_id), lease),
-        )
-        return 0, False
-
-    return matched(*args, **kwargs)
+    found, scheduler = wrapped(request, *more, **named), connector_scheduler(instance)
+    state = scheduler_state(scheduler)
+    lease = leases_of(None, state.facts).seconds
+    if not found[0] or state.of(Waits).since(request.arrival_time) <= lease:
+        return found
+    leave_unread(scheduler, request, state.facts)
+    _LOG.warning(
+        "request %s has waited for more than the %.0f s that P keeps its blocks for "
+        "(VLLM_NIXL_ABORT_REQUEST_TIMEOUT): it is computed here",
+        *(shown(request.request_id), lease),
+    )
+    return 0, False
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

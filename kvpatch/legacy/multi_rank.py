@@ -104,19 +104,19 @@ def handshake_with_ranks(
 
 
 def _nixl_handshake(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    host: str,
+    port: int,
+    remote_tp_size: int,
+    expected_engine_id: str,
 ) -> Any:
-    def handshake(
-        host: str, port: int, remote_tp_size: int, expected_engine_id: str
-    ) -> dict[int, str]:
-        asked = host, port, remote_tp_size, expected_engine_id
-        has_more = remote_tp_size > instance.world_size
-        is_asking = isinstance(instance, HandshakeWithOneRank)
-        if is_asking or worker_state(instance).held(Reader) is None or not has_more:
-            return wrapped(*asked)  # type: ignore[no-any-return]
-        return handshake_with_ranks(instance, *asked)
-
-    return handshake(*args, **kwargs)
+    asked = host, port, remote_tp_size, expected_engine_id
+    has_more = remote_tp_size > instance.world_size
+    is_asking = isinstance(instance, HandshakeWithOneRank)
+    if is_asking or worker_state(instance).held(Reader) is None or not has_more:
+        return wrapped(*asked)
+    return handshake_with_ranks(instance, *asked)
 
 
 def sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

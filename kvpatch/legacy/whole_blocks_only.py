@@ -19,17 +19,14 @@ from kvpatch.worker.unpatched_workers import is_applied
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    def matched(request: Any, num_computed_tokens: int) -> Any:
-        count, is_async = wrapped(request, num_computed_tokens)
-        if not count:
-            return count, is_async
-        held = _held_tokens(instance, request, num_computed_tokens + count)
-        count = max(0, min(count, held - num_computed_tokens))
-        return count, is_async and count > 0
-
-    return matched(*args, **kwargs)
+    count, is_async = wrapped(request, num_computed_tokens)
+    if not count:
+        return count, is_async
+    held = _held_tokens(instance, request, num_computed_tokens + count)
+    count = max(0, min(count, held - num_computed_tokens))
+    return count, is_async and count > 0
 
 
 def _held_tokens(scheduler: Any, request: Any, wanted: int) -> int:

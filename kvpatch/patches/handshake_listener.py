@@ -49,9 +49,7 @@ class _Answers:
         return answer
 
 
-def _listen(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _listen(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     from msgspec import MsgspecError
 
     def listen(answers: Any, *more: Any) -> Any:

@@ -47,21 +47,18 @@ from kvpatch.worker.state import release_worker, scheduler_state, worker_state
 def _worker_init(
     wrapped: Callable[..., Any],
     instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
+    vllm_config: Any,
+    *more: Any,
     facts: ReleaseFacts,
+    **named: Any,
 ) -> None:
-    def init(vllm_config: Any, *more: Any, **named: Any) -> None:
-        if not is_wanted_here(vllm_config, facts):
-            wrapped(vllm_config, *more, **named)
-            return
-        with workers.taken_for_host_memory(vllm_config, facts):
-            wrapped(vllm_config, *more, **named)
-        workers.become_plain(release_worker(instance))
-        worker_state(instance).is_host_buffered = True
-
-    init(*args, **kwargs)
+    if not is_wanted_here(vllm_config, facts):
+        wrapped(vllm_config, *more, **named)
+        return
+    with workers.taken_for_host_memory(vllm_config, facts):
+        wrapped(vllm_config, *more, **named)
+    workers.become_plain(release_worker(instance))
+    worker_state(instance).is_host_buffered = True
 
 
 def _save(connector: Any, _: Any) -> None:
@@ -73,19 +70,16 @@ def _save(connector: Any, _: Any) -> None:
 
 
 def _set_host_xfer_buffer_ops(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, copy_operation: Any
 ) -> Any:
-    def set_operation(copy_operation: Any) -> Any:
-        worker = instance.connector_worker
-        if worker is None or not worker_state(worker).is_host_buffered:
-            return wrapped(copy_operation)
-        # For the mirror of the release, which this worker does not have.
-        buffer = _buffer_of(instance)
-        if buffer is not None:
-            buffer.offer(copy_operation)
-        return None
-
-    return set_operation(*args, **kwargs)
+    worker = instance.connector_worker
+    if worker is None or not worker_state(worker).is_host_buffered:
+        return wrapped(copy_operation)
+    # For the mirror of the release, which this worker does not have.
+    buffer = _buffer_of(instance)
+    if buffer is not None:
+        buffer.offer(copy_operation)
+    return None
 
 
 def _buffer_of(connector: Any) -> workers.HostBuffer | None:
@@ -100,33 +94,27 @@ def _buffer_of(connector: Any) -> workers.HostBuffer | None:
 def _scheduler_init(
     wrapped: Callable[..., Any],
     instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
+    vllm_config: Any,
+    *more: Any,
     facts: ReleaseFacts,
+    **named: Any,
 ) -> None:
-    def init(vllm_config: Any, *more: Any, **named: Any) -> None:
-        wrapped(vllm_config, *more, **named)
-        if is_wanted_here(vllm_config, facts):
-            instance.use_host_buffer = False
-            state = scheduler_state(instance)
-            buffer = schedulers.HostBufferScheduler(facts)
-            buffer.book = state.book
-            state.hold(buffer)
-
-    init(*args, **kwargs)
+    wrapped(vllm_config, *more, **named)
+    if is_wanted_here(vllm_config, facts):
+        instance.use_host_buffer = False
+        state = scheduler_state(instance)
+        buffer = schedulers.HostBufferScheduler(facts)
+        buffer.book = state.book
+        state.hold(buffer)
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    def matched(request: Any, num_computed_tokens: int) -> Any:
-        buffer = links.host_buffer_of(instance)
-        if buffer is not None and schedulers.is_to_be_read(request) and not buffer.admit(request):
-            return None, False  # asked again in the next step
-        return wrapped(request, num_computed_tokens)
-
-    return matched(*args, **kwargs)
+    buffer = links.host_buffer_of(instance)
+    if buffer is not None and schedulers.is_to_be_read(request) and not buffer.admit(request):
+        return None, False  # asked again in the next step
+    return wrapped(request, num_computed_tokens)
 
 
 def _build_metadata(connector: Any, output: Any) -> Callable[[Any], None] | None:
@@ -135,24 +123,19 @@ def _build_metadata(connector: Any, output: Any) -> Callable[[Any], None] | None
 
 
 def _request_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, block_ids: Any
 ) -> Any:
-    def finished(request: Any, block_ids: Any) -> Any:
-        answer = wrapped(request, block_ids)
-        buffer = links.host_buffer_of(instance)
-        if buffer is None:
-            return answer
-        return buffer.finished(instance.connector_scheduler, request, answer)
-
-    return finished(*args, **kwargs)
+    answer = wrapped(request, block_ids)
+    buffer = links.host_buffer_of(instance)
+    if buffer is None:
+        return answer
+    return buffer.finished(instance.connector_scheduler, request, answer)
 
 
 # --- vLLM's scheduler --------------------------------------------------------------
 
 
-def _schedule(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _schedule(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     """Of a release whose connectors cannot say that they know later (<= 0.10.1)."""
     links.link(instance)
     held = links.without_room(instance)
@@ -166,15 +149,10 @@ def _schedule(
         links.put_back(instance.waiting, order, held)
 
 
-def _free(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def free(request: Any) -> Any:
-        result = wrapped(request)
-        links.freed(instance, request.request_id)
-        return result
-
-    return free(*args, **kwargs)
+def _free(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+    result = wrapped(request)
+    links.freed(instance, request.request_id)
+    return result
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

@@ -30,16 +30,14 @@ from kvpatch.core.releases import ReleaseFacts
 
 
 def _get_required_kvcache_layout(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if settings.is_kvcached_enabled():
         return None
     return wrapped(*args, **kwargs)
 
 
-def _as_ever(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _as_ever(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     return wrapped(*args, **kwargs)
 
 

@@ -42,23 +42,16 @@ from kvpatch.worker.state import front_end_state, scheduler_state, worker_state
 # --- a worker ---------------------------------------------------------------------
 
 
-def _record_transfer(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def record(res: Any) -> Any:
-        if isinstance(res, Telemetry) and res.is_of_nothing:
-            return None  # a rank that was only told
-        found = wrapped(res)
-        if res is not None:  # from 0.32 on NIXL may not have counted
-            payload.count_read(instance, res)
-        return found
-
-    return record(*args, **kwargs)
+def _record_transfer(wrapped: Callable[..., Any], instance: Any, res: Any) -> Any:
+    if isinstance(res, Telemetry) and res.is_of_nothing:
+        return None  # a rank that was only told
+    found = wrapped(res)
+    if res is not None:  # from 0.32 on NIXL may not have counted
+        payload.count_read(instance, res)
+    return found
 
 
-def _get_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _get_finished(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     sent, received = wrapped(*args, **kwargs)
     if received:
         worker_state(instance).book.report(received)
@@ -71,13 +64,10 @@ def _report_results(worker: Any, found: Any) -> None:
 
 
 def _handle_failed_transfer(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, req_id: str, handle: Any
 ) -> Any:
-    def handle_failed(req_id: str, handle: Any) -> Any:
-        worker_state(instance).book.fail(req_id)
-        return wrapped(req_id, handle)
-
-    return handle_failed(*args, **kwargs)
+    worker_state(instance).book.fail(req_id)
+    return wrapped(req_id, handle)
 
 
 def _count(worker: Any) -> None:
@@ -106,16 +96,11 @@ def _is_empty(stats: Any, is_empty: Any) -> Any:
     return is_empty and not payload.samples_of(stats.data)
 
 
-def _aggregate(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def aggregate(other: Any) -> Any:
-        # The release adds those of a name that both sides have.
-        payload.put(instance, ())
-        payload.put(other, ())
-        return wrapped(other)
-
-    return aggregate(*args, **kwargs)
+def _aggregate(wrapped: Callable[..., Any], instance: Any, other: Any) -> Any:
+    # The release adds those of a name that both sides have.
+    payload.put(instance, ())
+    payload.put(other, ())
+    return wrapped(other)
 
 
 # --- the scheduler --------------------------------------------------------------------
@@ -141,40 +126,32 @@ def _add_schedulers(connector: Any, found: Any) -> Any:
 # --- the front end --------------------------------------------------------------------
 
 
-def _build_kv_connector_stats(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def build(data: Any = None) -> Any:
-        """What the release logs: an interval with counts of kvpatch's alone is none to it."""
-        return wrapped(None if data is None else payload.without(data))
-
-    return build(*args, **kwargs)
+def _build_kv_connector_stats(wrapped: Callable[..., Any], instance: Any, data: Any = None) -> Any:
+    """What the release logs: an interval with counts of kvpatch's alone is none to it."""
+    return wrapped(None if data is None else payload.without(data))
 
 
 def _prom_init(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    vllm_config: Any,
+    metric_types: Any,
+    labelnames: Any,
+    per_engine_labelvalues: Any,
 ) -> None:
-    def init(
-        vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> None:
-        wrapped(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        shown = Shown(metric_types, labelnames, per_engine_labelvalues)
-        front_end_state(instance).hold(shown)
-
-    init(*args, **kwargs)
+    wrapped(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    shown = Shown(metric_types, labelnames, per_engine_labelvalues)
+    front_end_state(instance).hold(shown)
 
 
 def _prom_observe(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, transfer_stats_data: Any, engine_idx: int = 0
 ) -> Any:
-    def observe(transfer_stats_data: Any, engine_idx: int = 0) -> Any:
-        result = wrapped(transfer_stats_data, engine_idx)
-        shown = front_end_state(instance).held(Shown)
-        if shown is not None:
-            shown.observe(payload.samples_of(transfer_stats_data), engine_idx)
-        return result
-
-    return observe(*args, **kwargs)
+    result = wrapped(transfer_stats_data, engine_idx)
+    shown = front_end_state(instance).held(Shown)
+    if shown is not None:
+        shown.observe(payload.samples_of(transfer_stats_data), engine_idx)
+    return result
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

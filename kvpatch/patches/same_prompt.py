@@ -45,45 +45,39 @@ from kvpatch.worker.unpatched_workers import is_applied
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    def matched(request: Any, num_computed_tokens: int) -> Any:
-        count, is_async = wrapped(request, num_computed_tokens)
-        scheduler = connector_scheduler(instance)
-        state = scheduler_state(scheduler)
-        loads = state.of(PromptLoads)
-        if loads.must_wait(request):
-            return None, False
-        if not count or is_push(scheduler):
-            return count, is_async
-        if loads.is_again(scheduler, request):
-            return None if loads.must_wait(request) else 0, False
-        # Workers must pair the blocks of both sides by token.
-        if state.has_stock_workers or not is_applied("unlike_engines"):
-            return count, is_async
-        tokens = loads.plan(scheduler, request, num_computed_tokens, count)
-        return tokens, bool(tokens) and is_async
-
-    return matched(*args, **kwargs)
+    count, is_async = wrapped(request, num_computed_tokens)
+    scheduler = connector_scheduler(instance)
+    state = scheduler_state(scheduler)
+    loads = state.of(PromptLoads)
+    if loads.must_wait(request):
+        return None, False
+    if not count or is_push(scheduler):
+        return count, is_async
+    if loads.is_again(scheduler, request):
+        return None if loads.must_wait(request) else 0, False
+    # Workers must pair the blocks of both sides by token.
+    if state.has_stock_workers or not is_applied("unlike_engines"):
+        return count, is_async
+    tokens = loads.plan(scheduler, request, num_computed_tokens, count)
+    return tokens, bool(tokens) and is_async
 
 
 def _request_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, block_ids: Any
 ) -> Any:
-    def finished(request: Any, block_ids: Any) -> Any:
-        keeps_blocks, params = wrapped(request, block_ids)
-        if request.status.name == "FINISHED_ERROR":
-            scheduler_state(connector_scheduler(instance)).of(PromptLoads).forget_failed(request)
-        if keeps_blocks and params:
-            scheduler = connector_scheduler(instance)
-            named = names_images(scheduler)
-            held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
-            if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
-                held -= held % int(scheduler.block_size)
-            params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
-        return keeps_blocks, params
-
-    return finished(*args, **kwargs)
+    keeps_blocks, params = wrapped(request, block_ids)
+    if request.status.name == "FINISHED_ERROR":
+        scheduler_state(connector_scheduler(instance)).of(PromptLoads).forget_failed(request)
+    if keeps_blocks and params:
+        scheduler = connector_scheduler(instance)
+        named = names_images(scheduler)
+        held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
+        if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
+            held -= held % int(scheduler.block_size)
+        params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
+    return keeps_blocks, params
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

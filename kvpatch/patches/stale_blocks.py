@@ -76,7 +76,7 @@ def _make_table(release: ReleaseWorker) -> None:
 
 
 def _get_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     metadata = wrapped(*args, **kwargs)
     tables = held_by(instance.connector_worker, StatedTables)
@@ -103,7 +103,7 @@ def _take_results(worker: Any, results: Any) -> None:
 
 
 def _unregister_kv_caches(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     table = held_by(instance, HoldTable)
     if table is not None:
@@ -114,14 +114,9 @@ def _unregister_kv_caches(
 # --- the connector's scheduler half ----------------------------------------------
 
 
-def _set_xfer_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def take(metadata: Any) -> Any:
-        scheduler_state(instance).of(GrantedHolds).learn(metadata)
-        return wrapped(metadata)
-
-    return take(*args, **kwargs)
+def _set_xfer_handshake_metadata(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    scheduler_state(instance).of(GrantedHolds).learn(metadata)
+    return wrapped(metadata)
 
 
 def _holds_of(connector: Any) -> GrantedHolds | None:
@@ -131,15 +126,12 @@ def _holds_of(connector: Any) -> GrantedHolds | None:
 
 
 def _update_state_after_alloc(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
-    def update(request: Any, *more: Any, **named: Any) -> Any:
-        holds = _holds_of(instance)
-        if holds is not None and (request.kv_transfer_params or {}).get("do_remote_decode"):
-            holds.grant(request.request_id)
-        return wrapped(request, *more, **named)
-
-    return update(*args, **kwargs)
+    holds = _holds_of(instance)
+    if holds is not None and (request.kv_transfer_params or {}).get("do_remote_decode"):
+        holds.grant(request.request_id)
+    return wrapped(request, *more, **named)
 
 
 def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
@@ -148,19 +140,16 @@ def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
 
 
 def _request_finished(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, block_ids: Any
 ) -> Any:
-    def finished(request: Any, block_ids: Any) -> Any:
-        keeps_blocks, params = wrapped(request, block_ids)
-        holds = _holds_of(instance)
-        if holds is not None:
-            if keeps_blocks and params:
-                params = holds.answer(request, block_ids, params)
-            else:
-                holds.withdraw(request.request_id)
-        return keeps_blocks, params
-
-    return finished(*args, **kwargs)
+    keeps_blocks, params = wrapped(request, block_ids)
+    holds = _holds_of(instance)
+    if holds is not None:
+        if keeps_blocks and params:
+            params = holds.answer(request, block_ids, params)
+        else:
+            holds.withdraw(request.request_id)
+    return keeps_blocks, params
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

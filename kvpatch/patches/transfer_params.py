@@ -58,21 +58,19 @@ _LOG = logging.getLogger("kvpatch.transfer_params")
 def _server_add_request(
     wrapped: Callable[..., Any],
     instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *more: Any,
     facts: ReleaseFacts,
+    **named: Any,
 ) -> Any:
     """Raises what the server answers a bad request by, before anything is booked of it."""
-
-    def add(request_id: str, prompt: Any, params: Any, *more: Any, **named: Any) -> Any:
-        try:
-            _check_at_server(instance.vllm_config, params, facts)
-        except ParamsRefused as error:
-            raise _bad_request(error, facts) from None
-        return wrapped(request_id, prompt, params, *more, **named)
-
-    return add(*args, **kwargs)
+    try:
+        _check_at_server(instance.vllm_config, params, facts)
+    except ParamsRefused as error:
+        raise _bad_request(error, facts) from None
+    return wrapped(request_id, prompt, params, *more, **named)
 
 
 def _check_at_server(config: Any, params: Any, facts: ReleaseFacts) -> None:
@@ -94,40 +92,32 @@ def _bad_request(error: ParamsRefused, facts: ReleaseFacts) -> Exception:
     return found
 
 
-def _create_completion(
+async def _create_completion(
     wrapped: Callable[..., Any],
     instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
+    request: Any,
+    *more: Any,
     facts: ReleaseFacts,
+    **named: Any,
 ) -> Any:
-    async def create(request: Any, *more: Any, **named: Any) -> Any:
-        embedded, prompt = request.prompt_embeds, request.prompt
-        if facts.skips_empty_prompts and embedded and prompt == "":
-            prompt = None
-        try:
-            check_prompts(request.kv_transfer_params, prompt, embedded)
-        except ParamsRefused as error:
-            return instance.create_error_response(str(error))
-        return await wrapped(request, *more, **named)
-
-    return create(*args, **kwargs)
+    embedded, prompt = request.prompt_embeds, request.prompt
+    if facts.skips_empty_prompts and embedded and prompt == "":
+        prompt = None
+    try:
+        check_prompts(request.kv_transfer_params, prompt, embedded)
+    except ParamsRefused as error:
+        return instance.create_error_response(str(error))
+    return await wrapped(request, *more, **named)
 
 
-def _add_request(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def add(request: Any) -> Any:
-        facts = engine_state(instance).facts
-        connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
-        for each in connectors_of(instance):
-            if isinstance(each, connector):
-                book = scheduler_state(each.connector_scheduler).book
-                _take_checked(request, facts, _limits_of(instance, each, request, facts), book)
-        return wrapped(request)
-
-    return add(*args, **kwargs)
+def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+    facts = engine_state(instance).facts
+    connector = vars(sys.modules[facts.connector.module])[facts.connector.owner]
+    for each in connectors_of(instance):
+        if isinstance(each, connector):
+            book = scheduler_state(each.connector_scheduler).book
+            _take_checked(request, facts, _limits_of(instance, each, request, facts), book)
+    return wrapped(request)
 
 
 def _take_checked(request: Any, facts: ReleaseFacts, limits: RequestLimits, book: Book) -> None:
@@ -157,20 +147,17 @@ def _limits_of(core: Any, connector: Any, request: Any, facts: ReleaseFacts) -> 
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
-    def matched(request: Any, num_computed_tokens: int) -> Any:
-        found = wrapped(request, num_computed_tokens)
-        scheduler = instance.connector_scheduler
-        facts = scheduler_state(scheduler).facts
-        if found[0] and not is_push(scheduler):
-            reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
-            reads_back = reads_back and not scheduler.use_host_buffer
-            if loads_nothing(request.kv_transfer_params, reads_back=reads_back):
-                return 0, False
-        return found
-
-    return matched(*args, **kwargs)
+    found = wrapped(request, num_computed_tokens)
+    scheduler = instance.connector_scheduler
+    facts = scheduler_state(scheduler).facts
+    if found[0] and not is_push(scheduler):
+        reads_back = facts.reads_back and scheduler.is_bidirectional_kv_xfer_enabled
+        reads_back = reads_back and not scheduler.use_host_buffer
+        if loads_nothing(request.kv_transfer_params, reads_back=reads_back):
+            return 0, False
+    return found
 
 
 _PUSH = "NixlPushConnector"

@@ -85,32 +85,27 @@ from kvpatch.worker.unpatched_workers import is_guarded
 
 
 def _add_remote_agent(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    nixl_agent_meta: Any,
+    remote_tp_rank: int = 0,
+    remote_tp_size: int = 1,
+    *contexts: Any,
 ) -> Any:
-    def add(
-        nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *contexts: Any
-    ) -> Any:
-        told = nixl_agent_meta, remote_tp_rank, remote_tp_size
-        release = release_worker(instance)
-        handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
-        if not release.pulls:
-            return handshake.as_release()
-        with worker_state(instance).book.refusals():
-            local = local_cache(release)
-            remote = handshake.read(local)
-            return handshake.act(decide(local, remote, release.facts))
-
-    return add(*args, **kwargs)
+    told = nixl_agent_meta, remote_tp_rank, remote_tp_size
+    release = release_worker(instance)
+    handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
+    if not release.pulls:
+        return handshake.as_release()
+    with worker_state(instance).book.refusals():
+        local = local_cache(release)
+        remote = handshake.read(local)
+        return handshake.act(decide(local, remote, release.facts))
 
 
-def _read_blocks_for_req(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def read(req_id: str, meta: Any) -> Any:
-        with request_read(instance, req_id, meta):
-            return wrapped(req_id, meta)
-
-    return read(*args, **kwargs)
+def _read_blocks_for_req(wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any) -> Any:
+    with request_read(instance, req_id, meta):
+        return wrapped(req_id, meta)
 
 
 def _note_loads(worker: Any) -> None:
@@ -119,25 +114,15 @@ def _note_loads(worker: Any) -> None:
         note_loads(worker)
 
 
-def _reorder_received(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def reorder(block_ids: Any) -> Any:
-        if worker_state(instance).of(ReorderedLoads).is_reordered(block_ids):
-            wrapped(block_ids)
-
-    return reorder(*args, **kwargs)
+def _reorder_received(wrapped: Callable[..., Any], instance: Any, block_ids: Any) -> Any:
+    if worker_state(instance).of(ReorderedLoads).is_reordered(block_ids):
+        wrapped(block_ids)
 
 
-def _add_request(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def add(request: Any) -> Any:
-        for scheduler in schedulers_of(instance):
-            scheduler_state(scheduler).of(read_request.Waits).take(request.arrival_time)
-        return wrapped(request)
-
-    return add(*args, **kwargs)
+def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+    for scheduler in schedulers_of(instance):
+        scheduler_state(scheduler).of(read_request.Waits).take(request.arrival_time)
+    return wrapped(request)
 
 
 def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
@@ -165,18 +150,15 @@ def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None
 
 
 def _get_num_new_matched_tokens(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, request: Any, *more: Any, **named: Any
 ) -> Any:
-    def matched(request: Any, *more: Any, **named: Any) -> Any:
-        found, scheduler = wrapped(request, *more, **named), instance.connector_scheduler
-        if found[0] and not (
-            may_load(scheduler, request, scheduler_state(scheduler).facts)
-            and not _is_kept_from_workers(scheduler, request)
-        ):
-            return 0, False
-        return found
-
-    return matched(*args, **kwargs)
+    found, scheduler = wrapped(request, *more, **named), instance.connector_scheduler
+    if found[0] and not (
+        may_load(scheduler, request, scheduler_state(scheduler).facts)
+        and not _is_kept_from_workers(scheduler, request)
+    ):
+        return 0, False
+    return found
 
 
 def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
@@ -201,7 +183,7 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
 
 
 def _get_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
     if metadata is not None and worker is not None:
@@ -209,32 +191,24 @@ def _get_handshake_metadata(
     return metadata
 
 
-def _set_xfer_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def take(metadata: Any) -> Any:
-        scheduler_state(instance).has_stock_workers = stated_words.lack_kvpatch(metadata)
-        return wrapped(stated_words.with_stated_words(metadata))
-
-    return take(*args, **kwargs)
+def _set_xfer_handshake_metadata(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    scheduler_state(instance).has_stock_workers = stated_words.lack_kvpatch(metadata)
+    return wrapped(stated_words.with_stated_words(metadata))
 
 
 def _nixl_handshake(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    host: str,
+    port: int,
+    remote_tp_size: int,
+    expected_engine_id: str,
+    *more: Any,
+    **named: Any,
 ) -> Any:
-    def shake_hands(
-        host: str,
-        port: int,
-        remote_tp_size: int,
-        expected_engine_id: str,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        channels = worker_state(instance).of(stated_words.SideChannels)
-        channels.found[expected_engine_id] = Address(host, int(port))
-        return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
-
-    return shake_hands(*args, **kwargs)
+    channels = worker_state(instance).of(stated_words.SideChannels)
+    channels.found[expected_engine_id] = Address(host, int(port))
+    return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
 
 
 def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
@@ -257,13 +231,10 @@ def _before(
     then: Wrapper,
     wrapped: Callable[..., Any],
     instance: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    def call(*more: Any, **named: Any) -> Any:
-        return then(wrapped, instance, more, named)
-
-    return first(call, instance, args, kwargs)
+    return first(partial(then, wrapped, instance), instance, *args, **kwargs)
 
 
 def _of_old_releases(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

@@ -55,17 +55,12 @@ from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker
 _TOLD = "kvpatch_peer_releases"
 
 
-def _add_request(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    def add(request: Any) -> Any:
-        for connector in connectors_of(instance):
-            scheduler = getattr(connector, "connector_scheduler", None)
-            if scheduler is not None and hasattr(scheduler, "_reqs_need_recv"):
-                scheduler_state(scheduler).of(PeerReleases).learn(request.kv_transfer_params)
-        return wrapped(request)
-
-    return add(*args, **kwargs)
+def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
+    for connector in connectors_of(instance):
+        scheduler = getattr(connector, "connector_scheduler", None)
+        if scheduler is not None and hasattr(scheduler, "_reqs_need_recv"):
+            scheduler_state(scheduler).of(PeerReleases).learn(request.kv_transfer_params)
+    return wrapped(request)
 
 
 def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
@@ -94,35 +89,32 @@ def _begin_loads(worker: Any, metadata: Any) -> None:
 
 
 def _nixl_handshake(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any],
+    instance: Any,
+    host: str,
+    port: int,
+    remote_tp_size: int,
+    expected_engine_id: str,
+    *more: Any,
+    **named: Any,
 ) -> Any:
-    def shake_hands(
-        host: str,
-        port: int,
-        remote_tp_size: int,
-        expected_engine_id: str,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        state = worker_state(instance)
-        known = state.of(PeerReleases)
-        whose = remote_tp_size, expected_engine_id
-        releases = known.of([expected_engine_id]).get(expected_engine_id)
-        if releases is None or not _asks_otherwise(instance, releases, state.facts):
-            _check_answers(releases or (), state.facts)
-            return wrapped(host, port, *whose, *more, **named)
-        interpretation = Interpretation(
-            Address(host, int(port)),
-            releases,
-            state.facts,
-            str(instance.compat_hash),
-            str(instance.backend_name),
-            partial(known.state, expected_engine_id),
-        )
-        with Interpreter(interpretation) as here:
-            return wrapped(HOST, here.port, *whose, *more, **named)
-
-    return shake_hands(*args, **kwargs)
+    state = worker_state(instance)
+    known = state.of(PeerReleases)
+    whose = remote_tp_size, expected_engine_id
+    releases = known.of([expected_engine_id]).get(expected_engine_id)
+    if releases is None or not _asks_otherwise(instance, releases, state.facts):
+        _check_answers(releases or (), state.facts)
+        return wrapped(host, port, *whose, *more, **named)
+    interpretation = Interpretation(
+        Address(host, int(port)),
+        releases,
+        state.facts,
+        str(instance.compat_hash),
+        str(instance.backend_name),
+        partial(known.state, expected_engine_id),
+    )
+    with Interpreter(interpretation) as here:
+        return wrapped(HOST, here.port, *whose, *more, **named)
 
 
 def _asks_otherwise(worker: Any, releases: Releases, own: ReleaseFacts) -> bool:

@@ -84,7 +84,7 @@ def world(request):
     del sys.modules[MODULE]
 
 
-def _ours(wrapped, instance, args, kwargs):
+def _ours(wrapped, instance, *args, **kwargs):
     return f"ours over {wrapped(*args, **kwargs)}"
 
 

@@ -69,7 +69,7 @@ CLASSMETHOD = _site("answer", "classmethod", ("cls", "value"))
 STATICMETHOD = _site("plain", "staticmethod", ("value",))
 
 
-def _plus_one(wrapped, instance, args, kwargs):
+def _plus_one(wrapped, instance, *args, **kwargs):
     found = wrapped(*args, **kwargs)
     return (found[0], found[1] + 1) if isinstance(found, tuple) else found + 1
 
@@ -160,7 +160,7 @@ def test_undo_leaves_a_foreign_wrapper_and_ours_below_it_does_nothing():
 
 
 def test_a_guard_is_undone_even_where_construction_was_inherited():
-    def refuse(wrapped, instance, args, kwargs):
+    def refuse(wrapped, instance, *args, **kwargs):
         raise RuntimeError("refused")
 
     ledger = Ledger()
@@ -221,7 +221,7 @@ def test_steps_of_several_patches_share_a_wrapper():
 def test_a_wrapper_of_its_own_goes_over_a_shared_one():
     ledger = Ledger()
     ledger.apply("p", _STEP)
-    ledger.apply("q", {METHOD: lambda wrapped, instance, args, kwargs: ("over", wrapped(*args))})
+    ledger.apply("q", {METHOD: lambda wrapped, instance, *args, **kwargs: ("over", wrapped(*args))})
 
     assert Target().method(1) == ("over", (["p"], 1))
 
@@ -229,7 +229,7 @@ def test_a_wrapper_of_its_own_goes_over_a_shared_one():
 def test_a_shared_function_goes_over_a_wrapper():
     seen = []
 
-    def note(wrapped, instance, args, kwargs):
+    def note(wrapped, instance, *args, **kwargs):
         seen.append(instance)
         return "under", wrapped(*args, **kwargs)
 
@@ -389,7 +389,7 @@ def test_a_shared_function_goes_over_a_foreign_wrapper():
     assert Target().method(1) == (["p"], 2)
 
 
-def _plus_one_of_a_pair(wrapped, instance, args, kwargs):
+def _plus_one_of_a_pair(wrapped, instance, *args, **kwargs):
     slugs, value = wrapped(*args, **kwargs)
     return slugs, value + 1
 

@@ -46,7 +46,7 @@ class _Worker:
             self._recving_metadata.clear()
             if self.enable_heterogeneous_attn_post_process:
                 for blocks in arrived:
-                    _reorder_received(self.reordered.append, self, (blocks,), {})
+                    _reorder_received(self.reordered.append, self, blocks)
 
         _note_loads(self)
         results()
@@ -81,4 +81,4 @@ def test_a_load_of_nobody_knows_whom_is_refused(worker):
     worker.meet(OTHER, "FLASH_ATTN")
     worker.look()
     with pytest.raises(ReadRefused, match="was not on its way"):
-        _reorder_received(worker.reordered.append, worker, ([1],), {})
+        _reorder_received(worker.reordered.append, worker, [1])

@@ -343,7 +343,7 @@ def test_the_server_refuses_before_anything_is_booked(facts: ReleaseFacts) -> No
         sampling = SimpleNamespace(extra_args={"kv_transfer_params": params})
         given = ("name", "prompt", sampling, 1.0)
         _server_add_request(
-            lambda *given: taken.append(given), _server(connector), given, {}, facts=facts
+            lambda *given: taken.append(given), _server(connector), *given, facts=facts
         )
 
     ask("NixlConnector", own)
@@ -384,7 +384,7 @@ def test_the_server_answers_several_prompts_with_an_error() -> None:
     def ask(prompt: Any, embedded: Any = None, release: str = "0.33.0") -> Any:
         request = SimpleNamespace(prompt=prompt, prompt_embeds=embedded, kv_transfer_params=_OWN)
         facts = FACTS[release]
-        return asyncio.run(_create_completion(create, server, (request,), {}, facts=facts))
+        return asyncio.run(_create_completion(create, server, request, facts=facts))
 
     several = "error: kv_transfer_params belongs to one prompt"
     assert ask("one") == "answered"

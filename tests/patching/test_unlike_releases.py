@@ -417,7 +417,7 @@ class TestWhereNoOtherReleaseIsAccepted:
             called.append((args, named))
 
         named = {"expected_engine_id": "p", "remote_tp_size": 2, "more": 3}
-        unlike_releases._nixl_handshake(own, worker, ("host", 1), named)
+        unlike_releases._nixl_handshake(own, worker, "host", 1, **named)
         return called
 
     @pytest.mark.parametrize("of_p", ["0.33.0", "0.32.0", "0.25.1", "0.20.2", "0.13.0", "0.12.0"])

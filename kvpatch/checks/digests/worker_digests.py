@@ -233,7 +233,7 @@ def leave_freed(worker: Any, _: Any) -> None:
 
 
 def unregister_kv_caches(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Waits until nothing is read of caches that are about to be let go of."""
     holds, maker = held_by(instance, HoldTable), held_by(instance, DigestMaker)
