@@ -19,7 +19,7 @@ def test_the_connectors_wish_holds_where_vllm_makes_the_views(facts, is_kvcached
     monkeypatch.setenv("ENABLE_KVCACHED", "true" if is_kvcacheds else "false")
     (ask,) = PATCH.sites(facts).values()
 
-    found = ask(lambda config: "HND", None, (None,), {})
+    found = ask(lambda config: "HND", None, None)
 
     by_vllm = Version(facts.release) >= Version("0.29")
     assert found == ("HND" if by_vllm or not is_kvcacheds else None)
