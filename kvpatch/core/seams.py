@@ -129,8 +129,6 @@ get_num_new_matched_tokens = _at(_CONNECTOR, "get_num_new_matched_tokens", *_ASK
 update_state_after_alloc = _at(
     _CONNECTOR, "update_state_after_alloc", "request", "blocks", "num_external_tokens"
 )
-#: Where vLLM asks for a step's metadata, whichever scheduler half writes it.
-connector_meta = _at(_CONNECTOR, "build_connector_meta", "scheduler_output")
 #: Where vLLM asks which requests have been sent and received.
 get_finished = _at(_CONNECTOR, "get_finished", "finished_req_ids")
 #: Where vLLM asks which blocks could not be loaded; from 0.11.1.

@@ -16,11 +16,11 @@ from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in
 from kvpatch.load.read_request import are_grouped, groups
 from kvpatch.observe.book import Book
+from kvpatch.worker.envelope import SAVES
 from kvpatch.worker.kv_cache_groups import transferred_groups
 from kvpatch.worker.unpatched_workers import require
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
-_ATTRIBUTE = "kvpatch_saves"
 #: In an answer's transfer parameters: why there is nothing to read.
 REFUSED = "kvpatch_refused"
 #: As often as vLLM says how many requests are running.
@@ -82,12 +82,6 @@ class UsageLog:
             table.held,
             table.waiting,
         )
-
-
-def saves_of_step(metadata: Any) -> StepSaves | None:
-    """What the scheduler wrote onto a step's metadata; None where there is nothing to copy."""
-    found = getattr(metadata, _ATTRIBUTE, None)
-    return found if isinstance(found, StepSaves) else None
 
 
 class HostBufferScheduler:
@@ -185,11 +179,11 @@ class HostBufferScheduler:
 
     # -- each step -----------------------------------------------------------
 
-    def plan(self, output: Any, metadata: Any) -> None:
-        """Writes what to copy after this step onto its metadata."""
+    def plan(self, output: Any, metadata: Any) -> dict[str, Any]:
+        """Returns what the workers copy after this step, for their message."""
         core = self._core() if self._core is not None else None
         if core is None or self._table is None or not self._is_used:
-            return  # a decode engine, or a prefill engine before its first request
+            return {}  # a decode engine, or a prefill engine before its first request
         for entry in metadata.reqs_to_recv.values():
             self._table.written(b for group in groups(entry.local_block_ids) for b in group if b)
         steps = [
@@ -220,15 +214,12 @@ class HostBufferScheduler:
                 else:
                     self._saved_hashes |= {block: _hash_of(core, block) for block, _ in found}
                     pairs += found
-        if pairs or is_last:
-            copies = StepSaves(
-                tuple(block for block, _ in pairs),
-                tuple(host_block + NULL_BLOCKS for _, host_block in pairs),
-                self._host_blocks,
-                is_last,
-            )
-            setattr(metadata, _ATTRIBUTE, copies)
         self._usage.look(self._table)
+        if not pairs and not is_last:
+            return {}
+        blocks = tuple(block for block, _ in pairs)
+        host_blocks = tuple(host_block + NULL_BLOCKS for _, host_block in pairs)
+        return {SAVES: StepSaves(blocks, host_blocks, self._host_blocks, is_last)}
 
     def _forget_loaded(self, core: Any, request_id: str, blocks: Iterable[int]) -> None:
         """Forgets what host blocks hold of blocks that have got other content unseen.

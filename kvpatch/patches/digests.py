@@ -30,7 +30,8 @@ from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Step, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.registration import registration_step
-from kvpatch.worker.engine_steps import Around, around, bind
+from kvpatch.worker.engine_steps import Around, around
+from kvpatch.worker.envelope import read_step
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
@@ -40,11 +41,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
 
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, worker_digests.make_table),
-        seams.bind_connector_metadata(facts): Step(bind, worker_digests.hear),
+        seams.bind_connector_metadata(facts): Step(read_step, worker_digests.hear),
         seams.transfer_results(facts): Step(around, Around(after=worker_digests.leave_freed)),
     }
     if facts.can_sleep:
-        found[seams.unregister_kv_caches(facts)] = worker_digests.unregister_kv_caches
+        left = Around(before=worker_digests.leave_caches)
+        found[seams.unregister_kv_caches(facts)] = Step(around, left)
     return found
 
 

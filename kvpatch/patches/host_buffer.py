@@ -38,8 +38,9 @@ from kvpatch.host_buffer import scheduler as schedulers
 from kvpatch.host_buffer import worker as workers
 from kvpatch.host_buffer.policy import is_wanted_here
 from kvpatch.load.registration import registration_step
-from kvpatch.worker.engine_steps import Around, around, build
-from kvpatch.worker.state import release_worker, scheduler_state, worker_state
+from kvpatch.worker.engine_steps import Around, around
+from kvpatch.worker.envelope import SAVES, message_on, write_step
+from kvpatch.worker.state import held_by, release_worker, scheduler_state, worker_state
 
 # --- the workers ---------------------------------------------------------------
 
@@ -64,7 +65,7 @@ def _worker_init(
 def _save(connector: Any, _: Any) -> None:
     """Once vLLM has waited for its own."""
     buffer = _buffer_of(connector)
-    copies = None if buffer is None else schedulers.saves_of_step(connector._connector_metadata)
+    copies = None if buffer is None else message_on(connector._connector_metadata).get(SAVES)
     if buffer is not None and copies is not None:
         buffer.save(copies)
 
@@ -117,8 +118,8 @@ def _get_num_new_matched_tokens(
     return wrapped(request, num_computed_tokens)
 
 
-def _build_metadata(connector: Any, output: Any) -> Callable[[Any], None] | None:
-    buffer = links.host_buffer_of(connector)
+def _write(scheduler: Any, output: Any) -> Callable[[Any], dict[str, Any]] | None:
+    buffer = held_by(scheduler, schedulers.HostBufferScheduler)
     return None if buffer is None else partial(buffer.plan, output)
 
 
@@ -162,7 +163,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.wait_for_save(facts): Step(around, Around(after=_save)),
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
-        seams.connector_meta(facts): Step(build, _build_metadata),
+        seams.build_connector_meta(facts): Step(write_step, _write),
         seams.schedule(facts): (
             Step(around, Around(before=links.link)) if facts.can_answer_later else _schedule
         ),

@@ -32,11 +32,11 @@ Remove when:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from kvpatch.checks.holds.grants import GrantedHolds, StatedTables, changes_in, state_tables
+from kvpatch.checks.holds.grants import GrantedHolds, StatedTables
 from kvpatch.checks.holds.hold_check import check_hold
 from kvpatch.checks.holds.hold_table import HoldTable
 from kvpatch.checks.tables import made_table
@@ -47,7 +47,15 @@ from kvpatch.load import failed_checks
 from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.read_request import HOLD
 from kvpatch.load.registration import registration_step
-from kvpatch.worker.engine_steps import Around, amend, around, bind, build, hear
+from kvpatch.worker.engine_steps import Around, amend, around, hear
+from kvpatch.worker.envelope import (
+    HOLDS,
+    TABLES,
+    read_statement,
+    read_step,
+    write_statement,
+    write_step,
+)
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import connector_scheduler, held_by, scheduler_state, worker_state
 
@@ -75,22 +83,16 @@ def _make_table(release: ReleaseWorker) -> None:
         state.of(CheckMakers)["stale_blocks"] = lambda *_: partial(check_hold, table)
 
 
-def _get_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
-    metadata = wrapped(*args, **kwargs)
-    tables = held_by(instance.connector_worker, StatedTables)
-    if metadata is not None and tables:
-        state_tables(metadata, tables)
-    return metadata
+def _state(worker: Any) -> dict[str, Any]:
+    tables = held_by(worker, StatedTables)
+    return {TABLES: dict(tables)} if tables else {}
 
 
-def _bind_metadata(worker: Any, metadata: Any) -> None:
+def _read(worker: Any, message: Mapping[str, Any]) -> None:
     """Writes words down before the model runs, which may take long: others wait for them."""
-    changes = changes_in(metadata)
-    table = held_by(worker, HoldTable) if changes else None
+    table = held_by(worker, HoldTable)
     if table is not None:
-        table.hear(changes)
+        table.hear(message.get(HOLDS, {}))
 
 
 def _take_results(worker: Any, results: Any) -> None:
@@ -102,21 +104,18 @@ def _take_results(worker: Any, results: Any) -> None:
             table.end(request_id)
 
 
-def _unregister_kv_caches(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
-    table = held_by(instance, HoldTable)
+def _end_holds(worker: Any) -> None:
+    table = held_by(worker, HoldTable)
     if table is not None:
         table.end_all()  # what the blocks hold is about to be lost
-    return wrapped(*args, **kwargs)
 
 
 # --- the connector's scheduler half ----------------------------------------------
 
 
-def _set_xfer_handshake_metadata(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
-    scheduler_state(instance).of(GrantedHolds).learn(metadata)
-    return wrapped(metadata)
+def _take_statements(scheduler: Any, metadata: Any) -> Any:
+    scheduler_state(scheduler).of(GrantedHolds).learn(metadata)
+    return metadata
 
 
 def _holds_of(connector: Any) -> GrantedHolds | None:
@@ -134,9 +133,9 @@ def _update_state_after_alloc(
     return wrapped(request, *more, **named)
 
 
-def _build_metadata(connector: Any, _: Any) -> Callable[[Any], None] | None:
-    holds = held_by(connector_scheduler(connector), GrantedHolds)
-    return holds.tell if holds is not None and holds.has_news else None  # in few steps
+def _write(scheduler: Any, _: Any) -> Callable[[Any], dict[str, Any]] | None:
+    holds = held_by(scheduler, GrantedHolds)
+    return holds.news if holds is not None and holds.has_news else None  # in few steps
 
 
 def _request_finished(
@@ -157,15 +156,15 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         return {}
     found: dict[Site, Wrapper | Step] = {
         **registration_step(facts, _make_table),
-        seams.get_handshake_metadata(facts): _get_handshake_metadata,
-        seams.bind_connector_metadata(facts): Step(bind, _bind_metadata),
+        seams.get_handshake_metadata(facts): Step(write_statement, _state),
+        seams.bind_connector_metadata(facts): Step(read_step, _read),
         seams.transfer_results(facts): Step(around, Around(after=_take_results)),
-        seams.set_xfer_handshake_metadata(facts): _set_xfer_handshake_metadata,
+        seams.set_xfer_handshake_metadata(facts): Step(read_statement, _take_statements),
         seams.update_state_after_alloc(facts): _update_state_after_alloc,
-        seams.connector_meta(facts): Step(build, _build_metadata),
+        seams.build_connector_meta(facts): Step(write_step, _write),
     }
     if facts.can_sleep:
-        found[seams.unregister_kv_caches(facts)] = _unregister_kv_caches
+        found[seams.unregister_kv_caches(facts)] = Step(around, Around(before=_end_holds))
     if settings.on_failed_check() == "recompute":
         named = Step(amend, failed_checks.name_requests)
         found[seams.get_block_ids_with_load_errors(facts)] = named

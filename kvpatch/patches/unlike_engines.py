@@ -72,7 +72,9 @@ from kvpatch.load.shared_tokens import may_load
 from kvpatch.peer import stated_words
 from kvpatch.peer.decision import decide
 from kvpatch.peer.unlike_releases.side_channel import Address
-from kvpatch.worker.engine_steps import Around, around, build
+from kvpatch.worker.engine_steps import Around, around
+from kvpatch.worker.envelope import WORDS, read_statement, write_statement, write_step
+from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.state import (
     held_by,
     is_push,
@@ -125,7 +127,7 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
     return wrapped(request)
 
 
-def _build_metadata(scheduler: Any, output: Any) -> Callable[[Any], None] | None:
+def _attach_reads(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
     if not scheduler._reqs_need_recv:
         return None  # as in most steps
     waiting = dict(scheduler._reqs_need_recv)
@@ -182,18 +184,14 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
 # --- what no release says --------------------------------------------------------------
 
 
-def _get_handshake_metadata(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
-    metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
-    if metadata is not None and worker is not None:
-        stated_words.state_words(release_worker(worker), metadata)
-    return metadata
+def _state(worker: Any) -> dict[str, Any]:
+    ours = held_by(worker, LocalGeometry)
+    return {WORDS: stated_words.words_of(release_worker(worker), ours)}
 
 
-def _set_xfer_handshake_metadata(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
-    scheduler_state(instance).has_stock_workers = stated_words.lack_kvpatch(metadata)
-    return wrapped(stated_words.with_stated_words(metadata))
+def _take_statements(scheduler: Any, metadata: Any) -> Any:
+    scheduler_state(scheduler).has_stock_workers = stated_words.lack_kvpatch(metadata)
+    return stated_words.with_stated_words(metadata)
 
 
 def _nixl_handshake(
@@ -212,16 +210,10 @@ def _nixl_handshake(
 
 
 def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """Where workers state something to their scheduler, and to peers where answers are maps.
-
-    And where nobody states context parallelism.
-    """
+    """Where D needs what P states beside its release, and where nobody states context sizes."""
     found: dict[Site, Wrapper] = {}
     if facts.listens_in_scheduler or facts.context_sizes:
         found[seams.get_num_new_matched_tokens(facts)] = _get_num_new_matched_tokens
-    if facts.listens_in_scheduler:
-        found[seams.get_handshake_metadata(facts)] = _get_handshake_metadata
-        found[seams.set_xfer_handshake_metadata(facts)] = _set_xfer_handshake_metadata
     found[seams.nixl_handshake(facts)] = _nixl_handshake
     return found
 
@@ -266,9 +258,12 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         seams.add_remote_agent(facts): _add_remote_agent,
         seams.read_blocks_for_req(facts): _read_blocks_for_req,
         seams.add_request(facts): _add_request,
-        seams.build_connector_meta(facts): Step(build, _build_metadata),
+        seams.build_connector_meta(facts): Step(write_step, _attach_reads),
         **_of_old_releases(facts),
     }
+    if facts.listens_in_scheduler:
+        found[seams.get_handshake_metadata(facts)] = Step(write_statement, _state)
+        found[seams.set_xfer_handshake_metadata(facts)] = Step(read_statement, _take_statements)
     if facts.reorders_for_cpu:
         found[seams.transfer_results(facts)] = Step(around, Around(before=_note_loads))
         found[seams.reorder_received(facts)] = _reorder_received

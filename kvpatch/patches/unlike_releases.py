@@ -33,7 +33,7 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -49,10 +49,8 @@ from kvpatch.peer.unlike_releases.peer_releases import (
     question_of,
 )
 from kvpatch.peer.unlike_releases.side_channel import Address
-from kvpatch.worker.engine_steps import begin, build
+from kvpatch.worker.envelope import RELEASES, read_step, write_step
 from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker_state
-
-_TOLD = "kvpatch_peer_releases"
 
 
 def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
@@ -63,29 +61,28 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
     return wrapped(request)
 
 
-def _build_metadata(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
+def _write(scheduler: Any, _: Any) -> Callable[[Any], dict[str, Any] | None] | None:
     known = held_by(scheduler, PeerReleases)
     if known is None:  # no step of an engine that has loaded nothing is longer for it
         return None
     waiting = scheduler._reqs_need_recv
     if not waiting:  # as in most steps
-        return partial(_tell, known, ())
+        return partial(_releases, known, ())
     params = [request.kv_transfer_params or {} for request, *_ in waiting.values()]
-    return partial(_tell, known, [str(one.get("remote_engine_id")) for one in params])
+    return partial(_releases, known, [str(one.get("remote_engine_id")) for one in params])
 
 
-def _tell(known: PeerReleases, asked: Collection[str], metadata: Any) -> None:
-    """Writes the releases of those that a step asks or greets onto what its workers are told."""
+def _releases(known: PeerReleases, asked: Collection[str], metadata: Any) -> dict[str, Any] | None:
+    """Returns the releases of the peers that a step's workers ask or greet, for their message."""
     greeted = getattr(metadata, "heartbeat_by_engine", None)
     engines = {*asked, *greeted} if greeted else asked
-    if engines:
-        setattr(metadata, _TOLD, known.of(engines))
+    found = known.of(engines)
+    return {RELEASES: found} if found else None
 
 
-def _begin_loads(worker: Any, metadata: Any) -> None:
-    told = getattr(metadata, _TOLD, None)
-    if told:
-        worker_state(worker).of(PeerReleases).take(told)
+def _read(worker: Any, message: Mapping[str, Any]) -> None:
+    if RELEASES in message:
+        worker_state(worker).of(PeerReleases).take(message[RELEASES])
 
 
 def _nixl_handshake(
@@ -154,8 +151,8 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
         seams.add_request(facts): _add_request,
-        seams.build_connector_meta(facts): Step(build, _build_metadata),
-        seams.start_load_kv(facts): Step(begin, _begin_loads),
+        seams.build_connector_meta(facts): Step(write_step, _write),
+        seams.bind_connector_metadata(facts): Step(read_step, _read),
         seams.nixl_handshake(facts): _nixl_handshake,
     }
 

@@ -21,6 +21,7 @@ from kvpatch.core.text import shown
 from kvpatch.peer.agent_metadata import MOST_TOKENS, StatedBlocks
 from kvpatch.peer.cpu_keys import word_of
 from kvpatch.peer.unlike_releases.side_channel import Address, ask, question_for
+from kvpatch.worker.envelope import WORDS, message_on
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
@@ -37,16 +38,8 @@ LAYOUT = "kvpatch_layout"
 #: In P's answer, ``<= 0.20``: tokens of a block and of a kernel block, and the type of its items.
 BLOCKS, DTYPE = "kvpatch_blocks", "kvpatch_dtype"
 _BLOCKS = re.compile(r"([0-9]{1,8})/([0-9]{1,8})")
-#: Of a worker's metadata, on its way to its scheduler; one without kvpatch has none.
-_WORDS = "_kvpatch_words"
 
 # --- the side that is read --------------------------------------------------------
-
-
-def state_words(release: ReleaseWorker, metadata: Any) -> None:
-    """Writes what no release says onto what a worker states."""
-    ours = worker_state(release.worker).held(LocalGeometry)
-    setattr(metadata, _WORDS, words_of(release, ours))
 
 
 def words_of(release: ReleaseWorker, ours: LocalGeometry | None) -> dict[str, str]:
@@ -72,8 +65,8 @@ def words_of(release: ReleaseWorker, ours: LocalGeometry | None) -> dict[str, st
 
 
 def lack_kvpatch(metadata: Mapping[Any, Any]) -> bool:
-    """True if a worker has written nothing there, with an error in the log."""
-    found = not all(_WORDS in vars(stated) for stated in metadata.values())
+    """True if a worker has written no words, with an error in the log."""
+    found = not all(WORDS in message_on(stated) for stated in metadata.values())
     if found:
         _LOG.error(
             "kvpatch is on in this engine's scheduler and not in all of its workers: prompts that "
@@ -89,7 +82,8 @@ def with_stated_words(metadata: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_words(stated: Any) -> Any:
-    words: dict[str, str] = vars(stated).get(_WORDS, {})  # a MultiConnector hands it to several
+    # Not taken off: a MultiConnector hands it to several.
+    words: dict[str, str] = message_on(stated).get(WORDS, {})
     return with_names(stated, words) if words else stated
 
 

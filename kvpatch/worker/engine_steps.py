@@ -4,18 +4,14 @@ A step in which nothing is loaded takes a connector some tens of microseconds. W
 method's place takes two or three of its own, however little it does, and a plain function a tenth
 of that: so what the newest releases call in every step is replaced by one, which all patches share
 that have a part there, and which looks at nothing but these parts. What older releases need beside
-that is wrapped (``kvpatch.legacy``).
+that is wrapped (``kvpatch.legacy``). The calls that exchange messages are in
+``kvpatch.worker.envelope``.
 
 =================================  =======================================================  ========
 call                               of                                                       made by
 =================================  =======================================================  ========
 ``schedule``                       vLLM's scheduler, first of all                           around
 ``update_from_output``             vLLM's scheduler, of what a step has come to             hear
-``build_connector_meta``           a connector's, and its scheduler's: what workers are     build
-                                   told
-``bind_connector_metadata``        a worker's, before the model runs                        bind
-``start_load_kv``                  a worker's, which begins reads; from 0.29 on behind the  begin
-                                   model's part
 ``wait_for_save``                  a worker's, once the model has run                       around
 ``get_transfer_results``           a worker's: what was sent, received and failed           around
                                    (``get_finished`` before 0.30)
@@ -94,42 +90,6 @@ def amend(method: Method, parts: Parts) -> Method:
     return call
 
 
-def bind(method: Method, parts: Parts) -> Method:
-    """Of ``bind_connector_metadata``; a part is (worker, metadata) -> nothing.
-
-    It is every connector's: a worker may be another one's than NIXL's, and there may be none.
-    """
-
-    @wraps(method)
-    def bind_connector_metadata(self: Any, connector_metadata: Any) -> Any:
-        worker = getattr(self, "connector_worker", None)
-        if worker is not None:
-            for part in parts.on:
-                part(worker, connector_metadata)
-        return method(self, connector_metadata)
-
-    return bind_connector_metadata
-
-
-def begin(method: Method, parts: Parts) -> Method:
-    """Of ``start_load_kv``.
-
-    A part is (worker, metadata) -> what is to be entered meanwhile, or None; one patch has some.
-    """
-
-    @wraps(method)
-    def start_load_kv(self: Any, metadata: Any) -> Any:
-        meanwhile = None
-        for part in parts.on:
-            meanwhile = part(self, metadata) or meanwhile
-        if meanwhile is None:
-            return method(self, metadata)
-        with meanwhile:
-            return method(self, metadata)
-
-    return start_load_kv
-
-
 def hear(method: Method, parts: Parts) -> Method:
     """Of ``update_from_output``; a part is (scheduler, output of connectors) -> nothing."""
 
@@ -142,24 +102,3 @@ def hear(method: Method, parts: Parts) -> Method:
         return method(self, scheduler_output, model_runner_output)
 
     return update_from_output
-
-
-def build(method: Method, parts: Parts) -> Method:
-    """Of ``build_connector_meta``, of a connector or of its scheduler.
-
-    A part is (owner, scheduler's output) -> what is done with the metadata, or None.
-    """
-
-    @wraps(method)
-    def build_connector_meta(self: Any, scheduler_output: Any) -> Any:
-        ends = []
-        for part in parts.on:
-            end = part(self, scheduler_output)
-            if end is not None:
-                ends.append(end)
-        metadata = method(self, scheduler_output)
-        for end in ends:
-            end(metadata)
-        return metadata
-
-    return build_connector_meta

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvpatch.core.ledger import Parts
-from kvpatch.worker.engine_steps import Around, amend, around, begin, bind, build
+from kvpatch.worker.engine_steps import Around, amend, around
 
 pytestmark = pytest.mark.patching
 
@@ -63,63 +61,6 @@ def test_what_is_returned_is_amended_by_one_after_the_other() -> None:
     assert call("worker") == "what vLLM returns, first of worker, second of worker"
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_worker_hears_of_metadata_before_it_is_bound(by_name: bool) -> None:
-    call = replaced(
-        bind,
-        first=lambda worker, metadata: SAID.append(f"first {worker} {metadata}"),
-        second=lambda worker, metadata: SAID.append(f"second {worker} {metadata}"),
-    )
-    connector = SimpleNamespace(connector_worker="worker")
-
-    found = call(connector, connector_metadata=7) if by_name else call(connector, 7)
-
-    assert found == "what vLLM returns"
-    assert ["first worker 7", "second worker 7", f"vLLM {connector} (7,)"] == SAID
-
-
-@pytest.mark.parametrize("connector", [SimpleNamespace(), SimpleNamespace(connector_worker=None)])
-def test_a_connector_without_a_worker_is_left_alone(connector: Any) -> None:
-    call = replaced(bind, first=lambda *_: SAID.append("first"))
-
-    assert call(connector, 7) == "what vLLM returns"
-    assert [f"vLLM {connector} (7,)"] == SAID
-
-
-@pytest.mark.parametrize("enters", [False, True])
-def test_loads_begin_inside_of_what_one_patch_asks_for(enters: bool) -> None:
-    @contextmanager
-    def meanwhile() -> Iterator[None]:
-        SAID.append("enter")
-        yield
-        SAID.append("leave")
-
-    call = replaced(
-        begin,
-        first=lambda *_: meanwhile() if enters else None,
-        second=lambda *_: SAID.append("second"),  # which returns nothing
-    )
-
-    call("worker", metadata=7)
-
-    inside = ["vLLM worker (7,)"]
-    assert ["second", *(["enter", *inside, "leave"] if enters else inside)] == SAID
-
-
-@pytest.mark.parametrize("by_name", [False, True])
-def test_metadata_is_built_once_and_told_by_those_who_have_something(by_name: bool) -> None:
-    call = replaced(
-        build,
-        first=lambda owner, output: lambda metadata: SAID.append(f"{owner} {output} {metadata}"),
-        second=lambda owner, output: SAID.append("nothing to tell"),
-    )
-
-    found = call("owner", scheduler_output=5) if by_name else call("owner", 5)
-
-    assert found == "what vLLM returns"
-    assert SAID == ["nothing to tell", "vLLM owner (5,)", "owner 5 what vLLM returns"]
-
-
 def test_parts_come_and_go_while_the_function_stands() -> None:
     held, part = Parts(), Around(before=lambda worker: SAID.append("before"))
     call = around(vllms, held)
@@ -152,7 +93,3 @@ def test_without_parts_a_call_is_as_it_was() -> None:
     """As where kvpatch was switched off and somebody else has wrapped the call since."""
     assert replaced(around)("worker") == "what vLLM returns"
     assert replaced(amend)("worker") == "what vLLM returns"
-    assert replaced(begin)("worker", 7) == "what vLLM returns"
-    assert replaced(build)("owner", 5) == "what vLLM returns"
-    worker = SimpleNamespace(connector_worker="worker")
-    assert replaced(bind)(worker, 7) == "what vLLM returns"

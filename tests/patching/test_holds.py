@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.holds.grants import (
-    GrantedHolds,
-    Hold,
-    changes_in,
-    read_hold,
-    state_tables,
-    take_tables,
-)
+from kvpatch.checks.holds.grants import GrantedHolds, Hold, read_hold
 from kvpatch.checks.holds.hold_table import (
     TABLE_BYTES,
     WORD_BYTES,
@@ -27,6 +20,7 @@ from kvpatch.checks.holds.hold_table import (
 from kvpatch.core.errors import ReadRefused
 from kvpatch.load.read_request import HOLD, stated_for_checks
 from kvpatch.transfer.nixl import mask_of
+from kvpatch.worker.envelope import HOLDS, TABLES, message_on, write_message
 
 pytestmark = pytest.mark.patching
 
@@ -104,7 +98,7 @@ def _metadata(*tables: int | None, is_encoded: bool = False) -> list[SimpleNames
         ]
     for one, table in zip(found, tables, strict=True):
         if table is not None:
-            state_tables(one, {HOLD: table})
+            write_message(one, {TABLES: {HOLD: table}})
     return found
 
 
@@ -116,19 +110,17 @@ def test_holds_are_granted_where_all_ranks_have_tables(by_stage, is_encoded):
     stated = _metadata(4096, 8192, is_encoded=is_encoded)
     granted.learn({(0, rank) if by_stage else rank: one for rank, one in enumerate(stated)})
     assert granted.is_on
-    assert all(len(vars(one)) == 1 for one in stated), "peers are sent what the release states"
+    assert not any(message_on(one) for one in stated), "another connector's are not these"
 
     granted.grant("a")
-    told = SimpleNamespace()
-    granted.tell(told)
+    told = granted.news()
     hold = read_hold(str(granted.hold("a")))
     assert hold is not None
     assert not {4096, 8192}.intersection(hold.tables), "clients see no address"
     masks = mask_of(_agent(0)), mask_of(_agent(1))
     assert [table ^ mask for table, mask in zip(hold.tables, masks, strict=True)] == [4096, 8192]
-    assert changes_in(told) == {"a": hold.generation}
-    granted.tell(again := SimpleNamespace())
-    assert changes_in(again) == {}
+    assert told == {HOLDS: {"a": hold.generation}}
+    assert granted.news() == {}
 
 
 @pytest.mark.parametrize(
@@ -157,20 +149,12 @@ def test_every_grant_is_another_word():
     assert first is not None
     assert second is not None
     assert first.generation < second.generation
-    told = SimpleNamespace()
     granted.grant("b")
     granted.withdraw("b")
     granted.withdraw("of nobody")
-    granted.tell(told)
-    assert changes_in(told) == {"a": second.generation, "b": 0}
+    assert granted.news() == {HOLDS: {"a": second.generation, "b": 0}}
     other_start = GrantedHolds()
     other_start.learn({0: _metadata(4096)[0]})
     again = read_hold(str(other_start.hold("a")))
     assert again is not None
     assert again.generation >> 32 != first.generation >> 32
-
-
-def test_a_table_is_stated_once():
-    (stated,) = _metadata(4096)
-    assert take_tables(stated) == {HOLD: 4096}
-    assert take_tables(stated) == {}

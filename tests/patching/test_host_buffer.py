@@ -22,8 +22,9 @@ from kvpatch.host_buffer.policy import (
     is_wanted,
     refuse_shares,
 )
-from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog, saves_of_step
+from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog
 from kvpatch.host_buffer.worker import is_own
+from kvpatch.worker.envelope import SAVES
 
 ALONE = {
     "decode_context_parallel_size": 1,
@@ -252,8 +253,7 @@ class _Core:
         assert saves.admit(request)
         step = SimpleNamespace(num_scheduled_tokens={name: request.num_prompt_tokens - computed})
         metadata = SimpleNamespace(reqs_to_recv={})
-        saves.plan(step, metadata)
-        found = saves_of_step(metadata)
+        found = saves.plan(step, metadata).get(SAVES)
         return set() if found is None else set(found.blocks)
 
     content: Mapping[int, str | None] = {1: "a", 2: "b", 3: "c"}

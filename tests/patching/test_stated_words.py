@@ -23,7 +23,7 @@ from kvpatch.peer.stated_words import (
     KEYS,
     LAYOUT,
     SideChannels,
-    state_words,
+    lack_kvpatch,
     stated_blocks,
     with_names,
     with_stated_words,
@@ -31,6 +31,7 @@ from kvpatch.peer.stated_words import (
 )
 from kvpatch.peer.unlike_releases import side_channel
 from kvpatch.peer.unlike_releases.side_channel import Address
+from kvpatch.worker.envelope import TABLES, WORDS, message_on, write_message
 from kvpatch.worker.whole_blocks import check_contents, contents_of
 
 from .release_workers import worker_of
@@ -92,15 +93,15 @@ def test_a_peer_that_says_anything_else_is_refused(theirs: object) -> None:
 
 def test_words_are_names_more_which_a_release_lets_go_of() -> None:
     plain, said = Stated("p", [1]), Stated("p", [2])
-    said.__dict__["_kvpatch_of_another_patch"] = 5
-    setattr(said, "_kvpatch_words", {KEYS: "tiles", CONTENTS: "states of float16"})  # noqa: B010
+    message = {WORDS: {KEYS: "tiles", CONTENTS: "states of float16"}, TABLES: {"of another": 5}}
+    write_message(said, message)
 
     found = with_stated_words({0: plain, 1: said})
 
     assert found[0] is plain
     again = with_stated_words({1: said})[1]
     assert vars(again)[KEYS] == "tiles", "a MultiConnector hands it to several"
-    assert vars(found[1])["_kvpatch_of_another_patch"] == 5
+    assert message_on(found[1])[TABLES] == {"of another": 5}, "other patches find theirs"
     encoded = msgspec.msgpack.encode(found[1])
     assert msgspec.msgpack.decode(encoded) == {
         "engine_id": "p", "blocks": [2], KEYS: "tiles", CONTENTS: "states of float16",
@@ -112,13 +113,17 @@ def test_a_worker_writes_what_it_has_to_say() -> None:
     class Worker(type(_worker())):  # type: ignore[misc]
         tiles_on_amx = False
 
-    stated = Stated("p")
-    hybrid = _worker(*_HYBRID)
-    state_words(Worker(hybrid.worker, hybrid.facts), stated)
-    assert vars(with_stated_words({0: stated})[0])[CONTENTS] == "states of bfloat16,float32"
-    plain = _worker(object())
-    state_words(Worker(plain.worker, plain.facts), other := Stated("p"))
-    assert with_stated_words({0: other})[0] is other
+    def stated(worker: Any) -> Stated:
+        found = Stated("p")
+        write_message(found, {WORDS: words_of(Worker(worker.worker, worker.facts), None)})
+        return found
+
+    of_hybrid = with_stated_words({0: stated(_worker(*_HYBRID))})[0]
+    assert vars(of_hybrid)[CONTENTS] == "states of bfloat16,float32"
+    plain = stated(_worker(object()))
+    assert with_stated_words({0: plain})[0] is plain
+    assert not lack_kvpatch({0: plain}), "no words are words too"
+    assert lack_kvpatch({0: plain, 1: Stated("p")})
 
 
 def _geometry(**changes: Any) -> Any:

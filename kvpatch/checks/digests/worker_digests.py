@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from kvpatch.checks.digests.digest_maker import DigestMaker, Order
 from kvpatch.checks.digests.digest_table import DigestTable
 from kvpatch.checks.digests.load_proof import DigestCounts, LoadProof
 from kvpatch.checks.digests.table_digests import CoveredCaches, DigestStream, TableTokens
-from kvpatch.checks.holds.grants import DigestOrder, StatedTables, orders_in, read_promise
+from kvpatch.checks.holds.grants import DigestOrder, StatedTables, read_promise
 from kvpatch.checks.holds.hold_check import HoldCheck
 from kvpatch.checks.holds.hold_table import HoldTable
 from kvpatch.checks.tables import made_table
@@ -30,6 +30,7 @@ from kvpatch.observe.catalogue import DIGEST_ALARMS, DIGESTS, Proof
 from kvpatch.peer.inspected_caches import InspectedCaches
 from kvpatch.transfer.lifetime import Check
 from kvpatch.transfer.progress_thread import can_read_beside
+from kvpatch.worker.envelope import DIGEST_ORDERS
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.local_geometry import LocalGeometry
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -196,26 +197,25 @@ def _tell(book: Book, proof: Proof, layer: str) -> None:
         book.add(DIGEST_ALARMS, 1, layer)
 
 
-def hear(worker: Any, metadata: Any) -> None:
+def hear(worker: Any, message: Mapping[str, Any]) -> None:
     """Begins to make the digests that the scheduler has promised.
 
     Before the model runs: D waits, and the step may be one of many long prompts. ``stale_blocks``
     comes first, and the words of new holds stand.
     """
-    if held_by(worker, DigestTable) is None:
-        return
-    orders, state = orders_in(metadata), worker_state(worker)
-    holds, checks = state.held(HoldTable), state.held(DigestChecks)
+    orders = message.get(DIGEST_ORDERS)
+    holds, checks = held_by(worker, HoldTable), held_by(worker, DigestChecks)
     covered = None if checks is None else checks.covered
     if not orders or checks is None or covered is None or holds is None:
         return
-    maker = state.held(DigestMaker)
+    maker = held_by(worker, DigestMaker)
     if maker is None:
         maker = DigestMaker(checks.table, is_sample=checks.is_sample)
-        state.hold(maker)
+        worker_state(worker).hold(maker)
     stream = covered.stream
     after = stream.mark()
-    for request_id, order in orders.items():
+    for request_id, told in orders.items():
+        order = DigestOrder(*told)
         is_held = partial(holds.is_held, request_id, order.generation)
         tables = _tables(checks, covered, request_id, order)
         maker.add(Order(order.generation, tables, order.tokens, is_held, stream, after))
@@ -232,15 +232,14 @@ def leave_freed(worker: Any, _: Any) -> None:
         maker.settle()
 
 
-def unregister_kv_caches(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Waits until nothing is read of caches that are about to be let go of."""
-    holds, maker = held_by(instance, HoldTable), held_by(instance, DigestMaker)
-    if holds is not None and maker is not None:
-        holds.end_all()  # what is still to be digested is left undone
+def leave_caches(worker: Any) -> None:
+    """Waits until nothing is read of caches that are about to be let go of.
+
+    ``stale_blocks`` comes first and ends all holds: what is still to be digested is left undone.
+    """
+    maker = held_by(worker, DigestMaker)
+    if maker is not None:
         maker.settle()
-    return wrapped(*args, **kwargs)
 
 
 def _tables(

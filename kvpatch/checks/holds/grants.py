@@ -18,10 +18,7 @@ from kvpatch.core.errors import AS_ANSWERED, NoDigest, ReadRefused
 from kvpatch.core.text import shown
 from kvpatch.load.read_request import DIGEST, HOLD
 from kvpatch.transfer.nixl import mask_of
-
-_CHANGES = "kvpatch_hold_changes"
-_ORDERS = "kvpatch_digest_orders"
-_TABLES = "_kvpatch_tables"
+from kvpatch.worker.envelope import DIGEST_ORDERS, HOLDS, TABLES, message_on
 
 # An address of 60 bits and a slot behind it are a number of 64.
 _ADDRESSES = r"([0-9a-f]{1,15}(?:,[0-9a-f]{1,15}){0,1023})"
@@ -139,7 +136,8 @@ class GrantedHolds:
         Args:
             metadata: by rank; from 0.30 by stage of the pipeline and rank.
         """
-        stated = [(place, take_tables(one), one) for place, one in metadata.items()]
+        # Taken: a MultiConnector hands them to other connectors, whose tables they are not.
+        stated = [(at, message_on(one).pop(TABLES, {}), one) for at, one in metadata.items()]
         self._tables = {name: _tables_of_ranks(name, stated) for name in (HOLD, DIGEST)}
 
     def grant(self, request_id: str) -> None:
@@ -171,14 +169,11 @@ class GrantedHolds:
         if self._granted.pop(request_id, None) is not None:
             self._changes[request_id] = 0
 
-    def tell(self, metadata: Any) -> None:
-        """Writes what is new onto what the workers are told in a step."""
-        if self._changes:
-            setattr(metadata, _CHANGES, self._changes)
-            self._changes = {}
-        if self._orders:
-            setattr(metadata, _ORDERS, self._orders)
-            self._orders = {}
+    def news(self, _: Any = None) -> dict[str, Any]:
+        """Returns what the workers have not been told yet, for the message of a step."""
+        found = {HOLDS: self._changes, DIGEST_ORDERS: self._orders}
+        self._changes, self._orders = {}, {}
+        return {name: content for name, content in found.items() if content}
 
 
 def _tokens(request: Any, held: int) -> int:
@@ -222,28 +217,5 @@ def _agent_metadata(stated: Any) -> bytes:
     return fields["agent_metadata"]
 
 
-def changes_in(metadata: Any) -> Mapping[str, int]:
-    """By request the word of a new hold, 0 of one that is over, as a step's metadata has them."""
-    found: Mapping[str, int] = getattr(metadata, _CHANGES, {})
-    return found
-
-
-def orders_in(metadata: Any) -> dict[str, DigestOrder]:
-    """By request, what a step's metadata has a worker digest."""
-    found: Mapping[str, tuple[Any, ...]] = getattr(metadata, _ORDERS, {})
-    return {name: DigestOrder(*order) for name, order in found.items()}
-
-
 class StatedTables(dict[str, int]):
     """Where one worker's tables begin, by the field of the answer that names them."""
-
-
-def state_tables(metadata: Any, tables: Mapping[str, int]) -> None:
-    """Writes where a worker's tables are onto what it states at handshakes, for its scheduler."""
-    setattr(metadata, _TABLES, dict(tables))
-
-
-def take_tables(metadata: Any) -> Mapping[str, int]:
-    """Takes them off again, so that what peers are sent is the release's own."""
-    found: Mapping[str, int] = vars(metadata).pop(_TABLES, {})
-    return found
