@@ -39,7 +39,7 @@ from kvpatch.host_buffer import worker as workers
 from kvpatch.host_buffer.policy import is_wanted_here
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, around
-from kvpatch.worker.envelope import SAVES, message_on, write_step
+from kvpatch.worker.envelope import SAVES, answer, message_on, write_step
 from kvpatch.worker.state import held_by, release_worker, scheduler_state, worker_state
 
 # --- the workers ---------------------------------------------------------------
@@ -123,14 +123,11 @@ def _write(scheduler: Any, output: Any) -> Callable[[Any], dict[str, Any]] | Non
     return None if buffer is None else partial(buffer.plan, output)
 
 
-def _request_finished(
-    wrapped: Callable[..., Any], instance: Any, request: Any, block_ids: Any
-) -> Any:
-    answer = wrapped(request, block_ids)
-    buffer = links.host_buffer_of(instance)
+def _answer(connector: Any, request: Any, _: Any, found: Any) -> Any:
+    buffer = links.host_buffer_of(connector)
     if buffer is None:
-        return answer
-    return buffer.finished(instance.connector_scheduler, request, answer)
+        return found
+    return buffer.finished(connector.connector_scheduler, request, found)
 
 
 # --- vLLM's scheduler --------------------------------------------------------------
@@ -169,7 +166,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         ),
     }
     found |= dict.fromkeys(seams.free_blocks(facts), _free)
-    found |= dict.fromkeys(seams.request_finished(facts), _request_finished)
+    found |= dict.fromkeys(seams.request_finished(facts), Step(answer, _answer))
     if facts.has_host_buffer:
         found[seams.set_host_xfer_buffer_ops(facts)] = _set_host_xfer_buffer_ops
     return found

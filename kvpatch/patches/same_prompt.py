@@ -36,10 +36,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams
-from kvpatch.core.ledger import Patch, Site, Wrapper
+from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.common_prompt import PromptLoads
 from kvpatch.load.stated_prompt import FIELD, names_images, state_prompt
+from kvpatch.worker.envelope import answer
 from kvpatch.worker.state import connector_scheduler, is_push, scheduler_state
 from kvpatch.worker.unpatched_workers import is_applied
 
@@ -64,14 +65,12 @@ def _get_num_new_matched_tokens(
     return tokens, bool(tokens) and is_async
 
 
-def _request_finished(
-    wrapped: Callable[..., Any], instance: Any, request: Any, block_ids: Any
-) -> Any:
-    keeps_blocks, params = wrapped(request, block_ids)
+def _answer(connector: Any, request: Any, _: Any, found: Any) -> Any:
+    keeps_blocks, params = found
+    scheduler = connector_scheduler(connector)
     if request.status.name == "FINISHED_ERROR":
-        scheduler_state(connector_scheduler(instance)).of(PromptLoads).forget_failed(request)
+        scheduler_state(scheduler).of(PromptLoads).forget_failed(request)
     if keeps_blocks and params:
-        scheduler = connector_scheduler(instance)
         named = names_images(scheduler)
         held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
         if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
@@ -80,10 +79,10 @@ def _request_finished(
     return keeps_blocks, params
 
 
-def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
+def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     return {
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,
-        **dict.fromkeys(seams.request_finished(facts), _request_finished),
+        **dict.fromkeys(seams.request_finished(facts), Step(answer, _answer)),
     }
 
 

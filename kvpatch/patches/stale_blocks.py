@@ -51,6 +51,7 @@ from kvpatch.worker.engine_steps import Around, amend, around, hear
 from kvpatch.worker.envelope import (
     HOLDS,
     TABLES,
+    answer,
     read_statement,
     read_step,
     write_statement,
@@ -138,11 +139,9 @@ def _write(scheduler: Any, _: Any) -> Callable[[Any], dict[str, Any]] | None:
     return holds.news if holds is not None and holds.has_news else None  # in few steps
 
 
-def _request_finished(
-    wrapped: Callable[..., Any], instance: Any, request: Any, block_ids: Any
-) -> Any:
-    keeps_blocks, params = wrapped(request, block_ids)
-    holds = _holds_of(instance)
+def _answer(connector: Any, request: Any, block_ids: Any, found: Any) -> Any:
+    keeps_blocks, params = found
+    holds = _holds_of(connector)
     if holds is not None:
         if keeps_blocks and params:
             params = holds.answer(request, block_ids, params)
@@ -171,7 +170,7 @@ def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
         reports = facts.failed_loads == "as failed"
         heard = failed_checks.compute_failed_again if reports else failed_checks.compute_again
         found[seams.update_from_output(facts)] = Step(hear, heard)
-    return found | dict.fromkeys(seams.request_finished(facts), _request_finished)
+    return found | dict.fromkeys(seams.request_finished(facts), Step(answer, _answer))
 
 
 PATCH = Patch(

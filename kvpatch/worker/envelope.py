@@ -18,8 +18,8 @@ A process without kvpatch unpickles a message and ignores it, so that its values
 What such a process must not ignore refuses to be unpickled there (``unpatched_workers``). A load's
 own part is on the entry of that load (``load/read_request``): the worker may read it steps later.
 
-The four functions below take the places of the calls that exchange these objects, each once for all
-patches (:class:`kvpatch.core.ledger.Step`).
+The functions below take the places of the calls that exchange these objects, and of the one that
+makes P's answer, each once for all patches (:class:`kvpatch.core.ledger.Step`).
 """
 
 from __future__ import annotations
@@ -116,3 +116,20 @@ def read_statement(method: Method, parts: Parts) -> Method:
         return method(self, metadata)
 
     return set_xfer_handshake_metadata
+
+
+def answer(method: Method, parts: Parts) -> Method:
+    """Replaces ``request_finished``, which says whether P keeps a request's blocks, and its answer.
+
+    A part is (connector, request, its blocks, what was returned) -> what is returned instead.
+    """
+
+    @wraps(method)
+    def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
+        on = parts.on
+        found = method(self, request, block_ids)
+        for part in on:
+            found = part(self, request, block_ids, found)
+        return found
+
+    return request_finished

@@ -13,6 +13,7 @@ import pytest
 
 from kvpatch.core.ledger import Parts
 from kvpatch.worker.envelope import (
+    answer,
     message_on,
     read_statement,
     read_step,
@@ -157,3 +158,27 @@ def test_nothing_is_stated_without_a_worker_or_its_metadata(worker: Any) -> None
     assert state(Connector(worker)) is None
     stated = state(Connector(None, Metadata()))
     assert message_on(stated) == {}
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_answer_is_amended_by_one_patch_after_the_other(by_name: bool) -> None:
+    def request_finished(self: Connector, request: Any, block_ids: Any) -> tuple[bool, Any]:
+        self.heard.append((request, block_ids))
+        return True, {"vLLM's": 1}
+
+    def part(name: str) -> Any:
+        return lambda _, request, blocks, found: (found[0], {**found[1], name: (request, blocks)})
+
+    finished = _replaced(answer, request_finished, first=part("first"), second=part("second"))
+    connector = Connector()
+
+    found = (
+        finished(connector, block_ids=[1], request="a")
+        if by_name
+        else finished(connector, "a", [1])
+    )
+
+    assert connector.heard == [("a", [1])]
+    assert found == (True, {"vLLM's": 1, "first": ("a", [1]), "second": ("a", [1])})
+    assert list(found[1]) == ["vLLM's", "first", "second"]
+    assert _replaced(answer, request_finished)(connector, "a", [1]) == (True, {"vLLM's": 1})
