@@ -146,7 +146,8 @@ build_connector_stats = _at(_CONNECTOR, "build_kv_connector_stats", "data", kind
 def bind_connector_metadata(facts: ReleaseFacts) -> Site:
     """Where a worker is handed a step's metadata, before the model runs; every connector's.
 
-    ``start_load_kv`` comes after the model has run, from 0.29.
+    ``start_load_kv`` comes after the model has run, from 0.29. A MultiConnector of a release
+    <= 0.11.0 does not call it.
     """
     place = Place(f"{facts.connector.module.partition('.v1.')[0]}.v1.base", "KVConnectorBase_V1")
     return _site(place, "bind_connector_metadata", "connector_metadata")

@@ -49,7 +49,7 @@ from kvpatch.peer.unlike_releases.peer_releases import (
     question_of,
 )
 from kvpatch.peer.unlike_releases.side_channel import Address
-from kvpatch.worker.envelope import RELEASES, read_step, write_step
+from kvpatch.worker.envelope import RELEASES, message_on, read_step, write_step
 from kvpatch.worker.state import connectors_of, held_by, scheduler_state, worker_state
 
 
@@ -83,6 +83,12 @@ def _releases(known: PeerReleases, asked: Collection[str], metadata: Any) -> dic
 def _read(worker: Any, message: Mapping[str, Any]) -> None:
     if RELEASES in message:
         worker_state(worker).of(PeerReleases).take(message[RELEASES])
+
+
+def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
+    """Of releases whose MultiConnector binds metadata without its base class (<= 0.11.0)."""
+    _read(instance, message_on(metadata))
+    return wrapped(metadata)
 
 
 def _nixl_handshake(
@@ -149,12 +155,16 @@ def _check_answers(releases: Releases, own: ReleaseFacts) -> None:
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
-    return {
+    found: dict[Site, Wrapper | Step] = {
         seams.add_request(facts): _add_request,
         seams.build_connector_meta(facts): Step(write_step, _write),
-        seams.bind_connector_metadata(facts): Step(read_step, _read),
         seams.nixl_handshake(facts): _nixl_handshake,
     }
+    if facts.listens_in_scheduler:
+        found[seams.bind_connector_metadata(facts)] = Step(read_step, _read)
+    else:
+        found[seams.start_load_kv(facts)] = _start_load_kv
+    return found
 
 
 PATCH = Patch(
