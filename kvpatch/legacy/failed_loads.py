@@ -28,28 +28,23 @@ from kvpatch.worker.state import worker_state
 
 
 def _read_or_leave_waiting(
-    wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any
+    wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any
 ) -> Any:
-    loads = worker_state(instance).of(StuckLoads)
-
-    def read(req_id: str, meta: Any) -> Any:
-        engine_id = meta.remote_engine_id
-        if engine_id not in instance._remote_agents:
-            # The release goes on after a handshake whether it failed or not.
-            leave_waiting(loads, req_id, f"the handshake with engine {engine_id} failed")
-            return None
-        errors: tuple[type[Exception], ...] = (
-            KvpatchError,
-            RuntimeError,  # no memory for the staging pool
-            *errors_of(instance.nixl_wrapper),
-        )
-        try:
-            return wrapped(req_id, meta)
-        except errors as error:
-            leave_waiting(loads, req_id, error)
-            return None
-
-    return read(*args, **kwargs)
+    loads, engine_id = worker_state(instance).of(StuckLoads), meta.remote_engine_id
+    if engine_id not in instance._remote_agents:
+        # The release goes on after a handshake whether it failed or not.
+        leave_waiting(loads, req_id, f"the handshake with engine {engine_id} failed")
+        return None
+    errors: tuple[type[Exception], ...] = (
+        KvpatchError,
+        RuntimeError,  # no memory for the staging pool
+        *errors_of(instance.nixl_wrapper),
+    )
+    try:
+        return wrapped(req_id, meta)
+    except errors as error:
+        leave_waiting(loads, req_id, error)
+        return None
 
 
 def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.worker.unpatched_workers import EqualBlockPeers, is_guarded, require
+from kvpatch.worker.state import scheduler_state
+from kvpatch.worker.unpatched_workers import is_guarded, require
 
 _READ_REQUEST = "kvpatch_read_request"
 _REMOTE_BLOCKS = "kvpatch_remote_blocks"
@@ -84,25 +85,19 @@ def _unpickled(*values: Any) -> ReadRequest:
     return ReadRequest(*values)
 
 
-def attach_read_requests(
-    scheduler: Any,
-    waiting: Mapping[str, Any],
-    metadata: Any,
-    facts: ReleaseFacts,
-    *,
-    known: KnownOfLoads,
-) -> None:
+def attach_read_requests(scheduler: Any, waiting: Mapping[str, Any], metadata: Any) -> None:
     """Writes what each request reads onto its entry in the connector's metadata.
 
     Args:
-        known: what the scheduler knows.
         waiting: the scheduler's own record of requests to receive, by request id,
             taken before it was cleared; each value starts with the request.
     """
+    state = scheduler_state(scheduler)
+    facts, planned, waits = state.facts, state.of(PlannedLoads), state.of(Waits)
     for request_id, entry in metadata.reqs_to_recv.items():
         request = waiting[request_id][0]
         parameters = request.kv_transfer_params or {}
-        tokens, held = loaded_tokens(scheduler, request, facts, known.planned)
+        tokens, held = loaded_tokens(scheduler, request, facts, planned)
         local, remote = groups(entry.local_block_ids), groups(remote_blocks(entry, facts))
         has_load = any(local)
         found = ReadRequest(
@@ -113,9 +108,9 @@ def attach_read_requests(
             _hit_tokens(request, facts),
             is_guarded=has_load
             and is_guarded(
-                scheduler, known.equal_peers, engine_of(entry, facts), held, remote, facts
+                scheduler, state.equal_peers, engine_of(entry, facts), held, remote, facts
             ),
-            waited=known.waits.since(request.arrival_time),
+            waited=waits.since(request.arrival_time),
             is_read_back=bool(parameters.get("do_remote_decode")),
             stated=stated_for_checks(parameters) if has_load else {},
         )
@@ -166,20 +161,6 @@ class Waits:
         if not self._ways:  # of another scheduler than vLLM's
             self._ways.append(found)
         return max(0.0, found - min(self._ways))
-
-
-class KnownOfLoads(NamedTuple):
-    """What one scheduler knows of its loads.
-
-    Attributes:
-        equal_peers: whose blocks are as large as its own.
-        planned: the loads that it has planned.
-        waits: of its requests.
-    """
-
-    equal_peers: EqualBlockPeers
-    planned: PlannedLoads
-    waits: Waits
 
 
 def leave_unread(

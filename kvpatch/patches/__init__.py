@@ -3,7 +3,7 @@
 Where two wrap one method the later one is outermost. What is done to the tensors of a KV cache
 has an order of its own, whichever patches are on: :mod:`kvpatch.load.registration`. What
 vLLM calls in each step of the engine has one wrapper for all patches that have a part there:
-:mod:`kvpatch.worker.engine_steps`.
+:mod:`kvpatch.worker.engine_steps`, :mod:`kvpatch.worker.envelope`.
 """
 
 from __future__ import annotations

@@ -52,15 +52,13 @@ class _Answers:
 def _listen(wrapped: Callable[..., Any], instance: Any, *args: Any, **kwargs: Any) -> Any:
     from msgspec import MsgspecError
 
-    def listen(answers: Any, *more: Any) -> Any:
-        is_by_rank = isinstance(answers, dict)  # from 0.11.1
-        while True:
-            try:
-                return wrapped(_Answers(answers) if is_by_rank else answers, *more)
-            except (MsgspecError, ValueError, TypeError) as error:
-                _LOG.warning("a handshake has another shape: %s", shown(str(error)))
-
-    return listen(*args, *kwargs.values())
+    answers, *more = (*args, *kwargs.values())  # whatever they are called
+    is_by_rank = isinstance(answers, dict)  # from 0.11.1
+    while True:
+        try:
+            return wrapped(_Answers(answers) if is_by_rank else answers, *more)
+        except (MsgspecError, ValueError, TypeError) as error:
+            _LOG.warning("a handshake has another shape: %s", shown(str(error)))
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:

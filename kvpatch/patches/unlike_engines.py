@@ -128,27 +128,10 @@ def _add_request(wrapped: Callable[..., Any], instance: Any, request: Any) -> An
 
 
 def _attach_reads(scheduler: Any, _: Any) -> Callable[[Any], None] | None:
-    if not scheduler._reqs_need_recv:
+    waiting = scheduler._reqs_need_recv
+    if not waiting:
         return None  # as in most steps
-    waiting = dict(scheduler._reqs_need_recv)
-
-    def attach(metadata: Any) -> None:
-        if not metadata.reqs_to_recv:
-            return
-        state = scheduler_state(scheduler)
-        read_request.attach_read_requests(
-            scheduler,
-            waiting,
-            metadata,
-            state.facts,
-            known=read_request.KnownOfLoads(
-                state.equal_peers,
-                state.of(read_request.PlannedLoads),
-                state.of(read_request.Waits),
-            ),
-        )
-
-    return attach
+    return partial(read_request.attach_read_requests, scheduler, dict(waiting))
 
 
 def _get_num_new_matched_tokens(
@@ -210,7 +193,7 @@ def _nixl_handshake(
 
 
 def _of_what_is_unsaid(facts: ReleaseFacts) -> dict[Site, Wrapper]:
-    """Where D needs what P states beside its release, and where nobody states context sizes."""
+    """Returns what D needs to hear P's statement, and where nobody states context sizes."""
     found: dict[Site, Wrapper] = {}
     if facts.listens_in_scheduler or facts.context_sizes:
         found[seams.get_num_new_matched_tokens(facts)] = _get_num_new_matched_tokens

@@ -86,7 +86,7 @@ def _read(worker: Any, message: Mapping[str, Any]) -> None:
 
 
 def _start_load_kv(wrapped: Callable[..., Any], instance: Any, metadata: Any) -> Any:
-    """Of releases whose MultiConnector binds metadata without its base class (<= 0.11.0)."""
+    """Reads the message where a MultiConnector binds it without its base class (<= 0.11.0)."""
     _read(instance, message_on(metadata))
     return wrapped(metadata)
 
