@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from kvpatch.core import ray_variables
+from kvpatch.core.ledger import Parts, Site, Step
 from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.core.source import Source
 from kvpatch.patches import load
@@ -38,6 +41,42 @@ def test_the_bodies_that_patches_lean_on_are_the_ones_that_were_read(release):
 def test_rays_workers_get_what_one_function_names(release):
     found = source.method(release, ray_variables.MODULE, ray_variables.FUNCTION)
     assert isinstance(found, source.Method), found
+
+
+def _names_them(site, taken):
+    """Whether what stands in a method's place names its first arguments, and takes the rest."""
+    is_shared = isinstance(taken, Step)
+    function = taken.replace(lambda *_, **__: None, Parts()) if is_shared else taken
+    found = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+    found = found[1:] if is_shared else found[2:]  # behind the object, and the method before it
+    names = [one.name for one in found if one.kind is one.POSITIONAL_OR_KEYWORD]
+    asked = [name for name in site.parameters if name not in ("self", "cls")]
+    takes_more = any(one.kind is one.VAR_POSITIONAL for one in found)
+    return names == asked[: len(names)] and (takes_more or len(names) == len(asked))
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_arguments_that_are_passed_by_name_arrive(release):
+    sites = [(s, taken) for p in load() for s, taken in p.sites(FACTS[release]).items()]
+    assert len(sites) > 30
+    assert not [str(site) for site, taken in sites if not _names_them(site, taken)]
+
+
+@pytest.mark.parametrize(
+    ("taken", "expected"),
+    [
+        (lambda wrapped, instance, one, two: None, True),
+        (lambda wrapped, instance, one, *more, **named: None, True),
+        (lambda wrapped, instance, *args, **kwargs: None, True),
+        (lambda wrapped, instance, one: None, False),
+        (lambda wrapped, instance, one, other: None, False),
+        (Step(lambda method, parts: lambda self, one, two: None), True),
+        (Step(lambda method, parts: lambda self, two, one: None), False),
+    ],
+)
+def test_negative_control_another_name_is_noticed(taken, expected):
+    site = Site("a", "B", "c", "function", ("self", "one", "two"))
+    assert _names_them(site, taken) == expected
 
 
 def test_patches_md_is_fresh():

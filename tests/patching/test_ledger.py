@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import inspect
 import sys
@@ -35,6 +36,12 @@ class Target(Base):
 
     @staticmethod
     def plain(value):
+        return value
+
+    def several(self, one, two=2, *more, three=3, **named):
+        return one, two, more, three, named
+
+    async def later(self, value):
         return value
 
     attribute = 1
@@ -83,6 +90,58 @@ def test_wraps_every_kind_of_method_and_keeps_the_class_of_a_subclass():
     assert Target().method(1) == 2
     assert Child.answer(1) == (Child, 2)
     assert Target.plain(1) == 2
+
+
+_SEVERAL = _site("several", parameters=("self", "one", "two", "*more", "three", "**named"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda target: target.several(1),
+        lambda target: target.several(1, 5),
+        lambda target: target.several(1, three=4),
+        lambda target: target.several(two=5, one=1),
+        lambda target: target.several(1, 5, 6, 7, three=4, four=8),
+        lambda target: Target.several(target, 1, 5),
+    ],
+)
+@pytest.mark.parametrize("names_one", [False, True])
+def test_arguments_arrive_as_they_were_given(call, names_one):
+    """Whichever of them a wrapper names; what is not passed is not made up."""
+    expected, given = call(Target()), []
+
+    def none(wrapped, instance, *args, **kwargs):
+        given.append(instance)
+        return wrapped(*args, **kwargs)
+
+    def first(wrapped, instance, one, *more, **named):
+        given.append(one)
+        return wrapped(one, *more, **named)
+
+    Ledger().apply("p", {_SEVERAL: first if names_one else none})
+
+    assert call(Target()) == expected
+    assert len(given) == 1
+
+
+def test_a_call_that_does_not_fit_a_wrapper_is_the_callers_error():
+    Ledger().apply("p", {METHOD: lambda wrapped, instance, value: wrapped(value)})
+
+    assert Target().method(value=1) == 1
+    for wrong in (lambda: Target().method(), lambda: Target().method(1, 2)):
+        with pytest.raises(TypeError):
+            wrong()
+
+
+def test_a_coroutine_function_stays_one():
+    async def later(wrapped, instance, value):
+        return await wrapped(value) + 1
+
+    Ledger().apply("p", {_site("later"): later})
+
+    assert inspect.iscoroutinefunction(Target.later)
+    assert asyncio.run(Target().later(value=1)) == 2
 
 
 def test_undo_restores_the_very_objects():
