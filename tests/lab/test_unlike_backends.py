@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvpatch.core.releases import FACTS
-from kvpatch.tools.planning.ours import judged_by_kvpatch
 from kvpatch.tools.planning.pair import Outcome
-from tests.planning.cells import pair_of, request_of
+from kvpatch.tools.planning.verdicts import verdicts
+from tests.planning.cells import pair_of
 
 from .case import EngineSpec, Family, Sabotage
 from .host import Lab
@@ -50,8 +50,8 @@ def test_unlike_backends_are_read(
     case = pair(_spec(p, block_tokens=p_tokens), _spec(d, block_tokens=d_tokens), BACKEND)
 
     assert_identical(lab.run(case))
-    planned = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
-    assert planned.verdict.outcome is Outcome.IDENTICAL, planned
+    _, planned = verdicts(pair_of(case, lab.release, tmp_path))
+    assert planned.outcome is Outcome.IDENTICAL, planned
 
 
 @pytest.mark.parametrize(("p_layout", "d_layout"), [("NHD", "NHD"), ("HND", "NHD")])

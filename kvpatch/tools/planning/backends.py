@@ -1,6 +1,6 @@
-"""What an attention backend's cache looks like, by release: shape, order in memory, kernel blocks.
+"""The cache of an attention backend, by release: shape, order in memory, kernel blocks.
 
-tests/lab/test_planned_backends.py holds it against the classes of every release.
+tests/lab/test_planned_backends.py compares it with the classes of every release.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvpatch.core.errors import SEND_ONE, CannotPlan
+from kvpatch.core.errors import CannotPlan
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import InnerLayout
@@ -34,10 +34,10 @@ class Backend:
 
     Attributes:
         name: as vLLM and its handshake call it.
-        device: whose it is; "cuda" for those of CUDA and ROCm alike.
-        is_mla: whether it holds latents.
+        device: "cuda" for the backends of CUDA and ROCm alike.
+        is_mla: True if it holds latents.
         exact: the kernel blocks that it takes; empty where it takes multiples of a number.
-        default_tokens: of a block, where nobody says another.
+        default_tokens: of a block, by default.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Backend:
     default_tokens: int = 16
 
     def kernel_sizes(self, facts: ReleaseFacts) -> KernelBlockSizes:
-        """How a release cuts blocks for it."""
+        """Returns the sizes of kernel blocks that a release cuts blocks into."""
         exact = self.exact
         if self.name == "FLASH_ATTN" and facts.cuts_blocks and not facts.asks_for_kernel_sizes:
             exact = (16, 32, 64)  # 0.11.1 and 0.11.2
@@ -55,7 +55,7 @@ class Backend:
         return KernelBlockSizes((exact,), (bases,), _LISTED if facts.lists_block_sizes else None)
 
     def _base(self, facts: ReleaseFacts) -> int:
-        """The number whose multiples it takes."""
+        """Returns the number whose multiples it takes."""
         if self.device == "cpu":
             if facts.names_layouts:
                 return 32
@@ -63,7 +63,7 @@ class Backend:
         return 16 if facts.has_cache_groups or self.name != "TRITON_MLA" else 1
 
     def order(self, facts: ReleaseFacts) -> DimensionOrder:
-        """What the dimensions of a layer's tensor mean."""
+        """Returns the meanings of the dimensions of a layer's tensor."""
         if self.is_mla:
             return LATENT_HEADS if facts.names_layouts else LATENT
         if self.device == "cpu":
@@ -75,21 +75,21 @@ class Backend:
         return BLOCKS_FIRST if has_both else KEYS_FIRST
 
     def inner_layout(self, asked: InnerLayout, facts: ReleaseFacts) -> InnerLayout:
-        """How heads and tokens lie, where a layout is asked for: <= 0.19 Triton does not ask."""
+        """Returns the order of heads and tokens; ``<= 0.19`` Triton ignores the layout."""
         if self.device == "cpu":
             return "HND"
         ignores = self.name == "TRITON_ATTN" and facts.topology != "transfer_topo"
         return "NHD" if ignores else asked
 
     def is_unregistered(self, facts: ReleaseFacts) -> bool:
-        """Whether the release takes its blocks for a layer's keys and values (0.11.0's Triton)."""
+        """True if the release takes its blocks for a layer's keys and values (0.11.0's Triton)."""
         if facts.states_block_size or self.is_mla or self.name == "FLASHINFER":
             return False  # from 0.11.1 on it looks at the shape
         return self.order(facts) == BLOCKS_FIRST
 
     @property
     def key_order(self) -> KeyOrder:
-        """How keys lie in a block, where they are not in tiles."""
+        """The order of keys in a block, where they are not in tiles."""
         by_column = self.device == "cpu" and not self.is_mla
         return KeyOrder.COLUMN_MAJOR if by_column else KeyOrder.ROW_MAJOR
 
@@ -105,40 +105,39 @@ _BACKENDS = (
 )
 BACKENDS: Mapping[str, Backend] = {backend.name: backend for backend in _BACKENDS}
 
-#: By device and whether there are latents; on others nobody can tell from here.
+#: By device, and True for latents; the backend of latents depends on the card.
 _DEFAULTS = {
     ("cpu", False): "CPU_ATTN",
     ("cuda", False): "FLASH_ATTN",
-    ("cuda", True): "TRITON_MLA",
 }
 
 
 def backend_named(name: str) -> Backend:
-    """The backend of a name, as it is asked for or as an older release calls it.
+    """Finds a backend by its name, or by its name in an older release.
 
     Raises:
-        CannotPlan: nobody has put it down.
+        CannotPlan: its cache is not known here.
     """
     plain = name.upper().removesuffix("_VLLM_V1")
     if plain in BACKENDS:
         return BACKENDS[plain]
     raise CannotPlan(
-        f"what a cache of the attention backend {name} looks like is not known here; known are "
-        f"{', '.join(BACKENDS)}",
-        f"use one of these, or {SEND_ONE}",
+        f"not planned for: the attention backend {name}", f"use one of {', '.join(BACKENDS)}"
     )
 
 
 def default_backend(device: str, *, is_mla: bool) -> Backend:
-    """What vLLM is taken to choose.
+    """Returns the backend that vLLM most likely chooses.
 
     Raises:
-        CannotPlan: nobody can tell.
+        CannotPlan: that depends on the card, or is not known here.
     """
     name = _DEFAULTS.get((device, is_mla))
     if name is None:
         raise CannotPlan(
-            f"which attention backend vLLM chooses on {device} is not known here",
-            "write attention-backend into the section kvpatch",
+            f"not planned for: the backend that vLLM chooses on {device}"
+            f"{' for latents (MLA)' if is_mla else ''}",
+            "write attention-backend into the section kvpatch, and block-size (the log of vLLM "
+            'says "Using ... backend")',
         )
     return BACKENDS[name]

@@ -1,6 +1,6 @@
-"""The caches of an engine that is not there: its local geometry, and what it would state.
+"""The caches that a planned engine would register and state at a handshake.
 
-Addresses are made up; all else follows from the arguments as it does in an engine.
+Addresses are made up; all else follows from the description or the arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from types import SimpleNamespace
 
-from kvpatch.core.errors import SEND_ONE, CannotPlan, UnplannableCopy
+from kvpatch.core.errors import CannotPlan, UnplannableCopy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS
@@ -22,6 +22,7 @@ from kvpatch.peer.agent_metadata import AgentMetadata, read_agent_metadata
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.peer.split_kv import kv_split_of
 from kvpatch.tools.planning.engine import PlannedEngine
+from kvpatch.tools.planning.model import DESCRIBE
 from kvpatch.worker.cache_kinds import LATENT, ROWS
 from kvpatch.worker.local_geometry import LocalGeometry, layout_shown_by, units_of
 from kvpatch.worker.recurrent_state import StatePages
@@ -35,14 +36,14 @@ _APART = 1 << 48
 
 @dataclass(frozen=True)
 class RankCache:
-    """What one rank of an engine would register."""
+    """The caches that one rank of an engine would register."""
 
     engine: PlannedEngine
     rank: int
     geometry: LocalGeometry
 
     def stated(self, facts: ReleaseFacts) -> AgentMetadata:
-        """What it states at a handshake, read as a peer of a release reads it."""
+        """Returns the statement of a handshake, as a peer of a release reads it."""
         ours, engine = self.geometry, self.engine
         regions = len(ours.addresses)
         states = next(iter(ours.states.values()), None)
@@ -69,17 +70,12 @@ class RankCache:
 
 
 def rank_cache(engine: PlannedEngine, rank: int) -> RankCache:
-    """What a rank of an engine would register.
+    """Returns the caches that a rank of an engine would register.
 
     Raises:
         CannotPlan: it is of a kind that is not planned for.
     """
     return RankCache(engine, rank, _Making(engine, rank).geometry())
-
-
-def layer_number(name: str) -> int:
-    """Of a layer's name as it is made up here."""
-    return int(name.rpartition(".")[2])
 
 
 @dataclass(frozen=True)
@@ -90,19 +86,15 @@ class _Making:
     def geometry(self) -> LocalGeometry:
         engine, facts = self.engine, self.engine.facts
         groups = self._groups()
-        layers = {
-            name: self._layer(name, place)
-            for group in groups
-            for place, name in enumerate(group)
-            if layer_number(name) in engine.model.attention_layers
-        }
-        layers = dict(sorted(layers.items(), key=lambda item: layer_number(item[0])))
+        places = {number: place for group in groups for place, number in enumerate(group)}
+        layers = {_name(n): self._layer(_name(n), places[n]) for n in engine.caches.attention}
         regions = self._regions(layers)
         shown = layout_shown_by(layers) or "HND"
         layout = engine.layout if facts.states_layout else shown
-        with_layers = tuple(tuple(n for n in group if n in layers) for group in groups)
+        named = tuple(tuple(map(_name, group)) for group in groups)
+        with_layers = tuple(tuple(n for n in group if n in layers) for group in named)
         asks_cut = facts.states_block_size and not facts.states_kernel_blocks
-        states = self._states(groups, layers)
+        states = self._states(places, layers)
         found = LocalGeometry(
             layers=layers,
             addresses=tuple(regions),
@@ -111,20 +103,20 @@ class _Making:
             kernel_blocks_per_block=engine.parts,
             layout=layout,
             inner_layout=shown,
-            total_heads=1 if engine.model.is_mla else engine.model.kv_heads,
+            total_heads=1 if engine.caches.is_mla else engine.caches.kv_heads,
             tp_rank=self.rank,
             tp_size=engine.tp_size,
             memory=self._memory(),
             backend=engine.backend.name,
             backends=frozenset({engine.backend.name}),
             key_order=engine.key_order,
-            tiles_on_amx=engine.dtype == engine.model_dtype == "bfloat16",
+            tiles_on_amx=engine.caches.cache_dtype == engine.caches.model_dtype == "bfloat16",
             facts=facts,
             region_names=tuple(n for n, _ in regions.values()) if facts.names_regions else None,
             units=units_of(layers) if layout in NAMED_LAYOUTS else None,
             cross_layer_groups=tuple(filter(None, with_layers)) if facts.plans_transfers else None,
             kernel_sizes=engine.backend.kernel_sizes(facts) if asks_cut else None,
-            groups=tuple(map(frozenset, groups)) if len(groups) > 1 else None,
+            groups=tuple(map(frozenset, named)) if len(named) > 1 else None,
             misreads_blocks=facts.topology_has_block_size and engine.backend.device == "cpu",
             backend_layout=engine.inner_layout,
             states=states,
@@ -141,12 +133,10 @@ class _Making:
 
     # --- which layers share memory ----------------------------------------------------
 
-    def _groups(self) -> tuple[tuple[str, ...], ...]:
-        """The layers of each block table."""
-        engine = self.engine
-        every = (tuple(range(engine.model.layers)),)
-        numbers = engine.groups if engine.has_groups else every
-        return tuple(tuple(f"layer.{number}" for number in group) for group in numbers)
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the layers of each block table."""
+        caches = self.engine.caches
+        return caches.numbered_groups if self.engine.has_groups else (tuple(caches.attention),)
 
     def _address(self, place: int) -> int:
         side = 0 if self.engine.role == "P" else 1
@@ -170,11 +160,11 @@ class _Making:
             address,
             prod(shape) * engine.item_bytes,
         )
-        first_head, _ = heads_of(engine.model.kv_heads, self.rank, engine.tp_size)
+        first_head, _ = heads_of(engine.caches.kv_heads, self.rank, engine.tp_size)
         planes = read_planes(
-            name, tensor, order, engine.key_order, 0 if engine.model.is_mla else first_head
+            name, tensor, order, engine.key_order, 0 if engine.caches.is_mla else first_head
         )
-        return LayerCache(order, planes, LATENT if engine.model.is_mla else ROWS)
+        return LayerCache(order, planes, LATENT if engine.caches.is_mla else ROWS)
 
     def _sizes(self) -> Mapping[str, int]:
         engine = self.engine
@@ -183,8 +173,8 @@ class _Making:
             "block": _BLOCKS * engine.parts,
             "token": engine.kernel_tokens,
             "head": engine.heads,
-            "channel": engine.model.head_dim,
-            "packed": 2 * engine.model.head_dim,
+            "channel": engine.caches.first.head_dim,
+            "packed": 2 * engine.caches.first.head_dim,
         }
 
     def _strides(self, dimensions: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
@@ -217,14 +207,13 @@ class _Making:
     # --- recurrent state ----------------------------------------------------------------
 
     def _states(
-        self, groups: Sequence[Sequence[str]], layers: Mapping[str, LayerCache]
+        self, places: Mapping[int, int], layers: Mapping[str, LayerCache]
     ) -> dict[str, StatePages]:
-        engine, model = self.engine, self.engine.model
-        division = engine.division
+        engine, division = self.engine, self.engine.division
         if division is None:
             return {}
         if engine.facts.cache_shape != "packed":
-            raise CannotPlan("recurrent state is planned for from vLLM 0.26 on", SEND_ONE)
+            raise CannotPlan("not planned for: recurrent states before vLLM 0.26", DESCRIBE)
         first = next(iter(layers.values()))
         page_bytes = sum(prod(plane.counts[1:]) * plane.item_bytes for plane in first.planes)
         page_bytes *= engine.parts
@@ -232,18 +221,14 @@ class _Making:
             sizes = division.sizes_bytes(Rank(self.rank, engine.tp_size))
         except UnplannableCopy as error:  # which ends an engine when it starts
             raise CannotPlan(
-                f"{engine.role}: recurrent states of {model.name}: {error}",
+                f"{engine.role}: not planned for: recurrent states: {error}",
                 "use a --tensor-parallel-size that divides them",
             ) from error
-        if sum(sizes) > page_bytes:
-            raise CannotPlan(
-                f"{engine.role}: a state of {model.name} takes {sum(sizes)} bytes and a block "
-                f"{page_bytes}: vLLM makes blocks larger then",
-                'write the --block-size that its log says ("Setting attention block size to ...")',
-            )
         return {
-            name: StatePages(self._address(place), page_bytes, _BLOCKS, sizes, division)
-            for group in groups
-            for place, name in enumerate(group)
-            if layer_number(name) in model.state_layers
+            _name(n): StatePages(self._address(places[n]), page_bytes, _BLOCKS, sizes, division)
+            for n in engine.caches.states
         }
+
+
+def _name(number: int) -> str:
+    return f"layer.{number}"

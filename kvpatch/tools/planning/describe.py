@@ -1,4 +1,4 @@
-"""Asks the installed vLLM what an engine's caches will be: no weights, no device.
+"""Asks the installed vLLM for the caches of an engine: no weights, no device.
 
 vLLM's own parser reads the command, its configuration and its attention selection decide, its
 class of the model is built on the meta device as the first of all ranks, and its own code plans
@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,10 @@ from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.core.installed import installed_facts
 from kvpatch.core.releases import FACTS, ReleaseFacts
+from kvpatch.core.version import __version__
 from kvpatch.peer import peer_hash
 from kvpatch.peer.compared_hash import own_factors
-from kvpatch.tools.planning.answers import configured_options
-from kvpatch.tools.planning.arguments import EngineArguments
-from kvpatch.tools.planning.description import Caches, Description, Layer
+from kvpatch.tools.planning.description import NUMBER, SCHEMA, STATE, Caches, Layer
 from kvpatch.tools.planning.engine import PUSH
 from kvpatch.worker.kv_cache_groups import spec_of
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -33,13 +32,24 @@ from kvpatch.worker.state_division import state_division
 
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _SERVERS = ("vllm.entrypoints.openai.api_server", "serve")
-#: What vLLM raises where a configuration or a model is none of what it takes.
+#: The errors that vLLM raises for a configuration or a model that it does not take.
 _VLLMS_ERRORS = (
     *(AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
     *(TypeError, ValueError),
 )
 #: More than any cache takes; nothing is allocated.
 _MEMORY_BYTES = 1 << 50
+#: Of each part of vLLM's configuration, the options that a plan reads.
+_CONFIGURED = {
+    "model_config": ("model", "dtype"),
+    "cache_config": ("block_size", "enable_prefix_caching"),
+    "parallel_config": (
+        *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
+        *("prefill_context_parallel_size", "data_parallel_size", "nnodes"),
+        *("distributed_executor_backend",),
+    ),
+    "scheduler_config": ("disable_hybrid_kv_cache_manager",),
+}
 _DRAFTS = "each draft's layers are made by the worker, which describe does not start"
 
 
@@ -151,17 +161,19 @@ class _Describing:
             import torch
 
             about["amx"] = torch.cpu._is_amx_tile_supported()
-        found = EngineArguments(
-            source="kvpatch describe",
-            options=asked | configured_options(config) | _transfer(config),
-            about=about,
-            environment=self.variables,
-            described=Description(vllm.__version__, caches, hashed),
-        )
-        return found.as_description(digest)
+        return {
+            SCHEMA: NUMBER,
+            "kvpatch": __version__,
+            "vllm": vllm.__version__,
+            "options": asked | _options(config),
+            "about": about,
+            "env": dict(self.variables),
+            "caches": asdict(caches),
+            "hash": None if hashed is None else {"digest": digest, "factors": hashed},
+        }
 
     def _configured(self, arguments: Sequence[str]) -> tuple[dict[str, Any], Any]:
-        """Returns what was asked for, and what vLLM makes of it."""
+        """Returns the options that were asked for, and vLLM's configuration of them."""
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.model_executor.models import registry
         from vllm.usage.usage_lib import UsageContext
@@ -283,7 +295,7 @@ class _Describing:
         return core.get_kv_cache_configs(config, *memory)[0]
 
     def _kernel_tokens(self, config: Any, planned: Any, backends: Sequence[Any]) -> int:
-        """Of the blocks that this rank's connector would register; 0 where nobody can tell here."""
+        """Tokens of the blocks that this rank's connector would register; 0 where unknown here."""
         if self.backend is not None:
             return 0
         reader = self.facts.reader
@@ -301,7 +313,7 @@ class _Describing:
     def _layer(self, config: Any, name: str, layer: Any, spec: Any) -> Layer:
         kind, backend = type(spec).__name__, layer.get_attn_backend().get_name()
         of_all = (name, kind, backend, spec.block_size, spec.page_size_bytes)
-        if kind != "MambaSpec":
+        if kind != STATE:
             return Layer(
                 *of_all,
                 dtypes=(_name(spec.dtype),),
@@ -348,17 +360,31 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _transfer(config: Any) -> dict[str, Any]:
-    """Returns the connector's settings that a plan reads; the rest is each engine's own."""
-    transfer = config.kv_transfer_config
+def _options(config: Any) -> dict[str, Any]:
+    """Returns the options that a configuration has come to, as far as a plan reads them."""
+    options = {
+        name: getattr(getattr(config, part), name)
+        for part, names in _CONFIGURED.items()
+        for name in names
+    }
+    options |= {"dtype": _name(options["dtype"]), "kv_cache_dtype": config.cache_config.cache_dtype}
+    found: dict[str, Any] = {
+        name: value
+        for name, value in options.items()
+        if isinstance(value, (str, int))  # and no class, which an executor may be
+    }
+    drafting, transfer = config.speculative_config, config.kv_transfer_config
+    if drafting is not None:
+        found["speculative_config"] = {"method": drafting.method}
     if transfer is None:
-        return {}
+        return found
     names = (
         *("kv_connector", "kv_role", "kv_buffer_device", "kv_connector_module_path"),
         *("enable_permute_local_kv", "kv_connector_extra_config"),
     )
-    found = {name: getattr(transfer, name) for name in names}
-    return {"kv_transfer_config": {name: _plain(one) for name, one in found.items() if one}}
+    asked = {name: getattr(transfer, name) for name in names}
+    asked = {name: _plain(one) for name, one in asked.items() if one}
+    return found | {"kv_transfer_config": asked}
 
 
 def _cache_dtype(config: Any) -> str:

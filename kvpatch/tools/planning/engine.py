@@ -1,6 +1,6 @@
-"""One engine as its arguments make it: release, device, backend, blocks, layout, data type.
+"""One engine: its release, device, backend and caches, by a description or by its arguments.
 
-What arguments leave open is assumed, and each assumption is said.
+Where arguments leave something open the engine has vLLM's default, and `assumed` says so.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
 from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
-from kvpatch.tools.planning.arguments import EngineArguments, whole_number
+from kvpatch.tools.planning.arguments import EngineArguments, plain, whole_number
 from kvpatch.tools.planning.backends import Backend, backend_named, default_backend
-from kvpatch.tools.planning.description import Caches
-from kvpatch.tools.planning.known_names import check_options, check_variables
-from kvpatch.tools.planning.model import ITEM_BYTES, Model, find_config, read_model
+from kvpatch.tools.planning.description import ITEM_BYTES, Caches, Layer
+from kvpatch.tools.planning.known_names import check_names
+from kvpatch.tools.planning.model import DESCRIBE, find_config, read_model
 from kvpatch.worker.state_division import StateDivision
 
 Role = Literal["P", "D"]
 
 PULL, PUSH = "NixlPullConnector", "NixlPushConnector"
-PULL_WORKER = "NixlPullConnectorWorker"
 
-#: Devices whose backends are CUDA's, to what is asked here.
-_LIKE_CUDA = ("cuda", "rocm")
 _DEVICES = ("cuda", "rocm", "cpu")
-_HND, _NHD = ("HND", "LBHNC"), ("NHD", "LBNHC")
+#: A release's names of the two layouts; the second of each is from 0.29 on.
+_LAYOUTS = {"HND": ("HND", "LBHNC"), "NHD": ("NHD", "LBNHC")}
+_ONE_WORD = {"half": "float16", "float": "float32"}
+#: Methods of speculative decoding whose drafts have no layers in the cache.
+_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 @dataclass(frozen=True)
@@ -38,49 +39,34 @@ class PlannedEngine:
     """One engine, as far as a pair is judged by it.
 
     Attributes:
+        model: as ``--model`` names it.
         device: cuda, rocm or cpu.
-        block_tokens: of the blocks that ids count.
+        caches: of its first rank.
         kernel_tokens: of the blocks that its kernels take.
         layout: as a handshake states it.
-        model_dtype: as ``--dtype`` and the checkpoint come to.
-        dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
-        state_dtypes: of a convolution's states, and of the recurrent ones behind them.
-        division: how ranks share out the states of a layer; None where there are none.
-        groups: the numbers of the layers of each block table.
-        drafted_tokens: that it speculates with; a convolution keeps as many more positions.
-        key_order: how keys lie in a block; TILED on a CPU with AMX.
+        key_order: the order of keys in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
-        version: vLLM's, with a build's own label where a running engine states it.
-        assumed: what was taken for granted, a sentence each.
+        assumed: what its arguments do not say, a sentence each.
     """
 
     role: Role
     arguments: EngineArguments
     facts: ReleaseFacts
-    model: Model
+    model: str
     device: str
     backend: Backend
-    block_tokens: int
+    caches: Caches
     kernel_tokens: int
     layout: str
-    model_dtype: str
-    dtype: str
-    item_bytes: int
-    state_dtypes: tuple[str, str]
-    division: StateDivision | None
-    groups: tuple[tuple[int, ...], ...]
-    drafted_tokens: int
     key_order: KeyOrder
     tp_size: int
     transfer: Mapping[str, Any]
-    version: str
     assumed: tuple[str, ...] = ()
 
     @property
-    def state_item_bytes(self) -> tuple[int, int]:
-        """Of one number of a convolution's states, and of the others."""
-        first, second = (ITEM_BYTES.get(dtype, 1) for dtype in self.state_dtypes)
-        return first, second
+    def block_tokens(self) -> int:
+        """Tokens of the blocks that ids count."""
+        return self.caches.block_tokens
 
     @property
     def parts(self) -> int:
@@ -88,65 +74,67 @@ class PlannedEngine:
         return self.block_tokens // self.kernel_tokens
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one number of a key."""
+        return ITEM_BYTES.get(self.caches.cache_dtype, 1)
+
+    @property
     def inner_layout(self) -> InnerLayout:
-        """How heads and tokens lie in memory."""
+        """The order of heads and tokens in memory."""
         return self.backend.inner_layout(inner_layout(self.layout) or "HND", self.facts)
 
     @property
     def heads(self) -> int:
-        """Of a rank."""
-        return 1 if self.model.is_mla else max(1, self.model.kv_heads // self.tp_size)
+        """KV heads of a rank."""
+        return 1 if self.caches.is_mla else max(1, self.caches.kv_heads // self.tp_size)
 
     @property
     def has_groups(self) -> bool:
-        """Whether its layers have several block tables, or one with a window."""
-        return self.facts.has_cache_groups and self.model.has_groups
+        """True if its connector knows several block tables, or one with a window."""
+        return self.facts.has_cache_groups and self.caches.has_groups
 
     @property
-    def factors(self) -> Mapping[str, Any]:
-        """Of the compatibility hash, by the release's names; empty where vLLM was not asked."""
-        described = self.arguments.described
-        return described.factors or {} if described else {}
+    def division(self) -> StateDivision | None:
+        """The way in which ranks share out the states of a layer; None where there are none."""
+        return next((layer.division for layer in self.caches.states.values()), None)
 
     @property
-    def states_version(self) -> bool:
-        """Whether its version is as vLLM itself has said it, and not as it is written."""
-        return bool(self.arguments.described or self.arguments.running)
+    def drafts(self) -> Mapping[str, Any]:
+        """``--speculative-config``, where drafts have layers in the cache; else empty."""
+        asked = self.arguments.mapping("speculative_config")
+        return {} if asked.get("method") in _WITHOUT_LAYERS else asked
 
     @property
     def is_push(self) -> bool:
-        """Whether P writes into D, in place of D reading."""
+        """True if P writes into D, in place of D reading."""
         return self.transfer.get("kv_connector") == PUSH
 
     @property
-    def has_roles(self) -> bool:
-        """Whether one engine that is P and D at once is deprecated, and push mode is there."""
-        return self.facts.reader.owner == PULL_WORKER
-
-    @property
-    def knows_processor(self) -> bool:
-        """Whether it is said that a CPU has AMX, or has not."""
-        return self.arguments.about.get("amx") is not None
-
-    @property
     def has_kvpatch(self) -> bool:
-        """Whether its processes enable kvpatch."""
+        """True if its processes enable kvpatch."""
         return self.arguments.is_on(settings.ENABLE)
 
     @property
+    def has_prefix_cache(self) -> bool:
+        """True if it keeps prompts for later requests."""
+        options = self.arguments
+        is_off = options.option("no_enable_prefix_caching") is True or bool(self.caches.states)
+        return not is_off and options.option("enable_prefix_caching") is not False
+
+    @property
     def device_type(self) -> str:
-        """As vLLM's platform calls it."""
-        return "cuda" if self.device in _LIKE_CUDA else self.device
+        """The platform's name in vLLM."""
+        return "cuda" if self.device == "rocm" else self.device
 
     @property
     def buffer_device(self) -> str:
-        """What NIXL registers memory of, by ``--kv-transfer-config``."""
+        """The device whose memory NIXL registers, by ``--kv-transfer-config``."""
         default = self.device_type if self.facts.buffer_follows_device else "cuda"
         return str(self.transfer.get("kv_buffer_device") or default)
 
     @property
     def known_buffer_devices(self) -> list[str]:
-        """What its release registers memory of on its device; empty where it knows no connector."""
+        """The devices whose memory the release registers; empty where it has no connector."""
         pairs = (one.partition(": ") for one in self.facts.buffer_devices)
         return sorted(buffer for device, _, buffer in pairs if device == self.device_type)
 
@@ -155,23 +143,17 @@ class PlannedEngine:
         """The connector's own part of ``--kv-transfer-config``."""
         return self.transfer.get("kv_connector_extra_config") or {}
 
-    @property
-    def has_mirror(self) -> bool:
-        """Whether vLLM's own host buffer is what it registers."""
-        on_host = self.buffer_device == "cpu" and self.device != "cpu"
-        return on_host and self.facts.has_host_buffer
-
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
         ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
         return (
             f"vLLM {self.facts.release} on {self.device}, {self.backend.name}, blocks of "
-            f"{self.block_tokens} tokens{cut}, {self.layout}, {self.dtype}{ranks}"
+            f"{self.block_tokens} tokens{cut}, {self.layout}, {self.caches.cache_dtype}{ranks}"
         )
 
 
 def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None) -> PlannedEngine:
-    """An engine as its arguments make it.
+    """Makes an engine of its arguments.
 
     Args:
         config: its model's config.json, where that is not found by the model's name.
@@ -181,334 +163,228 @@ def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None
         CannotPlan: they ask for what is not planned for.
         ReleaseNotKnown: the release is not one of kvpatch's.
     """
-    return _Reading(role, arguments, config).engine()
+    check_names(arguments)
+    return _Reading(role, arguments, config, []).engine()
 
 
+@dataclass(frozen=True)
 class _Reading:
     """Reads arguments, and keeps what it takes for granted."""
 
-    def __init__(self, role: Role, arguments: EngineArguments, config: Path | None) -> None:
-        self._role: Role = role
-        self._arguments = arguments
-        self._config = config
-        self._assumed: list[str] = [f"{role}: {one}" for one in arguments.assumed]
+    role: Role
+    arguments: EngineArguments
+    config: Path | None
+    assumed: list[str]
 
     def engine(self) -> PlannedEngine:
-        arguments = self._arguments
-        self._refuse_unplanned()
-        facts, model, device = self._facts(), self._model(), self._device()
-        self._refuse_unplanned_transfer()
-        is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
-        if is_one and facts.has_cache_groups and model.has_groups:
-            raise CannotPlan(
-                f"{arguments.source}: one block table for layers with windows or states "
-                "(--disable-hybrid-kv-cache-manager) is not planned for",
-                f"leave it out, or {SEND_ONE}",
-            )
-        return PlannedEngine(
-            role=self._role,
+        arguments, described = self.arguments, self.arguments.described
+        name = arguments.option("model") or arguments.option("model_tag")
+        if not isinstance(name, str):
+            raise BadOptions(f"{arguments.source} names no model", "write `model` into it")
+        facts, device, transfer = self._facts(), self._device(), self._transfer()
+        self._refuse_unplanned(transfer)
+        if described is not None:
+            caches = described.caches
+            backend = self._backend(device, is_mla=caches.is_mla)
+        else:
+            caches, backend = self._caches(device, name)
+        if arguments.option("disable_hybrid_kv_cache_manager") is True and (
+            facts.has_cache_groups and caches.has_groups
+        ):
+            self._refuse("--disable-hybrid-kv-cache-manager of a model with several block tables")
+        kernel_tokens = self._kernel_tokens(backend, facts, caches)
+        found = PlannedEngine(
+            role=self.role,
             arguments=arguments,
             facts=facts,
-            model=model,
+            model=name,
             device=device,
+            backend=backend,
+            caches=caches,
+            kernel_tokens=kernel_tokens,
+            layout=self._layout(facts, caches),
+            key_order=self._key_order(backend, caches, kernel_tokens),
             tp_size=arguments.number("tensor_parallel_size", 1),
-            transfer=self._transfer(),
-            version=self._version(facts),
-            **self._caches(facts, model, device),
-            assumed=tuple(self._assumed),
+            transfer=transfer,
+            assumed=tuple(f"{self.role}: {one}" for one in self.assumed),
         )
+        if found.buffer_device == "cpu" and device != "cpu" and facts.has_host_buffer:
+            self._refuse("a buffer in host memory (kv_buffer_device)")
+        return found
 
-    def _caches(self, facts: ReleaseFacts, model: Model, device: str) -> dict[str, Any]:
-        """The fields that say what caches are, by the description, else worked out."""
-        backend = self._backend(device, model)
-        described = self._described
-        if described is None:
-            model_dtype = self._model_dtype(model)
-            dtype = self._cache_dtype(model, model_dtype)
-            state_dtypes = self._state_dtypes(model, model_dtype)
-        else:
-            model_dtype, dtype = described.model_dtype, described.cache_dtype
-            state_dtypes = described.state_dtypes
-        block_tokens = self._block_tokens(backend)
-        kernel_tokens = self._kernel_tokens(backend, facts, block_tokens)
-        drafted = self._drafted_tokens(model)
-        division = model.states.division(state_dtypes, drafted) if model.states else None
-        return {
-            "backend": backend,
-            "block_tokens": block_tokens,
-            "kernel_tokens": kernel_tokens,
-            "layout": self._layout(facts, model),
-            "model_dtype": model_dtype,
-            "dtype": dtype,
-            "item_bytes": ITEM_BYTES.get(dtype, 1),
-            "state_dtypes": state_dtypes,
-            "division": described.division if described else division,
-            "groups": described.numbered_groups if described else model.block_tables,
-            "drafted_tokens": drafted,
-            "key_order": self._key_order(backend, dtype, kernel_tokens, model),
-        }
+    def _refuse(self, what: str, cure: str = SEND_ONE) -> None:
+        raise CannotPlan(f"{self.arguments.source}: not planned for: {what}", cure)
 
-    @property
-    def _described(self) -> Caches | None:
-        found = self._arguments.described
-        return found.caches if found else None
-
-    def _version(self, facts: ReleaseFacts) -> str:
-        """As a description or a running engine states it."""
-        arguments = self._arguments
-        if arguments.described:
-            return arguments.described.version
-        return arguments.running.version if arguments.running else facts.release
-
-    def _assume(self, sentence: str) -> None:
-        self._assumed.append(f"{self._role}: {sentence}")
-
-    def _refuse_unplanned(self) -> None:
-        """What changes the cache in ways that are not worked out here.
+    def _refuse_unplanned(self, transfer: Mapping[str, Any]) -> None:
+        """Refuses what changes caches or transfers in ways that are not worked out here.
 
         Raises:
-            CannotPlan: it is there.
+            CannotPlan: there is some.
         """
-        arguments = self._arguments
-        check_options(arguments.options, arguments.source, is_described=self._described is not None)
-        check_variables(arguments.environment, arguments.source)
-        sizes = ("pipeline_parallel_size", "decode_context_parallel_size")
-        for name in (*sizes, "prefill_context_parallel_size"):
-            if arguments.number(name, 1) > 1:
-                raise CannotPlan(
-                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for",
-                    SEND_ONE,
-                )
+        arguments = self.arguments
+        for name in ("pipeline", "decode_context", "prefill_context"):
+            if arguments.number(f"{name}_parallel_size", 1) > 1:
+                self._refuse(f"--{plain(name)}-parallel-size above 1")
         if arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
-            raise CannotPlan(
-                f"{arguments.source}: kvpatch's host buffer is not planned for", SEND_ONE
-            )
+            self._refuse("the host buffer of kvpatch")
         if arguments.is_on("ENABLE_KVCACHED"):
-            raise CannotPlan(
-                f"{arguments.source}: kvcached's memory is not planned for "
-                "(docs/how-to/kvcached.md says what is read of it)",
-                SEND_ONE,
-            )
-
-    def _refuse_unplanned_transfer(self) -> None:
-        """Connectors that do otherwise than NixlConnector does by default.
-
-        Raises:
-            CannotPlan: it is one of them.
-        """
-        arguments, transfer = self._arguments, self._arguments.mapping("kv_transfer_config")
-        connector = transfer.get("kv_connector")
+            self._refuse("the memory of kvcached (docs/how-to/kvcached.md)")
         if transfer.get("kv_connector_module_path"):
-            raise CannotPlan(
-                f"{arguments.source}: {connector} of {transfer['kv_connector_module_path']} "
-                "(kv_connector_module_path) is not planned for",
-                SEND_ONE,
-            )
-        if connector == "MultiConnector":
-            raise CannotPlan(
-                f"{arguments.source}: MultiConnector is not planned for",
-                "write the NixlConnector that is in it as kv_transfer_config",
-            )
+            self._refuse("a connector of a kv_connector_module_path")
+        if transfer.get("kv_connector") == "MultiConnector":
+            cure = "write the NixlConnector that is in it as kv_transfer_config"
+            self._refuse("MultiConnector", cure)
         if transfer.get("enable_permute_local_kv"):
-            raise CannotPlan(
-                f"{arguments.source}: enable_permute_local_kv is not planned for",
-                "use one VLLM_KV_CACHE_LAYOUT on both sides and leave it out",
-            )
+            self._refuse("enable_permute_local_kv")
 
     def _facts(self) -> ReleaseFacts:
-        named = self._arguments.environment.get(settings.GENERATION)
+        named = self.arguments.environment.get(settings.GENERATION)
         if named:
             return facts_named(named)
-        release = self._arguments.about.get("release")
+        release = self.arguments.about.get("release")
         if release is None:
             raise BadOptions(
-                f"{self._arguments.source}: which release of vLLM is it?",
+                f"{self.arguments.source}: which release of vLLM is it?",
                 "write `release` into the section kvpatch, or give --release",
             )
         return facts_of(str(release), settings.generation_override())
 
-    def _model(self) -> Model:
-        arguments = self._arguments
-        name = arguments.option("model") or arguments.option("model_tag")
-        if not isinstance(name, str):
-            raise BadOptions(f"{arguments.source} names no model", "write `model` into it")
-        if self._described is not None:
-            return self._described.model(name, arguments.source)
-        given = arguments.about.get("model-config")
-        config = self._config if given is None else Path(str(given))
-        if given is not None and not Path(str(given)).is_absolute():
-            config = Path(arguments.source).parent / str(given)
-        if config is None and not Path(name).is_absolute():
-            beside = Path(arguments.source).parent / name
-            config = beside if (beside / "config.json").is_file() else None
-        return read_model(name, find_config(name, config))
-
     def _device(self) -> str:
-        arguments = self._arguments
+        arguments = self.arguments
         found = arguments.about.get("platform") or arguments.environment.get("VLLM_TARGET_DEVICE")
         if found is None:
-            self._assume("it runs on a CUDA device (`platform` says another)")
+            self.assumed.append("it runs on a CUDA device (`platform` says another)")
             return "cuda"
         if str(found) not in _DEVICES:
-            raise CannotPlan(
-                f"{arguments.source}: platform {found} is none of those that are planned for "
-                f"({', '.join(_DEVICES)})",
-                "write one of these",
-            )
+            self._refuse(f"platform {found}", f"write one of {', '.join(_DEVICES)}")
         return str(found)
 
-    def _backend(self, device: str, model: Model) -> Backend:
-        arguments = self._arguments
+    def _transfer(self) -> Mapping[str, Any]:
+        found = self.arguments.mapping("kv_transfer_config")
+        if not found:
+            self.assumed.append("it has NixlConnector (it has no --kv-transfer-config)")
+        return found
+
+    # --- caches, where vLLM was not asked -------------------------------------------------
+
+    def _caches(self, device: str, name: str) -> tuple[Caches, Backend]:
+        """The caches of a known model, and the backend that decides on their blocks."""
+        arguments = self.arguments
+        path = find_config(name, self._config_path(name))
+        model = read_model(path)
+        backend = self._backend(device, is_mla=model.is_mla)
+        asked = arguments.option("block_size")
+        tokens = backend.default_tokens
+        if asked is not None:
+            tokens = whole_number(asked, f"{arguments.source}: --block-size")
+        else:
+            self.assumed.append(
+                f"vLLM gives {backend.name} blocks of {tokens} tokens (`block-size` says another)"
+            )
+        dtypes = self._dtypes(model.dtype)
+        ranks = arguments.number("tensor_parallel_size", 1)
+        heads = 1 if model.is_mla else max(1, model.kv_heads // ranks)
+        layers = tuple(
+            Layer(
+                *(f"layer.{number}", model.kind(number), backend.name, tokens, 0, dtypes[1:]),
+                kv_heads=heads,
+                head_dim=model.head_dim,
+                window=window,
+            )
+            for number, window in enumerate(model.windows)
+        )
+        groups = tuple(tuple(f"layer.{number}" for number in group) for group in model.groups)
+        sizes = (0, tokens, 0, "", model.heads, model.kv_heads)
+        return Caches(*sizes, *dtypes, layers, groups), backend
+
+    def _config_path(self, name: str) -> Path | None:
+        """The config.json that is given; a relative path begins at the arguments' file."""
+        folder, given = Path(self.arguments.source).parent, self.arguments.about.get("model-config")
+        if given is not None:
+            return folder / str(given)
+        has_one = self.config is None and (folder / name / "config.json").is_file()
+        return folder / name if has_one else self.config
+
+    def _dtypes(self, checkpoint: str) -> tuple[str, str]:
+        """The data types of the model and of its cache."""
+        model = str(self.arguments.option("dtype", "auto"))
+        if model == "auto" and checkpoint == "float32":
+            self.assumed.append(
+                "vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)"
+            )
+            model = "bfloat16"
+        model = checkpoint if model == "auto" else _ONE_WORD.get(model, model)
+        cache = str(self.arguments.option("kv_cache_dtype", "auto"))
+        cache = model if cache == "auto" else cache
+        if model not in ITEM_BYTES or (cache not in ITEM_BYTES and not cache.startswith("fp8")):
+            self._refuse(f"--dtype {model} with --kv-cache-dtype {cache}", DESCRIBE)
+        return model, cache
+
+    # --- what neither a description nor config.json says ---------------------------------
+
+    def _backend(self, device: str, *, is_mla: bool) -> Backend:
+        arguments = self.arguments
         asked = (
             arguments.about.get("attention-backend")
             or arguments.option("attention_backend")
             or arguments.mapping("attention_config").get("backend")
             or arguments.environment.get("VLLM_ATTENTION_BACKEND")
         )
-        if asked is not None:
-            found = backend_named(str(asked))
-            if found.is_mla != model.is_mla:
-                raise BadOptions(
-                    f"{arguments.source}: {found.name} is no backend for {model.name}, which "
-                    f"{'has' if model.is_mla else 'has no'} latents (MLA)",
-                    "use one that is made for it",
-                )
-            return found
-        found = default_backend(device, is_mla=model.is_mla)
-        if model.is_mla and device != "cpu":
-            raise CannotPlan(
-                f"{arguments.source}: which backend vLLM chooses for latents (MLA) and how many "
-                "tokens its blocks have depends on the card",
-                "write attention-backend into the section kvpatch, and block-size (its log says "
-                '"Using ... backend")',
+        found = backend_named(str(asked)) if asked else default_backend(device, is_mla=is_mla)
+        if found.is_mla != is_mla:
+            raise BadOptions(
+                f"{arguments.source}: {found.name} is no backend for this model, which "
+                f"{'has' if is_mla else 'has no'} latents (MLA)",
+                "use one that is made for it",
             )
-        if device != "cpu":
-            self._assume(
+        if not asked and device != "cpu":
+            self.assumed.append(
                 f'vLLM chooses {found.name} (it depends on the card: its log says "Using ... '
                 'backend"; `attention-backend` says another)'
             )
         return found
 
-    def _model_dtype(self, model: Model) -> str:
-        asked = str(self._arguments.option("dtype", "auto"))
-        if asked not in ("auto", *ITEM_BYTES):
-            raise BadOptions(
-                f"{self._arguments.source}: --dtype {asked} is none of vLLM's",
-                "write one that vLLM has",
-            )
-        if asked == "auto" and model.dtype == "float32":
-            self._assume("vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)")
-            return "bfloat16"
-        found = model.dtype if asked == "auto" else asked
-        return {"half": "float16", "float": "float32"}.get(found, found)
-
-    def _cache_dtype(self, model: Model, model_dtype: str) -> str:
-        asked = str(self._arguments.option("kv_cache_dtype", "auto"))
-        if asked == "auto" and model.cache_dtype:
-            raise CannotPlan(
-                f"{self._arguments.source}: {model.name} states a KV cache of its own "
-                f"({model.cache_dtype:.60})",
-                "give --kv-cache-dtype",
-            )
-        found = model_dtype if asked == "auto" else asked
-        if found not in ITEM_BYTES and not found.startswith("fp8"):
-            raise CannotPlan(
-                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for", SEND_ONE
-            )
-        return found
-
-    def _state_dtypes(self, model: Model, model_dtype: str) -> tuple[str, str]:
-        if model.states is None:
-            return model_dtype, model_dtype
-        found, default = [], model_dtype
-        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
-            asked = str(self._arguments.option(name, "auto"))
-            default = default if asked == "auto" else asked
-            if default not in ITEM_BYTES:
-                raise BadOptions(
-                    f"{self._arguments.source}: --{name.replace('_', '-')} {asked} is none of "
-                    "vLLM's",
-                    "write one that vLLM has",
-                )
-            found.append(default)
-        return found[0], found[1]
-
-    def _drafted_tokens(self, model: Model) -> int:
-        asked = self._arguments.mapping("speculative_config")
-        tokens = asked.get("num_speculative_tokens", 0 if not asked else None)
-        if model.states is not None and not isinstance(tokens, int):
-            raise CannotPlan(
-                f"{self._arguments.source}: --speculative-config has no num_speculative_tokens, "
-                "and a convolution's states have as many more positions",
-                "write num_speculative_tokens into it",
-            )
-        return tokens if isinstance(tokens, int) else 0
-
-    def _block_tokens(self, backend: Backend) -> int:
-        if self._described is not None:
-            return self._described.block_tokens
-        asked = self._arguments.option("block_size")
-        if asked is not None:
-            return whole_number(asked, f"{self._arguments.source}: --block-size")
-        self._assume(
-            f"vLLM gives {backend.name} blocks of {backend.default_tokens} tokens (`block-size` "
-            "says another)"
-        )
-        return backend.default_tokens
-
-    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, block_tokens: int) -> int:
-        stated = self._arguments.about.get("kernel-block-size")
-        if self._described is not None and self._described.kernel_tokens:
-            stated = self._described.kernel_tokens
+    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, caches: Caches) -> int:
+        """Tokens of a kernel block, where neither a description nor the file states them."""
+        stated, tokens = self.arguments.about.get("kernel-block-size"), caches.block_tokens
+        found = caches.kernel_tokens or tokens
         if stated is not None:
-            found = whole_number(stated, f"{self._arguments.source}: kernel-block-size")
-        else:
-            found = block_tokens
-            if facts.cuts_blocks:
-                found = backend.kernel_sizes(facts).kernel_of(block_tokens) or 0
-        if not found or block_tokens % found or (found < block_tokens and not facts.cuts_blocks):
+            found = whole_number(stated, f"{self.arguments.source}: kernel-block-size")
+        elif not caches.kernel_tokens and facts.cuts_blocks:
+            found = backend.kernel_sizes(facts).kernel_of(tokens) or 0
+        if not found or tokens % found or (found < tokens and not facts.cuts_blocks):
             raise BadOptions(
-                f"{self._arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
-                f"of {block_tokens} tokens",
+                f"{self.arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
+                f"of {tokens} tokens",
                 "give another --block-size",
             )
         return found
 
-    def _layout(self, facts: ReleaseFacts, model: Model) -> str:
-        """As it is asked for, or as NixlConnector asks for it."""
-        asked = self._arguments.environment.get("VLLM_KV_CACHE_LAYOUT") or self._arguments.option(
-            "kv_cache_layout"
-        )
-        if self._described is not None and self._described.kernel_tokens:
-            asked = self._described.layout
-        name = str(asked or ("NHD" if model.is_mla else "HND")).upper()
-        is_named = facts.names_layouts
-        if name in _HND:
-            return _HND[is_named]
-        if name in _NHD:
-            return _NHD[is_named]
+    def _layout(self, facts: ReleaseFacts, caches: Caches) -> str:
+        """The layout that is described, asked for, or asked for by NixlConnector."""
+        asked = self.arguments.environment.get("VLLM_KV_CACHE_LAYOUT")
+        asked = asked or self.arguments.option("kv_cache_layout")
+        if caches.kernel_tokens:
+            asked = caches.layout
+        name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
+        for names in _LAYOUTS.values():
+            if name in names:
+                return names[facts.names_layouts]
         raise CannotPlan(
-            f"{self._arguments.source}: KV cache layout {name} is not planned for", "use HND or NHD"
+            f"{self.arguments.source}: not planned for: KV cache layout {name}", "use HND or NHD"
         )
 
-    def _key_order(
-        self, backend: Backend, dtype: str, kernel_tokens: int, model: Model
-    ) -> KeyOrder:
+    def _key_order(self, backend: Backend, caches: Caches, kernel_tokens: int) -> KeyOrder:
         """TILED where the processor's matrix kernels take over."""
-        are_whole = kernel_tokens % TILED_TOKENS == 0 and model.head_dim % TILED_CHANNELS == 0
+        are_whole = kernel_tokens % TILED_TOKENS == 0
+        are_whole &= caches.first.head_dim % TILED_CHANNELS == 0
         is_cpus = backend.key_order is KeyOrder.COLUMN_MAJOR
-        if not is_cpus or dtype != "bfloat16" or not are_whole:
+        if not is_cpus or caches.cache_dtype != "bfloat16" or not are_whole:
             return backend.key_order
-        has_amx = self._arguments.about.get("amx")
+        has_amx = self.arguments.about.get("amx")
         if has_amx is None:
-            self._assume(
+            self.assumed.append(
                 "its processor has AMX, which tiles keys and values of bfloat16 (`amx: false` "
                 "denies it)"
             )
         return KeyOrder.TILED if has_amx in (None, True) else backend.key_order
-
-    def _transfer(self) -> Mapping[str, Any]:
-        found = self._arguments.mapping("kv_transfer_config")
-        if not found:
-            self._assume("it has NixlConnector (it has no --kv-transfer-config)")
-        return found

@@ -1,213 +1,184 @@
-"""What both sides must have alike before a handshake compares a block: the compatibility hash.
+"""The factors that P and D must have alike before a handshake compares blocks.
 
-From 0.13 on a worker states a hash of these, of options word by word, and refuses another one's;
-before, it asserts that the attention backends have one name.
+From 0.13 on a worker states a hash of them and refuses another one; before, it asserts that the
+attention backends have one name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from kvpatch.core.errors import SEND_ONE, CannotPlan
+from kvpatch.core import settings
+from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan, PeerRefused
 from kvpatch.peer import peer_hash as hashed
+from kvpatch.peer.peer_hash import Explanation, not_accepted
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.pair import Pair
 
-Kind = Literal["content", "name", "word"]
+#: "content" changes the meaning of a block's bytes; "name" is compared by every release; "word" is
+#: the spelling of an option, which only the hash has; "since": only some releases' hashes have it.
+Kind = Literal["content", "name", "word", "since"]
 
-
-@dataclass(frozen=True)
-class Compared:
-    """Something that is compared.
-
-    Attributes:
-        hashed: the name that the hash has for it; empty for what no hash has.
-        of: what an engine has of it.
-        kind: "content" changes what a block's bytes mean; "name" is compared by every release;
-            "word" is how an option is written, which the hash alone looks at.
-        since: whether only some releases that hash have it in the hash.
-    """
-
-    name: str
-    hashed: str
-    of: Callable[[PlannedEngine], object]
-    cure: str
-    kind: Kind = "content"
-    since: bool = False
+_TYPES = "the cache's data type"
+_ONE_MODEL = "give both sides one model"
+#: By the hash's name of a factor, or a plan's own: its label, cure and kind.
+_FACTORS: Mapping[str, tuple[str, str, Kind]] = {
+    hashed.VERSION: ("vLLM's release", "use one release on both sides", "name"),
+    "model": ("--model", "give both sides one --model, word by word", "word"),
+    "num_hidden_layers": ("the layers", _ONE_MODEL, "content"),
+    "num_kv_heads": ("the KV heads", _ONE_MODEL, "content"),
+    "head_size": ("the heads' width", _ONE_MODEL, "content"),
+    "dtype": ("the model's data type", "use one --dtype", "content"),
+    _TYPES: (_TYPES, "use one --kv-cache-dtype", "content"),
+    hashed.CACHE_DTYPE: (
+        "--kv-cache-dtype", "give both sides one --kv-cache-dtype, word by word", "word",
+    ),
+    hashed.BACKEND: (
+        "the attention backend",
+        "use one attention backend (VLLM_ATTENTION_BACKEND or --attention-backend)", "name",
+    ),
+    hashed.SPECULATION: (
+        "--speculative-config", "give both sides one --speculative-config", "since",
+    ),
+    hashed.CROSS_LAYERS: (
+        "enable_cross_layers_blocks",
+        "give both sides one enable_cross_layers_blocks in kv_connector_extra_config", "since",
+    ),
+    hashed.MODE: ("transfer_mode", "use one kv_connector on both sides", "since"),
+    hashed.HYBRID: (
+        "--disable-hybrid-kv-cache-manager", "give it to both sides, or to none", "since",
+    ),
+}  # fmt: skip
+_DRAFT = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Something that P and D have unlike."""
+    """A factor that P and D have unlike."""
 
-    compared: Compared
+    name: str
     theirs: str
     ours: str
-
-    @property
-    def cure(self) -> str:
-        """What would help."""
-        return self.compared.cure
+    label: str
+    cure: str
+    kind: Kind
 
     def __str__(self) -> str:
-        return f"P and D differ in {self.compared.name}: {self.theirs} and {self.ours}"
+        return f"P and D differ in {self.label}: {self.theirs} and {self.ours}"
 
 
-_RELEASE = "vLLM's release"
-_ONE_MODEL = "give both sides one model"
-
-#: Ways to draft without layers in the cache.
-_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-
-
-def _speculation(engine: PlannedEngine) -> object:
-    """How an engine drafts, as far as it counts: what reads the model's own states."""
-    asked = dict(engine.arguments.mapping("speculative_config"))
-    if not asked or asked.get("method") in _WITHOUT_LAYERS:
-        return "none"
-    names = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
-    return ", ".join(f"{name} {asked[name]}" for name in names if asked.get(name) is not None)
-
-
-def has_cross_layer_blocks(engine: PlannedEngine) -> bool:
-    """Whether blocks of all layers are asked for in one piece."""
-    asked = str(engine.extra_config.get("enable_cross_layers_blocks", False))
-    return asked.strip().lower() in ("true", "1")
-
-
-_FACTORS = (
-    Compared(
-        _RELEASE, hashed.VERSION, lambda e: e.facts.release, "use one release on both sides", "name"
-    ),
-    Compared(
-        "--model", "model", lambda e: e.model.name, "give both sides one --model, word by word",
-        "word",
-    ),
-    Compared("the layers", "num_hidden_layers", lambda e: e.model.layers, _ONE_MODEL),
-    Compared("the KV heads", "num_kv_heads", lambda e: e.model.kv_heads, _ONE_MODEL),
-    Compared("the heads' width", "head_size", lambda e: e.model.head_dim, _ONE_MODEL),
-    Compared("the model's data type", "dtype", lambda e: e.model_dtype, "use one --dtype"),
-    Compared("the cache's data type", "", lambda e: e.dtype, "use one --kv-cache-dtype"),
-    Compared(
-        "--kv-cache-dtype", hashed.CACHE_DTYPE,
-        lambda e: e.arguments.option("kv_cache_dtype", "auto"),
-        "give both sides one --kv-cache-dtype, word by word", "word",
-    ),
-    Compared(
-        "the attention backend", hashed.BACKEND, lambda e: e.backend.name,
-        "use one attention backend (VLLM_ATTENTION_BACKEND or --attention-backend)", "name",
-    ),
-    Compared(
-        "--speculative-config", hashed.SPECULATION, _speculation,
-        "give both sides one --speculative-config", "word", since=True,
-    ),
-    Compared(
-        "enable_cross_layers_blocks", hashed.CROSS_LAYERS, has_cross_layer_blocks,
-        "give both sides one enable_cross_layers_blocks in kv_connector_extra_config", "word",
-        since=True,
-    ),
-    Compared(
-        "transfer_mode", hashed.MODE, lambda e: "push" if e.is_push else "pull",
-        "use one kv_connector on both sides", "word", since=True,
-    ),
-    Compared(
-        "--disable-hybrid-kv-cache-manager", hashed.HYBRID,
-        lambda e: bool(e.arguments.option("disable_hybrid_kv_cache_manager")),
-        "give it to both sides, or to none", "word", since=True,
-    ),
-)  # fmt: skip
-
-#: Of models with recurrent states; no hash has them, and no handshake compares what they come to.
-_OF_STATES = (
-    Compared(
-        "the type of a convolution's states", "", lambda e: e.state_dtypes[0],
-        "use one --mamba-cache-dtype",
-    ),
-    Compared(
-        "the type of recurrent states", "", lambda e: e.state_dtypes[1],
-        "use one --mamba-ssm-cache-dtype",
-    ),
-)  # fmt: skip
+def _values(engine: PlannedEngine) -> dict[str, Any]:
+    """An engine's factors by its arguments."""
+    caches, drafts = engine.caches, engine.drafts
+    crosses = str(engine.extra_config.get("enable_cross_layers_blocks", False)).strip().lower()
+    return {
+        hashed.VERSION: engine.facts.release,
+        "model": engine.model,
+        "num_hidden_layers": len(caches.layers),
+        "num_kv_heads": caches.kv_heads,
+        "head_size": caches.first.head_dim,
+        "dtype": caches.model_dtype,
+        _TYPES: caches.cache_dtype,
+        hashed.CACHE_DTYPE: engine.arguments.option("kv_cache_dtype", "auto"),
+        hashed.BACKEND: engine.backend.name,
+        hashed.SPECULATION: {name: drafts[name] for name in _DRAFT if drafts.get(name)} or "none",
+        hashed.CROSS_LAYERS: crosses in ("true", "1"),
+        hashed.MODE: "push" if engine.is_push else "pull",
+        hashed.HYBRID: bool(engine.arguments.option("disable_hybrid_kv_cache_manager")),
+    }
 
 
-def compared_factors(pair: Pair) -> Iterator[Factor]:
-    """What P and D have unlike and are refused for."""
-    found = _unlike(pair)
-    if _is_hashed(pair):
-        yield from found
-    elif not pair.decode.facts.encodes_metadata:
-        yield from (one for one in found if one.compared.kind == "name")
-
-
-def uncompared_factors(pair: Pair) -> Iterator[Factor]:
-    """What P and D have unlike, and nobody refuses, though the bytes mean something else."""
-    if not _is_hashed(pair):
-        yield from (one for one in _unlike(pair) if one.compared.kind == "content")
-    if pair.decode.division is not None:
-        yield from _unlike(pair, _OF_STATES)
-
-
-def is_of_states_alike_in_size(pair: Pair, factor: Factor) -> bool:
-    """Whether a factor is one of recurrent states that kvpatch cannot notice, by their bytes."""
-    is_of_states = factor.compared in _OF_STATES
-    return is_of_states and pair.prefill.state_item_bytes == pair.decode.state_item_bytes
-
-
-def refuse_unseen(pair: Pair) -> None:
-    """Refuses what a release neither compares nor anybody has seen.
+def unlike_factors(pair: Pair) -> list[Factor]:
+    """The factors that differ; of two descriptions, as vLLM's own hash has them.
 
     Raises:
-        CannotPlan: there is such.
+        CannotPlan: one of them is not in the hash of D's release.
     """
-    names = pair.decode.facts.hash_factors if _is_hashed(pair) else frozenset()
-    for factor in _unlike(pair, hides=False):
-        if factor.compared.since and factor.compared.hashed not in names:
+    theirs, ours = map(_values, pair.sides)
+    described = [side.arguments.described for side in pair.sides]
+    if described[0] and described[1]:
+        theirs[hashed.VERSION], ours[hashed.VERSION] = (one.version for one in described if one)
+        factors = [one.factors or {} for one in described if one]
+        for name in factors[0].keys() & factors[1].keys() & _FACTORS.keys():
+            theirs[name], ours[name] = (one[name] for one in factors)
+    found = [
+        Factor(name, str(theirs[name]), str(ours[name]), *_FACTORS[name])
+        for name in _FACTORS
+        if theirs[name] != ours[name]
+    ]
+    names = pair.decode.facts.hash_factors if is_hashed(pair) else frozenset()
+    for one in found:
+        if one.kind == "since" and one.name not in names:
             raise CannotPlan(
-                f"P and D differ in {factor.compared.name}, which vLLM "
-                f"{pair.decode.facts.release} does not compare",
-                factor.cure,
+                f"not planned for: {one}, which vLLM {pair.decode.facts.release} does not compare",
+                one.cure,
             )
-    if all(map(has_cross_layer_blocks, pair.sides)):
-        raise CannotPlan(
-            "enable_cross_layers_blocks is not planned for",
-            "leave it out of kv_connector_extra_config",
-        )
-    if all(side.is_push for side in pair.sides):
-        raise CannotPlan("push mode (NixlPushConnector) is not planned for", SEND_ONE)
+    for name, value in ((hashed.CROSS_LAYERS, True), (hashed.MODE, "push")):
+        if theirs[name] == ours[name] == value:
+            raise CannotPlan(f"not planned for: {_FACTORS[name][0]} {value}", SEND_ONE)
+    return found
 
 
-def _unlike(
-    pair: Pair, table: Sequence[Compared] = _FACTORS, *, hides: bool = True
-) -> Iterator[Factor]:
-    """What P and D have unlike: of two that vLLM has described, as its hash has it.
+def compared(pair: Pair, found: list[Factor]) -> list[Factor]:
+    """The factors for which vLLM's handshake refuses."""
+    if is_hashed(pair):
+        return found
+    is_asserted = not pair.decode.facts.encodes_metadata
+    return [one for one in found if is_asserted and one.kind == "name"]
 
-    Args:
-        hides: whether what the hash of D's release does not have is left out.
+
+def uncompared(pair: Pair, found: list[Factor]) -> list[Factor]:
+    """The factors that vLLM does not compare, though they change the meaning of bytes."""
+    unseen = [one for one in found if one.kind == "content" and not is_hashed(pair)]
+    labels = (
+        ("the type of a convolution's states", "--mamba-cache-dtype"),
+        ("the type of recurrent states", "--mamba-ssm-cache-dtype"),
+    )
+    states = [[one.dtypes for one in side.caches.states.values()] for side in pair.sides]
+    if all(states) and states[0][0] != states[1][0]:
+        for place, (label, option) in zip((0, -1), labels, strict=True):
+            theirs, ours = (one[0][place] for one in states)
+            if theirs != ours:
+                unseen.append(Factor("", theirs, ours, label, f"use one {option}", "content"))
+    return unseen
+
+
+def is_hashed(pair: Pair) -> bool:
+    """True if D compares hashes."""
+    enforces = pair.decode.extra_config.get("enforce_handshake_compat") is not False
+    return pair.decode.facts.encodes_metadata and enforces
+
+
+def accepted_difference(pair: Pair, found: list[Factor]) -> Explanation | None:
+    """The difference of hashes that D's kvpatch accepts; None where nothing differs.
+
+    Raises:
+        PeerRefused: D does not accept it, or it changes the meaning of bytes.
+        BadOptions: ``KVPATCH_ACCEPT`` names what cannot be accepted.
     """
-    names = pair.decode.facts.hash_factors
-    theirs, ours = (side.factors for side in pair.sides)
-    for one in table:
-        if hides and one.since and one.hashed not in names:
-            continue
-        values = one.of(pair.prefill), one.of(pair.decode)
-        if one.name == _RELEASE:
-            values = versions(pair)
-        elif one.hashed in theirs and one.hashed in ours:
-            values = theirs[one.hashed], ours[one.hashed]
-        if values[0] != values[1]:
-            yield Factor(one, str(values[0]), str(values[1]))
-
-
-def versions(pair: Pair) -> tuple[str, str]:
-    """P's version and D's as they hash them; of sides that do not run, the release alone."""
-    if _is_hashed(pair) and all(side.states_version for side in pair.sides):
-        return pair.prefill.version, pair.decode.version
-    return pair.prefill.facts.release, pair.decode.facts.release
-
-
-def _is_hashed(pair: Pair) -> bool:
-    d = pair.decode
-    is_enforced = d.extra_config.get("enforce_handshake_compat") is not False
-    return d.facts.encodes_metadata and is_enforced
+    p, d = pair.sides
+    found = compared(pair, found)
+    if not found:
+        return None
+    first = next((one for one in found if one.kind != "name"), found[0])
+    if first.kind != "name" or not d.facts.states_hash:
+        raise PeerRefused(str(first), first.cure)
+    of = {one.name: one for one in found}
+    version = of.get(hashed.VERSION)
+    theirs, ours = (version.theirs, version.ours) if version else (d.facts.release,) * 2
+    dtype = str(p.arguments.option("kv_cache_dtype", "auto"))
+    backends = p.backend.name, d.backend.name
+    named = Explanation(theirs, p.facts.release, backends[0], ours, backends[1], dtype)
+    accepted = settings.listed(d.arguments.environment.get(settings.ACCEPT, ""))
+    for name in accepted:
+        if name not in settings.ACCEPTABLE:
+            raise BadOptions(
+                f"{settings.ACCEPT}={name!r} can not be accepted; {', '.join(settings.ACCEPTABLE)} "
+                "can be",
+                "leave it out",
+            )
+    if not set(named.factors) <= set(accepted):
+        raise not_accepted(named, accepted)
+    return named
