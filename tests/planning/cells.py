@@ -124,7 +124,7 @@ def state_caches(spec: EngineSpec) -> Caches:
     ]  # fmt: skip
     names = [one.name for one in every]
     return Caches(
-        *(0, spec.block_tokens, spec.block_tokens // spec.parts, spec.layout),
+        *(spec.block_tokens, spec.block_tokens // spec.parts, spec.layout),
         *(max(8, spec.kv_heads), spec.kv_heads, dtype, dtype, tuple(every)),
         (tuple(names[::2]), tuple(names[1::2])),
     )

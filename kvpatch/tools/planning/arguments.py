@@ -104,13 +104,9 @@ def _of_description(
         as_mapping(content.get(name) or {}, f"{path}: {name}") for name in ("options", "about", ENV)
     )
     about = _section(about, str(path))
-    for name, value in given.items():
-        if about.setdefault(name, value) != value:
-            raise BadOptions(
-                f"{path} describes an engine with {name} {about[name]}, and the command line "
-                f"says {value}",
-                f"leave out --{name}, or describe another engine",
-            )
+    other = [name for name, value in given.items() if about.setdefault(name, value) != value]
+    if other:
+        raise BadOptions(f"{path} describes another {other[0]}", f"leave out --{other[0]}")
     described = description_in(content, path)
     return EngineArguments(str(path), options, about, _variables(environment), described)
 
@@ -139,13 +135,9 @@ def _section(content: Any, where: str) -> dict[str, Any]:
     """
     found = as_mapping(content or {}, where)
     about = {key.replace("_", "-"): value for key, value in found.items()}
-    for key in about:
-        if key not in ABOUT:
-            raise BadOptions(
-                f"{where} has {key!r}, which says nothing here{nearest(key, ABOUT)}; there are "
-                f"{', '.join(ABOUT)}",
-                "write the name that it has, or leave it out",
-            )
+    for key in about.keys() - {*ABOUT}:
+        hint = f"{nearest(key, ABOUT)}; there are {', '.join(ABOUT)}"
+        raise BadOptions(f"{where} has {key!r}, which says nothing here{hint}", "leave it out")
     return about
 
 
@@ -198,13 +190,10 @@ def _load(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
         raise BadOptions(
-            f"{path} cannot be read: {error}", "give a file with an engine's arguments"
-        ) from None
-    except yaml.YAMLError as error:
-        raise BadOptions(
-            f"{path} is no YAML: {' '.join(str(error).split())}", "change that line"
+            f"{path} cannot be read: {reason}", "give a YAML file of arguments, or a description"
         ) from None
     return dict(as_mapping({} if content is None else content, str(path)))
 

@@ -18,9 +18,7 @@ from kvpatch.tools.planning.arguments import EngineArguments, nearest, plain
 #: Options that say which weights there are: other weights make other keys and values.
 _OF_WEIGHTS = ("revision", "code_revision", "quantization", "enable_lora", "lora_modules")
 #: Options that a description answers by its caches, where both sides have them alike.
-_ANSWERED = (
-    *("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers", "mamba_block_size"),
-)
+_ANSWERED = ("disable_sliding_window", "hf_overrides", "kv_cache_dtype_skip_layers")
 #: The beginnings of variables that change neither the caches nor a transfer.
 _FAMILIES = ("VLLM_CPU_", "VLLM_DP_", "VLLM_LOGGING_", "VLLM_MOE_", "VLLM_USE_FLASHINFER_MOE_")
 #: The beginnings of variables of vLLM, kvpatch and kvcached; others are not looked at.
@@ -41,34 +39,21 @@ def check_names(arguments: EngineArguments) -> None:
         BadOptions: a variable of kvpatch's is none.
         CannotPlan: an option, or a variable of vLLM's, is not known.
     """
+    source = arguments.source
     options = _known("options") | {*_OF_WEIGHTS} | {*(_ANSWERED if arguments.described else ())}
-    for name in arguments.options:
-        affirmed = name.removeprefix("no_")
-        if affirmed == "calculate_kv_scales":
-            reason = "each engine computes scales of its own, and they are not sent"
-        elif affirmed not in options:
-            hint = nearest(plain(affirmed), map(plain, options))
-            reason = f"its effect on caches is not known here{hint}"
-        else:
-            continue
-        raise CannotPlan(
-            f"{arguments.source}: not planned for: --{plain(name)}: {reason}", _LEAVE_OUT
-        )
+    for name in sorted({one.removeprefix("no_") for one in arguments.options} - options):
+        hint = nearest(plain(name), map(plain, options))
+        if name == "calculate_kv_scales":
+            hint = ": each engine computes scales of its own, and they are not sent"
+        raise CannotPlan(f"{source}: not planned for: --{plain(name)}{hint}", _LEAVE_OUT)
     variables = {settings.ENABLE, *settings.NAMES} | _known("variables")
-    for name in arguments.environment:
-        if not name.startswith(_OURS) or name.startswith(_FAMILIES) or name in variables:
+    for name in sorted(arguments.environment.keys() - variables):
+        if not name.startswith(_OURS) or name.startswith(_FAMILIES):
             continue
         hint = nearest(name, variables)
-        if not name.startswith("VLLM_"):
-            raise BadOptions(
-                f"{arguments.source}: {name} is no variable of kvpatch{hint}",
-                "write the name that it has, or leave it out",
-            )
-        raise CannotPlan(
-            f"{arguments.source}: not planned for: {name}: its effect on caches is not known "
-            f"here{hint}",
-            _LEAVE_OUT,
-        )
+        if name.startswith("VLLM_"):
+            raise CannotPlan(f"{source}: not planned for: {name}{hint}", _LEAVE_OUT)
+        raise BadOptions(f"{source}: {name} is no variable of kvpatch{hint}", "leave it out")
 
 
 def check_weights(prefill: Mapping[str, Any], decode: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
-from kvpatch.tools.planning.description import FULL, LATENT, WINDOW
+from kvpatch.tools.planning.description import FULL, LATENT, WINDOW, Caches, Layer
 
 #: The cure of each status 2: vLLM itself knows more than a plan.
 DESCRIBE = "run kvpatch describe on a machine with that vLLM and give its file"
@@ -69,6 +69,28 @@ class Model:
             for of_kind in kinds.values()
             for first in range(0, len(of_kind), size)
         )
+
+
+def caches_of(
+    model: Model, backend: str, tokens: int, dtypes: tuple[str, str], ranks: int
+) -> Caches:
+    """Makes the caches of the first of several ranks.
+
+    Args:
+        tokens: of a block.
+        dtypes: of the model, and of its cache.
+    """
+    layers = tuple(
+        Layer(
+            *(f"layer.{number}", model.kind(number), backend, tokens, 0, dtypes[1:]),
+            kv_heads=1 if model.is_mla else max(1, model.kv_heads // ranks),
+            head_dim=model.head_dim,
+            window=window,
+        )
+        for number, window in enumerate(model.windows)
+    )
+    groups = tuple(tuple(f"layer.{number}" for number in group) for group in model.groups)
+    return Caches(tokens, 0, "", model.heads, model.kv_heads, *dtypes, layers, groups)
 
 
 def find_config(model: str, given: Path | None) -> Path:

@@ -8,16 +8,13 @@ from ipaddress import ip_address
 from typing import Literal
 
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions
-from kvpatch.tools.planning.engine import PULL, PUSH, PlannedEngine
+from kvpatch.tools.planning.arguments import whole_number
+from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.pair import Pair
 
-HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 PLUGINS = "VLLM_PLUGINS"
-
-#: The port of ``vllm serve``.
-_API_PORT = 8000
+_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 _WILDCARDS = ("0.0.0.0", "::", "*")
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
@@ -72,17 +69,16 @@ def _is_loopback(host: str) -> bool:
 def _hosts(pair: Pair) -> Iterator[Finding]:
     """P hands D the value of this variable, letter by letter, as its address."""
     host, apart = _host(pair.prefill), are_apart(pair)
-    is_set = HOST in pair.prefill.arguments.environment
-    said = f"{HOST} is {host}" if is_set else f"{HOST} is not set"
+    said = f"{HOST} is {host}" if HOST in pair.prefill.arguments.environment else f"{HOST} is unset"
     cure = f"set {HOST} on P to an address that D can reach"
     if host in _WILDCARDS:
-        what = f"{said}: P listens everywhere, and tells D to connect to {host}, which is D itself"
+        what = f"{said}: P tells D to connect to {host}, which is D itself"
         yield Finding("warning" if apart is False else "error", "P", what, cure)
-    elif _is_loopback(host) and apart is not False:
-        where = "and D is on another machine" if apart else "and D reaches it there alone"
-        known = "" if apart else " (`machine` in both sections says where they are)"
-        level: Level = "error" if apart else "warning"
-        yield Finding(level, "P", f"{said}: P listens on {host}, {where}{known}", cure)
+    elif _is_loopback(host) and apart:
+        yield Finding("error", "P", f"{said}, and D is on another machine", cure)
+    elif _is_loopback(host) and apart is None:
+        what = f"{said}: D must run on P's machine (`machine` in both sections says where they are)"
+        yield Finding("warning", "P", what, cure)
 
 
 def _ports(pair: Pair) -> Iterator[Finding]:
@@ -93,48 +89,38 @@ def _ports(pair: Pair) -> Iterator[Finding]:
     level: Level = "warning" if apart is None else "error"
     where = "which they cannot on one machine" if apart is None else "on one machine"
     taken = [_ports_of(engine) for engine in pair.sides]
-    both = sorted(set(taken[0]) & set(taken[1]))
-    if both:
-        what = f"both have the side channel's port {both[0]}, {where}"
+    for port in sorted(set(taken[0]) & set(taken[1]))[:1]:
+        what = f"both have the side channel's port {port}, {where}"
         yield Finding(level, "P and D", what, f"set {PORT} on D to {max(taken[0]) + 1} or more")
-    served = [engine.arguments.number("port", _API_PORT) for engine in pair.sides]
+    served = [engine.arguments.number("port", 8000) for engine in pair.sides]
     if served[0] == served[1]:
         what = f"both API servers have port {served[0]}, {where}"
         yield Finding(level, "P and D", what, "give one of them another --port")
 
 
 def _ports_of(engine: PlannedEngine) -> range:
-    """The ports of an engine: one for each data-parallel rank; ``<= 0.11.0`` for each worker."""
+    """The ports of the side channel: one for each data-parallel rank."""
     found = engine.arguments.environment.get(PORT, str(engine.facts.side_channel_port))
-    if not found.isascii() or not found.isdigit() or not 0 < int(found) < 1 << 16:
-        raise BadOptions(
-            f"{engine.arguments.source}: {PORT}={found!r} is no port",
-            "set a number from 1 to 65535",
-        )
-    groups = engine.arguments.number("data_parallel_size", 1)
-    each = 1 if engine.facts.listens_in_scheduler else engine.tp_size
-    return range(int(found), int(found) + groups * each)
+    first = whole_number(found, f"{engine.arguments.source}: {PORT}")
+    return range(first, first + engine.arguments.number("data_parallel_size", 1))
 
 
 def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     right, wrong = _ROLES[:2] if engine.role == "P" else _ROLES[1::-1]
-    has_roles = engine.facts.reader.owner == "NixlPullConnectorWorker"  # else kv_both is usual
-    right = right if has_roles else "kv_both"
     cure = f'set "kv_role": "{right}" in its --kv-transfer-config'
     if not engine.transfer:
-        yield Finding(
-            "error", engine.role, "it has no --kv-transfer-config, and so no connector",
-            f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}',
-        )  # fmt: skip
+        what = "it has no --kv-transfer-config, and so no connector"
+        cure = f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}'
+        yield Finding("error", engine.role, what, cure)
         return
     connector, role = engine.transfer.get("kv_connector"), engine.transfer.get("kv_role")
-    if connector not in ("NixlConnector", *((PULL, PUSH) if has_roles else ())):
+    if connector not in _CONNECTORS:
         yield Finding("error", engine.role, f"kv_connector is {connector}", "use NixlConnector")
-    if role not in _ROLES:
+    if role == wrong:
+        yield Finding("error", engine.role, f"kv_role is {role}, which is the other side's", cure)
+    elif role not in _ROLES:
         said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
         yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
-    elif role == wrong:
-        yield Finding("error", engine.role, f"kv_role is {role}, which is the other side's", cure)
 
 
 def _activation(engine: PlannedEngine) -> Iterator[Finding]:
