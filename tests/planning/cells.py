@@ -62,8 +62,6 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             "platform": "cpu" if spec.family == "cpu" else "cuda",
             "attention-backend": BACKENDS[spec.family],
             "amx": spec.amx,
-            # The lab's tensors have whole blocks, which 0.11.1 and 0.11.2 would cut.
-            "kernel-block-size": spec.block_tokens // spec.parts,
         },
         environment={
             "VLLM_KV_CACHE_LAYOUT": spec.layout,

@@ -60,11 +60,7 @@ _DEFAULTS = {"cpu": "CPU_ATTN", "cuda": "FLASH_ATTN"}
 
 
 def backend_named(name: str | None, device: str, *, is_mla: bool) -> Backend:
-    """Finds a backend by its name, or the default one of a device.
-
-    Raises:
-        CannotPlan: its cache is not known here, or the card decides which one it is.
-    """
+    """Finds a backend by its name, or the default one; raises :class:`CannotPlan` for others."""
     if name is None and not is_mla:
         name = _DEFAULTS.get(device)
     if name is None:

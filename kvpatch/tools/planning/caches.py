@@ -30,11 +30,7 @@ _APART = 1 << 48
 
 
 def geometry_of(engine: PlannedEngine, rank: int) -> LocalGeometry:
-    """Returns the caches that a rank of an engine would register.
-
-    Raises:
-        CannotPlan: so many ranks cannot share its recurrent states.
-    """
+    """Returns the caches that a rank of an engine would register."""
     facts, caches = engine.facts, engine.caches
     groups = caches.numbered_groups if caches.has_groups else (tuple(caches.attention),)
     places = {number: place for group in groups for place, number in enumerate(group)}
@@ -108,8 +104,7 @@ def _address(engine: PlannedEngine, place: int) -> int:
 
 
 def _memory(engine: PlannedEngine, rank: int) -> Memory:
-    on_device = engine.buffer_device != "cpu"
-    return Memory("VRAM" if on_device else "DRAM", rank if on_device else 0)
+    return Memory("DRAM", 0) if engine.device == "cpu" else Memory("VRAM", rank)
 
 
 def _layer(engine: PlannedEngine, rank: int, number: int, place: int) -> LayerCache:

@@ -9,6 +9,7 @@ have every size and move nothing.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ _SERVERS = ("vllm.entrypoints.openai.api_server", "serve")
 #: The errors that vLLM raises for a configuration or a model that it does not take.
 _ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
 _VLLMS_ERRORS = (*_ERRORS, TypeError, ValueError)
+_ARGUMENTS = "give kvpatch plan the engine's arguments"
 #: More than any cache takes; nothing is allocated.
 _MEMORY_BYTES = 1 << 50
 #: The settings of the connector that a plan reads; the rest is each engine's own.
@@ -64,8 +66,7 @@ def describe(
     if not facts.server_arguments:
         first = next(known.release for known in FACTS.values() if known.server_arguments)
         raise CannotPlan(
-            f"not described: vLLM {facts.release}, which is before {first}",
-            "give kvpatch plan the engine's arguments",
+            f"not described: vLLM {facts.release}, which is before {first}", _ARGUMENTS
         )
     settings.set_variables({"VLLM_LOGGING_LEVEL": found.get("VLLM_LOGGING_LEVEL", "ERROR")})
     with redirect_stdout(sys.stderr):  # which is the description's alone
@@ -172,7 +173,7 @@ class _Describing:
         if given.model_tag:
             given.model = given.model_tag
         asked = {
-            name: _plain(value)
+            name: value
             for name, value in vars(given).items()
             if value != parser.get_default(name) and name not in ("config", "model_tag")
         }
@@ -181,25 +182,20 @@ class _Describing:
         config = made.create_engine_config(UsageContext.OPENAI_API_SERVER)
         asked["model"], transfer = config.model_config.model, config.kv_transfer_config
         if transfer is not None:
-            settings_of = {name: getattr(transfer, name) for name in _TRANSFER}
-            asked["kv_transfer_config"] = {n: _plain(one) for n, one in settings_of.items() if one}
-        return asked, config
+            found = {name: getattr(transfer, name) for name in _TRANSFER}
+            asked["kv_transfer_config"] = {name: one for name, one in found.items() if one}
+        return json.loads(json.dumps(asked, default=str)), config
 
     def _refuse(self, config: Any) -> None:
         """Raises CannotPlan for an engine that one rank without a device does not stand for."""
-        drafting = config.speculative_config
-        if drafting is not None and (drafting.use_eagle() or drafting.uses_draft_model()):
-            raise CannotPlan(
-                f"not described: drafts of {drafting.method}, whose layers the worker makes",
-                "give kvpatch plan the engine's arguments",
-            )
+        drafting, what = config.speculative_config, ""
         is_asked = config.cache_config.user_specified_block_size
-        if self.backend is not None and (not is_asked or config.model_config.is_hybrid):
-            raise CannotPlan(
-                f"not described: blocks of {self.backend} on another platform",
-                "give the command --block-size; describe a model with recurrent states where it "
-                "runs",
-            )
+        if drafting is not None and (drafting.use_eagle() or drafting.uses_draft_model()):
+            what = f"drafts of {drafting.method}, whose layers the worker makes"
+        elif self.backend is not None and (not is_asked or config.model_config.is_hybrid):
+            what = f"blocks of {self.backend} on another platform, without --block-size"
+        if what:
+            raise CannotPlan(f"not described: {what}", _ARGUMENTS)
 
     @contextmanager
     def _built(self, config: Any) -> Iterator[None]:
@@ -230,6 +226,7 @@ class _Describing:
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
         from vllm.v1.attention.backends import utils
+        from vllm.v1.engine import core
         from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
@@ -237,7 +234,10 @@ class _Describing:
         backends = get_current_attn_backends(config)
         supported = [layout.name for layout in utils.get_supported_kv_cache_layouts(backends)]
         layout = utils.resolve_kv_cache_layout(config, [supported], list(specs.values()))
-        planned = self._planned(config, specs)
+        memory: list[Any] = [[specs], [_MEMORY_BYTES]]
+        if self.facts.groups_layers_first:
+            memory.append(core.get_global_kv_cache_groups(config, [specs]))
+        planned = core.get_kv_cache_configs(config, *memory)[0]
         model, parallel = config.model_config, config.parallel_config
         asked = str(config.cache_config.cache_dtype)
         by_layer = {
@@ -256,15 +256,6 @@ class _Describing:
             layers=tuple(self._layer(config, name, layers[name], by_layer[name]) for name in specs),
             groups=tuple(tuple(group.layer_names) for group in planned.kv_cache_groups),
         )
-
-    def _planned(self, config: Any, specs: Mapping[str, Any]) -> Any:
-        """The release's plan of the caches, groups of layers included."""
-        from vllm.v1.engine import core
-
-        memory: list[Any] = [[specs], [_MEMORY_BYTES]]
-        if self.facts.groups_layers_first:
-            memory.append(core.get_global_kv_cache_groups(config, [specs]))
-        return core.get_kv_cache_configs(config, *memory)[0]
 
     def _kernel_tokens(self, config: Any, planned: Any, backends: Sequence[Any]) -> int:
         """Tokens of the blocks that this rank's connector would register; 0 where unknown here."""
@@ -309,9 +300,8 @@ class _Describing:
         name = self.backend or get_current_attn_backends(config)[0].get_name()
         module = importlib.import_module(self.facts.reader.module.rpartition(".")[0] + ".metadata")
         make = module.compute_nixl_compatibility_hash
-        worker = SimpleNamespace(
-            vllm_config=config, backend_name=name, compat_hash=make(config, name)
-        )
+        worker = SimpleNamespace(vllm_config=config, backend_name=name)
+        worker.compat_hash = make(config, name)
         setattr(worker, self.facts.topology, None)
         own = own_factors(ReleaseWorker(worker, self.facts))
         if own is None:
@@ -324,12 +314,3 @@ class _Describing:
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it; an object of vLLM's as text."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)

@@ -20,10 +20,8 @@ SCHEMA = "kvpatch_description"
 NUMBER = 1
 
 #: KVCacheSpec classes by what a block of theirs holds; caches of others are not planned for.
-FULL, WINDOW, LATENT, STATE = (
-    *("FullAttentionSpec", "SlidingWindowSpec"),
-    *("MLAAttentionSpec", "MambaSpec"),
-)
+FULL, WINDOW = "FullAttentionSpec", "SlidingWindowSpec"
+LATENT, STATE = "MLAAttentionSpec", "MambaSpec"
 #: Bytes of one number, by the types that are not cut to a byte.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -115,28 +113,23 @@ class Caches:
         return tuple(tuple(numbers[name] for name in group) for group in self.groups)
 
     def check(self, source: str) -> None:
-        """Refuses caches that a plan does not know.
-
-        Raises:
-            CannotPlan: there are some.
-        """
+        """Raises :class:`CannotPlan` for caches that a plan does not know."""
         kinds = {one.kind for one in self.layers}
         shapes = {
             (one.kind == LATENT, one.kv_heads, one.head_dim, one.value_dim, one.dtypes)
             for one in self.attention.values()
         }
-        blocks = {(one.block_tokens, one.backend) for one in self.attention.values()}
-        blocks |= {(one.block_tokens, self.first.backend) for one in self.states.values()}
+        blocks = {one.block_tokens for one in self.layers}
+        backends = {one.backend for one in self.attention.values()}
+        states = {one.parts for one in self.states.values()}
         found = ""
         if kinds - {FULL, WINDOW, LATENT, STATE} or not shapes:
             found = f"caches of {', '.join(sorted(kinds))}"
         elif len(shapes) > 1 or self.first.value_dim not in (0, self.first.head_dim):
             found = "layers whose caches have several shapes"
-        elif len(blocks) > 1:
+        elif len(blocks) > 1 or len(backends) > 1:
             found = "layers with blocks of several sizes, or with several attention backends"
-        elif len({one.parts for one in self.states.values()} | {()}) > 2 or any(
-            not one.parts for one in self.states.values()
-        ):
+        elif len(states) > 1 or () in states:
             found = "these recurrent states"
         if found:
             raise CannotPlan(f"{source}: not planned for: {found}", SEND_ONE)
@@ -152,11 +145,7 @@ class Description:
 
 
 def read_json(path: Path) -> Mapping[str, Any] | None:
-    """Returns the object of a file that holds a description; None of any other file.
-
-    Raises:
-        BadOptions: it is of another schema.
-    """
+    """Returns the object of a file that holds a description; None of any other file."""
     try:
         content = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
@@ -164,21 +153,13 @@ def read_json(path: Path) -> Mapping[str, Any] | None:
     if not isinstance(content, Mapping) or SCHEMA not in content:
         return None
     if content[SCHEMA] != NUMBER:
-        raise BadOptions(
-            f"{path} is a description of schema {content[SCHEMA]!r}, and this kvpatch reads "
-            f"{NUMBER}",
-            "write it anew with this kvpatch",
-        )
+        reason = f"{path} is a description of schema {content[SCHEMA]!r}, and not of {NUMBER}"
+        raise BadOptions(reason, "write it anew with this kvpatch")
     return content
 
 
 def description_in(content: Mapping[str, Any], path: Path) -> Description:
-    """Reads what a description says that arguments do not.
-
-    Raises:
-        BadOptions: something is missing in it, or has another form.
-        CannotPlan: its caches are not planned for.
-    """
+    """Reads the caches and the factors of a description."""
     try:
         found, hashed = _as_tuples(content["caches"]), content["hash"]
         layers = tuple(Layer(**one) for one in found["layers"])
@@ -188,9 +169,8 @@ def description_in(content: Mapping[str, Any], path: Path) -> Description:
         caches.check(str(path))
         return Description(str(content["vllm"]), caches, factors)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadOptions(
-            f"{path} is no whole description ({error!r:.100})", "write it anew, and leave it as is"
-        ) from None
+        reason = f"{path} is no whole description ({error!r:.100})"
+        raise BadOptions(reason, "write it anew, and leave it as is") from None
 
 
 def _as_tuples(found: Any) -> Any:

@@ -15,7 +15,7 @@ from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
 from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
-from kvpatch.tools.planning.arguments import EngineArguments, plain, whole_number
+from kvpatch.tools.planning.arguments import EngineArguments, plain
 from kvpatch.tools.planning.backends import Backend, backend_named
 from kvpatch.tools.planning.description import ITEM_BYTES, Caches
 from kvpatch.tools.planning.known_names import check_names
@@ -37,13 +37,11 @@ class PlannedEngine:
     """One engine, as far as a pair is judged by it.
 
     Attributes:
-        model: as ``--model`` names it.
-        device: cuda, rocm or cpu.
         kernel_tokens: of the blocks that its kernels take.
         layout: as a handshake states it.
         key_order: the order of keys in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
-        assumed: what its arguments do not say, a sentence each.
+        assumed: the sentences on what its arguments do not say.
     """
 
     role: Role
@@ -88,11 +86,6 @@ class PlannedEngine:
         return {} if asked.get("method") in _WITHOUT_LAYERS else asked
 
     @property
-    def is_push(self) -> bool:
-        """True if P writes into D, in place of D reading."""
-        return self.transfer.get("kv_connector") == "NixlPushConnector"
-
-    @property
     def has_kvpatch(self) -> bool:
         """True if its processes enable kvpatch."""
         return self.arguments.is_on(settings.ENABLE)
@@ -105,19 +98,6 @@ class PlannedEngine:
         return not (is_off or self.caches.states)
 
     @property
-    def known_buffer_devices(self) -> list[str]:
-        """The devices whose memory the release registers for an engine on this one."""
-        own = "cuda" if self.device == "rocm" else self.device
-        pairs = (one.partition(": ") for one in self.facts.buffer_devices)
-        return sorted(buffer for device, _, buffer in pairs if device == own)
-
-    @property
-    def buffer_device(self) -> str:
-        """The device whose memory NIXL registers, by ``--kv-transfer-config``."""
-        own = "cuda" if self.device == "rocm" else self.device
-        return str(self.transfer.get("kv_buffer_device") or own)
-
-    @property
     def extra_config(self) -> Mapping[str, Any]:
         """The connector's own part of ``--kv-transfer-config``."""
         return self.transfer.get("kv_connector_extra_config") or {}
@@ -125,18 +105,13 @@ class PlannedEngine:
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
         ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
-        return (
-            f"vLLM {self.facts.release} on {self.device}, {self.backend.name}, blocks of "
-            f"{self.caches.block_tokens} tokens{cut}, {self.layout}, {self.caches.cache_dtype}"
-            f"{ranks}"
-        )
+        blocks = f"blocks of {self.caches.block_tokens} tokens{cut}, {self.layout}"
+        engine = f"vLLM {self.facts.release} on {self.device}, {self.backend.name}"
+        return f"{engine}, {blocks}, {self.caches.cache_dtype}{ranks}"
 
 
 def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None) -> PlannedEngine:
-    """Makes an engine of its arguments.
-
-    Args:
-        config: its model's config.json, where that is not found by the model's name.
+    """Makes an engine of its arguments, and of its model's config.json if that is given.
 
     Raises:
         BadOptions: they are wrong, or do not say enough.
@@ -169,7 +144,10 @@ class _Reading:
             caches = described.caches
             backend = self._backend(device, is_mla=caches.is_mla)
         else:
-            model = read_model(find_config(name, self._config_path(name)))
+            given = arguments.about.get("model-config") or self.config
+            beside = Path(arguments.source).parent / str(given or name)
+            given = beside if beside.exists() else given
+            model = read_model(find_config(name, Path(given) if given else None))
             backend = self._backend(device, is_mla=model.is_mla)
             caches = self._caches(backend, model)
         self._refuse_unplanned(transfer, device, caches)
@@ -195,23 +173,27 @@ class _Reading:
 
     def _refuse_unplanned(self, transfer: Mapping[str, Any], device: str, caches: Caches) -> None:
         """Refuses what changes caches or transfers in ways that are not worked out here."""
-        arguments = self.arguments
-        for name in ("pipeline", "decode_context", "prefill_context"):
-            if arguments.number(f"{name}_parallel_size", 1) > 1:
-                self._refuse(f"--{plain(name)}-parallel-size above 1")
-        is_on_host = device != "cpu" and transfer.get("kv_buffer_device") == "cpu"
-        if is_on_host or arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
-            self._refuse("a buffer in host memory")
-        if arguments.is_on("ENABLE_KVCACHED"):
-            self._refuse("the memory of kvcached (docs/how-to/kvcached.md)")
-        if transfer.get("kv_connector") == "MultiConnector":
-            cure = "write the NixlConnector that is in it as kv_transfer_config"
-            self._refuse("MultiConnector", cure)
+        arguments, environment = self.arguments, self.arguments.environment
+        has_buffer = environment.get(settings.HOST_BUFFER, "").lower() == "always"
+        has_buffer |= device != "cpu" and transfer.get("kv_buffer_device") == "cpu"
+        is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
+        found = {
+            "a buffer in host memory": has_buffer,
+            "the memory of kvcached": arguments.is_on("ENABLE_KVCACHED"),
+            "MultiConnector (write the NixlConnector that is in it)": (
+                transfer.get("kv_connector") == "MultiConnector"
+            ),
+            "--disable-hybrid-kv-cache-manager of several block tables": (
+                is_one and caches.has_groups
+            ),
+        }
         for name in ("kv_connector_module_path", "enable_permute_local_kv"):
-            if transfer.get(name):
-                self._refuse(name)
-        if arguments.option("disable_hybrid_kv_cache_manager") is True and caches.has_groups:
-            self._refuse("--disable-hybrid-kv-cache-manager of a model with several block tables")
+            found[name] = bool(transfer.get(name))
+        for name in ("pipeline", "decode_context", "prefill_context"):
+            name = f"{name}_parallel_size"
+            found[f"--{plain(name)} above 1"] = arguments.number(name, 1) > 1
+        for what in (name for name, is_there in found.items() if is_there):
+            self._refuse(what)
 
     def _facts(self) -> ReleaseFacts:
         named = self.arguments.environment.get(settings.GENERATION)
@@ -221,16 +203,15 @@ class _Reading:
                 f"{self.arguments.source}: which release of vLLM is it?",
                 "write `release` into the section kvpatch, or give --release",
             )
-        found = facts_of(str(release), settings.generation_override()) if not named else None
-        found = found or facts_named(str(named))
+        own = settings.generation_override()
+        found = facts_named(named) if named else facts_of(str(release), own)
         if found.cache_shape != "packed":
             first = next(one.release for one in FACTS.values() if one.cache_shape == "packed")
             self._refuse(f"vLLM {found.release}, which is before {first}")
         return found
 
     def _device(self) -> str:
-        arguments = self.arguments
-        found = arguments.about.get("platform") or arguments.environment.get("VLLM_TARGET_DEVICE")
+        found = self.arguments.about.get("platform")
         if found is None:
             self.assumed.append("it runs on a CUDA device (`platform` says another)")
         elif found not in ("cuda", "rocm", "cpu"):
@@ -246,33 +227,20 @@ class _Reading:
         )
         found = backend_named(str(asked) if asked else None, device, is_mla=is_mla)
         if not asked and device != "cpu":
-            self.assumed.append(
-                f'vLLM chooses {found.name} (it depends on the card: its log says "Using ... '
-                'backend"; `attention-backend` says another)'
-            )
+            log = 'its log says "Using ... backend", `attention-backend` says another'
+            self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
         return found
-
-    def _config_path(self, name: str) -> Path | None:
-        """The config.json that is given; a relative path begins at the arguments' file."""
-        folder, given = Path(self.arguments.source).parent, self.arguments.about.get("model-config")
-        if given is not None:
-            return folder / str(given)
-        has_one = self.config is None and (folder / name / "config.json").is_file()
-        return folder / name if has_one else self.config
 
     def _caches(self, backend: Backend, model: Model) -> Caches:
         """The caches of a known model."""
         arguments = self.arguments
         tokens = arguments.number("block_size", backend.default_tokens)
         if arguments.option("block_size") is None:
-            self.assumed.append(
-                f"vLLM gives {backend.name} blocks of {tokens} tokens (`block-size` says another)"
-            )
+            said = f"vLLM gives {backend.name} blocks of {tokens} tokens"
+            self.assumed.append(f"{said} (`block-size` says another)")
         dtype = str(arguments.option("dtype", "auto"))
         if dtype == "auto" and model.dtype == "float32":
-            self.assumed.append(
-                "vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)"
-            )
+            self.assumed.append("vLLM casts float32 to bfloat16 (`dtype` says another)")
             dtype = "bfloat16"
         dtype = {"auto": model.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
         cache = str(arguments.option("kv_cache_dtype", "auto"))
@@ -283,17 +251,12 @@ class _Reading:
         return caches_of(model, backend.name, tokens, (dtype, cache), ranks)
 
     def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, caches: Caches) -> int:
-        """Tokens of a kernel block, where neither a description nor the file states them."""
-        stated, tokens = self.arguments.about.get("kernel-block-size"), caches.block_tokens
-        found = caches.kernel_tokens or backend.kernel_sizes(facts).kernel_of(tokens) or 0
-        if stated is not None:
-            found = whole_number(stated, f"{self.arguments.source}: kernel-block-size")
-        if not found or tokens % found:
-            raise BadOptions(
-                f"{self.arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
-                f"of {tokens} tokens",
-                "give another --block-size",
-            )
+        """Tokens of a kernel block, as they are described or as the backend cuts blocks."""
+        sizes, tokens = backend.kernel_sizes(facts), caches.block_tokens
+        found = caches.kernel_tokens or sizes.kernel_of(tokens)
+        if found is None or tokens % found:
+            reason = f"{backend.name} of vLLM {facts.release} takes no blocks of {tokens} tokens"
+            raise BadOptions(f"{self.arguments.source}: {reason}", "give another --block-size")
         return found
 
     def _layout(self, facts: ReleaseFacts, caches: Caches) -> str:
@@ -302,10 +265,12 @@ class _Reading:
         asked = asked or self.arguments.option("kv_cache_layout")
         asked = caches.layout if caches.kernel_tokens else asked
         name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
-        found = next((names for names in _LAYOUTS.values() if name in names), None)
-        if found is None:
-            self._refuse(f"KV cache layout {name}", "use HND or NHD")
-        return (found or _LAYOUTS["HND"])[facts.names_layouts]
+        for names in _LAYOUTS.values():
+            if name in names:
+                return names[facts.names_layouts]
+        raise CannotPlan(
+            f"{self.arguments.source}: not planned for: KV cache layout {name}", "use HND or NHD"
+        )
 
     def _key_order(self, backend: Backend, caches: Caches, kernel_tokens: int) -> KeyOrder:
         """TILED where the matrix kernels of a CPU take over."""
@@ -316,8 +281,5 @@ class _Reading:
         )
         has_amx = self.arguments.about.get("amx")
         if is_tiled and has_amx is None:
-            self.assumed.append(
-                "its processor has AMX, which tiles keys and values of bfloat16 (`amx: false` "
-                "denies it)"
-            )
+            self.assumed.append("its processor has AMX, which tiles keys (`amx: false` denies it)")
         return KeyOrder.TILED if is_tiled and has_amx is not False else KeyOrder.COLUMN_MAJOR

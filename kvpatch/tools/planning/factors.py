@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from kvpatch.core.errors import SEND_ONE, CannotPlan
 from kvpatch.peer import peer_hash as hashed
+from kvpatch.tools.planning.arguments import plain
 from kvpatch.tools.planning.engine import PlannedEngine
+from kvpatch.tools.planning.known_names import ANSWERED
 from kvpatch.tools.planning.pair import Pair
 
-#: "content" changes the meaning of a block's bytes, "name" does not; "since": only some releases
-#: have it in the hash.
-Kind = Literal["content", "name", "since"]
-
+#: Options of the weights, and of caches that descriptions have by themselves: no hash has them.
+_OPTIONS = (
+    *("revision", "code_revision", "quantization", "enable_lora", "lora_modules"),
+    *ANSWERED,
+)
 _TYPES = "the cache's data type"
+#: Factors that change the meaning of a block's bytes.
+_CONTENT = ("num_hidden_layers", "num_kv_heads", "head_size", "dtype", _TYPES)
 _ONE_MODEL = "give both sides one model"
-#: By the hash's name of a factor, or a plan's own: its label, cure and kind.
-_FACTORS: Mapping[str, tuple[str, str, Kind]] = {
-    hashed.VERSION: ("vLLM's release", "use one release on both sides", "name"),
-    "model": ("--model", "give both sides one --model, word by word", "name"),
-    "num_hidden_layers": ("the layers", _ONE_MODEL, "content"),
-    "num_kv_heads": ("the KV heads", _ONE_MODEL, "content"),
-    "head_size": ("the heads' width", _ONE_MODEL, "content"),
-    "dtype": ("the model's data type", "use one --dtype", "content"),
-    _TYPES: (_TYPES, "use one --kv-cache-dtype", "content"),
-    hashed.CACHE_DTYPE: ("--kv-cache-dtype", "give both the same word for it", "name"),
-    hashed.BACKEND: ("the attention backend", "use one --attention-backend", "name"),
-    hashed.SPECULATION: ("--speculative-config", "give both sides the same one", "since"),
-    hashed.CROSS_LAYERS: ("enable_cross_layers_blocks", "give both sides the same", "since"),
-    hashed.MODE: ("transfer_mode", "use one kv_connector on both sides", "since"),
-    hashed.HYBRID: ("--disable-hybrid-kv-cache-manager", "give it to both or none", "since"),
+#: By the hash's name of a factor, or a plan's own: its label and cure.
+_FACTORS: Mapping[str, tuple[str, str]] = {
+    hashed.VERSION: ("vLLM's release", "use one release on both sides"),
+    "model": ("--model", "give both sides one --model, word by word"),
+    "num_hidden_layers": ("the layers", _ONE_MODEL),
+    "num_kv_heads": ("the KV heads", _ONE_MODEL),
+    "head_size": ("the heads' width", _ONE_MODEL),
+    "dtype": ("the model's data type", "use one --dtype"),
+    _TYPES: (_TYPES, "use one --kv-cache-dtype"),
+    hashed.CACHE_DTYPE: ("--kv-cache-dtype", "give both the same word for it"),
+    hashed.BACKEND: ("the attention backend", "use one --attention-backend"),
+    hashed.SPECULATION: ("--speculative-config", "give both sides the same one"),
+    hashed.CROSS_LAYERS: ("enable_cross_layers_blocks", "give both sides the same"),
+    hashed.MODE: ("transfer_mode", "use one kv_connector on both sides"),
+    hashed.HYBRID: ("--disable-hybrid-kv-cache-manager", "give it to both or none"),
+    **{name: (f"--{plain(name)}", "give both sides the same") for name in _OPTIONS},
 }
 _DRAFT = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
 #: The data types of recurrent states, which no hash has.
@@ -50,7 +56,6 @@ class Factor:
     ours: object
     label: str
     cure: str
-    kind: Kind
 
     def __str__(self) -> str:
         return f"P and D differ in {self.label}: {self.theirs} and {self.ours}"
@@ -59,6 +64,7 @@ class Factor:
 def _values(engine: PlannedEngine) -> dict[str, Any]:
     """An engine's factors by its arguments."""
     caches, drafts = engine.caches, engine.drafts
+    is_push = engine.transfer.get("kv_connector") == "NixlPushConnector"
     crosses = str(engine.extra_config.get("enable_cross_layers_blocks", False)).strip().lower()
     return {
         hashed.VERSION: engine.facts.release,
@@ -72,17 +78,14 @@ def _values(engine: PlannedEngine) -> dict[str, Any]:
         hashed.BACKEND: engine.backend.name,
         hashed.SPECULATION: {name: drafts[name] for name in _DRAFT if drafts.get(name)} or "none",
         hashed.CROSS_LAYERS: crosses in ("true", "1"),
-        hashed.MODE: "push" if engine.is_push else "pull",
+        hashed.MODE: "push" if is_push else "pull",
         hashed.HYBRID: bool(engine.arguments.option("disable_hybrid_kv_cache_manager")),
+        **{name: engine.arguments.option(name) or None for name in _OPTIONS},
     }
 
 
 def unlike_factors(pair: Pair) -> list[Factor]:
-    """The factors that differ; of two descriptions, as vLLM's own hash has them.
-
-    Raises:
-        CannotPlan: one of them is not in the hash of D's release.
-    """
+    """The factors that differ; of two descriptions, as vLLM's own hash has them."""
     theirs, ours = map(_values, pair.sides)
     described = [side.arguments.described for side in pair.sides]
     if described[0] and described[1]:
@@ -97,7 +100,7 @@ def unlike_factors(pair: Pair) -> list[Factor]:
     release = pair.decode.facts.release
     names = pair.decode.facts.hash_factors if is_hashed(pair) else frozenset()
     for one in found:
-        if one.kind == "since" and one.name not in names:
+        if one.name not in (*names, *_CONTENT):
             raise CannotPlan(
                 f"not planned for: {one}, which vLLM {release} does not compare", one.cure
             )
@@ -109,13 +112,13 @@ def unlike_factors(pair: Pair) -> list[Factor]:
 
 def uncompared(pair: Pair, found: list[Factor]) -> list[Factor]:
     """The factors that vLLM does not compare, though they change the meaning of bytes."""
-    unseen = [one for one in found if one.kind == "content" and not is_hashed(pair)]
+    unseen = [one for one in found if one.name in _CONTENT and not is_hashed(pair)]
     states = [next(iter(side.caches.states.values()), None) for side in pair.sides]
     if states[0] and states[1]:
         for place, (label, cure) in zip((0, -1), _OF_STATES, strict=True):
             theirs, ours = (one.dtypes[place] for one in states if one)
             if theirs != ours:
-                unseen.append(Factor("", theirs, ours, label, cure, "content"))
+                unseen.append(Factor("", theirs, ours, label, cure))
     return unseen
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Literal
 
 from kvpatch.core import settings
@@ -13,25 +12,16 @@ from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.pair import Pair
 
 HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
-PLUGINS = "VLLM_PLUGINS"
 _CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 _WILDCARDS = ("0.0.0.0", "::", "*")
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 
-#: An error keeps the pair from serving; a warning is to be looked at.
-Level = Literal["error", "warning"]
-
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake, or what may be one.
+    """A mistake of one side or of both: an error keeps the pair from serving."""
 
-    Attributes:
-        side: "P", "D", or both.
-        cure: what to set.
-    """
-
-    level: Level
+    level: Literal["error", "warning"]
     side: str
     what: str
     cure: str
@@ -39,20 +29,18 @@ class Finding:
 
 def findings(pair: Pair) -> list[Finding]:
     """Returns the findings on a pair."""
-    of_pair = [found for check in (_hosts, _ports) for found in check(pair)]
-    of_sides = [found for side in pair.sides for check in _OF_SIDES for found in check(side)]
-    return [*of_sides, *of_pair]
+    of_sides = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
+    return [*of_sides, *_hosts(pair), *_ports(pair)]
 
 
 def are_apart(pair: Pair) -> bool | None:
     """True if P and D are on two machines; None where the arguments do not say it."""
     machines = [side.arguments.about.get("machine") for side in pair.sides]
+    hosts = [_host(side) for side in pair.sides]
     if None not in machines:
         return machines[0] != machines[1]
-    hosts = [_host(side) for side in pair.sides]
-    if not any(_is_loopback(host) or host in _WILDCARDS for host in hosts):
-        return hosts[0] != hosts[1]
-    return None
+    is_open = any(_is_loopback(host) or host in _WILDCARDS for host in hosts)
+    return None if is_open else hosts[0] != hosts[1]
 
 
 def _host(engine: PlannedEngine) -> str:
@@ -60,10 +48,7 @@ def _host(engine: PlannedEngine) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _hosts(pair: Pair) -> Iterator[Finding]:
@@ -84,18 +69,18 @@ def _hosts(pair: Pair) -> Iterator[Finding]:
 def _ports(pair: Pair) -> Iterator[Finding]:
     """Two engines of one machine need ports of their own: D listens too."""
     apart = are_apart(pair)
-    if apart:
-        return
-    level: Level = "warning" if apart is None else "error"
-    where = "which they cannot on one machine" if apart is None else "on one machine"
     taken = [_ports_of(engine) for engine in pair.sides]
-    for port in sorted(set(taken[0]) & set(taken[1]))[:1]:
-        what = f"both have the side channel's port {port}, {where}"
-        yield Finding(level, "P and D", what, f"set {PORT} on D to {max(taken[0]) + 1} or more")
+    both = sorted(set(taken[0]) & set(taken[1]))
     served = [engine.arguments.number("port", 8000) for engine in pair.sides]
-    if served[0] == served[1]:
-        what = f"both API servers have port {served[0]}, {where}"
-        yield Finding(level, "P and D", what, "give one of them another --port")
+    found = [(f"API servers have port {served[0]}", "give one of them another --port")]
+    found *= served[0] == served[1]
+    if both:
+        cure = f"set {PORT} on D to {max(taken[0]) + 1} or more"
+        found.insert(0, (f"have the side channel's port {both[0]}", cure))
+    for what, cure in found if not apart else ():
+        where = ", which they cannot" if apart is None else ""
+        level: Literal["error", "warning"] = "warning" if apart is None else "error"
+        yield Finding(level, "P and D", f"both {what}{where} on one machine", cure)
 
 
 def _ports_of(engine: PlannedEngine) -> range:
@@ -126,11 +111,10 @@ def _connector(engine: PlannedEngine) -> Iterator[Finding]:
 def _activation(engine: PlannedEngine) -> Iterator[Finding]:
     """kvpatch is to be loaded by every process that should have it."""
     variables, role = engine.arguments.environment, engine.role
-    plugins = variables.get(PLUGINS)
-    names = settings.listed(plugins or "")
-    if engine.has_kvpatch and plugins is not None and "kvpatch" not in names:
-        what = f"{PLUGINS}={plugins!r} does not name kvpatch, so that vLLM does not load it"
-        yield Finding("error", role, what, f"add kvpatch to {PLUGINS}, or unset it")
+    plugins = variables.get("VLLM_PLUGINS", "kvpatch")
+    if engine.has_kvpatch and "kvpatch" not in settings.listed(plugins):
+        what = f"VLLM_PLUGINS={plugins!r} does not name kvpatch, so that vLLM does not load it"
+        yield Finding("error", role, what, "add kvpatch to VLLM_PLUGINS, or unset it")
     asks = [name for name in variables if name.startswith("KVPATCH_")]
     if asks and not engine.has_kvpatch:
         what = f"{asks[0]} is set, and {settings.ENABLE} is not"
@@ -141,6 +125,3 @@ def _activation(engine: PlannedEngine) -> Iterator[Finding]:
         what = "its workers are Ray's" if on_ray else f"it runs on {nodes} nodes"
         what = f"{what}: each process needs kvpatch installed, and {settings.ENABLE} and KVPATCH_*"
         yield Finding("warning", role, what, "read docs/how-to/several_nodes.md")
-
-
-_OF_SIDES: tuple[Callable[[PlannedEngine], Iterator[Finding]], ...] = (_connector, _activation)

@@ -11,21 +11,20 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions, CannotPlan
+from kvpatch.core.errors import CannotPlan
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.load.smaller_blocks_admission import JoiningCache, why_joined_wrongly
-from kvpatch.peer.cpu_keys import BY_WORD, word_of
+from kvpatch.peer.cpu_keys import word_of
 from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse, Stock, decide
 from kvpatch.peer.unlike_releases.peer_releases import speak_alike
 from kvpatch.peer.unstated_blocks import DeclaredGeometry
-from kvpatch.tools.planning.arguments import whole_number
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
 from kvpatch.tools.planning.model import DESCRIBE
 from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 
+_OTHER_KEYS = "one processor has AMX, and the other one's keys of bfloat16 are in another order"
 _STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 _SAME_BLOCKS = "use one --block-size on both sides"
 _SAME_RANKS = "use one --tensor-parallel-size on both sides"
@@ -47,7 +46,7 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     shares = max(p.tp_size, d.tp_size) > d.caches.kv_heads
     if d.caches.states and p.tp_size != d.tp_size and shares:
         raise CannotPlan("not planned for: recurrent states over ranks that share heads", DESCRIBE)
-    exact = _decisions(pair, p.key_order if word_of(p.key_order) else None)
+    exact = _decisions(pair, p.key_order if word_of(p.key_order) else None, None)
     stock, ours = _of_stock(pair, factors, exact), _of_kvpatch(pair, factors, exact)
     is_read = not all(isinstance(one, Stock) for one in exact)
     if (p.drafts or d.drafts) and is_read and ours.outcome is Outcome.IDENTICAL:
@@ -59,11 +58,12 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
 
 def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
     """The reasons why an engine does not start with the connector, and the cures."""
-    role, caches, known = engine.role, engine.caches, engine.known_buffer_devices
-    heads, ranks = caches.kv_heads, engine.tp_size
-    if engine.buffer_device not in known:
-        cure = f'set "kv_buffer_device": "{known[0]}" in its --kv-transfer-config'
-        yield f"{role}: kv_buffer_device {engine.buffer_device} is not for {engine.device}", cure
+    role, caches, heads, ranks = engine.role, engine.caches, engine.caches.kv_heads, engine.tp_size
+    buffer = "cpu" if engine.device == "cpu" else "cuda"
+    asked = engine.transfer.get("kv_buffer_device") or buffer
+    if asked != buffer:
+        cure = f'set "kv_buffer_device": "{buffer}" in its --kv-transfer-config'
+        yield f"{role}: kv_buffer_device {asked} is not for {engine.device}", cure
     if engine.backend.device == "cpu" and engine.facts.names_layouts and engine.layout == "LBNHC":
         reason = f"{engine.backend.name} has one layout, and VLLM_KV_CACHE_LAYOUT asks for another"
         yield f"{role}: {reason}", "unset VLLM_KV_CACHE_LAYOUT"
@@ -78,11 +78,11 @@ def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
 # --- the decision of the handshake ----------------------------------------------------------
 
 
-def _decisions(pair: Pair, keys: KeyOrder | None, stated: KeyOrder | None = None) -> list[Decision]:
+def _decisions(pair: Pair, declared: KeyOrder | None, stated: KeyOrder | None) -> list[Decision]:
     """The decisions of D's first and last rank on each rank of P that they meet.
 
     Args:
-        keys: the order of keys that D is told of P, which no handshake states.
+        declared: the order of P's keys that D takes for granted: no handshake states it.
         stated: the one that P's kvpatch states.
     """
     p, d = pair.sides
@@ -90,33 +90,15 @@ def _decisions(pair: Pair, keys: KeyOrder | None, stated: KeyOrder | None = None
     for rank in sorted({0, d.tp_size - 1}):
         geometry = geometry_of(d, rank)
         planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
-        is_staged = _setting(d, settings.TRANSFER, settings.TRANSFERS) == "staged"
-        pool = d.arguments.environment.get(settings.STAGING_BYTES)
-        size = whole_number(pool or settings.DEFAULT_STAGING_BYTES, settings.STAGING_BYTES)
-        declared = DeclaredGeometry(keys=keys)
-        local = LocalCache(geometry, planes, size if is_staged else None, declared=declared)
+        local = LocalCache(geometry, planes, declared=DeclaredGeometry(keys=declared))
         for met in pair.ranks_met(rank):
             peer = replace(stated_by(p, met, d), stated_keys=stated)
             found.append(decide(local, peer, d.facts))
     return found
 
 
-def _setting(engine: PlannedEngine, name: str, known: tuple[str, ...]) -> str:
-    """Reads a setting of kvpatch's that is one of a few words; empty where it is not set."""
-    found = engine.arguments.environment.get(name, "").lower()
-    if found and found not in known:
-        raise BadOptions(
-            f"{name}={found!r} is not one of {', '.join(known)}", "set one of these, or unset it"
-        )
-    return found
-
-
 def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdict:
     p, d = pair.sides
-    if d.arguments.environment.get(settings.ACCEPT) and factors:
-        raise CannotPlan(
-            f"not planned for: {factors[0]}, which {settings.ACCEPT} may accept", factors[0].cure
-        )
     unseen = next(iter(uncompared(pair, factors)), None)
     if unseen is not None and not unseen.name:
         # The bytes of states are compared, and their types only where P's kvpatch states them.
@@ -127,19 +109,14 @@ def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Ver
     for factor in (unseen, *(factors if is_hashed(pair) else ())):
         if factor is not None:
             return Verdict(Outcome.REFUSED, str(factor), factor.cure)
-    declared = BY_WORD.get(_setting(d, settings.PEER_KEYS, tuple(BY_WORD)))
-    states = p.has_kvpatch and bool(word_of(p.key_order))
-    found = _decisions(pair, declared, p.key_order if states else None)
+    states_keys = p.has_kvpatch and bool(word_of(p.key_order))
+    found = _decisions(pair, None, p.key_order if states_keys else None)
     for one in found:
         if isinstance(one, Refuse):  # without the number of blocks, which no argument says
             reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
             return Verdict(Outcome.REFUSED, reason, one.cure)
-    is_misled = declared is not None and declared is not p.key_order
-    if p.arguments.about.get("amx") is not None and (
-        is_misled or list(map(type, found)) != list(map(type, exact))
-    ):
-        cure = f"set {settings.PEER_KEYS} on D to what P has, or ENABLE_KVPATCH on P"
-        return Verdict(Outcome.WRONG, "D does not know the order of keys in P's blocks", cure)
+    if list(map(type, found)) != list(map(type, exact)):  # vLLM reads keys in another order
+        return Verdict(Outcome.WRONG, _OTHER_KEYS, "set ENABLE_KVPATCH on P")
     is_read = any(isinstance(one, Read) for one in found)
     return Verdict(Outcome.IDENTICAL, way="read by kvpatch" if is_read else "vLLM's own")
 
@@ -173,9 +150,7 @@ def _of_stock(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdi
         wrong = wrong or "pairs them wrongly behind a prefix hit"
         return Verdict(Outcome.WRONG, reason + wrong, _SAME_BLOCKS)
     if p.key_order is not d.key_order:
-        with_amx = "P" if p.key_order is KeyOrder.TILED else "D"
-        reason = f"only the processor of {with_amx} has AMX, which puts keys elsewhere"
-        return Verdict(Outcome.WRONG, reason, "use --dtype float32, or processors of one kind")
+        return Verdict(Outcome.WRONG, _OTHER_KEYS, "use --dtype float32, or like processors")
     parts = f"{p.tp_size} and {d.tp_size} ranks, blocks cut into {p.parts} and {d.parts}"
     reason = f"vLLM reads other bytes than P has ({parts}, {p.layout} and {d.layout})"
     cure = _SAME_RANKS if p.tp_size != d.tp_size else _SAME_BLOCKS
