@@ -153,13 +153,6 @@ class Row:
         return computes_alike and not self.single.has_state
 
     @property
-    def is_told(self) -> bool:
-        """Whether engines say all over HTTP that a plan is made of: of no stand-in, no buffer."""
-        sides = (*self.prefill, self.decode)
-        stands_in = self.single.torch_attention or any(side.rows or side.kvcached for side in sides)
-        return not stands_in and self.host_buffer_bytes is None and not self.accepts
-
-    @property
     def accepts(self) -> str:
         """What D is told to accept (``KVPATCH_ACCEPT``)."""
         sides = (*self.prefill, self.decode)

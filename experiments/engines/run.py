@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +12,7 @@ from typing import TYPE_CHECKING
 from experiments.engines.kvcached_pairs import require_layouts
 from experiments.engines.models import MAKERS
 from experiments.engines.pairs import Row, Side, Single, by_single, row_setups, single_setup
-from kvpatch.core.errors import EngineFailed, KvpatchError
-from kvpatch.tools.cli import PlanOptions
+from kvpatch.core.errors import EngineFailed
 from kvpatch.tools.verify.compare import Comparison, Observation, compare
 from kvpatch.tools.verify.engine import Engine, require_environment, stop_all
 from kvpatch.tools.verify.handoff import complete
@@ -199,8 +196,6 @@ class _RowRun:
             observations["kvpatch"] = await self._serve(patched, prefill, decode)
             for engine in engines:
                 await self._keep_metrics(engine)
-            if self.row.is_told:
-                await asyncio.to_thread(self._keep_plans, prefill, decode[0])
             stop_all(decode)
             if not self.with_stock:
                 return
@@ -232,16 +227,6 @@ class _RowRun:
         response = await self.client.get(f"{engine.url}/metrics", timeout=_METRICS_TIMEOUT_S)
         response.raise_for_status()
         engine.log.with_suffix(".metrics").write_text(response.text)
-
-    def _keep_plans(self, prefill: Sequence[Engine], decode: Engine) -> None:
-        """What ``kvpatch plan`` says of each pair of running engines, beside the results."""
-        for number, engine in enumerate(prefill):
-            try:
-                said = PlanOptions(engine.url, decode.url, from_url=True).planned().as_dict()
-            except KvpatchError as error:  # which decides nothing about the row
-                said = {"error": str(error)}
-            path = self.options.work_dir / f"{self.row.name}-{number}.plan.json"
-            path.write_text(json.dumps(said, indent=1))
 
     def _require_host_buffers(self, engines: Sequence[Engine]) -> None:
         """Where the row has them, every rank must have said how large its own is."""

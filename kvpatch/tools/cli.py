@@ -55,10 +55,6 @@ def doctor(
         str | None,
         typer.Option(help="Say how the engine behind this API server is doing, by its metrics."),
     ] = None,
-    describes: Annotated[
-        bool,
-        typer.Option("--describe", help="With --url: write what that engine is, for kvpatch plan."),
-    ] = False,
     against: Annotated[
         Path | None,
         typer.Option(help="Say what another vLLM would get: a wheel, a checkout, site-packages."),
@@ -73,8 +69,6 @@ def doctor(
     """
     from rich.console import Console
 
-    if describes:
-        _describe_running(url)
     if url is not None:
         _show_engine(url, as_json=as_json)
     if against is not None:
@@ -89,20 +83,6 @@ def doctor(
     else:
         _show(diagnosis)
     raise typer.Exit(0 if diagnosis.healthy else 1)
-
-
-def _describe_running(url: str | None) -> None:
-    from kvpatch.core.errors import BadOptions
-    from kvpatch.tools.planning.running import description_of
-
-    with exit_statuses():
-        if url is None:
-            raise BadOptions(
-                "doctor --describe has no --url",
-                "give --url, or use kvpatch describe for an engine that is to be started",
-            )
-        _write(description_of(url), None)
-    raise typer.Exit
 
 
 def _show_engine(url: str, *, as_json: bool) -> None:
@@ -170,19 +150,11 @@ class PlanOptions:
     prefill: Annotated[
         str,
         typer.Argument(
-            help="P: a file of vllm serve --config, a description (.json), or the URL of an engine "
-            "that runs.",
+            help="P: a file of vllm serve --config, or a description (.json).",
             show_default=False,
         ),
     ]
     decode: Annotated[str, typer.Argument(help="D's.", show_default=False)]
-    from_url: Annotated[
-        bool,
-        typer.Option(
-            "--from-url",
-            help="Also ask the running engines that files name (`url`).",
-        ),
-    ] = False
     release: Annotated[str | None, typer.Option(help="vLLM release of both.")] = None
     platform: Annotated[str | None, typer.Option(help="Of both: cuda, rocm or cpu.")] = None
     attention_backend: Annotated[
@@ -190,11 +162,6 @@ class PlanOptions:
     ] = None
     model_config: Annotated[
         Path | None, typer.Option(help="The model's config.json, or its folder.")
-    ] = None
-    tokens: Annotated[int, typer.Option(min=1, help="Of the prompt that numbers are of.")] = 4096
-    cached: Annotated[int, typer.Option(min=0, help="Of these, those in D's prefix cache.")] = 0
-    bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, help="Of the wire, in GB/s, where it is known.")
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
 
@@ -204,28 +171,18 @@ class PlanOptions:
         Raises:
             KvpatchError: it cannot be said.
         """
-        from kvpatch.tools.planning.pair import Request
+        from kvpatch.tools.planning.arguments import read_arguments
         from kvpatch.tools.planning.plan import plan_pair
-        from kvpatch.tools.planning.running import arguments_of, require_url
 
         overrides = {
             "release": self.release,
             "platform": self.platform,
             "attention-backend": self.attention_backend,
         }
-        sides = [
-            arguments_of(source, overrides, asks_running=self.from_url)
-            for source in (self.prefill, self.decode)
-        ]
-        if self.from_url:
-            require_url(sides)
-        return plan_pair(
-            sides[0],
-            sides[1],
-            Request(self.tokens, min(self.cached, self.tokens)),
-            config=self.model_config,
-            bytes_per_second=None if self.bandwidth is None else self.bandwidth * 1e9,
+        prefill, decode = (
+            read_arguments(Path(one), overrides) for one in (self.prefill, self.decode)
         )
+        return plan_pair(prefill, decode, self.model_config)
 
 
 @dataclass(frozen=True)
@@ -337,7 +294,7 @@ def _require_extra(command: str, extra: str, *modules: str) -> None:
 @app.command("plan")
 @takes(PlanOptions)
 def plan(asked: PlanOptions) -> None:
-    """Say what becomes of a pair of engines, from their arguments or by asking those that run.
+    """Say what becomes of a pair of engines, from their arguments or descriptions.
 
     Exit status: 0 the pair serves as it is, 1 it does not, 2 nobody can say. Needs neither vLLM
     nor torch.
@@ -350,7 +307,7 @@ def plan(asked: PlanOptions) -> None:
     if asked.as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:
-        from kvpatch.tools.planning.rendering import show
+        from kvpatch.tools.planning.plan import show
 
         show(found, Console())
     raise typer.Exit(0 if found.serves else 1)

@@ -13,9 +13,9 @@ import pytest
 
 from kvpatch.core.releases import FACTS
 from kvpatch.patches import SLUGS
-from kvpatch.tools.planning.ours import judged_by_kvpatch
 from kvpatch.tools.planning.pair import Outcome
-from tests.planning.cells import pair_of, request_of
+from kvpatch.tools.planning.verdicts import verdicts
+from tests.planning.cells import pair_of
 
 from .case import PEER_KEYS, Case, EngineSpec, Report, Sabotage
 from .host import Lab
@@ -161,8 +161,8 @@ def test_into_rows(
     report = lab.run(case)
 
     assert_identical(report)
-    planned = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
-    assert planned.verdict.outcome is Outcome.IDENTICAL, planned
+    _, planned = verdicts(pair_of(case, lab.release, tmp_path))
+    assert planned.outcome is Outcome.IDENTICAL, planned
 
 
 @pytest.mark.parametrize(("p_tokens", "d_tokens"), [(32, 32), (16, 32), (64, 32), (48, 64)])
@@ -172,8 +172,8 @@ def test_out_of_rows(lab: Lab, p_tokens: int, d_tokens: int, tmp_path: Path) -> 
     case = disguised(_rows(p_tokens), cpu(d_tokens, amx=True), BACKEND)
 
     assert_identical(lab.run(case))
-    planned = judged_by_kvpatch(pair_of(case, lab.release, tmp_path), request_of(case))
-    assert planned.verdict.outcome is Outcome.IDENTICAL, planned
+    _, planned = verdicts(pair_of(case, lab.release, tmp_path))
+    assert planned.outcome is Outcome.IDENTICAL, planned
 
 
 def test_into_rows_when_nobody_says_how_they_lie(lab: Lab) -> None:

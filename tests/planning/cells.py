@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpatch.tools.planning.arguments import EngineArguments
+from kvpatch.tools.planning.description import FULL, STATE, Caches, Description, Layer
 from kvpatch.tools.planning.engine import PlannedEngine, Role, engine_of
-from kvpatch.tools.planning.pair import Outcome, Pair, Request
+from kvpatch.tools.planning.pair import Outcome, Pair
 from tests.lab.case import Case, EngineSpec
 from tests.lab.case import Outcome as Played
-from tests.lab.releases import tells_blocks
 
 BACKENDS = {
     "flash": "FLASH_ATTN",
@@ -22,15 +22,14 @@ BACKENDS = {
     "triton": "TRITON_ATTN",
 }
 
-#: What a lab run is called that came to a plan's outcome. On releases <= 0.11.0 the lab cannot make
-#: the cache of a CPU, which no engine there registers; it says failed.
+#: The outcomes of a lab run that a plan's outcome stands for. On releases <= 0.11.0 the lab cannot
+#: make the cache of a CPU, which no engine there registers; it says failed.
 PLAYED: dict[Outcome, tuple[Played, ...]] = {
     Outcome.IDENTICAL: ("identical",),
-    Outcome.REFUSED: ("refused",),
+    Outcome.REFUSED: ("refused", "failed"),
     Outcome.REFUSED_AT_START: ("refused", "failed"),
-    Outcome.NOT_TOLD: ("failed",),
-    Outcome.CRASH: ("failed",),
     Outcome.WRONG: ("corrupt",),
+    Outcome.UNKNOWN: ("identical", "corrupt", "refused", "failed"),
 }
 
 
@@ -39,18 +38,6 @@ def pair_of(case: Case, release: str, folder: Path) -> Pair:
     return Pair(
         _engine("P", case.prefill, release, folder), _engine("D", case.decode, release, folder)
     )
-
-
-def request_of(case: Case) -> Request:
-    """The run's own."""
-    return Request(case.prompt_tokens, min(case.prefix_hit_tokens, case.prompt_tokens))
-
-
-def requests_of(case: Case, release: str) -> tuple[Request, ...]:
-    """Those of the run, stock: the one that goes before, where the lab has it, and its own."""
-    if tells_blocks(release):
-        return (request_of(case),)
-    return (Request(case.behind_another().tokens_before), request_of(case))
 
 
 @cache
@@ -75,8 +62,6 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             "platform": "cpu" if spec.family == "cpu" else "cuda",
             "attention-backend": BACKENDS[spec.family],
             "amx": spec.amx,
-            # The lab's tensors have whole blocks, which 0.11.1 and 0.11.2 would cut.
-            "kernel-block-size": spec.block_tokens // spec.parts,
         },
         environment={
             "VLLM_KV_CACHE_LAYOUT": spec.layout,
@@ -84,6 +69,7 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             **({"ENABLE_KVPATCH": "true"} if spec.patched else {}),
             **dict(spec.settings),
         },
+        described=Description(release, state_caches(spec)) if spec.has_state else None,
     )
     return engine_of(role, arguments, _config(spec, folder))
 
@@ -106,18 +92,37 @@ def _config(spec: EngineSpec, folder: Path) -> Path:
         windows = [spec.window_of(layer) for layer in range(spec.layers)]
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         content |= {"layer_types": kinds, "sliding_window": max(windows)}
-    if spec.has_state:  # heads of 8 channels, states of 4 (tests/lab/states.py)
-        content |= {
-            "architectures": ["GraniteMoeHybridForCausalLM"],
-            "layer_types": ["attention", "mamba"] * (spec.layers // 2),
-            "mamba_n_heads": spec.states.heads,
-            "mamba_d_head": spec.states.inner[0],
-            "mamba_d_state": spec.states.inner[1],
-            "mamba_n_groups": spec.states.groups,
-            "mamba_d_conv": 4,
-        }
     text = json.dumps(content)
     path = folder / f"{abs(hash(text))}.json"
     if not path.exists():
         path.write_text(text)
     return path
+
+
+def state_caches(spec: EngineSpec) -> Caches:
+    """Mamba2's, as ``describe`` has them: 8 channels a head, states of 4 (tests/lab/states.py)."""
+    width, size = spec.states.inner
+    dtype = {"fp8": "bfloat16"}.get(spec.dtype, spec.dtype)
+    state = spec.state_dtype or dtype
+    conv_bytes = 3 * (4 if state == "float32" else 2)
+    of_groups = (spec.states.groups * size, spec.states.groups == 1)
+    parts = (
+        (conv_bytes, ((spec.states.heads * width, False), of_groups, of_groups)),
+        (width * size * conv_bytes // 3, ((spec.states.heads, False),)),
+    )
+    heads = max(1, spec.kv_heads // spec.tp_size)
+    every = [
+        Layer(f"l.{n}", STATE, "MAMBA2", spec.block_tokens, 0, (state, state), parts=parts)
+        if n % 2
+        else Layer(
+            *(f"l.{n}", FULL, BACKENDS[spec.family], spec.block_tokens, 0, (dtype,)),
+            kv_heads=heads, head_dim=spec.head_dim, value_dim=spec.head_dim,
+        )
+        for n in range(spec.layers)
+    ]  # fmt: skip
+    names = [one.name for one in every]
+    return Caches(
+        *(spec.block_tokens, spec.block_tokens // spec.parts, spec.layout),
+        *(max(8, spec.kv_heads), spec.kv_heads, dtype, dtype, tuple(every)),
+        (tuple(names[::2]), tuple(names[1::2])),
+    )

@@ -1,23 +1,19 @@
-"""Prints, as JSON, the descriptions of several engines: vLLM is imported once.
-
-usage: python -m tests.planning.describe_several COMMANDS.json
-"""
+"""Prints the descriptions of the commands on stdin, as JSON: vLLM is imported once."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from pathlib import Path
 
 from kvpatch.core.errors import Mistake
 from kvpatch.tools.planning.describe import describe
 
 
-def main(commands: Path) -> None:
-    """One after the other; of what is refused, the sentence."""
+def main() -> None:
+    """Describes one after the other; of what is refused it prints the sentence."""
     found, environment = [], dict(os.environ)
-    for command in json.loads(commands.read_text(encoding="utf-8")):
+    for command in json.load(sys.stdin):
         try:
             found.append(describe(**command))
         except Mistake as error:
@@ -28,4 +24,4 @@ def main(commands: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

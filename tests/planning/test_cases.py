@@ -12,8 +12,6 @@ import yaml
 from typer.testing import CliRunner
 
 from kvpatch.tools.cli import app
-from kvpatch.tools.planning.arguments import read_arguments
-from kvpatch.tools.planning.engine import engine_of
 
 pytestmark = pytest.mark.patching
 
@@ -60,13 +58,6 @@ def test_a_pair_gets_its_verdict(name: str, tmp_path: Path) -> None:
     assert _NO_CURES.get(name, "\0") not in output
     if status == 2:
         assert "not planned for" in output
-
-
-@pytest.mark.parametrize("name", [name for name, right in _PAIRS.items() if "heads" in right])
-def test_heads_are_those_of_the_model(name: str, tmp_path: Path) -> None:
-    engine = engine_of("D", read_arguments(Path(_write(name, tmp_path)[1])))
-
-    assert engine.model.kv_heads == _PAIRS[name]["heads"]
 
 
 def test_negative_control_a_verdict_of_another_pair_is_noticed(tmp_path: Path) -> None:

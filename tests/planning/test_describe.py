@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,10 @@ from kvpatch.tools.cli import app
 from kvpatch.tools.planning.arguments import read_arguments
 from kvpatch.tools.planning.engine import engine_of
 
+from .described import described
+
 pytestmark = pytest.mark.patching
 
-_ROOT = Path(__file__).parents[2]
 _CONFIGS: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("models.json").read_text(encoding="utf-8")
 )
@@ -43,18 +41,8 @@ _ENGINES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def _run(module: str, *arguments: object) -> Any:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    found = subprocess.run(
-        command, cwd=_ROOT, env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-4000:]
-    return json.loads(found.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module", name="described")
+def _described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Descriptions by the names of :data:`_ENGINES`, and one for another platform."""
     pytest.importorskip("vllm")
     folder = tmp_path_factory.mktemp("described")
@@ -66,38 +54,22 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         served = ["vllm", "serve", str(folder / model), "--kv-transfer-config", _TRANSFER, *more]
         commands.append({"command": [*variables, *served]})
     on_cuda = {"platform": "cuda", "attention_backend": "FLASH_ATTN"}
-    commands.append({**on_cuda, "command": [*commands[0]["command"], "--block-size", "64"]})
-    (folder / "commands.json").write_text(json.dumps(commands))
-    found = _run("tests.planning.describe_several", folder / "commands.json")
-    return dict(zip([*_ENGINES, "cuda"], found, strict=True))
+    of_cuda = [one.replace('"cpu"', '"cuda"') for one in commands[0]["command"]]
+    commands.append({**on_cuda, "command": [*of_cuda, "--block-size", "64"]})
+    return dict(zip([*_ENGINES, "cuda"], described(commands), strict=True))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[Any]]]:
-    """By architecture, the caches of its layers, as another script asks for them."""
-    folder = tmp_path_factory.mktemp("made")
-    configs = {name: _CONFIGS[name] for name in ("MixtralForCausalLM", *_MODELS)}
-    (folder / "m.json").write_text(json.dumps(configs))
-    return dict(_run("tests.planning.vllm_caches", folder / "m.json", folder))
+def test_states_are_those_of_the_model(described: dict[str, Any]) -> None:
+    """Of layers with keys and values test_models.py has the caches."""
+    config = _CONFIGS[_GRANITE]
+    layers = described[_GRANITE]["caches"]["layers"]
+    heads, inner = config["mamba_n_heads"], [config["mamba_d_head"], config["mamba_d_state"]]
 
-
-def _said(layer: dict[str, Any]) -> list[Any]:
-    """As ``vllm_caches`` says it."""
-    if layer["kind"] == "MambaSpec":
-        return [layer["kind"], layer["shapes"]]
-    return [layer["kind"], layer["kv_heads"], layer["head_dim"], layer["window"] or None]
-
-
-@pytest.mark.parametrize("model", _MODELS)
-def test_a_description_has_the_caches_that_vllm_makes(
-    model: str, described: dict[str, Any], made: dict[str, list[list[Any]]]
-) -> None:
-    layers = described[model]["caches"]["layers"]
-
-    assert list(map(_said, layers)) == made[model]
-
-    spoilt = {**layers[0], "kv_heads": 99, "shapes": [[1]]}
-    assert _said(spoilt) != made[model][0]
+    kinds = ["MambaSpec" if one["kind"] == "MambaSpec" else "attention" for one in layers]
+    assert len(set(kinds)) == 2 and len(kinds) == config["num_hidden_layers"]
+    for one in layers:
+        if one["kind"] == "MambaSpec":
+            assert one["shapes"][1] == [heads, *inner]
 
 
 def test_two_ranks_have_halves(described: dict[str, Any]) -> None:
@@ -214,7 +186,9 @@ def test_a_hybrid_pair_over_unlike_ranks(described: dict[str, Any], plan: Any) -
 def test_a_backend_that_is_not_known_is_no_guess(described: dict[str, Any], plan: Any) -> None:
     status, output = plan(described[_MLA], described[_MLA])
 
-    assert status == 2 and "the attention backend CPU_MLA looks like is not known" in output
+    assert (
+        status == 2 and "not planned for: latents (MLA) of the attention backend CPU_MLA" in output
+    )
 
 
 def test_another_platform_takes_its_backend_from_the_command_line(
@@ -226,8 +200,8 @@ def test_another_platform_takes_its_backend_from_the_command_line(
     engine = engine_of("D", read_arguments(path))
 
     assert (engine.device, engine.backend.name) == ("cuda", "FLASH_ATTN")
-    assert (engine.block_tokens, engine.kernel_tokens) == (64, 64)
-    assert engine.factors["attn_backend_name"] == "FLASH_ATTN"
+    assert (engine.caches.block_tokens, engine.kernel_tokens) == (64, 64)
+    assert described["cuda"]["hash"]["factors"]["attn_backend_name"] == "FLASH_ATTN"
 
 
 @pytest.mark.parametrize(

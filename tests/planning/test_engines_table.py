@@ -11,10 +11,13 @@ import pytest
 from experiments.engines.pairs import ROWS, Row, Side
 from experiments.engines.recorded import HYBRID_RANKS, TITLES
 from kvpatch.tools.planning.arguments import EngineArguments
+from kvpatch.tools.planning.description import Description
 from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.ours import judged_by_kvpatch
 from kvpatch.tools.planning.pair import Outcome, Pair
-from kvpatch.tools.planning.stock import stock_verdict
+from kvpatch.tools.planning.verdicts import verdicts
+from tests.lab.case import EngineSpec
+
+from .cells import state_caches
 
 pytestmark = pytest.mark.patching
 
@@ -41,23 +44,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "sliding_window": 40,
     },
-    "hybrid": {
-        **_LLAMA,
-        "architectures": ["GraniteMoeHybridForCausalLM"],
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 64,
-        "mamba_d_state": 16,
-        "mamba_n_groups": 1,
-        "mamba_d_conv": 4,
-    },
+    "hybrid": {},  # described
 }
-_FAIL, _WRONG, _ENDS = "fail", "wrong tokens", "D ends"
+_FAIL, _WRONG = "fail", "wrong tokens"
 
 
 def _pairs(row: Row, folder: Path) -> list[Pair]:
     config = folder / "config.json"
     config.write_text(json.dumps(MODELS[row.single.model]))
+
+    def described(side: Side) -> Description:
+        spec = EngineSpec(
+            "cpu", "HND", side.block_tokens, 48, dtype="float32", layers=4, kv_heads=4, head_dim=32,
+            tp_size=side.ranks, has_state=True, state_kind="mamba2, one group",
+        )  # fmt: skip
+        return Description(DATA["release"], state_caches(spec))
 
     def engine(role: Any, side: Side) -> Any:
         arguments = EngineArguments(
@@ -83,6 +84,7 @@ def _pairs(row: Row, folder: Path) -> list[Pair]:
                 "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
                 **({"VLLM_KV_CACHE_LAYOUT": side.layout} if side.layout else {}),
             },
+            described=described(side) if row.single.model == "hybrid" else None,
         )
         return engine_of(role, arguments, config)
 
@@ -90,22 +92,19 @@ def _pairs(row: Row, folder: Path) -> list[Pair]:
 
 
 def _said_of_stock(row: Row, folder: Path) -> set[str]:
-    """Which of the table's words the plan has for the row's pairs, over prompts of all lengths."""
+    """The table's words for the verdicts on the row's pairs."""
     words = {
         Outcome.REFUSED: _FAIL,
-        Outcome.CRASH: _ENDS,
         Outcome.WRONG: _WRONG,
         Outcome.IDENTICAL: "identical",
     }
-    found = set()
-    for pair in _pairs(row, folder):
-        verdicts = [stock_verdict(pair, request) for request in pair.requests(400)]
-        found.add(words[max(verdicts, key=lambda v: v.outcome.badness).outcome])
-    return found
+    return {words[verdicts(pair)[0].outcome] for pair in _pairs(row, folder)}
 
 
 def _seen(text: str) -> set[str]:
-    return {word for word in (_FAIL, _WRONG, _ENDS, "identical") if word in text}
+    """A plan says of an engine that ends that it refuses."""
+    text = text.replace("D ends", _FAIL)
+    return {word for word in (_FAIL, _WRONG, "identical") if word in text}
 
 
 def test_the_table_has_pairs():
@@ -123,20 +122,9 @@ def test_kvpatch_does_what_a_plan_says(name, tmp_path):
     """And on whose path."""
     on_stocks_path = "stock's path" in SEEN[_SHOWN[name]][1]
     for pair in _pairs(PAIRS[name], tmp_path):
-        for request in pair.requests(400):
-            judged = judged_by_kvpatch(pair, request)
-            assert judged.verdict.outcome is Outcome.IDENTICAL, judged.verdict
-            assert (judged.way == "vLLM's own") == on_stocks_path
-
-
-def test_stock_ends_where_the_second_request_finds_the_first_ones_handshake(tmp_path):
-    """As D's log had it: an assertion at the first request, an IndexError at the next."""
-    (pair,) = _pairs(PAIRS["hybrid-tp2-tp1"], tmp_path)
-
-    for request in pair.requests(400):
-        said = stock_verdict(pair, request)
-        assert said.outcome is Outcome.CRASH
-        assert "D ends at the next request" in said.reason
+        _, found = verdicts(pair)
+        assert found.outcome is Outcome.IDENTICAL, found
+        assert (found.way == "vLLM's own") == on_stocks_path
 
 
 def test_negative_control_a_row_of_another_pair_is_noticed(tmp_path):

@@ -12,17 +12,12 @@ from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.tools.planning.arguments import read_arguments
 from kvpatch.tools.planning.engine import PlannedEngine, engine_of
 from kvpatch.tools.planning.model import read_model
-from kvpatch.tools.planning.ours import judged_by_kvpatch
-from kvpatch.tools.planning.pair import Outcome, Pair, Request
-from kvpatch.tools.planning.stock import stock_verdict
+from kvpatch.tools.planning.pair import Outcome, Pair
+from kvpatch.tools.planning.verdicts import verdicts
 
-from ..lab.case import Case, EngineSpec
-from .cells import pair_of
 from .walk import CONFIG, write_side
 
 pytestmark = pytest.mark.patching
-
-PROMPT = Request(1000)
 
 
 def _engine(folder: Path, role: str, **changes: Any) -> PlannedEngine:
@@ -38,7 +33,7 @@ def _pair(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> Pair:
 def _model(folder: Path, **changes: Any):
     path = folder / "config.json"
     path.write_text(json.dumps({k: v for k, v in {**CONFIG, **changes}.items() if v is not None}))
-    return read_model("m", path)
+    return read_model(path)
 
 
 @pytest.mark.parametrize(
@@ -64,18 +59,14 @@ def test_windows_by_layer(tmp_path):
     counted = _model(tmp_path, sliding_window=512, sliding_window_pattern=6, num_hidden_layers=6)
 
     assert named.windows == counted.windows == (512,) * 5 + (0,)
+    assert named.groups == ((0,), (1,), (2,), (3,), (4,), (5,))
 
 
 def test_a_latent_is_as_wide_as_both_of_its_parts(tmp_path):
-    found = _model(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64)
+    names = ["DeepseekV3ForCausalLM"]
+    found = _model(tmp_path, architectures=names, kv_lora_rank=512, qk_rope_head_dim=64)
 
     assert (found.is_mla, found.head_dim) == (True, 576)
-
-
-def test_a_model_of_text_and_images_has_the_texts_cache(tmp_path):
-    found = _model(tmp_path, text_config={"num_hidden_layers": 7, "head_dim": 256})
-
-    assert (found.layers, found.head_dim) == (7, 256)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +77,7 @@ def test_a_model_of_text_and_images_has_the_texts_cache(tmp_path):
         {"architectures": ["FalconMambaForCausalLM"]},
         {"architectures": ["DeepseekV32ForCausalLM"], "kv_lora_rank": 512},
         {"global_head_dim": 512},
+        {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
         {"num_hidden_layers": None},
         {"num_attention_heads": None},
     ],
@@ -101,28 +93,14 @@ def test_the_newest_of_the_hub_cache_is_found(tmp_path, monkeypatch):
     (snapshot / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
 
-    assert _engine(tmp_path, "p", model="org/name").model.layers == 32
+    assert _engine(tmp_path, "p", model="org/name").caches.layers[31:]
 
 
-def test_an_option_is_compared_word_by_word_where_there_is_a_hash(tmp_path):
+def test_an_option_is_compared_word_by_word(tmp_path):
     """The same bytes, and another hash: `auto` is not `bfloat16`."""
-    words = {"kv_cache_dtype": "bfloat16"}
+    found, _ = verdicts(_pair(tmp_path, {}, {"kv_cache_dtype": "bfloat16"}))
 
-    hashed = stock_verdict(_pair(tmp_path, {}, words), PROMPT)
-    older = {"about": {"release": "0.12.0"}}
-    before = stock_verdict(_pair(tmp_path, older, {**words, **older}), PROMPT)
-
-    assert hashed.outcome is Outcome.REFUSED and "--kv-cache-dtype" in hashed.reason
-    assert before.outcome is Outcome.IDENTICAL
-
-
-def test_what_nobody_compares_is_wrong(tmp_path):
-    """<= 0.12 bfloat16 and float16 have blocks of as many bytes."""
-    older = {"about": {"release": "0.12.0"}}
-
-    found = stock_verdict(_pair(tmp_path, older, {**older, "dtype": "float16"}), PROMPT)
-
-    assert found.outcome is Outcome.WRONG and "data type" in found.reason
+    assert found.outcome is Outcome.REFUSED and "--kv-cache-dtype" in found.reason
 
 
 def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
@@ -133,24 +111,22 @@ def test_checks_that_are_switched_off_are_not_taken_for_made(tmp_path):
     changes = {"dtype": "float16", "kv_transfer_config": json.dumps(off)}
     pair = _pair(tmp_path, {}, changes)
 
-    assert stock_verdict(pair, PROMPT).outcome is Outcome.WRONG
-    assert judged_by_kvpatch(pair, PROMPT).verdict.outcome is Outcome.REFUSED
+    assert [one.outcome for one in verdicts(pair)] == [Outcome.WRONG, Outcome.REFUSED]
 
 
-def test_drafted_tokens_hide_where_lists_of_windows_end(tmp_path):
-    """As the engine's own decision has it, on releases that list drafted blocks."""
-    windows = tmp_path / "windows.json"
-    windows.write_text(
-        json.dumps({**CONFIG, "architectures": ["MistralForCausalLM"], "sliding_window": 4096})
-    )
-    draft = {"speculative_config": json.dumps({"method": "eagle"})}
-    outcomes = []
-    for release, drafts in (("0.24.0", draft), ("0.25.0", draft), ("0.24.0", {})):
-        about = {"release": release, "model-config": str(windows)}
-        pair = _pair(tmp_path, {"about": about, "block_size": 128}, {"about": about, **drafts})
-        outcomes.append(judged_by_kvpatch(pair, PROMPT).verdict.outcome)
+@pytest.mark.parametrize(
+    ("tokens", "method", "outcome"),
+    [(64, "eagle", Outcome.IDENTICAL), (128, "ngram", Outcome.IDENTICAL), (128, "eagle", None)],
+)
+def test_drafts_with_layers_are_planned_between_like_engines(tmp_path, tokens, method, outcome):
+    drafts = {"speculative_config": json.dumps({"method": method, "model": "m"})}
+    pair = _pair(tmp_path, {**drafts, "block_size": tokens}, drafts)
 
-    assert outcomes == [Outcome.REFUSED, Outcome.IDENTICAL, Outcome.IDENTICAL]
+    if outcome is None:
+        with pytest.raises(CannotPlan, match="drafts with layers"):
+            verdicts(pair)
+    else:
+        assert verdicts(pair)[1].outcome is outcome
 
 
 def test_tiles_of_a_cpu_are_told_by_its_processor(tmp_path):
@@ -158,7 +134,7 @@ def test_tiles_of_a_cpu_are_told_by_its_processor(tmp_path):
     outcomes = []
     for amx in (None, True, False):
         pair = _of_cpus(tmp_path, amx, amx)
-        outcomes.append(judged_by_kvpatch(pair, PROMPT).verdict.outcome)
+        outcomes.append(verdicts(pair)[1].outcome)
         assert any("AMX" in line for line in pair.decode.assumed) == (amx is None)
 
     assert outcomes == [Outcome.REFUSED] * 3
@@ -173,35 +149,24 @@ def _of_cpus(folder, p_amx, d_amx, p_tokens=128, p_env=None, **d_env):
 
 @pytest.mark.parametrize("d_amx", [True, False])
 @pytest.mark.parametrize("p_amx", [True, False])
-def test_tiles_are_read_where_somebody_says_so(tmp_path, p_amx, d_amx):
-    word, other = ("tiles", "columns") if p_amx else ("columns", "tiles")
-    declared = _of_cpus(tmp_path, p_amx, d_amx, KVPATCH_PEER_KEYS=word)
-    stated = _of_cpus(tmp_path, p_amx, d_amx, p_env={"ENABLE_KVPATCH": "true"})
-    wrong = _of_cpus(tmp_path, p_amx, d_amx, KVPATCH_PEER_KEYS=other)
+def test_tiles_are_read_where_p_states_them(tmp_path, p_amx, d_amx):
+    pair = _of_cpus(tmp_path, p_amx, d_amx, p_env={"ENABLE_KVPATCH": "true"})
 
-    outcomes = [judged_by_kvpatch(one, PROMPT).verdict for one in (declared, stated, wrong)]
-
-    assert [one.outcome for one in outcomes[:2]] == [Outcome.IDENTICAL] * 2
-    assert outcomes[2].outcome is Outcome.WRONG and "KVPATCH_PEER_KEYS" in outcomes[2].reason
-
-
-def test_a_declaration_of_no_word_is_no_plan(tmp_path):
-    with pytest.raises(BadOptions, match="columns, tiles"):
-        judged_by_kvpatch(_of_cpus(tmp_path, True, True, KVPATCH_PEER_KEYS="rows"), PROMPT)
+    assert verdicts(pair)[1].outcome is Outcome.IDENTICAL
 
 
 @pytest.mark.parametrize("p_amx", [True, False])
 def test_stock_takes_unlike_processors_for_each_other(tmp_path, p_amx):
-    """Blocks of one size; what is mended where somebody says so."""
-    word = "tiles" if p_amx else "columns"
+    """Blocks of one size; kvpatch reads them where P states the order of its keys."""
     unsaid = _of_cpus(tmp_path, p_amx, not p_amx, p_tokens=64)
-    said = _of_cpus(tmp_path, p_amx, not p_amx, p_tokens=64, KVPATCH_PEER_KEYS=word)
+    on = {"ENABLE_KVPATCH": "true"}
+    said = _of_cpus(tmp_path, p_amx, not p_amx, p_tokens=64, p_env=on)
 
-    for verdict in (stock_verdict(unsaid, PROMPT), judged_by_kvpatch(unsaid, PROMPT).verdict):
-        assert verdict.outcome is Outcome.WRONG and "AMX" in verdict.reason
-    assert judged_by_kvpatch(said, PROMPT).verdict.outcome is Outcome.IDENTICAL
+    for found in verdicts(unsaid):
+        assert found.outcome is Outcome.WRONG and "AMX" in found.reason
+    assert verdicts(said)[1].outcome is Outcome.IDENTICAL
     alike = _of_cpus(tmp_path, p_amx, p_amx, p_tokens=64)
-    assert stock_verdict(alike, PROMPT).outcome is Outcome.IDENTICAL
+    assert verdicts(alike)[0].outcome is Outcome.IDENTICAL
 
 
 def test_flashinfers_large_blocks_are_cut(tmp_path):
@@ -216,54 +181,13 @@ def test_a_size_that_no_kernel_takes_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "word"),
+    ("changes", "says"),
     [
-        ({"about": {"release": "0.31.0"}}, "vllm_version"),
-        ({"about": {"attention-backend": "TRITON_ATTN"}}, "attn_backend"),
+        ({"about": {"release": "0.31.0"}}, "vLLM's release: 0.31.0 and 0.32.0"),
+        ({"about": {"attention-backend": "TRITON_ATTN"}}, "TRITON_ATTN and FLASH_ATTN"),
+        ({"dtype": "float16"}, "the model's data type"),
     ],
 )
-def test_a_difference_that_can_be_accepted_is_named_and_accepted(tmp_path, changes, word):
-    """By the word that the refusal gives; stock refuses it all the same."""
-    pair = _pair(tmp_path, changes, {"env": {"ENABLE_KVPATCH": "true"}})
-    refused = judged_by_kvpatch(pair, PROMPT).verdict
-    assert refused.outcome is Outcome.REFUSED
-    assert f"KVPATCH_ACCEPT={word}" in refused.cure
-
-    variables = {"ENABLE_KVPATCH": "true", "KVPATCH_ACCEPT": word}
-    pair = _pair(tmp_path, changes, {"env": variables})
-
-    assert judged_by_kvpatch(pair, PROMPT).verdict.outcome is Outcome.IDENTICAL
-    assert stock_verdict(pair, PROMPT).outcome is Outcome.REFUSED
-
-
-def test_what_means_other_bytes_is_never_accepted(tmp_path):
-    accepts = {"env": {"KVPATCH_ACCEPT": "vllm_version attn_backend"}}
-    apart = {"about": {"release": "0.28.0"}}
-
-    dtype = judged_by_kvpatch(_pair(tmp_path, {"dtype": "float16"}, accepts), PROMPT).verdict
-    protocol = judged_by_kvpatch(_pair(tmp_path, apart, accepts), PROMPT).verdict
-
-    assert dtype.outcome is protocol.outcome is Outcome.REFUSED
-    assert "names layouts" in protocol.reason
-    with pytest.raises(BadOptions, match="can not be accepted"):
-        wrong = {"env": {"KVPATCH_ACCEPT": "dtype"}}
-        judged_by_kvpatch(_pair(tmp_path, {"about": {"release": "0.31.0"}}, wrong), PROMPT)
-
-
-@pytest.mark.parametrize(
-    ("release", "tokens", "outcome"),
-    [
-        *[("0.28.0", tokens, Outcome.IDENTICAL) for tokens in (20, 150, 160, 192)],
-        *[(r, tokens, Outcome.WRONG) for r in ("0.29.0", "0.31.0") for tokens in (20, 150, 160)],
-        *[(r, 192, Outcome.IDENTICAL) for r in ("0.29.0", "0.31.0")],
-        *[("0.32.0", tokens, Outcome.IDENTICAL) for tokens in (150, 192)],
-    ],
-)
-def test_blocks_of_latents_that_ps_do_not_fill(tmp_path, release, tokens, outcome):
-    """As the lab's real connectors did it of 32 tokens in 64."""
-    sides = (EngineSpec("mla", "NHD", size, 16, dtype="float32") for size in (32, 64))
-    case = Case("latents", *sides, tokens)
-
-    found = stock_verdict(pair_of(case, release, tmp_path), Request(tokens))
-
-    assert found.outcome is outcome
+def test_another_hash_is_refused(tmp_path, changes, says):
+    for found in verdicts(_pair(tmp_path, changes, {"env": {"ENABLE_KVPATCH": "true"}})):
+        assert found.outcome is Outcome.REFUSED and says in found.reason

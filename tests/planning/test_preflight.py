@@ -12,13 +12,13 @@ from kvpatch.tools.planning.arguments import read_arguments
 from kvpatch.tools.planning.engine import engine_of
 from kvpatch.tools.planning.pair import Pair
 from kvpatch.tools.planning.preflight import findings
+from kvpatch.tools.planning.verdicts import start_problems
 
 from .walk import TRANSFER, write_side
 
 pytestmark = pytest.mark.patching
 
 _HOST, _PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
-_KEPT = "VLLM_NIXL_ABORT_REQUEST_TIMEOUT"
 
 
 def _found(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -27,10 +27,6 @@ def _found(folder: Path, p: dict[str, Any], d: dict[str, Any]) -> list[tuple[str
         for role, changes in (("p", p), ("d", d))
     ]
     return [(one.level, one.side, one.what) for one in findings(Pair(*engines))]
-
-
-def _both(about: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"about": about}, {"about": about}
 
 
 def test_a_pair_that_is_set_up_rightly_has_no_findings(tmp_path):
@@ -50,10 +46,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         {"env": {_HOST: "localhost"}}, {}, ("error", "P", "D is on another machine"),
     ),
     "nothing set between machines": (
-        {"env": {_HOST: None}}, {}, ("error", "P", f"{_HOST} is not set"),
+        {"env": {_HOST: None}}, {}, ("error", "P", f"{_HOST} is unset"),
     ),
     "127.0.0.1 between machines": (
-        {"env": {_HOST: "127.0.0.1"}}, {}, ("error", "P", "listens on 127.0.0.1"),
+        {"env": {_HOST: "127.0.0.1"}}, {}, ("error", "P", "is 127.0.0.1, and D is on another"),
     ),
     "one port on one machine": (
         {"port": 8100, **_on("a", **{_HOST: "127.0.0.1"})},
@@ -89,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         ("error", "D", "does not name kvpatch"),
     ),
     "settings of kvpatch's while it is off": (
-        {}, {"env": {"KVPATCH_TRANSFER": "staged"}}, ("warning", "D", "KVPATCH_TRANSFER is set"),
+        {}, {"env": {"KVPATCH_DIGEST": "all"}}, ("warning", "D", "KVPATCH_DIGEST is set"),
     ),
     "Ray": (
         {}, {"distributed_executor_backend": "ray", "env": {"ENABLE_KVPATCH": "true"}},
@@ -111,43 +107,12 @@ def test_it_is_found(name, tmp_path):
     assert words in found[0][2]
 
 
-def test_a_cpu_without_its_buffer_device(tmp_path):
-    """<= 0.17 an engine that is not told has CUDA's; later ones have their device's own."""
-    of_cpu = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
-    old, new = (_both({**of_cpu, "release": release}) for release in ("0.13.0", "0.32.0"))
+def test_another_devices_buffer(tmp_path):
+    about = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
+    transfer = json.dumps({**TRANSFER, "kv_buffer_device": "cuda"})
+    for asked, count in ((None, 0), (transfer, 1)):
+        more = {"kv_transfer_config": asked} if asked else {}
+        path = write_side(tmp_path, "p", about=about, block_size=128, **more)
+        found = list(start_problems(engine_of("P", read_arguments(path))))
 
-    assert [(one[0], one[1]) for one in _found(tmp_path, *old)] == [("error", "P"), ("error", "D")]
-    assert "kv_buffer_device is not set" in _found(tmp_path, *old)[0][2]
-    assert _found(tmp_path, *new) == []
-
-
-def test_leases_by_release(tmp_path):
-    """A fixed time <= 0.21, the same on both sides and longer than D's queue; leases later."""
-    old = {"release": "0.21.0"}
-    queue = {"about": {**old, "queue-seconds": 600}}
-
-    (found,) = _found(tmp_path, {"about": old}, queue)
-    assert found[:2] == ("error", "P") and "keeps a prompt for 480 s" in found[2]
-
-    longer = {"env": {_KEPT: "900"}}
-    assert _found(tmp_path, {"about": old, **longer}, {**queue, **longer}) == []
-
-    (found,) = _found(tmp_path, {"about": old, **longer}, {"about": old})
-    assert found[:2] == ("warning", "P and D") and "is 900 on P and 480 on D" in found[2]
-
-    assert _found(tmp_path, {}, {"about": {"queue-seconds": 600}}) == []
-    (found,) = _found(tmp_path, longer, {})
-    assert "this one grants leases" in found[2]
-
-
-def test_ports_of_workers_that_listen_themselves(tmp_path):
-    """<= 0.11.0 each rank has one."""
-    about = {"machine": "a", "release": "0.11.0"}
-    p = {"port": 1, "about": about, "tensor_parallel_size": 2, "env": {_PORT: "5557"}}
-    d = {"port": 2, "about": about, "env": {_PORT: "5558"}}
-
-    (found,) = _found(tmp_path, p, d)
-
-    assert "port 5558" in found[2]
-    about["release"] = "0.12.0"
-    assert _found(tmp_path, p, d) == []
+        assert ["kv_buffer_device cuda is not for cpu" in one for one, _ in found] == [True] * count

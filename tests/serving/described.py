@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvpatch.core.installed import installed_vllm
-from kvpatch.tools.planning.running import description_of
+from kvpatch.tools.api_server import answer_of
 from kvpatch.tools.verify.engine import Engine, command, environment
 from tests.lab.side_channel import ask_patiently, question
 
@@ -42,8 +42,10 @@ def described(engine: Engine) -> dict[str, Any]:
 
 def disagreements(engine: Engine) -> list[str]:
     """What the description has otherwise than the engine; a spoilt one must be noticed."""
-    planned, told = described(engine), description_of(engine.url)
-    answer = ask_patiently(int(told["env"][_PORT]), b"", question(installed_vllm().version, 0))
+    planned = described(engine)
+    told = json.loads(answer_of(engine.url, "/server_info?config_format=json", 60.0).text)
+    port = int(told["vllm_env"][_PORT])
+    answer = ask_patiently(port, b"", question(installed_vllm().version, 0))
     assert answer is not None
     payload = msgspec.msgpack.decode(answer[1])  # behind an empty frame
 
@@ -62,12 +64,8 @@ def _unlike(
     caches, about = planned["caches"], planned["about"]
     parts = caches["block_tokens"] // caches["kernel_tokens"]
     sizes = [layer["page_bytes"] // parts for layer in caches["layers"]]
-    asked = dict(planned["options"])
-    answered = {name: value for name, value in told["options"].items() if name in asked}
+    asked, config = planned["options"], told["vllm_config"]
     transfer = asked["kv_transfer_config"]
-    answered["kv_transfer_config"] = {
-        name: answered["kv_transfer_config"][name] for name in transfer
-    }
     pairs = {
         "hash": (planned["hash"]["digest"], payload["compatibility_hash"]),
         "bytes": (sizes, stated["block_lens"]),
@@ -75,7 +73,11 @@ def _unlike(
         "layout": (caches["layout"], stated["kv_cache_layout"]),
         "backend": (about["attention-backend"], stated["attn_backend_name"]),
         "cut": (parts, stated["physical_blocks_per_logical_kv_block"]),
-        **{name: (asked[name], value) for name, value in answered.items()},
+        "model": (asked["model"], config["model_config"]["model"]),
+        "type": (f"torch.{caches['model_dtype']}", str(config["model_config"]["dtype"])),
+        "block": (caches["block_tokens"], config["cache_config"]["block_size"]),
+        "ranks": (1, config["parallel_config"]["tensor_parallel_size"]),
+        **{name: (one, config["kv_transfer_config"][name]) for name, one in transfer.items()},
     }
     assert len(pairs) > 12
     yield from (name for name, (one, other) in pairs.items() if one != other)

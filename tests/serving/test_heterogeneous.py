@@ -53,19 +53,6 @@ def _run(work_dir: Path, rows: str, *options: str) -> dict[str, list[dict[str, A
     return records
 
 
-def _require_plan(work_dir: Path, row: str, way: str, *, stock_serves: bool) -> None:
-    """What ``kvpatch plan`` said of the running engines is what they did."""
-    plan = json.loads((work_dir / f"{row}-0.plan.json").read_text())
-    assert "error" not in plan, plan
-    assert (plan["configured"]["outcome"], plan["kvpatch"]["way"]) == ("identical", way), plan
-    assert (plan["stock"]["outcome"] == "identical") is stock_serves, plan
-    assert plan["serves"], plan
-    for side, tokens in zip("PD", row.split("-"), strict=True):
-        assert str(plan["facts"][side]["block-size"]["value"]) == tokens
-        assert plan["facts"][side]["env ENABLE_KVPATCH"]["value"] == str(side == "D").lower()
-        assert not any(one["level"] == "error" for one in plan["preflight"]), plan
-
-
 def _stock_is_wrong_or_fails(records: list[dict[str, Any]]) -> bool:
     verdicts = [r["setups"]["stock"]["verdict"] for r in records if not r["control"]]
     return any(verdict["tokens"] for verdict in verdicts)
@@ -78,7 +65,6 @@ def test_the_test_commands_pairs(tmp_path: Path) -> None:
     for records in rows.values():
         require_identical(records, layers=4)
     require_metrics(tmp_path, "64-64", rows["64-64"], "stock")
-    _require_plan(tmp_path, "64-64", "vLLM's own", stock_serves=True)
     shown = require_metrics(tmp_path, "128-32", rows["128-32"], "direct", "staged")
     assert shown["kvpatch_load_holds_total held"] == 0, "P has no kvpatch"
     shown = require_metrics(tmp_path, "host-128-32", rows["host-128-32"], "host_buffer")
@@ -96,7 +82,6 @@ def test_other_block_sizes(tmp_path: Path) -> None:
     for row, records in rows.items():
         require_identical(records, layers=4)
         require_metrics(tmp_path, row, records, "direct", "staged")
-        _require_plan(tmp_path, row, "read by kvpatch", stock_serves=False)
         assert _stock_is_wrong_or_fails(records)
 
 

@@ -1,6 +1,6 @@
-"""One engine as its arguments make it: release, device, backend, blocks, layout, data type.
+"""One engine: its release, device, backend and caches, by a description or by its arguments.
 
-What arguments leave open is assumed, and each assumption is said.
+Where arguments leave something open the engine has vLLM's default, and `assumed` says so.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from typing import Any, Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
-from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
+from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
-from kvpatch.tools.planning.arguments import EngineArguments, whole_number
-from kvpatch.tools.planning.backends import Backend, backend_named, default_backend
-from kvpatch.tools.planning.description import Caches
-from kvpatch.tools.planning.known_names import check_options, check_variables
-from kvpatch.tools.planning.model import ITEM_BYTES, Model, find_config, read_model
-from kvpatch.worker.state_division import StateDivision
+from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
+from kvpatch.tools.planning.arguments import EngineArguments, plain
+from kvpatch.tools.planning.backends import Backend, backend_named
+from kvpatch.tools.planning.description import ITEM_BYTES, Caches
+from kvpatch.tools.planning.known_names import check_names
+from kvpatch.tools.planning.model import DESCRIBE, Model, caches_of, find_config, read_model
 
 Role = Literal["P", "D"]
 
-PULL, PUSH = "NixlPullConnector", "NixlPushConnector"
-PULL_WORKER = "NixlPullConnectorWorker"
-
-#: Devices whose backends are CUDA's, to what is asked here.
-_LIKE_CUDA = ("cuda", "rocm")
-_DEVICES = ("cuda", "rocm", "cpu")
-_HND, _NHD = ("HND", "LBHNC"), ("NHD", "LBNHC")
+#: The release's two layouts by their names; the second of each is from 0.29 on.
+_LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {
+    "HND": ("HND", "LBHNC"),
+    "NHD": ("NHD", "LBNHC"),
+}
+#: Methods of speculative decoding whose drafts have no layers in the cache.
+_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 
 @dataclass(frozen=True)
@@ -38,477 +37,249 @@ class PlannedEngine:
     """One engine, as far as a pair is judged by it.
 
     Attributes:
-        device: cuda, rocm or cpu.
-        block_tokens: of the blocks that ids count.
         kernel_tokens: of the blocks that its kernels take.
         layout: as a handshake states it.
-        model_dtype: as ``--dtype`` and the checkpoint come to.
-        dtype: of a token's keys and values, as ``--kv-cache-dtype`` and ``--dtype`` come to.
-        state_dtypes: of a convolution's states, and of the recurrent ones behind them.
-        division: how ranks share out the states of a layer; None where there are none.
-        groups: the numbers of the layers of each block table.
-        drafted_tokens: that it speculates with; a convolution keeps as many more positions.
-        key_order: how keys lie in a block; TILED on a CPU with AMX.
+        key_order: the order of keys in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
-        version: vLLM's, with a build's own label where a running engine states it.
-        assumed: what was taken for granted, a sentence each.
+        assumed: the sentences on what its arguments do not say.
     """
 
     role: Role
     arguments: EngineArguments
     facts: ReleaseFacts
-    model: Model
+    model: str
     device: str
     backend: Backend
-    block_tokens: int
+    caches: Caches
     kernel_tokens: int
     layout: str
-    model_dtype: str
-    dtype: str
-    item_bytes: int
-    state_dtypes: tuple[str, str]
-    division: StateDivision | None
-    groups: tuple[tuple[int, ...], ...]
-    drafted_tokens: int
     key_order: KeyOrder
     tp_size: int
     transfer: Mapping[str, Any]
-    version: str
     assumed: tuple[str, ...] = ()
-
-    @property
-    def state_item_bytes(self) -> tuple[int, int]:
-        """Of one number of a convolution's states, and of the others."""
-        first, second = (ITEM_BYTES.get(dtype, 1) for dtype in self.state_dtypes)
-        return first, second
 
     @property
     def parts(self) -> int:
         """Kernel blocks in one of the blocks that ids count."""
-        return self.block_tokens // self.kernel_tokens
+        return self.caches.block_tokens // self.kernel_tokens
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number of a key."""
+        return ITEM_BYTES.get(self.caches.cache_dtype, 1)
 
     @property
     def inner_layout(self) -> InnerLayout:
-        """How heads and tokens lie in memory."""
-        return self.backend.inner_layout(inner_layout(self.layout) or "HND", self.facts)
+        """The order of heads and tokens in memory."""
+        is_nhd = self.layout in _LAYOUTS["NHD"] and self.backend.device != "cpu"
+        return "NHD" if is_nhd else "HND"
 
     @property
     def heads(self) -> int:
-        """Of a rank."""
-        return 1 if self.model.is_mla else max(1, self.model.kv_heads // self.tp_size)
+        """KV heads of a rank."""
+        return 1 if self.caches.is_mla else max(1, self.caches.kv_heads // self.tp_size)
 
     @property
-    def has_groups(self) -> bool:
-        """Whether its layers have several block tables, or one with a window."""
-        return self.facts.has_cache_groups and self.model.has_groups
-
-    @property
-    def factors(self) -> Mapping[str, Any]:
-        """Of the compatibility hash, by the release's names; empty where vLLM was not asked."""
-        described = self.arguments.described
-        return described.factors or {} if described else {}
-
-    @property
-    def states_version(self) -> bool:
-        """Whether its version is as vLLM itself has said it, and not as it is written."""
-        return bool(self.arguments.described or self.arguments.running)
-
-    @property
-    def is_push(self) -> bool:
-        """Whether P writes into D, in place of D reading."""
-        return self.transfer.get("kv_connector") == PUSH
-
-    @property
-    def has_roles(self) -> bool:
-        """Whether one engine that is P and D at once is deprecated, and push mode is there."""
-        return self.facts.reader.owner == PULL_WORKER
-
-    @property
-    def knows_processor(self) -> bool:
-        """Whether it is said that a CPU has AMX, or has not."""
-        return self.arguments.about.get("amx") is not None
+    def drafts(self) -> Mapping[str, Any]:
+        """``--speculative-config``, where drafts have layers in the cache; else empty."""
+        asked = self.arguments.mapping("speculative_config")
+        return {} if asked.get("method") in _WITHOUT_LAYERS else asked
 
     @property
     def has_kvpatch(self) -> bool:
-        """Whether its processes enable kvpatch."""
+        """True if its processes enable kvpatch."""
         return self.arguments.is_on(settings.ENABLE)
 
     @property
-    def device_type(self) -> str:
-        """As vLLM's platform calls it."""
-        return "cuda" if self.device in _LIKE_CUDA else self.device
-
-    @property
-    def buffer_device(self) -> str:
-        """What NIXL registers memory of, by ``--kv-transfer-config``."""
-        default = self.device_type if self.facts.buffer_follows_device else "cuda"
-        return str(self.transfer.get("kv_buffer_device") or default)
-
-    @property
-    def known_buffer_devices(self) -> list[str]:
-        """What its release registers memory of on its device; empty where it knows no connector."""
-        pairs = (one.partition(": ") for one in self.facts.buffer_devices)
-        return sorted(buffer for device, _, buffer in pairs if device == self.device_type)
+    def has_prefix_cache(self) -> bool:
+        """True if it keeps prompts for later requests."""
+        is_off = self.arguments.option("no_enable_prefix_caching") is True
+        is_off |= self.arguments.option("enable_prefix_caching") is False
+        return not (is_off or self.caches.states)
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
         """The connector's own part of ``--kv-transfer-config``."""
         return self.transfer.get("kv_connector_extra_config") or {}
 
-    @property
-    def has_mirror(self) -> bool:
-        """Whether vLLM's own host buffer is what it registers."""
-        on_host = self.buffer_device == "cpu" and self.device != "cpu"
-        return on_host and self.facts.has_host_buffer
-
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
         ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
-        return (
-            f"vLLM {self.facts.release} on {self.device}, {self.backend.name}, blocks of "
-            f"{self.block_tokens} tokens{cut}, {self.layout}, {self.dtype}{ranks}"
-        )
+        blocks = f"blocks of {self.caches.block_tokens} tokens{cut}, {self.layout}"
+        engine = f"vLLM {self.facts.release} on {self.device}, {self.backend.name}"
+        return f"{engine}, {blocks}, {self.caches.cache_dtype}{ranks}"
 
 
 def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None) -> PlannedEngine:
-    """An engine as its arguments make it.
-
-    Args:
-        config: its model's config.json, where that is not found by the model's name.
+    """Makes an engine of its arguments, and of its model's config.json if that is given.
 
     Raises:
         BadOptions: they are wrong, or do not say enough.
         CannotPlan: they ask for what is not planned for.
         ReleaseNotKnown: the release is not one of kvpatch's.
     """
-    return _Reading(role, arguments, config).engine()
+    check_names(arguments)
+    return _Reading(role, arguments, config, []).engine()
 
 
+@dataclass(frozen=True)
 class _Reading:
     """Reads arguments, and keeps what it takes for granted."""
 
-    def __init__(self, role: Role, arguments: EngineArguments, config: Path | None) -> None:
-        self._role: Role = role
-        self._arguments = arguments
-        self._config = config
-        self._assumed: list[str] = [f"{role}: {one}" for one in arguments.assumed]
+    role: Role
+    arguments: EngineArguments
+    config: Path | None
+    assumed: list[str]
 
     def engine(self) -> PlannedEngine:
-        arguments = self._arguments
-        self._refuse_unplanned()
-        facts, model, device = self._facts(), self._model(), self._device()
-        self._refuse_unplanned_transfer()
-        is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
-        if is_one and facts.has_cache_groups and model.has_groups:
-            raise CannotPlan(
-                f"{arguments.source}: one block table for layers with windows or states "
-                "(--disable-hybrid-kv-cache-manager) is not planned for",
-                f"leave it out, or {SEND_ONE}",
-            )
-        return PlannedEngine(
-            role=self._role,
-            arguments=arguments,
-            facts=facts,
-            model=model,
-            device=device,
-            tp_size=arguments.number("tensor_parallel_size", 1),
-            transfer=self._transfer(),
-            version=self._version(facts),
-            **self._caches(facts, model, device),
-            assumed=tuple(self._assumed),
-        )
-
-    def _caches(self, facts: ReleaseFacts, model: Model, device: str) -> dict[str, Any]:
-        """The fields that say what caches are, by the description, else worked out."""
-        backend = self._backend(device, model)
-        described = self._described
-        if described is None:
-            model_dtype = self._model_dtype(model)
-            dtype = self._cache_dtype(model, model_dtype)
-            state_dtypes = self._state_dtypes(model, model_dtype)
-        else:
-            model_dtype, dtype = described.model_dtype, described.cache_dtype
-            state_dtypes = described.state_dtypes
-        block_tokens = self._block_tokens(backend)
-        kernel_tokens = self._kernel_tokens(backend, facts, block_tokens)
-        drafted = self._drafted_tokens(model)
-        division = model.states.division(state_dtypes, drafted) if model.states else None
-        return {
-            "backend": backend,
-            "block_tokens": block_tokens,
-            "kernel_tokens": kernel_tokens,
-            "layout": self._layout(facts, model),
-            "model_dtype": model_dtype,
-            "dtype": dtype,
-            "item_bytes": ITEM_BYTES.get(dtype, 1),
-            "state_dtypes": state_dtypes,
-            "division": described.division if described else division,
-            "groups": described.numbered_groups if described else model.block_tables,
-            "drafted_tokens": drafted,
-            "key_order": self._key_order(backend, dtype, kernel_tokens, model),
-        }
-
-    @property
-    def _described(self) -> Caches | None:
-        found = self._arguments.described
-        return found.caches if found else None
-
-    def _version(self, facts: ReleaseFacts) -> str:
-        """As a description or a running engine states it."""
-        arguments = self._arguments
-        if arguments.described:
-            return arguments.described.version
-        return arguments.running.version if arguments.running else facts.release
-
-    def _assume(self, sentence: str) -> None:
-        self._assumed.append(f"{self._role}: {sentence}")
-
-    def _refuse_unplanned(self) -> None:
-        """What changes the cache in ways that are not worked out here.
-
-        Raises:
-            CannotPlan: it is there.
-        """
-        arguments = self._arguments
-        check_options(arguments.options, arguments.source, is_described=self._described is not None)
-        check_variables(arguments.environment, arguments.source)
-        sizes = ("pipeline_parallel_size", "decode_context_parallel_size")
-        for name in (*sizes, "prefill_context_parallel_size"):
-            if arguments.number(name, 1) > 1:
-                raise CannotPlan(
-                    f"{arguments.source}: --{name.replace('_', '-')} above 1 is not planned for",
-                    SEND_ONE,
-                )
-        if arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
-            raise CannotPlan(
-                f"{arguments.source}: kvpatch's host buffer is not planned for", SEND_ONE
-            )
-        if arguments.is_on("ENABLE_KVCACHED"):
-            raise CannotPlan(
-                f"{arguments.source}: kvcached's memory is not planned for "
-                "(docs/how-to/kvcached.md says what is read of it)",
-                SEND_ONE,
-            )
-
-    def _refuse_unplanned_transfer(self) -> None:
-        """Connectors that do otherwise than NixlConnector does by default.
-
-        Raises:
-            CannotPlan: it is one of them.
-        """
-        arguments, transfer = self._arguments, self._arguments.mapping("kv_transfer_config")
-        connector = transfer.get("kv_connector")
-        if transfer.get("kv_connector_module_path"):
-            raise CannotPlan(
-                f"{arguments.source}: {connector} of {transfer['kv_connector_module_path']} "
-                "(kv_connector_module_path) is not planned for",
-                SEND_ONE,
-            )
-        if connector == "MultiConnector":
-            raise CannotPlan(
-                f"{arguments.source}: MultiConnector is not planned for",
-                "write the NixlConnector that is in it as kv_transfer_config",
-            )
-        if transfer.get("enable_permute_local_kv"):
-            raise CannotPlan(
-                f"{arguments.source}: enable_permute_local_kv is not planned for",
-                "use one VLLM_KV_CACHE_LAYOUT on both sides and leave it out",
-            )
-
-    def _facts(self) -> ReleaseFacts:
-        named = self._arguments.environment.get(settings.GENERATION)
-        if named:
-            return facts_named(named)
-        release = self._arguments.about.get("release")
-        if release is None:
-            raise BadOptions(
-                f"{self._arguments.source}: which release of vLLM is it?",
-                "write `release` into the section kvpatch, or give --release",
-            )
-        return facts_of(str(release), settings.generation_override())
-
-    def _model(self) -> Model:
-        arguments = self._arguments
+        arguments, described = self.arguments, self.arguments.described
         name = arguments.option("model") or arguments.option("model_tag")
         if not isinstance(name, str):
             raise BadOptions(f"{arguments.source} names no model", "write `model` into it")
-        if self._described is not None:
-            return self._described.model(name, arguments.source)
-        given = arguments.about.get("model-config")
-        config = self._config if given is None else Path(str(given))
-        if given is not None and not Path(str(given)).is_absolute():
-            config = Path(arguments.source).parent / str(given)
-        if config is None and not Path(name).is_absolute():
-            beside = Path(arguments.source).parent / name
-            config = beside if (beside / "config.json").is_file() else None
-        return read_model(name, find_config(name, config))
+        facts, device = self._facts(), self._device()
+        transfer = arguments.mapping("kv_transfer_config")
+        if not transfer:
+            self.assumed.append("it has NixlConnector (it has no --kv-transfer-config)")
+        if described is not None:
+            caches = described.caches
+            backend = self._backend(device, is_mla=caches.is_mla)
+        else:
+            given = arguments.about.get("model-config") or self.config
+            beside = Path(arguments.source).parent / str(given or name)
+            given = beside if beside.exists() else given
+            model = read_model(find_config(name, Path(given) if given else None))
+            backend = self._backend(device, is_mla=model.is_mla)
+            caches = self._caches(backend, model)
+        self._refuse_unplanned(transfer, device, caches)
+        kernel_tokens = self._kernel_tokens(backend, facts, caches)
+        return PlannedEngine(
+            role=self.role,
+            arguments=arguments,
+            facts=facts,
+            model=name,
+            device=device,
+            backend=backend,
+            caches=caches,
+            kernel_tokens=kernel_tokens,
+            layout=self._layout(facts, caches),
+            key_order=self._key_order(backend, caches, kernel_tokens),
+            tp_size=arguments.number("tensor_parallel_size", 1),
+            transfer=transfer,
+            assumed=tuple(f"{self.role}: {one}" for one in self.assumed),
+        )
+
+    def _refuse(self, what: str, cure: str = SEND_ONE) -> None:
+        raise CannotPlan(f"{self.arguments.source}: not planned for: {what}", cure)
+
+    def _refuse_unplanned(self, transfer: Mapping[str, Any], device: str, caches: Caches) -> None:
+        """Refuses what changes caches or transfers in ways that are not worked out here."""
+        arguments, environment = self.arguments, self.arguments.environment
+        has_buffer = environment.get(settings.HOST_BUFFER, "").lower() == "always"
+        has_buffer |= device != "cpu" and transfer.get("kv_buffer_device") == "cpu"
+        is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
+        found = {
+            "a buffer in host memory": has_buffer,
+            "the memory of kvcached": arguments.is_on("ENABLE_KVCACHED"),
+            "MultiConnector (write the NixlConnector that is in it)": (
+                transfer.get("kv_connector") == "MultiConnector"
+            ),
+            "--disable-hybrid-kv-cache-manager of several block tables": (
+                is_one and caches.has_groups
+            ),
+        }
+        for name in ("kv_connector_module_path", "enable_permute_local_kv"):
+            found[name] = bool(transfer.get(name))
+        for name in ("pipeline", "decode_context", "prefill_context"):
+            name = f"{name}_parallel_size"
+            found[f"--{plain(name)} above 1"] = arguments.number(name, 1) > 1
+        for what in (name for name, is_there in found.items() if is_there):
+            self._refuse(what)
+
+    def _facts(self) -> ReleaseFacts:
+        named = self.arguments.environment.get(settings.GENERATION)
+        release = self.arguments.about.get("release")
+        if release is None and not named:
+            raise BadOptions(
+                f"{self.arguments.source}: which release of vLLM is it?",
+                "write `release` into the section kvpatch, or give --release",
+            )
+        own = settings.generation_override()
+        found = facts_named(named) if named else facts_of(str(release), own)
+        if found.cache_shape != "packed":
+            first = next(one.release for one in FACTS.values() if one.cache_shape == "packed")
+            self._refuse(f"vLLM {found.release}, which is before {first}")
+        return found
 
     def _device(self) -> str:
-        arguments = self._arguments
-        found = arguments.about.get("platform") or arguments.environment.get("VLLM_TARGET_DEVICE")
+        found = self.arguments.about.get("platform")
         if found is None:
-            self._assume("it runs on a CUDA device (`platform` says another)")
-            return "cuda"
-        if str(found) not in _DEVICES:
-            raise CannotPlan(
-                f"{arguments.source}: platform {found} is none of those that are planned for "
-                f"({', '.join(_DEVICES)})",
-                "write one of these",
-            )
-        return str(found)
+            self.assumed.append("it runs on a CUDA device (`platform` says another)")
+        elif found not in ("cuda", "rocm", "cpu"):
+            self._refuse(f"platform {found}", "write one of cuda, rocm and cpu")
+        return str(found or "cuda")
 
-    def _backend(self, device: str, model: Model) -> Backend:
-        arguments = self._arguments
+    def _backend(self, device: str, *, is_mla: bool) -> Backend:
+        arguments = self.arguments
         asked = (
             arguments.about.get("attention-backend")
             or arguments.option("attention_backend")
             or arguments.mapping("attention_config").get("backend")
-            or arguments.environment.get("VLLM_ATTENTION_BACKEND")
         )
-        if asked is not None:
-            found = backend_named(str(asked))
-            if found.is_mla != model.is_mla:
-                raise BadOptions(
-                    f"{arguments.source}: {found.name} is no backend for {model.name}, which "
-                    f"{'has' if model.is_mla else 'has no'} latents (MLA)",
-                    "use one that is made for it",
-                )
-            return found
-        found = default_backend(device, is_mla=model.is_mla)
-        if model.is_mla and device != "cpu":
-            raise CannotPlan(
-                f"{arguments.source}: which backend vLLM chooses for latents (MLA) and how many "
-                "tokens its blocks have depends on the card",
-                "write attention-backend into the section kvpatch, and block-size (its log says "
-                '"Using ... backend")',
-            )
-        if device != "cpu":
-            self._assume(
-                f'vLLM chooses {found.name} (it depends on the card: its log says "Using ... '
-                'backend"; `attention-backend` says another)'
-            )
+        found = backend_named(str(asked) if asked else None, device, is_mla=is_mla)
+        if not asked and device != "cpu":
+            log = 'its log says "Using ... backend", `attention-backend` says another'
+            self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
         return found
 
-    def _model_dtype(self, model: Model) -> str:
-        asked = str(self._arguments.option("dtype", "auto"))
-        if asked not in ("auto", *ITEM_BYTES):
-            raise BadOptions(
-                f"{self._arguments.source}: --dtype {asked} is none of vLLM's",
-                "write one that vLLM has",
-            )
-        if asked == "auto" and model.dtype == "float32":
-            self._assume("vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)")
-            return "bfloat16"
-        found = model.dtype if asked == "auto" else asked
-        return {"half": "float16", "float": "float32"}.get(found, found)
+    def _caches(self, backend: Backend, model: Model) -> Caches:
+        """The caches of a known model."""
+        arguments = self.arguments
+        tokens = arguments.number("block_size", backend.default_tokens)
+        if arguments.option("block_size") is None:
+            said = f"vLLM gives {backend.name} blocks of {tokens} tokens"
+            self.assumed.append(f"{said} (`block-size` says another)")
+        dtype = str(arguments.option("dtype", "auto"))
+        if dtype == "auto" and model.dtype == "float32":
+            self.assumed.append("vLLM casts float32 to bfloat16 (`dtype` says another)")
+            dtype = "bfloat16"
+        dtype = {"auto": model.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
+        cache = str(arguments.option("kv_cache_dtype", "auto"))
+        cache = dtype if cache == "auto" else cache
+        if dtype not in ITEM_BYTES or (cache not in ITEM_BYTES and not cache.startswith("fp8")):
+            self._refuse(f"--dtype {dtype} with --kv-cache-dtype {cache}", DESCRIBE)
+        ranks = arguments.number("tensor_parallel_size", 1)
+        return caches_of(model, backend.name, tokens, (dtype, cache), ranks)
 
-    def _cache_dtype(self, model: Model, model_dtype: str) -> str:
-        asked = str(self._arguments.option("kv_cache_dtype", "auto"))
-        if asked == "auto" and model.cache_dtype:
-            raise CannotPlan(
-                f"{self._arguments.source}: {model.name} states a KV cache of its own "
-                f"({model.cache_dtype:.60})",
-                "give --kv-cache-dtype",
-            )
-        found = model_dtype if asked == "auto" else asked
-        if found not in ITEM_BYTES and not found.startswith("fp8"):
-            raise CannotPlan(
-                f"{self._arguments.source}: --kv-cache-dtype {found} is not planned for", SEND_ONE
-            )
+    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, caches: Caches) -> int:
+        """Tokens of a kernel block, as they are described or as the backend cuts blocks."""
+        sizes, tokens = backend.kernel_sizes(facts), caches.block_tokens
+        found = caches.kernel_tokens or sizes.kernel_of(tokens)
+        if found is None or tokens % found:
+            reason = f"{backend.name} of vLLM {facts.release} takes no blocks of {tokens} tokens"
+            raise BadOptions(f"{self.arguments.source}: {reason}", "give another --block-size")
         return found
 
-    def _state_dtypes(self, model: Model, model_dtype: str) -> tuple[str, str]:
-        if model.states is None:
-            return model_dtype, model_dtype
-        found, default = [], model_dtype
-        for name in ("mamba_cache_dtype", "mamba_ssm_cache_dtype"):
-            asked = str(self._arguments.option(name, "auto"))
-            default = default if asked == "auto" else asked
-            if default not in ITEM_BYTES:
-                raise BadOptions(
-                    f"{self._arguments.source}: --{name.replace('_', '-')} {asked} is none of "
-                    "vLLM's",
-                    "write one that vLLM has",
-                )
-            found.append(default)
-        return found[0], found[1]
-
-    def _drafted_tokens(self, model: Model) -> int:
-        asked = self._arguments.mapping("speculative_config")
-        tokens = asked.get("num_speculative_tokens", 0 if not asked else None)
-        if model.states is not None and not isinstance(tokens, int):
-            raise CannotPlan(
-                f"{self._arguments.source}: --speculative-config has no num_speculative_tokens, "
-                "and a convolution's states have as many more positions",
-                "write num_speculative_tokens into it",
-            )
-        return tokens if isinstance(tokens, int) else 0
-
-    def _block_tokens(self, backend: Backend) -> int:
-        if self._described is not None:
-            return self._described.block_tokens
-        asked = self._arguments.option("block_size")
-        if asked is not None:
-            return whole_number(asked, f"{self._arguments.source}: --block-size")
-        self._assume(
-            f"vLLM gives {backend.name} blocks of {backend.default_tokens} tokens (`block-size` "
-            "says another)"
-        )
-        return backend.default_tokens
-
-    def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, block_tokens: int) -> int:
-        stated = self._arguments.about.get("kernel-block-size")
-        if self._described is not None and self._described.kernel_tokens:
-            stated = self._described.kernel_tokens
-        if stated is not None:
-            found = whole_number(stated, f"{self._arguments.source}: kernel-block-size")
-        else:
-            found = block_tokens
-            if facts.cuts_blocks:
-                found = backend.kernel_sizes(facts).kernel_of(block_tokens) or 0
-        if not found or block_tokens % found or (found < block_tokens and not facts.cuts_blocks):
-            raise BadOptions(
-                f"{self._arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
-                f"of {block_tokens} tokens",
-                "give another --block-size",
-            )
-        return found
-
-    def _layout(self, facts: ReleaseFacts, model: Model) -> str:
-        """As it is asked for, or as NixlConnector asks for it."""
-        asked = self._arguments.environment.get("VLLM_KV_CACHE_LAYOUT") or self._arguments.option(
-            "kv_cache_layout"
-        )
-        if self._described is not None and self._described.kernel_tokens:
-            asked = self._described.layout
-        name = str(asked or ("NHD" if model.is_mla else "HND")).upper()
-        is_named = facts.names_layouts
-        if name in _HND:
-            return _HND[is_named]
-        if name in _NHD:
-            return _NHD[is_named]
+    def _layout(self, facts: ReleaseFacts, caches: Caches) -> str:
+        """The layout that is described, asked for, or asked for by NixlConnector."""
+        asked = self.arguments.environment.get("VLLM_KV_CACHE_LAYOUT")
+        asked = asked or self.arguments.option("kv_cache_layout")
+        asked = caches.layout if caches.kernel_tokens else asked
+        name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
+        for names in _LAYOUTS.values():
+            if name in names:
+                return names[facts.names_layouts]
         raise CannotPlan(
-            f"{self._arguments.source}: KV cache layout {name} is not planned for", "use HND or NHD"
+            f"{self.arguments.source}: not planned for: KV cache layout {name}", "use HND or NHD"
         )
 
-    def _key_order(
-        self, backend: Backend, dtype: str, kernel_tokens: int, model: Model
-    ) -> KeyOrder:
-        """TILED where the processor's matrix kernels take over."""
-        are_whole = kernel_tokens % TILED_TOKENS == 0 and model.head_dim % TILED_CHANNELS == 0
-        is_cpus = backend.key_order is KeyOrder.COLUMN_MAJOR
-        if not is_cpus or dtype != "bfloat16" or not are_whole:
-            return backend.key_order
-        has_amx = self._arguments.about.get("amx")
-        if has_amx is None:
-            self._assume(
-                "its processor has AMX, which tiles keys and values of bfloat16 (`amx: false` "
-                "denies it)"
-            )
-        return KeyOrder.TILED if has_amx in (None, True) else backend.key_order
-
-    def _transfer(self) -> Mapping[str, Any]:
-        found = self._arguments.mapping("kv_transfer_config")
-        if not found:
-            self._assume("it has NixlConnector (it has no --kv-transfer-config)")
-        return found
+    def _key_order(self, backend: Backend, caches: Caches, kernel_tokens: int) -> KeyOrder:
+        """TILED where the matrix kernels of a CPU take over."""
+        if backend.device != "cpu":
+            return KeyOrder.ROW_MAJOR
+        is_tiled = caches.cache_dtype == "bfloat16" and not (
+            kernel_tokens % TILED_TOKENS or caches.first.head_dim % TILED_CHANNELS
+        )
+        has_amx = self.arguments.about.get("amx")
+        if is_tiled and has_amx is None:
+            self.assumed.append("its processor has AMX, which tiles keys (`amx: false` denies it)")
+        return KeyOrder.TILED if is_tiled and has_amx is not False else KeyOrder.COLUMN_MAJOR

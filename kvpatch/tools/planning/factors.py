@@ -1,213 +1,127 @@
-"""What both sides must have alike before a handshake compares a block: the compatibility hash.
-
-From 0.13 on a worker states a hash of these, of options word by word, and refuses another one's;
-before, it asserts that the attention backends have one name.
-"""
+"""The factors of the compatibility hash, which P and D must have alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from kvpatch.core.errors import SEND_ONE, CannotPlan
 from kvpatch.peer import peer_hash as hashed
+from kvpatch.tools.planning.arguments import plain
 from kvpatch.tools.planning.engine import PlannedEngine
+from kvpatch.tools.planning.known_names import ANSWERED
 from kvpatch.tools.planning.pair import Pair
 
-Kind = Literal["content", "name", "word"]
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Something that is compared.
-
-    Attributes:
-        hashed: the name that the hash has for it; empty for what no hash has.
-        of: what an engine has of it.
-        kind: "content" changes what a block's bytes mean; "name" is compared by every release;
-            "word" is how an option is written, which the hash alone looks at.
-        since: whether only some releases that hash have it in the hash.
-    """
-
-    name: str
-    hashed: str
-    of: Callable[[PlannedEngine], object]
-    cure: str
-    kind: Kind = "content"
-    since: bool = False
+#: Options of the weights, and of caches that descriptions have by themselves: no hash has them.
+_OPTIONS = (
+    *("revision", "code_revision", "quantization", "enable_lora", "lora_modules"),
+    *ANSWERED,
+)
+_TYPES = "the cache's data type"
+#: Factors that change the meaning of a block's bytes.
+_CONTENT = ("num_hidden_layers", "num_kv_heads", "head_size", "dtype", _TYPES)
+_ONE_MODEL = "give both sides one model"
+#: By the hash's name of a factor, or a plan's own: its label and cure.
+_FACTORS: Mapping[str, tuple[str, str]] = {
+    hashed.VERSION: ("vLLM's release", "use one release on both sides"),
+    "model": ("--model", "give both sides one --model, word by word"),
+    "num_hidden_layers": ("the layers", _ONE_MODEL),
+    "num_kv_heads": ("the KV heads", _ONE_MODEL),
+    "head_size": ("the heads' width", _ONE_MODEL),
+    "dtype": ("the model's data type", "use one --dtype"),
+    _TYPES: (_TYPES, "use one --kv-cache-dtype"),
+    hashed.CACHE_DTYPE: ("--kv-cache-dtype", "give both the same word for it"),
+    hashed.BACKEND: ("the attention backend", "use one --attention-backend"),
+    hashed.SPECULATION: ("--speculative-config", "give both sides the same one"),
+    hashed.CROSS_LAYERS: ("enable_cross_layers_blocks", "give both sides the same"),
+    hashed.MODE: ("transfer_mode", "use one kv_connector on both sides"),
+    hashed.HYBRID: ("--disable-hybrid-kv-cache-manager", "give it to both or none"),
+    **{name: (f"--{plain(name)}", "give both sides the same") for name in _OPTIONS},
+}
+_DRAFT = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
+#: The data types of recurrent states, which no hash has.
+_OF_STATES = (
+    ("the type of a convolution's states", "use one --mamba-cache-dtype"),
+    ("the type of recurrent states", "use one --mamba-ssm-cache-dtype"),
+)
 
 
 @dataclass(frozen=True)
 class Factor:
-    """Something that P and D have unlike."""
+    """A factor that P and D have unlike."""
 
-    compared: Compared
-    theirs: str
-    ours: str
-
-    @property
-    def cure(self) -> str:
-        """What would help."""
-        return self.compared.cure
+    name: str
+    theirs: object
+    ours: object
+    label: str
+    cure: str
 
     def __str__(self) -> str:
-        return f"P and D differ in {self.compared.name}: {self.theirs} and {self.ours}"
+        return f"P and D differ in {self.label}: {self.theirs} and {self.ours}"
 
 
-_RELEASE = "vLLM's release"
-_ONE_MODEL = "give both sides one model"
-
-#: Ways to draft without layers in the cache.
-_WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-
-
-def _speculation(engine: PlannedEngine) -> object:
-    """How an engine drafts, as far as it counts: what reads the model's own states."""
-    asked = dict(engine.arguments.mapping("speculative_config"))
-    if not asked or asked.get("method") in _WITHOUT_LAYERS:
-        return "none"
-    names = ("method", "model", "revision", "code_revision", "parallel_drafting", "kv_cache_dtype")
-    return ", ".join(f"{name} {asked[name]}" for name in names if asked.get(name) is not None)
-
-
-def has_cross_layer_blocks(engine: PlannedEngine) -> bool:
-    """Whether blocks of all layers are asked for in one piece."""
-    asked = str(engine.extra_config.get("enable_cross_layers_blocks", False))
-    return asked.strip().lower() in ("true", "1")
-
-
-_FACTORS = (
-    Compared(
-        _RELEASE, hashed.VERSION, lambda e: e.facts.release, "use one release on both sides", "name"
-    ),
-    Compared(
-        "--model", "model", lambda e: e.model.name, "give both sides one --model, word by word",
-        "word",
-    ),
-    Compared("the layers", "num_hidden_layers", lambda e: e.model.layers, _ONE_MODEL),
-    Compared("the KV heads", "num_kv_heads", lambda e: e.model.kv_heads, _ONE_MODEL),
-    Compared("the heads' width", "head_size", lambda e: e.model.head_dim, _ONE_MODEL),
-    Compared("the model's data type", "dtype", lambda e: e.model_dtype, "use one --dtype"),
-    Compared("the cache's data type", "", lambda e: e.dtype, "use one --kv-cache-dtype"),
-    Compared(
-        "--kv-cache-dtype", hashed.CACHE_DTYPE,
-        lambda e: e.arguments.option("kv_cache_dtype", "auto"),
-        "give both sides one --kv-cache-dtype, word by word", "word",
-    ),
-    Compared(
-        "the attention backend", hashed.BACKEND, lambda e: e.backend.name,
-        "use one attention backend (VLLM_ATTENTION_BACKEND or --attention-backend)", "name",
-    ),
-    Compared(
-        "--speculative-config", hashed.SPECULATION, _speculation,
-        "give both sides one --speculative-config", "word", since=True,
-    ),
-    Compared(
-        "enable_cross_layers_blocks", hashed.CROSS_LAYERS, has_cross_layer_blocks,
-        "give both sides one enable_cross_layers_blocks in kv_connector_extra_config", "word",
-        since=True,
-    ),
-    Compared(
-        "transfer_mode", hashed.MODE, lambda e: "push" if e.is_push else "pull",
-        "use one kv_connector on both sides", "word", since=True,
-    ),
-    Compared(
-        "--disable-hybrid-kv-cache-manager", hashed.HYBRID,
-        lambda e: bool(e.arguments.option("disable_hybrid_kv_cache_manager")),
-        "give it to both sides, or to none", "word", since=True,
-    ),
-)  # fmt: skip
-
-#: Of models with recurrent states; no hash has them, and no handshake compares what they come to.
-_OF_STATES = (
-    Compared(
-        "the type of a convolution's states", "", lambda e: e.state_dtypes[0],
-        "use one --mamba-cache-dtype",
-    ),
-    Compared(
-        "the type of recurrent states", "", lambda e: e.state_dtypes[1],
-        "use one --mamba-ssm-cache-dtype",
-    ),
-)  # fmt: skip
+def _values(engine: PlannedEngine) -> dict[str, Any]:
+    """An engine's factors by its arguments."""
+    caches, drafts = engine.caches, engine.drafts
+    is_push = engine.transfer.get("kv_connector") == "NixlPushConnector"
+    crosses = str(engine.extra_config.get("enable_cross_layers_blocks", False)).strip().lower()
+    return {
+        hashed.VERSION: engine.facts.release,
+        "model": engine.model,
+        "num_hidden_layers": len(caches.layers),
+        "num_kv_heads": caches.kv_heads,
+        "head_size": caches.first.head_dim,
+        "dtype": caches.model_dtype,
+        _TYPES: caches.cache_dtype,
+        hashed.CACHE_DTYPE: engine.arguments.option("kv_cache_dtype", "auto"),
+        hashed.BACKEND: engine.backend.name,
+        hashed.SPECULATION: {name: drafts[name] for name in _DRAFT if drafts.get(name)} or "none",
+        hashed.CROSS_LAYERS: crosses in ("true", "1"),
+        hashed.MODE: "push" if is_push else "pull",
+        hashed.HYBRID: bool(engine.arguments.option("disable_hybrid_kv_cache_manager")),
+        **{name: engine.arguments.option(name) or None for name in _OPTIONS},
+    }
 
 
-def compared_factors(pair: Pair) -> Iterator[Factor]:
-    """What P and D have unlike and are refused for."""
-    found = _unlike(pair)
-    if _is_hashed(pair):
-        yield from found
-    elif not pair.decode.facts.encodes_metadata:
-        yield from (one for one in found if one.compared.kind == "name")
-
-
-def uncompared_factors(pair: Pair) -> Iterator[Factor]:
-    """What P and D have unlike, and nobody refuses, though the bytes mean something else."""
-    if not _is_hashed(pair):
-        yield from (one for one in _unlike(pair) if one.compared.kind == "content")
-    if pair.decode.division is not None:
-        yield from _unlike(pair, _OF_STATES)
-
-
-def is_of_states_alike_in_size(pair: Pair, factor: Factor) -> bool:
-    """Whether a factor is one of recurrent states that kvpatch cannot notice, by their bytes."""
-    is_of_states = factor.compared in _OF_STATES
-    return is_of_states and pair.prefill.state_item_bytes == pair.decode.state_item_bytes
-
-
-def refuse_unseen(pair: Pair) -> None:
-    """Refuses what a release neither compares nor anybody has seen.
-
-    Raises:
-        CannotPlan: there is such.
-    """
-    names = pair.decode.facts.hash_factors if _is_hashed(pair) else frozenset()
-    for factor in _unlike(pair, hides=False):
-        if factor.compared.since and factor.compared.hashed not in names:
+def unlike_factors(pair: Pair) -> list[Factor]:
+    """The factors that differ; of two descriptions, as vLLM's own hash has them."""
+    theirs, ours = map(_values, pair.sides)
+    described = [side.arguments.described for side in pair.sides]
+    if described[0] and described[1]:
+        of_both = [{**(one.factors or {}), hashed.VERSION: one.version} for one in described if one]
+        for name in of_both[0].keys() & of_both[1].keys() & _FACTORS.keys():
+            theirs[name], ours[name] = (one[name] for one in of_both)
+    found = [
+        Factor(name, theirs[name], ours[name], *_FACTORS[name])
+        for name in _FACTORS
+        if theirs[name] != ours[name]
+    ]
+    release = pair.decode.facts.release
+    names = pair.decode.facts.hash_factors if is_hashed(pair) else frozenset()
+    for one in found:
+        if one.name not in (*names, *_CONTENT):
             raise CannotPlan(
-                f"P and D differ in {factor.compared.name}, which vLLM "
-                f"{pair.decode.facts.release} does not compare",
-                factor.cure,
+                f"not planned for: {one}, which vLLM {release} does not compare", one.cure
             )
-    if all(map(has_cross_layer_blocks, pair.sides)):
-        raise CannotPlan(
-            "enable_cross_layers_blocks is not planned for",
-            "leave it out of kv_connector_extra_config",
-        )
-    if all(side.is_push for side in pair.sides):
-        raise CannotPlan("push mode (NixlPushConnector) is not planned for", SEND_ONE)
+    for name, value in ((hashed.CROSS_LAYERS, True), (hashed.MODE, "push")):
+        if theirs[name] == ours[name] == value:
+            raise CannotPlan(f"not planned for: {_FACTORS[name][0]} {value}", SEND_ONE)
+    return found
 
 
-def _unlike(
-    pair: Pair, table: Sequence[Compared] = _FACTORS, *, hides: bool = True
-) -> Iterator[Factor]:
-    """What P and D have unlike: of two that vLLM has described, as its hash has it.
-
-    Args:
-        hides: whether what the hash of D's release does not have is left out.
-    """
-    names = pair.decode.facts.hash_factors
-    theirs, ours = (side.factors for side in pair.sides)
-    for one in table:
-        if hides and one.since and one.hashed not in names:
-            continue
-        values = one.of(pair.prefill), one.of(pair.decode)
-        if one.name == _RELEASE:
-            values = versions(pair)
-        elif one.hashed in theirs and one.hashed in ours:
-            values = theirs[one.hashed], ours[one.hashed]
-        if values[0] != values[1]:
-            yield Factor(one, str(values[0]), str(values[1]))
+def uncompared(pair: Pair, found: list[Factor]) -> list[Factor]:
+    """The factors that vLLM does not compare, though they change the meaning of bytes."""
+    unseen = [one for one in found if one.name in _CONTENT and not is_hashed(pair)]
+    states = [next(iter(side.caches.states.values()), None) for side in pair.sides]
+    if states[0] and states[1]:
+        for place, (label, cure) in zip((0, -1), _OF_STATES, strict=True):
+            theirs, ours = (one.dtypes[place] for one in states if one)
+            if theirs != ours:
+                unseen.append(Factor("", theirs, ours, label, cure))
+    return unseen
 
 
-def versions(pair: Pair) -> tuple[str, str]:
-    """P's version and D's as they hash them; of sides that do not run, the release alone."""
-    if _is_hashed(pair) and all(side.states_version for side in pair.sides):
-        return pair.prefill.version, pair.decode.version
-    return pair.prefill.facts.release, pair.decode.facts.release
-
-
-def _is_hashed(pair: Pair) -> bool:
-    d = pair.decode
-    is_enforced = d.extra_config.get("enforce_handshake_compat") is not False
-    return d.facts.encodes_metadata and is_enforced
+def is_hashed(pair: Pair) -> bool:
+    """True if D compares hashes."""
+    return pair.decode.extra_config.get("enforce_handshake_compat") is not False

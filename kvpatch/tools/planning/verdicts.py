@@ -1,0 +1,193 @@
+"""The verdicts on a pair: of stock vLLM, and with kvpatch on D.
+
+Both lean on the decision of the engine's own handshake (:func:`~kvpatch.peer.decision.decide`):
+what kvpatch leaves to a release, the release reads exactly. Only what stock's handshake refuses is
+added here, so that a refusal is told from wrong tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvpatch.core.errors import CannotPlan
+from kvpatch.geometry.dimension_order import KeyOrder
+from kvpatch.load.smaller_blocks_admission import JoiningCache, why_joined_wrongly
+from kvpatch.peer.cpu_keys import word_of
+from kvpatch.peer.decision import Decision, LocalCache, Read, Refuse, Stock, decide
+from kvpatch.peer.unlike_releases.peer_releases import speak_alike
+from kvpatch.peer.unstated_blocks import DeclaredGeometry
+from kvpatch.tools.planning.caches import geometry_of, stated_by
+from kvpatch.tools.planning.engine import PlannedEngine
+from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
+from kvpatch.tools.planning.model import DESCRIBE
+from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
+
+_OTHER_KEYS = "one processor has AMX, and the other one's keys of bfloat16 are in another order"
+_STATE_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
+_SAME_BLOCKS = "use one --block-size on both sides"
+_SAME_RANKS = "use one --tensor-parallel-size on both sides"
+_SAME_LAYOUT = "use one VLLM_KV_CACHE_LAYOUT on both sides"
+
+
+def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
+    """The verdicts on stock engines, and on a D with kvpatch.
+
+    Raises:
+        BadOptions: a variable of kvpatch's holds what it cannot take.
+        CannotPlan: the pair is not planned for.
+    """
+    p, d = pair.sides
+    for reason, cure in (found for side in pair.sides for found in start_problems(side)):
+        problem = Verdict(Outcome.REFUSED_AT_START, reason, cure)
+        return problem, problem
+    factors = unlike_factors(pair)
+    shares = max(p.tp_size, d.tp_size) > d.caches.kv_heads
+    if d.caches.states and p.tp_size != d.tp_size and shares:
+        raise CannotPlan("not planned for: recurrent states over ranks that share heads", DESCRIBE)
+    exact = _decisions(pair, p.key_order if word_of(p.key_order) else None, None)
+    stock, ours = _of_stock(pair, factors, exact), _of_kvpatch(pair, factors, exact)
+    is_read = not all(isinstance(one, Stock) for one in exact)
+    if (p.drafts or d.drafts) and is_read and ours.outcome is Outcome.IDENTICAL:
+        raise CannotPlan(
+            "not planned for: drafts with layers in a pair of unlike engines", DESCRIBE
+        )
+    return stock, ours
+
+
+def start_problems(engine: PlannedEngine) -> Iterator[tuple[str, str]]:
+    """The reasons why an engine does not start with the connector, and the cures."""
+    role, caches, heads, ranks = engine.role, engine.caches, engine.caches.kv_heads, engine.tp_size
+    buffer = "cpu" if engine.device == "cpu" else "cuda"
+    asked = engine.transfer.get("kv_buffer_device") or buffer
+    if asked != buffer:
+        cure = f'set "kv_buffer_device": "{buffer}" in its --kv-transfer-config'
+        yield f"{role}: kv_buffer_device {asked} is not for {engine.device}", cure
+    if engine.backend.device == "cpu" and engine.facts.names_layouts and engine.layout == "LBNHC":
+        reason = f"{engine.backend.name} has one layout, and VLLM_KV_CACHE_LAYOUT asks for another"
+        yield f"{role}: {reason}", "unset VLLM_KV_CACHE_LAYOUT"
+    if caches.heads % ranks or (heads % ranks and ranks % heads):
+        reason = f"{role}: {ranks} ranks cannot share {caches.heads} heads and {heads} KV heads"
+        yield reason, "use a --tensor-parallel-size that divides them"
+    if caches.states and engine.arguments.environment.get(_STATE_LAYOUT, "").upper() != "DS":
+        reason = f"{role}: a model with recurrent states does not start with NixlConnector"
+        yield reason, f"set {_STATE_LAYOUT}=DS"
+
+
+# --- the decision of the handshake ----------------------------------------------------------
+
+
+def _decisions(pair: Pair, declared: KeyOrder | None, stated: KeyOrder | None) -> list[Decision]:
+    """The decisions of D's first and last rank on each rank of P that they meet.
+
+    Args:
+        declared: the order of P's keys that D takes for granted: no handshake states it.
+        stated: the one that P's kvpatch states.
+    """
+    p, d = pair.sides
+    found = []
+    for rank in sorted({0, d.tp_size - 1}):
+        geometry = geometry_of(d, rank)
+        planes = [plane for layer in geometry.layers.values() for plane in layer.planes]
+        local = LocalCache(geometry, planes, declared=DeclaredGeometry(keys=declared))
+        for met in pair.ranks_met(rank):
+            peer = replace(stated_by(p, met, d), stated_keys=stated)
+            found.append(decide(local, peer, d.facts))
+    return found
+
+
+def _of_kvpatch(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdict:
+    p, d = pair.sides
+    unseen = next(iter(uncompared(pair, factors)), None)
+    if unseen is not None and not unseen.name:
+        # The bytes of states are compared, and their types only where P's kvpatch states them.
+        of_both = [[one.parts for one in side.caches.states.values()] for side in pair.sides]
+        says_types = p.has_kvpatch and speak_alike((p.facts.release,), d.facts)
+        if of_both[0] == of_both[1] and not says_types:
+            return _not_compared(unseen)
+    for factor in (unseen, *(factors if is_hashed(pair) else ())):
+        if factor is not None:
+            return Verdict(Outcome.REFUSED, str(factor), factor.cure)
+    states_keys = p.has_kvpatch and bool(word_of(p.key_order))
+    found = _decisions(pair, None, p.key_order if states_keys else None)
+    for one in found:
+        if isinstance(one, Refuse):  # without the number of blocks, which no argument says
+            reason = re.sub(r"\d+ blocks in (\d+ regions)", r"\1", one.reason)
+            return Verdict(Outcome.REFUSED, reason, one.cure)
+    if list(map(type, found)) != list(map(type, exact)):  # vLLM reads keys in another order
+        return Verdict(Outcome.WRONG, _OTHER_KEYS, "set ENABLE_KVPATCH on P")
+    is_read = any(isinstance(one, Read) for one in found)
+    return Verdict(Outcome.IDENTICAL, way="read by kvpatch" if is_read else "vLLM's own")
+
+
+def _not_compared(factor: Factor) -> Verdict:
+    return Verdict(Outcome.WRONG, f"{factor}, and nothing compares them", factor.cure)
+
+
+# --- stock vLLM -------------------------------------------------------------------------------
+
+
+def _of_stock(pair: Pair, factors: list[Factor], exact: list[Decision]) -> Verdict:
+    p, d = pair.sides
+    refusals = [(str(one), one.cure) for one in factors if is_hashed(pair)]
+    for reason, cure in (*refusals, *_refusals(pair)):
+        if d.facts.loses_failed_groups and d.caches.has_groups:
+            lost = f"{reason}, and a refused load of several cache groups counts as received"
+            return Verdict(Outcome.WRONG, lost, cure)
+        return Verdict(Outcome.REFUSED, reason, cure)
+    for unseen in uncompared(pair, factors):
+        return _not_compared(unseen)
+    if all(isinstance(one, Stock) for one in exact):
+        return Verdict(Outcome.IDENTICAL, way="vLLM's own")
+    if p.kernel_tokens < d.kernel_tokens:
+        joining = JoiningCache(d.key_order, 1, d.caches.is_mla, d.layout)
+        reason = f"P's blocks of {p.kernel_tokens} tokens become D's of {d.kernel_tokens}: vLLM "
+        wrong = why_joined_wrongly(joining, d.facts)
+        if not wrong and not d.has_prefix_cache:
+            reason += "does so rightly for some prompts only"
+            return Verdict(Outcome.UNKNOWN, reason, _SAME_BLOCKS)
+        wrong = wrong or "pairs them wrongly behind a prefix hit"
+        return Verdict(Outcome.WRONG, reason + wrong, _SAME_BLOCKS)
+    if p.key_order is not d.key_order:
+        return Verdict(Outcome.WRONG, _OTHER_KEYS, "use --dtype float32, or like processors")
+    parts = f"{p.tp_size} and {d.tp_size} ranks, blocks cut into {p.parts} and {d.parts}"
+    reason = f"vLLM reads other bytes than P has ({parts}, {p.layout} and {d.layout})"
+    cure = _SAME_RANKS if p.tp_size != d.tp_size else _SAME_BLOCKS
+    return Verdict(Outcome.WRONG, reason, cure if p.layout == d.layout else _SAME_LAYOUT)
+
+
+def _refusals(pair: Pair) -> Iterator[tuple[str, str]]:
+    """The reasons for which a release's own handshake refuses P, and the cures."""
+    p, d = pair.sides
+    facts, is_mla = d.facts, d.caches.is_mla
+    theirs, ours = p.kernel_tokens, d.kernel_tokens
+    tokens = f"P's blocks have {theirs} tokens and D's {ours}"
+    ranks = f"P has {p.tp_size} ranks and D {d.tp_size}"
+    is_shared = p.tp_size > d.caches.kv_heads - facts.counts_one_head
+    if max(p.tp_size, d.tp_size) % min(p.tp_size, d.tp_size):
+        yield ranks, _SAME_RANKS
+    if ours % theirs:
+        yield f"{tokens}, no multiple of P's", _SAME_BLOCKS
+    if theirs != ours and d.caches.has_groups and not facts.joins_in_groups:
+        yield f"{tokens}, and there are several block tables", _SAME_BLOCKS
+    if not is_mla and p.layout != d.layout:
+        yield f"P states the layout {p.layout} and D {d.layout}", _SAME_LAYOUT
+    if not is_mla and p.tp_size != d.tp_size:
+        if p.tp_size > d.tp_size and is_shared:
+            yield f"{ranks}, and P's share {d.caches.kv_heads} KV heads", _SAME_RANKS
+        if not is_shared and d.layout not in ("HND", "LBHNC"):
+            yield f"heads are not in one piece in layout {d.layout}", "use HND on both sides"
+        if p.tp_size > d.tp_size and theirs != ours:
+            yield f"{ranks}, and {tokens}", f"{_SAME_RANKS}, or one --block-size"
+    sizes = [one.heads * one.caches.first.head_dim * one.item_bytes for one in pair.sides]
+    expected = sizes[1] * d.tp_size // p.tp_size
+    if facts.reads_its_share:
+        expected = sizes[1] * p.heads // d.heads
+    if sizes[0] != (sizes[1] if is_mla or is_shared else expected):
+        cure = "use one --dtype and one --kv-cache-dtype on both sides"
+        cure = cure if p.tp_size == d.tp_size else _SAME_RANKS
+        yield "a token of P has other bytes than one of D", cure
+    by_row, joins = d.key_order is KeyOrder.ROW_MAJOR, facts.pairs_heads_by_layout
+    if theirs < ours and by_row and not (is_mla or joins) and d.heads < ours // theirs:
+        yield f"{tokens}, and D ends over {d.heads} heads", _SAME_BLOCKS
