@@ -65,7 +65,8 @@ MEANINGS = {
     "of its blocks, [digests](../explanation/digests.md) differ): D computes the prompt, or the "
     "load fails by vLLM's `kv_load_failure_policy`, as one whose transfer failed",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
-    "direct-and-staged); it is made when the first read needs it, and a second one of this size "
+    "direct-and-staged); it is made when the first read needs it (half as large, or a quarter, where "
+    "the device has no memory left), and a second one of this size "
     "where transfers that failed hold too much of it",
     "KVPATCH_PROGRESS": "`step`: reads go on in the engine's steps alone, without a thread of "
     "their own; slower, for where a thread beside the engine is not wanted",
