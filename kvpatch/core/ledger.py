@@ -79,11 +79,11 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True)
 class Site:
-    """One method that a patch wraps, on the class that defines it.
+    """One method that a patch wraps, on the class that defines it; or a module's function.
 
     Attributes:
-        module: the module that defines the class.
-        owner: the class's name.
+        module: the module that defines the class, or that calls the function by its own name.
+        owner: the class's name; empty for a function.
         name: the method's name.
         kind: what stands in the class's own dictionary.
         parameters: names in order, ``self`` or ``cls`` included. Annotations and
@@ -100,7 +100,12 @@ class Site:
     is_front_end: bool = False
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.owner}.{self.name}"
+        return f"{self.module}.{self.name_in_module}"
+
+    @property
+    def name_in_module(self) -> str:
+        """Its name with that of its class, if it has one."""
+        return f"{self.owner}.{self.name}" if self.owner else self.name
 
 
 class Switch(NamedTuple):
@@ -329,8 +334,8 @@ def _named(owner: type | ModuleType) -> str:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
-def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
-    """The class that defines `site` and what to wrap there, checked.
+def resolve(site: Site, *, supersede: bool = False) -> tuple[type | ModuleType, Any]:
+    """The class that defines `site`, or the module, and what to wrap there, checked.
 
     Args:
         supersede: whether to look behind kvcached's own replacement.
@@ -340,15 +345,13 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
             vLLM's may not call it.
     """
     module = _module(site)
-    owner = vars(module).get(site.owner)
-    if not isinstance(owner, type):
+    owner = vars(module).get(site.owner) if site.owner else module
+    if not isinstance(owner, type | ModuleType):
         raise SiteDrifted(str(site), f"a class {site.owner} in {site.module}", repr(owner))
     attribute = vars(owner).get(site.name, _MISSING)
     if attribute is _MISSING:
-        holder = next((c for c in owner.__mro__ if site.name in vars(c)), None)
-        found = "no such method" if holder is None else f"one inherited from {holder.__qualname__}"
-        raise SiteDrifted(str(site), f"a method that {site.owner} itself defines", found)
-    if supersede:
+        raise SiteDrifted(str(site), *_not_found(owner, site))
+    if supersede and isinstance(owner, type):
         attribute = kvcacheds_patch.original_of(owner, site.name) or attribute
     kind = kind_of(attribute)
     if kind != site.kind:
@@ -361,7 +364,7 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
             f"parameters ({', '.join(site.parameters)})",
             f"({', '.join(parameters)}), defined in {whose}",
         )
-    past = bypassing(owner, site.name)
+    past = bypassing(owner, site.name) if isinstance(owner, type) else None
     if past is not None:
         raise SiteDrifted(
             str(site),
@@ -371,11 +374,22 @@ def resolve(site: Site, *, supersede: bool = False) -> tuple[type, Any]:
     return owner, attribute
 
 
-def _calls_on(attribute: Any, owner: type, site: Site) -> bool:
+def _not_found(owner: type | ModuleType, site: Site) -> tuple[str, str]:
+    """What was expected where there is no such method or function, and what was found."""
+    if isinstance(owner, ModuleType):
+        return f"a function {site.name} in {site.module}", "none"
+    holder = next((c for c in owner.__mro__ if site.name in vars(c)), None)
+    found = "no such method" if holder is None else f"one inherited from {holder.__qualname__}"
+    return f"a method that {site.owner} itself defines", found
+
+
+def _calls_on(attribute: Any, owner: type | ModuleType, site: Site) -> bool:
     """True if another plugin's wrapper was made of the release's method, and of one alone.
 
     kvcached's own replacements may keep it too, and are no wrappers.
     """
+    if isinstance(owner, ModuleType):
+        return False
     own = owner.__module__, f"{owner.__qualname__}.{site.name}", site.parameters
     below = _functions_below(attribute, {}).values()
     found = [(f.__module__, f.__qualname__, parameters_of(f)) for f in below]

@@ -115,6 +115,14 @@ def handshake_listener(facts: ReleaseFacts) -> Site:
     return _site(place, "_nixl_handshake_listener", *parameters, kind="staticmethod")
 
 
+def side_channel_sockets(facts: ReleaseFacts) -> tuple[Site, ...]:
+    """What makes the sockets of the side channel, as workers and the scheduler call it."""
+    modules = dict.fromkeys((facts.worker.module, facts.scheduler.module))
+    return tuple(
+        Site(module, "", "zmq_ctx", "function", ("socket_type", "addr")) for module in modules
+    )
+
+
 # --- the connector -------------------------------------------------------------
 
 #: Where vLLM asks a worker what it states at handshakes, for its scheduler; from 0.11.1.

@@ -32,6 +32,8 @@ PEER_BLOCK_SIZE = "KVPATCH_PEER_BLOCK_SIZE"
 PEER_KEYS = "KVPATCH_PEER_KEYS"
 PEER_LAYOUT = "KVPATCH_PEER_LAYOUT"
 REQUIRE_TOKENS = "KVPATCH_REQUIRE_TOKENS"
+SIDE_CHANNEL_KEY = "KVPATCH_SIDE_CHANNEL_KEY"
+SIDE_CHANNEL_PLAIN = "KVPATCH_SIDE_CHANNEL_PLAIN"
 STAGING_BYTES = "KVPATCH_STAGING_BYTES"
 TRANSFER = "KVPATCH_TRANSFER"
 PROGRESS = "KVPATCH_PROGRESS"
@@ -50,6 +52,11 @@ _CHANGES_BYTES = (
 )
 TRANSFERS = ("auto", "direct", "staged")
 DEFAULT_STAGING_BYTES = 256 * 1024**2
+#: A secret key of CURVE's, 32 bytes as Z85 writes them.
+KEY_LETTERS = 40
+KEY_ALPHABET = frozenset(
+    "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+)
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -103,6 +110,32 @@ def _bytes(name: str, default: int) -> Callable[[], int]:
                 f"set one ({default} say), or unset it",
             )
         return int(value or default)
+
+    return _reader(name, read)
+
+
+def _key(name: str) -> Callable[[], str]:
+    """The key in the file that a variable names; empty where nothing is set."""
+
+    def read() -> str:
+        path = os.environ.get(name, "")
+        if not path:
+            return ""
+        from pathlib import Path
+
+        try:
+            key = Path(path).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _settings_error(
+                f"{name}={path!r} is not a file that can be read: {error}",
+                f"name a file that `kvpatch key FILE` has written, or unset {name}",
+            ) from error
+        if len(key) != KEY_LETTERS or not KEY_ALPHABET.issuperset(key):
+            raise _settings_error(
+                f"{name}={path!r} is not a file with a key in it",
+                f"name a file that `kvpatch key FILE` has written, or unset {name}",
+            )
+        return key
 
     return _reader(name, read)
 
@@ -184,6 +217,10 @@ peer_keys = _declared(PEER_KEYS, "columns", "tiles")
 peer_layout = _declared(PEER_LAYOUT, "HND", "NHD")
 #: True if D loads no prompt of whose tokens P states no hashes.
 requires_tokens = _boolean(REQUIRE_TOKENS)
+#: The side channel's key; empty for none.
+side_channel_key = _key(SIDE_CHANNEL_KEY)
+#: True if engines without the key are talked to as well, while it is rolled out.
+side_channel_plain = _boolean(SIDE_CHANNEL_PLAIN)
 #: The size of a worker's staging pool.
 staging_bytes = _bytes(STAGING_BYTES, DEFAULT_STAGING_BYTES)
 #: How unlike caches are read.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpatch.core.errors import NoAnswer
+from kvpatch.peer.side_channel_key import ask_under_key
 
 #: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
 ANSWER_SECONDS = 5.0
@@ -19,12 +20,14 @@ def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECOND
 
     Raises:
         NoAnswer: nothing came within `seconds`.
+        PeerRefused: the peer has another side channel key, or none.
     """
     import zmq
 
     context: Any = zmq.Context()
     try:
         socket = context.socket(zmq.REQ)
+        ask_under_key(socket, address)
         socket.connect(address)
         socket.send(question)  # queued where nobody is connected
         if not socket.poll(round(seconds * 1000), zmq.POLLIN):

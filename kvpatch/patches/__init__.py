@@ -28,6 +28,7 @@ SLUGS = (
     "stale_blocks",
     "digests",
     "handshake_listener",
+    "side_channel_key",
     "transfer_params",
     "same_prompt",
     "metrics",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from kvpatch.core.settings import SIDE_CHANNEL_KEY
 from kvpatch.core.version import __version__
 
 if TYPE_CHECKING:
@@ -348,6 +350,32 @@ def _write(description: Mapping[str, Any], output: Path | None) -> None:
         typer.echo(text)
     else:
         output.write_text(f"{text}\n", encoding="utf-8")
+
+
+@app.command("key")
+def key(
+    file: Annotated[Path, typer.Argument(help="A file that there is not yet.", show_default=False)],
+) -> None:
+    """Write a new side channel key, for KVPATCH_SIDE_CHANNEL_KEY of every engine.
+
+    Its owner alone may read the file. Exit status: 0 written, 2 not.
+    """
+    from kvpatch.core.errors import BadOptions
+
+    with exit_statuses():
+        try:
+            import zmq
+        except ImportError as error:
+            raise BadOptions("pyzmq is not installed", "run this where vLLM is") from error
+        _, secret = zmq.curve_keypair()
+        try:
+            with os.fdopen(
+                os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w"
+            ) as opened:
+                opened.write(f"{secret.decode()}\n")
+        except OSError as error:
+            raise BadOptions(f"{file} cannot be written: {error}", "name another one") from error
+    typer.echo(f"Set {SIDE_CHANNEL_KEY}={file} for every engine, with a copy of this file.")
 
 
 @app.command("verify")

@@ -13,7 +13,7 @@ from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.copying_thread import Copy, CopyingThread
 from kvpatch.transfer.device_copies import streams_of
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
-from kvpatch.transfer.place import place_in_host_memory, place_on_device
+from kvpatch.transfer.place import PlaceOnDevice, place_in_host_memory, place_on_device
 from kvpatch.transfer.plane_bytes import Tails, zero_tokens
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ class Caches:
     def _layers(self) -> dict[str, Bytes]:
         """Every layer's allocation; layers that share one share the view of it."""
         return {layer: storage_of(tensor) for layer, tensor in self._tensors.items()}
+
+    @cached_property
+    def _place_on_device(self) -> PlaceOnDevice:
+        return placing_on(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +110,7 @@ class Caches:
                 place_in_host_memory(landed, cache.numpy(), address, placement)
             return
         # From host memory in one copy; its space is the chunk's until the event.
-        place_on_device(staging.to(self.device, non_blocking=True), into)
+        self._place_on_device(staging.to(self.device, non_blocking=True), into)
 
     def _check_inside(self, placements: Iterable[Placement]) -> None:
         """Whether each writes to its own layer's allocation, as it is now.
@@ -157,6 +161,17 @@ class Caches:
         for copy in copies:
             if isinstance(copy, Copy):
                 copy.give_up()
+
+
+def placing_on(device: torch.device) -> PlaceOnDevice:
+    """Returns what places on a device: one launch where Triton's kernel is right there."""
+    if device.type != "cuda":
+        return place_on_device
+    try:
+        from kvpatch.transfer.placing_kernel import is_right_on, place_by_kernel
+    except ImportError:  # torch without Triton
+        return place_on_device
+    return place_by_kernel if is_right_on(device) else place_on_device
 
 
 def done() -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
-from kvpatch.transfer.plane_bytes import integers_of
+from kvpatch.transfer.plane_bytes import integers_of, uploaded
 from kvpatch.transfer.runs import Run, runs_of, within
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class DeviceCopies:
             self._stream = self._streams.Stream(device=self._device)
         current = self._streams.current_stream(self._device)
         with self._streams.stream(self._stream):
-            # Uploaded before it waits, or this thread would wait for the model too.
-            indices = torch.from_numpy(of).to(self._device, non_blocking=True)
+            (indices,) = uploaded([of], self._device)
             self._stream.wait_stream(current)
             self._gather(indices, runs, non_blocking=True)
             self._event = self._streams.Event()

@@ -59,6 +59,7 @@ def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Te
             weakref.finalize(owner, _unpin, memory)
         else:
             _LOG.warning("%d bytes of host buffer cannot be pinned: %s", size_bytes, error)
+            forget_last_error(device)
         return memory
     if device.type != "cpu":
         try:
@@ -66,6 +67,20 @@ def host_bytes(size_bytes: int, device: torch.device, owner: object) -> torch.Te
         except RuntimeError as error:
             _LOG.info("%s has no pinned memory: %s", device.type, error)
     return _huge(size_bytes)
+
+
+def forget_last_error(device: torch.device) -> None:
+    """Clears this thread's error of a CUDA call that torch has not checked.
+
+    The runtime keeps it until somebody asks, and torch asks behind each launch of a kernel: the
+    next one, whatever for, would raise it as its own.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=device).add_(1)
+    except RuntimeError as error:  # cleared, as torch asked for it
+        _LOG.debug("CUDA's last error was %s", error)
 
 
 def _huge(size_bytes: int) -> torch.Tensor:

@@ -2,14 +2,15 @@
 
 One copy for every kind of segments (same offsets, same length) of a placement, over
 all of its blocks and layers at once; on a device many kinds are one, in pieces. Numpy for host
-memory, where it is about twice as fast as torch, and torch for everything else. On the host a run
+memory, where it is about twice as fast as torch, one launch of a kernel on GPUs with Triton
+(``placing_kernel``), and torch for everything else. On the host a run
 that is contiguous on both sides is one item of the copy, however long: numpy then moves it in one
 piece, which is 1.1 (256 bytes) to 1.8 times (32) as fast as 8 bytes at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 _WIDEST_BYTES = 8
 _KNOWN_PATTERNS = 1024
+
+
+#: Copies what a staging buffer holds to its places in the memory that comes with each.
+PlaceOnDevice = Callable[["torch.Tensor", Sequence[tuple[Bytes, Placement]]], None]
 
 
 class Side(NamedTuple):

@@ -235,6 +235,9 @@ class ProgressThread:
             use_all_cores()
         else:
             torch.get_device_module(self._device).set_device(self._device)
+            # A launch gives this thread the device's context: NIXL posts from it, and older
+            # versions of torch do not bind it in `set_device`.
+            torch.zeros(1, device=self._device)
         # Caches that were made in this mode can be written to in it alone.
         mode: AbstractContextManager[Any] = torch.inference_mode()
         return mode

@@ -289,18 +289,38 @@ class StagingPool:
 
     def _space(self, size_bytes: int) -> Space | None:
         if self._buffer is None:
-            self._buffer = self._made()
+            self._buffer = self._made(size_bytes)
         space = self._room.take(size_bytes)
         if space is None and self._is_replaced(size_bytes):
-            self._buffer = self._made()
+            self._buffer = self._made(size_bytes)
             space = self._room.take(size_bytes)
+        if size_bytes > self.size_bytes:
+            raise PoolExhausted(
+                f"a chunk needs {size_bytes} bytes, and there was memory for a staging pool of "
+                f"{self.size_bytes} alone",
+                "leave this engine more free memory (a lower --gpu-memory-utilization)",
+            )
         return space
 
-    def _made(self) -> torch.Tensor:
+    def _made(self, least_bytes: int) -> torch.Tensor:
+        """Memory for all of the pool, or for half of it as often as there is too little."""
         if self._spare is not None:
             spare, self._spare = self._spare, None
             return spare
-        buffer = self._make(self.size_bytes)
+        buffer = None
+        while buffer is None:
+            try:
+                buffer = self._make(self.size_bytes)
+            except out_of_memory():
+                if self.size_bytes // 2 < least_bytes:
+                    raise
+                _LOG.warning(
+                    "there is no memory for a staging pool of %d bytes: it is made half as large, "
+                    "and reads wait for room more often. A lower --gpu-memory-utilization leaves "
+                    "more",
+                    self.size_bytes,
+                )
+                self._room = Room(self.size_bytes // 2)
         level = logging.DEBUG if self._is_aside else logging.INFO
         _LOG.log(level, "staging pool of %d bytes made and registered", self.size_bytes)
         return buffer
@@ -401,6 +421,13 @@ class StagingPool:
                 pass
             if not self._retired.lost:
                 self._spare, self._retired = self._retired.buffer, None
+
+
+def out_of_memory() -> tuple[type[Exception], ...]:
+    """Returns the errors that say that a device or the host has no memory left."""
+    import torch
+
+    return MemoryError, torch.OutOfMemoryError
 
 
 def _bytes_of(lost: Iterable[_Lost]) -> int:

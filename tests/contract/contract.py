@@ -35,8 +35,7 @@ def cell(patch: Patch, release: str, facts: ReleaseFacts) -> Cell:
 
 def drift(release: str, site: Site) -> str:
     """How a site differs from what the patch expects; empty when it does not."""
-    name = f"{site.owner}.{site.name}"
-    found = method(release, site.module, name)
+    found = method(release, site.module, site.name_in_module)
     if isinstance(found, str):
         return found
     if found.kind != site.kind:

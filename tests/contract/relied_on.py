@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvpatch.core import seams
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.source import BASES, OVERRIDES, Source
 from kvpatch.patches import load
@@ -48,10 +49,15 @@ def _wrapped(facts: ReleaseFacts) -> Iterator[tuple[Code, frozenset[str]]]:
     for patch in load():
         for site in patch.sites(facts):
             slugs.setdefault(site, set()).add(patch.slug)
+            if not site.owner:  # of a function, those that call it count
+                for caller in (seams.nixl_handshake(facts), seams.handshake_listener(facts)):
+                    slugs.setdefault(caller, set()).add(patch.slug)
     source = Source(trees.tree(facts.release))
     for site, users in slugs.items():
-        by, name = frozenset(users), f"{site.owner}.{site.name}"
+        by, name = frozenset(users), site.name_in_module
         yield (site.module, name), by
+        if not site.owner:
+            continue
         yield (site.module, f"{name}{OVERRIDES}"), by
         yield (site.module, f"{site.owner}{BASES}"), ALL
         package = facts.package_of(site.module)

@@ -40,6 +40,10 @@ def method(release: str, module: str, qualified_name: str) -> Method | str:
     functions = [
         n for n in body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == name
     ]
+    imports = (n for n in body if isinstance(n, ast.ImportFrom) and not owner)
+    origin = next((n.module for n in imports if name in [a.name for a in n.names]), None)
+    if not functions and origin is not None:
+        return method(release, origin, name)
     if not functions:
         return f"{owner or module} defines no {name}"
     return _method(functions[-1])

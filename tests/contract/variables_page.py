@@ -64,8 +64,14 @@ MEANINGS = {
     "KVPATCH_ON_FAILED_CHECK": "what becomes of a load that a check of kvpatch's fails (P let go "
     "of its blocks, [digests](../explanation/digests.md) differ): D computes the prompt, or the "
     "load fails by vLLM's `kv_load_failure_policy`, as one whose transfer failed",
+    "KVPATCH_SIDE_CHANNEL_KEY": "file with the key of all engines, as `kvpatch key FILE` writes "
+    "it: [handshakes](../explanation/security.md#the-side-channel-under-a-key) speak ZMQ's CURVE, "
+    "and strangers get no answer",
+    "KVPATCH_SIDE_CHANNEL_PLAIN": "`true`: engines without the key are talked to as well, while it "
+    "is rolled out",
     "KVPATCH_STAGING_BYTES": "size of each worker's [staging pool](../explanation/reading.md#"
-    "direct-and-staged); it is made when the first read needs it, and a second one of this size "
+    "direct-and-staged); it is made when the first read needs it (half as large, or a quarter, "
+    "where the device has no memory left), and a second one of this size "
     "where transfers that failed hold too much of it",
     "KVPATCH_PROGRESS": "`step`: reads go on in the engine's steps alone, without a thread of "
     "their own; slower, for where a thread beside the engine is not wanted",
@@ -152,7 +158,7 @@ def _values(complaint: str) -> str:
 
 
 def _shown(default: object) -> str:
-    if default in (None, ()):
+    if default in (None, (), ""):
         return "unset"
     if isinstance(default, bool):
         return "on" if default else "off"

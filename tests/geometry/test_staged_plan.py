@@ -1,6 +1,6 @@
 """Staged copies, done on byte arrays, against the slow copy of one item at a time.
 
-The copies out of the buffer are those that engines use: numpy and torch.
+The copies out of the buffer are those that engines use: numpy, torch, and Triton's kernel.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_in_host_memory, place_on_device
 
+from .interpreted_kernel import interpreted_kernel
 from .reference import slow_copy
 from .test_direct_plan import SOURCE, TARGET, Side, expected_of, head_ranges, noise, transfers
 
@@ -77,7 +78,9 @@ def do(
             # As in a pool: a part of a larger buffer, behind other chunks.
             pool = torch.from_numpy(np.frombuffer(noise(9, 64) + bytes(buffer), np.uint8).copy())
             into = Bytes(TARGET, torch.from_numpy(cache))
-            place_on_device(pool[64:], [(into, placement) for placement in placements])
+            is_kernel = way == "triton"
+            place = interpreted_kernel().place_by_kernel if is_kernel else place_on_device
+            place(pool[64:], [(into, placement) for placement in placements])
 
 
 @given(transfers(), st.booleans(), st.booleans(), st.integers(0, 3))
@@ -94,7 +97,7 @@ def test_any_two_geometries_in_rounds(
     for limit in (least + more_blocks * 64, WHOLE):
         chunks = chunks_of(remote, local, segments, together, limit)
         assert all(planned.buffer_bytes <= limit for planned in chunks)
-        for way in ("numpy", "torch"):
+        for way in ("numpy", "torch", "triton"):
             found = bytearray(noise(2, local.total_bytes))
             do(chunks, source, found, way, is_merged)
             assert found == expected, way

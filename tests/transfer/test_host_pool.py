@@ -747,3 +747,30 @@ def test_numbers_that_name_nothing_are_errors_and_nothing_is_copied(
     with pytest.raises(ValueError, match=message):
         pool.save(blocks, host_blocks)
     assert differing(pool, tensors, cache.block_dimensions(tensors), 5, before, []) == []
+
+
+def test_a_host_that_cannot_pin_leaves_no_error_to_torch(monkeypatch, caplog):
+    """Fakes of CUDA and of a launch: the runtime keeps an error until a launch asks for it."""
+    kept: list[str] = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(*_: int) -> int:  # noqa: N802
+            kept.append("invalid argument")
+            return 1
+
+    class Launched:
+        @staticmethod
+        def add_(_: int) -> None:
+            if kept:
+                raise RuntimeError(f"CUDA error: {kept.pop()}")
+
+    device = type("Device", (), {"type": "cuda"})()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Launched)
+
+    found = host_memory.host_bytes(64, device, device)
+
+    Launched.add_(1)  # the launch that comes next
+    assert found.tolist() == [0] * 64
+    assert "64 bytes of host buffer cannot be pinned: 1" in caplog.text

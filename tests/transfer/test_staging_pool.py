@@ -364,3 +364,32 @@ def test_nothing_is_kept_of_readers_and_peers_that_are_gone(pool):
     gc.collect()
     pool.take(Reader(), "q", 10)
     assert len(pool._turns) + len(pool._queues) + len(pool._idle) + len(pool._held) <= 4
+
+
+def test_a_pool_for_which_there_is_too_little_memory_is_smaller(caplog):
+    sizes = []
+
+    def make(size_bytes):
+        sizes.append(size_bytes)
+        if size_bytes > 40:
+            raise torch.OutOfMemoryError("no memory left")
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    pool, reader = StagingPool(100, make), Reader()
+    space = pool.take(reader, "P", 20)
+    assert (sizes, pool.size_bytes, len(pool.memory(space))) == ([100, 50, 25], 25, 20)
+    assert "no memory for a staging pool of 100 bytes" in caplog.text
+    pool.give(space)
+    pool.leave(reader)
+    with pytest.raises(PoolExhausted, match="a chunk needs 26 bytes"):
+        pool.take(Reader(), "Q", 26)
+
+
+def test_a_pool_is_not_made_smaller_than_a_chunk():
+    def make(size_bytes):
+        raise torch.OutOfMemoryError(f"no {size_bytes} bytes left")
+
+    pool = StagingPool(100, make)
+    with pytest.raises(torch.OutOfMemoryError, match="no 50 bytes"):
+        pool.take(Reader(), "P", 30)
+    assert pool.size_bytes == 50

@@ -16,6 +16,7 @@ from typing import Any
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
+from kvpatch.peer.side_channel_key import listen_under_key
 from kvpatch.peer.unlike_releases.peer_releases import (
     Releases,
     Statement,
@@ -139,6 +140,7 @@ class Interpreter:
         self._context: Any = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        listen_under_key(self._socket)
         self.port: int = self._socket.bind_to_random_port(f"tcp://{HOST}")
         self._thread = threading.Thread(target=self._serve, name="kvpatch-handshake", daemon=True)
         self._thread.start()

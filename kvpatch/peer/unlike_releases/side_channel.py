@@ -8,10 +8,9 @@ from typing import Any
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import Question
 from kvpatch.core.text import shown
+from kvpatch.peer.side_channel_key import ANSWER_MS, ask_under_key
 
 _GET = b"get_meta_msg"
-#: Before the release's own 5 seconds are over.
-ANSWER_MS = 4500
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def ask(address: Address, message: bytes) -> list[bytes]:
     """The frames of what P answers.
 
     Raises:
-        PeerRefused: it does not answer in time.
+        PeerRefused: it does not answer in time, or has another side channel key.
     """
     import zmq
 
@@ -70,6 +69,7 @@ def ask(address: Address, message: bytes) -> list[bytes]:
         with context.socket(zmq.REQ) as asking:
             asking.setsockopt(zmq.IPV6, int(":" in address.host))
             asking.setsockopt(zmq.LINGER, 0)
+            ask_under_key(asking, address.path)
             asking.connect(address.path)
             asking.send(message)
             if not asking.poll(ANSWER_MS):

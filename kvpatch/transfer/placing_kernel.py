@@ -1,0 +1,241 @@
+"""Places what has landed in a staging buffer on a GPU: one launch for all moves of a chunk.
+
+A Triton kernel, for GPUs where Triton runs. A move is a strided copy in several axes, and the
+kernel gets all of them as one table. Each program copies :data:`_TILE_UNITS` units of one move, and
+works out of the table where they lie on both sides.
+:func:`kvpatch.transfer.place.place_on_device` does the same by indexing, in several launches for
+each move. It is what this is compared with, and what devices without Triton use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from math import gcd, prod
+from subprocess import SubprocessError
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+from kvpatch.core.errors import UnplannableCopy
+from kvpatch.geometry.plane_copies import CopyAxis, CopyStrides
+from kvpatch.geometry.segments import BlockList, Int64Array, Numbers, pair_blocks
+from kvpatch.geometry.staged_plan import Placement
+from kvpatch.transfer.one_memory import Bytes
+from kvpatch.transfer.place import Move, Side, moves_of, place_on_device
+from kvpatch.transfer.plane_bytes import uploaded
+
+if TYPE_CHECKING:
+    import torch
+
+_LOG = logging.getLogger("kvpatch.staging")
+
+#: That one program copies: with 8 bytes each, 8 KiB.
+_TILE_UNITS = 1024
+#: The kernel counts a move's units in 32 bits: a division of 64 bits takes a GPU many steps.
+_MOST_UNITS = 2**31 - _TILE_UNITS
+
+
+class _Axis(NamedTuple):
+    """One axis of a move: on each side, bytes or block numbers from one item to the next."""
+
+    size: int = 1
+    source_bytes: int = 0
+    source_numbers: int = 0
+    target_bytes: int = 0
+    target_numbers: int = 0
+
+
+class _Row(NamedTuple):
+    """A move as the kernel gets it; its axes come behind it.
+
+    Attributes:
+        first_tile: the number of the first program that copies it.
+        units: of the whole move.
+        run_units: of a run, contiguous on both sides.
+        source, target: address of the pattern in block 0.
+        source_step, target_step: bytes from block to block.
+        source_numbers, target_numbers: where the block numbers begin in the table.
+    """
+
+    first_tile: int
+    units: int
+    run_units: int
+    source: int
+    target: int
+    source_step: int
+    target_step: int
+    source_numbers: int
+    target_numbers: int
+
+
+#: By bytes.
+_UNITS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement]]) -> None:
+    """As :func:`kvpatch.transfer.place.place_on_device`, in one launch, in the current stream.
+
+    Args:
+        staging: ``uint8``, one-dimensional.
+        into: each placement with the memory that it is in.
+
+    Raises:
+        UnplannableCopy: a move has more units than the kernel can count.
+    """
+    moves = [
+        (cache.memory.data_ptr(), move)
+        for cache, placement in into
+        for move in moves_of(placement, cache.address)
+    ]
+    if not moves:
+        return
+    landed = staging.data_ptr()
+    unit_bytes = gcd(landed, *(number for at, move in moves for number in (at, move.unit_bytes)))
+    axes = [_axes_of(move) for _, move in moves]
+    width = len(_Row._fields) + max(map(len, axes)) * len(_Axis._fields)
+    numbers = _BlockNumbers(len(moves) * width)
+    rows: list[list[int]] = []
+    tiles: list[int] = []
+    for (address, move), found in zip(moves, axes, strict=True):
+        run_units = move.run_bytes // unit_bytes
+        units = run_units * prod(axis.size for axis in found)
+        if units > _MOST_UNITS:
+            raise UnplannableCopy(
+                f"expected at most {_MOST_UNITS} units in one copy, found {units} of {unit_bytes} "
+                "bytes"
+            )
+        row = _Row(
+            len(tiles),
+            units,
+            run_units,
+            landed + move.source.offset,
+            address + move.target.offset,
+            move.source.step,
+            move.target.step,
+            numbers.start_of(move.source.numbers),
+            numbers.start_of(move.target.numbers),
+        )
+        tiles += [len(rows)] * -(-units // _TILE_UNITS)
+        rows.append([*row, *(number for axis in found for number in axis)])
+        rows[-1] += [*_Axis()] * ((width - len(rows[-1])) // len(_Axis._fields))
+    parts = np.array(rows), *numbers.arrays, np.array(tiles)
+    whole = np.concatenate([part.reshape(-1) for part in parts])
+    _copy[(len(tiles),)](
+        uploaded([whole], staging.device)[0],
+        whole.size - len(tiles),
+        UNIT=_UNITS[unit_bytes],
+        AXES=max(map(len, axes)),
+        TILE=_TILE_UNITS,
+    )
+
+
+def is_right_on(device: torch.device) -> bool:
+    """Returns True if the kernel runs on a device, and places there what indexing places.
+
+    It is tried on a small copy of every kind: layers evenly apart, tokens before heads into heads
+    before tokens, and blocks of 6 tokens into blocks of 4.
+    """
+    import torch
+
+    strides = CopyStrides(
+        2, CopyAxis(4, 96, 64), CopyAxis(6, 16, 4), (CopyAxis(2, 2, 2), CopyAxis(4, 4, 16))
+    )
+    blocks = BlockList(np.array([2, 0, 1, 3]), 6), BlockList(np.array([5, 1, 0, 4, 2]), 4)
+    segments = pair_blocks(*blocks, 1, 20)
+    staging = torch.arange(2 * 4 * 96, device=device).to(torch.uint8)
+    found, expected = torch.zeros(2, 2 * 6 * 64, dtype=torch.uint8, device=device)
+    try:
+        for place, memory in ((place_by_kernel, found), (place_on_device, expected)):
+            address = memory.data_ptr()
+            layers = (CopyAxis(2, 4 * 96, 6 * 64),)
+            placement = Placement("", 0, address, strides, segments, layers)
+            place(staging, [(Bytes(address, memory), placement)])
+        is_right = bool(torch.equal(found, expected))
+    except (TritonError, RuntimeError, OSError, SubprocessError) as error:
+        _LOG.warning(
+            "Triton's kernel does not run on %s: copies take more launches: %s", device, error
+        )
+        return False
+    if not is_right:
+        _LOG.warning(
+            "Triton's kernel places other bytes on %s than torch does, and is not used: copies "
+            "take more launches. Report it with the versions of torch and Triton",
+            device,
+        )
+    return is_right
+
+
+class _BlockNumbers:
+    """The block numbers of a chunk's moves, each array of them once.
+
+    Args:
+        start: the place of the first one in the table.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._end = start
+        self._starts: dict[int, int] = {}
+        self.arrays: list[Int64Array] = []
+
+    def start_of(self, numbers: Numbers) -> int:
+        """Returns where the first of these numbers is in the table."""
+        start = self._starts.setdefault(id(numbers), self._end)
+        if start == self._end:
+            self.arrays.append(numbers.ids)
+            self._end += numbers.ids.size
+        return start
+
+
+def _axes_of(move: Move) -> list[_Axis]:
+    """Returns the axes of a move, the innermost first, without those of one item."""
+    sides = zip(_strides_of(move.source), _strides_of(move.target), strict=True)
+    found = [_Axis(size, *source, *target) for (size, *source), (_, *target) in sides if size != 1]
+    return found[::-1]
+
+
+def _strides_of(side: Side) -> Iterator[tuple[int, int, int]]:
+    """Yields (size, bytes, block numbers) of each axis: of layers, blocks, and the pattern."""
+    for size, stride in side.layers:
+        yield size, stride, 0
+    shape = side.numbers.ids.shape
+    for axis, size in enumerate(shape):
+        yield size, 0, prod(shape[axis + 1 :])
+    for size, stride in zip(side.shape, side.strides, strict=True):
+        yield size, stride, 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy(table, tiles_at, UNIT: tl.constexpr, AXES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Copies one tile of one move. The order of a row's numbers is that of `_Row` and `_Axis`."""
+    program = tl.program_id(0)
+    row = table + tl.load(table + tiles_at + program) * (9 + 5 * AXES)
+    first_unit = (program - tl.load(row)).to(tl.int32) * TILE
+    unit = first_unit + tl.arange(0, TILE)
+    is_inside = unit < tl.load(row + 1).to(tl.int32)
+    run_units = tl.load(row + 2).to(tl.int32)
+    rest = unit // run_units
+    source = (unit - rest * run_units).to(tl.int64) * (UNIT.primitive_bitwidth // 8)
+    target = source
+    source_number = tl.full((TILE,), 0, tl.int64)
+    target_number = tl.full((TILE,), 0, tl.int64)
+    for number in tl.static_range(AXES):
+        axis = row + 9 + 5 * number
+        size = tl.load(axis).to(tl.int32)
+        above = rest // size
+        at = (rest - above * size).to(tl.int64)
+        rest = above
+        source += at * tl.load(axis + 1)
+        source_number += at * tl.load(axis + 2)
+        target += at * tl.load(axis + 3)
+        target_number += at * tl.load(axis + 4)
+    source_block = tl.load(table + tl.load(row + 7) + source_number, mask=is_inside, other=0)
+    target_block = tl.load(table + tl.load(row + 8) + target_number, mask=is_inside, other=0)
+    source += tl.load(row + 3) + source_block * tl.load(row + 5)
+    target += tl.load(row + 4) + target_block * tl.load(row + 6)
+    pointer = tl.pointer_type(UNIT)
+    found = tl.load(source.to(pointer), mask=is_inside)
+    tl.store(target.to(pointer), found, mask=is_inside)

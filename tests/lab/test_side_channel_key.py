@@ -1,0 +1,122 @@
+"""Handshakes under a key: pairs with the same one serve, and strangers get and end nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvpatch.core.settings import SIDE_CHANNEL_KEY, SIDE_CHANNEL_PLAIN
+from kvpatch.patches import SLUGS
+
+from .case import EngineSpec
+from .host import Lab
+from .side_channel import ask, question
+from .stage import Actor, Stage
+from .test_several_peers import SPEC, TOKENS, assert_identical, loaded, unlike
+
+pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
+
+_ANSWER_MS = 3000
+
+
+@dataclass(frozen=True)
+class Keyed:
+    """A stage, and two keys in files."""
+
+    stage: Stage
+    release: str
+    key: Path
+    other: Path
+
+    def start(self, spec: EngineSpec, key: Path | None = None, **more: str) -> Actor:
+        """An engine with a key, all patches and the release's own scheduler half."""
+        named = {} if key is None else {SIDE_CHANNEL_KEY: str(key)}
+        settings = tuple({**named, **more}.items())
+        return self.stage.start(replace(spec, patched=True, patches=SLUGS, settings=settings))
+
+
+@pytest.fixture
+def keyed(lab: Lab, tmp_path: Path) -> Iterator[Keyed]:
+    paths = tmp_path / "key", tmp_path / "other"
+    for path in paths:
+        path.write_bytes(zmq.curve_keypair()[1])
+    with Stage(lab) as stage:
+        yield Keyed(stage, lab.release, *paths)
+
+
+def serves(decode: Actor, prefill: Actor, keyed: Keyed) -> None:
+    """Has D read a prompt from P, byte by byte."""
+    prompts = keyed.stage.prompts(1, TOKENS)
+    decode.ask(*prefill.compute(*prompts))
+    assert_identical(decode, prompts, loaded(prompts[0], keyed.release))
+
+
+def refuses(decode: Actor, prefill: Actor, keyed: Keyed) -> str:
+    """Has D not read a prompt from P; returns what D's log says of it."""
+    prompts = keyed.stage.prompts(1, TOKENS)
+    decode.ask(*prefill.compute(*prompts))
+    seen = decode.watch(*prompts)
+    assert not seen.received
+    return "\n".join(seen.logged)
+
+
+def ask_under(secret: bytes, client: bytes, port: int, *frames: bytes) -> list[bytes] | None:
+    """What who listens at a port answers a client that takes it for the server of a key."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.DEALER) as asking:
+            asking.linger = 0
+            asking.curve_serverkey = zmq.curve_public(secret)
+            asking.curve_secretkey = client
+            asking.curve_publickey = zmq.curve_public(client)
+            asking.connect(f"tcp://127.0.0.1:{port}")
+            asking.send_multipart(frames)
+            return asking.recv_multipart() if asking.poll(_ANSWER_MS) else None
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_pair_with_the_key_serves_like_and_heterogeneous_loads(keyed: Keyed) -> None:
+    decode = keyed.start(SPEC, keyed.key)
+    for spec in (SPEC, *unlike(keyed.release)):
+        serves(decode, keyed.start(spec, keyed.key), keyed)
+
+
+def test_strangers_get_no_answer_and_end_nothing(keyed: Keyed) -> None:
+    prefill, open_one = keyed.start(SPEC, keyed.key), keyed.start(SPEC)
+    good = question(keyed.release, 0)
+    assert ask(open_one.port, b"", good, answer_ms=_ANSWER_MS), "a control: without a key it does"
+    own, other = keyed.key.read_bytes(), keyed.other.read_bytes()
+    assert ask_under(own, own, prefill.port, b"", good), "a control: with the key it does"
+
+    assert ask(prefill.port, b"", good) is None
+    assert ask(prefill.port, b"one frame") is None
+    assert ask_under(other, other, prefill.port, b"", good) is None
+    # Who has got P's half of the key, and not that of a client.
+    assert ask_under(own, other, prefill.port, b"", good) is None
+
+    serves(keyed.start(SPEC, keyed.key), prefill, keyed)
+
+
+def test_engines_without_the_same_key_refuse_one_another(keyed: Keyed) -> None:
+    decode = keyed.start(SPEC, keyed.key)
+    for key in (keyed.other, None):
+        said = refuses(decode, keyed.start(SPEC, key), keyed)
+        assert "does not have this engine's side channel key" in said
+    refuses(keyed.start(SPEC), keyed.start(SPEC, keyed.key), keyed)
+
+
+def test_while_it_is_rolled_out_all_talk_to_all(keyed: Keyed) -> None:
+    rolling = {SIDE_CHANNEL_PLAIN: "true"}
+    decode, old = keyed.start(SPEC, keyed.key, **rolling), keyed.start(SPEC)
+    for prefill in (
+        keyed.start(SPEC),
+        keyed.start(SPEC, keyed.key, **rolling),
+        keyed.start(SPEC, keyed.key),
+    ):
+        serves(decode, prefill, keyed)
+    serves(old, keyed.start(SPEC, keyed.key, **rolling), keyed)

@@ -1,0 +1,100 @@
+"""Triton's kernel for placing: what it places in Triton's interpreter, and that it compiles.
+
+The interpreter runs the kernel's own code on a CPU. Here nothing runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kvpatch.core.errors import UnplannableCopy
+from kvpatch.transfer.caches import placing_on
+from kvpatch.transfer.place import place_on_device
+from tests.geometry.interpreted_kernel import interpreted_kernel
+
+pytestmark = pytest.mark.patching
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def kernel() -> ModuleType:
+    return interpreted_kernel()
+
+
+@pytest.fixture
+def as_cuda(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Fake: a CPU device that says that it is CUDA's."""
+
+    class Device:
+        type = "cuda"
+
+    monkeypatch.setattr(kernel, "is_right_on", lambda _, is_right=kernel.is_right_on: is_right(CPU))
+    return Device()
+
+
+def test_it_places_what_indexing_places(kernel: ModuleType, as_cuda: Any) -> None:
+    """The trial that an engine makes before it uses the kernel."""
+    assert kernel.is_right_on(CPU)
+    assert placing_on(as_cuda) is kernel.place_by_kernel
+    assert placing_on(CPU) is place_on_device
+
+
+def test_one_that_places_other_bytes_is_not_used(
+    kernel: ModuleType,
+    as_cuda: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def wrong(staging: torch.Tensor, into: Any) -> None:
+        place_on_device(staging, into)
+        ((_, memory), _) = into[0]
+        memory[17] += 1
+
+    monkeypatch.setattr(kernel, "place_by_kernel", wrong)
+    assert placing_on(as_cuda) is place_on_device
+    assert "places other bytes" in caplog.text
+
+
+def test_one_that_does_not_compile_is_not_used(
+    kernel: ModuleType,
+    as_cuda: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def no_compiler(*_: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(kernel, "place_by_kernel", no_compiler)
+    assert placing_on(as_cuda) is place_on_device
+    assert "Failed to find C compiler" in caplog.text
+
+
+def test_more_than_it_can_count_is_refused(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "_MOST_UNITS", 10)
+    with pytest.raises(UnplannableCopy, match="expected at most 10 units"):
+        kernel.is_right_on(CPU)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("unit", ["int8", "int64"])
+def test_it_compiles_to_a_gpus_code(kernel: ModuleType, capability: int, unit: str) -> None:
+    """By the compiler that Triton brings, for a GPU that is not here."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(
+        fn=triton.JITFunction(kernel._copy.fn),
+        signature={"table": "*i64", "tiles_at": "i32"}
+        | dict.fromkeys(("UNIT", "AXES", "TILE"), "constexpr"),
+        constexprs={"UNIT": getattr(triton.language, unit), "AXES": 5, "TILE": 1024},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert len(made.asm["cubin"]) > 1000
