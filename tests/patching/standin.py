@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from kvpatch.core.ledger import Site
@@ -46,6 +47,7 @@ def write_tree(
         path = root / (module.replace(".", "/") + ".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"import {m}" for m in classes if m != module and module.endswith(".connector")]
+        lines += [dedent(function) for function in owners.pop("", [])]
         for owner, methods in owners.items():
             init = "    def __init__(self): self.built = True\n"
             lines.append(f"class {owner}:\n{init}{''.join(methods)}")

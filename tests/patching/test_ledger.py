@@ -477,3 +477,24 @@ def test_what_may_not_call_on_is_drift_and_names_whose_it_is(wrap):
         Ledger().apply("p", {METHOD: _plus_one})
 
     assert vars(Target)["method"] is foreign
+
+
+def test_a_modules_function_is_wrapped_where_it_is_called_from(monkeypatch):
+    module = sys.modules[__name__]
+    site = Site(__name__, "", "_called", "function", ("a", "b"))
+    ledger = Ledger()
+    ledger.apply("p", {site: _plus_one})
+    assert module._called(1, b=2) == 4
+    assert ledger.undo() == []
+    assert module._called(1, b=2) == 3
+
+    for name, parameters, found in (
+        ("_nothing", ("a", "b"), "expected a function _nothing in .*found none"),
+        ("_called", ("a",), r"expected parameters \(a\), found \(a, b\)"),
+    ):
+        with pytest.raises(SiteDrifted, match=found):
+            Ledger().apply("p", {Site(__name__, "", name, "function", parameters): _plus_one})
+
+
+def _called(a, b):
+    return a + b

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from kvpatch.core import settings
 from kvpatch.core.errors import SettingsError
 from kvpatch.tools import doctor
+from kvpatch.tools.cli import app
 
 pytestmark = pytest.mark.patching
 
@@ -46,6 +48,28 @@ def test_a_choice_is_one_of_those_there_are(monkeypatch, name):
         with pytest.raises(SettingsError, match="is not one of auto, ") as error:
             CHOICES[name]()
         assert f"{name}={value!r}" in str(error.value)
+
+
+def test_a_key_is_what_the_command_has_written(monkeypatch, tmp_path):
+    path = tmp_path / "key"
+    monkeypatch.setenv("KVPATCH_SIDE_CHANNEL_KEY", str(path))
+    with pytest.raises(SettingsError, match="is not a file that can be read: .*No such file"):
+        settings.side_channel_key()
+
+    assert CliRunner().invoke(app, ["key", str(path)]).exit_code == 0
+    assert path.stat().st_mode & 0o077 == 0
+    key = settings.side_channel_key()
+    assert (len(key), key) == (40, path.read_text().strip())
+    assert CliRunner().invoke(app, ["key", str(path)]).exit_code == 2
+    assert settings.side_channel_key() == key, "a second one is not written over it"
+
+    for wrong in (key[:-1], f"{key}0", f"{key[:-1]}~"):
+        path.write_text(wrong)
+        with pytest.raises(SettingsError, match="is not a file with a key in it"):
+            settings.side_channel_key()
+    path.write_bytes(b"\xff" * 40)
+    with pytest.raises(SettingsError, match="is not a file that can be read"):
+        settings.side_channel_key()
 
 
 def test_the_host_buffer_is_on_where_it_is_needed_and_has_4_gib(monkeypatch):
