@@ -18,7 +18,6 @@ Remove when:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kvpatch.core import seams, settings
@@ -27,10 +26,8 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.peer.side_channel_key import side_channel_socket
 
 
-def _open(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return side_channel_socket(*args, *kwargs.values())
+def _open(wrapped: Any, instance: Any, socket_type: int, addr: str) -> Any:
+    return side_channel_socket(socket_type, addr)
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper]:
