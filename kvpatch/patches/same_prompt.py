@@ -71,11 +71,15 @@ def _request_finished(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def finished(request: Any, block_ids: Any) -> Any:
+        scheduler = connector_scheduler(instance)
+        loads = scheduler_state(scheduler).of(PromptLoads)
+        is_queued = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        if is_queued and not is_push(scheduler):
+            loads.give_up(scheduler, request)
         keeps_blocks, params = wrapped(request, block_ids)
-        if request.status.name == "FINISHED_ERROR":
-            scheduler_state(connector_scheduler(instance)).of(PromptLoads).forget_failed(request)
+        if request.status.name == "FINISHED_ERROR" and not is_queued:
+            loads.forget_failed(request)
         if keeps_blocks and params:
-            scheduler = connector_scheduler(instance)
             named = names_images(scheduler)
             held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
             if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
