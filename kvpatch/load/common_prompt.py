@@ -104,6 +104,18 @@ class PromptLoads:
         known = self._takers.setdefault(_answer(params), ref(request))
         return known()
 
+    def give_up(self, scheduler: Any, request: Any) -> None:
+        """Takes note of a request that ends in the queue: the release tells P that it was read.
+
+        It must not where another request loads the same answer, or has loaded it. A retry finds
+        the answer taken: P has given the blocks away.
+        """
+        taker = self._taker(request, request.kv_transfer_params)
+        if taker is not request:
+            facts = scheduler_state(scheduler).facts
+            is_loading = taker is not None and _is_loading(taker)
+            leave_unread(scheduler, request, facts, is_loading=is_loading)
+
     def forget_failed(self, request: Any) -> None:
         """Lets a retry load what a request could not: P has not heard of a read, and keeps it."""
         answer = _answer(request.kv_transfer_params or {})

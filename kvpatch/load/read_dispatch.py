@@ -35,7 +35,8 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
             context = RequestContext(request_id, engine_id)
             if request is not None:
                 context.arrived, context.is_read_back = request.arrived, request.is_read_back
-                context.expires = read_request.stated_end(worker, engine_id, meta, facts)
+                if request.is_read_back:  # else P states null, and typed proxies 0.0
+                    context.expires = read_request.stated_end(worker, engine_id, meta, facts)
                 if reader.check_makers:
                     changes = _changes_what_is_read(worker, engine_id)
                     context.is_as_read = smaller is None and not changes

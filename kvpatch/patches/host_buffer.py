@@ -123,11 +123,11 @@ def _write(scheduler: Any, output: Any) -> Callable[[Any], dict[str, Any]] | Non
     return None if buffer is None else partial(buffer.plan, output)
 
 
-def _answer(connector: Any, request: Any, _: Any, found: Any) -> Any:
+def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any] | None:
     buffer = links.host_buffer_of(connector)
     if buffer is None:
-        return found
-    return buffer.finished(connector.connector_scheduler, request, found)
+        return None
+    return partial(buffer.finished, connector.connector_scheduler, request)
 
 
 # --- vLLM's scheduler --------------------------------------------------------------

@@ -65,18 +65,26 @@ def _get_num_new_matched_tokens(
     return tokens, bool(tokens) and is_async
 
 
-def _answer(connector: Any, request: Any, _: Any, found: Any) -> Any:
-    keeps_blocks, params = found
+def _answer(connector: Any, request: Any, _: Any) -> Callable[[Any], Any]:
     scheduler = connector_scheduler(connector)
-    if request.status.name == "FINISHED_ERROR":
-        scheduler_state(scheduler).of(PromptLoads).forget_failed(request)
-    if keeps_blocks and params:
-        named = names_images(scheduler)
-        held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
-        if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
-            held -= held % int(scheduler.block_size)
-        params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
-    return keeps_blocks, params
+    loads = scheduler_state(scheduler).of(PromptLoads)
+    is_queued = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+    if is_queued and not is_push(scheduler):
+        loads.give_up(scheduler, request)
+
+    def amended(found: Any) -> Any:
+        keeps_blocks, params = found
+        if request.status.name == "FINISHED_ERROR" and not is_queued:
+            loads.forget_failed(request)
+        if keeps_blocks and params:
+            named = names_images(scheduler)
+            held = int(params.get("remote_num_tokens") or request.num_computed_tokens)  # from 0.21
+            if scheduler_state(scheduler).facts.loads_whole_blocks_only:  # 0.10.0 names no others
+                held -= held % int(scheduler.block_size)
+            params = {**params, FIELD: str(state_prompt(request, held, names_images=named))}
+        return keeps_blocks, params
+
+    return amended
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

@@ -139,15 +139,20 @@ def _write(scheduler: Any, _: Any) -> Callable[[Any], dict[str, Any]] | None:
     return holds.news if holds is not None and holds.has_news else None  # in few steps
 
 
-def _answer(connector: Any, request: Any, block_ids: Any, found: Any) -> Any:
-    keeps_blocks, params = found
+def _answer(connector: Any, request: Any, block_ids: Any) -> Callable[[Any], Any] | None:
     holds = _holds_of(connector)
-    if holds is not None:
+    if holds is None:
+        return None
+
+    def amended(found: Any) -> Any:
+        keeps_blocks, params = found
         if keeps_blocks and params:
             params = holds.answer(request, block_ids, params)
         else:
             holds.withdraw(request.request_id)
-    return keeps_blocks, params
+        return keeps_blocks, params
+
+    return amended
 
 
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:

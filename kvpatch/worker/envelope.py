@@ -121,15 +121,17 @@ def read_statement(method: Method, parts: Parts) -> Method:
 def answer(method: Method, parts: Parts) -> Method:
     """Replaces ``request_finished``, which says whether P keeps a request's blocks, and its answer.
 
-    A part is (connector, request, its blocks, what was returned) -> what is returned instead.
+    A part is (connector, request, its blocks) -> a function, or None. That function gets what was
+    returned, and returns what is returned instead.
     """
 
     @wraps(method)
     def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
-        on = parts.on
+        ends = [part(self, request, block_ids) for part in parts.on]
         found = method(self, request, block_ids)
-        for part in on:
-            found = part(self, request, block_ids, found)
+        for end in ends:
+            if end is not None:
+                found = end(found)
         return found
 
     return request_finished

@@ -667,6 +667,11 @@ class Player(Engine):
         scheduler = release.nixl_of(self.scheduler.connector).connector_scheduler
         return name in scheduler._reqs_need_recv
 
+    def give_up_in_queue(self, ask: Ask) -> bool:
+        """Takes a prompt whose client is gone before a step; whether P is to be told of it."""
+        self._take(ask)
+        return self.is_told_of(ask.prompt.name)
+
     def renewed_leases(self) -> list[str]:
         """Returns P's names of the requests whose leases D's heartbeats renew; from 0.22 on."""
         scheduler = release.nixl_of(self.scheduler.connector).connector_scheduler

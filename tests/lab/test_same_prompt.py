@@ -310,6 +310,37 @@ def test_a_second_request_that_is_given_up(lab: Lab, pair: Pair) -> None:
     assert pair.decode.wrong(ask.prompt)[0] == 0
 
 
+def test_a_second_request_that_is_given_up_in_the_queue(lab: Lab, pair: Pair) -> None:
+    """P hears nothing of that one either: no step has seen that the first has its answer."""
+    ask = pair.prefilled(pair.stage.prompt(_TOKENS))
+    if not _waits_for_first(lab, ask):
+        pytest.skip("an answer has no name")
+    assert pair.decode.call("receive", ask) == "WAITING_FOR_REMOTE_KVS"
+
+    assert not pair.decode.call("give_up_in_queue", Ask(pair.like(ask.prompt), ask.answer))
+
+    assert pair.decode.call("serve", ask.prompt.name, 60.0) != "WAITING_FOR_REMOTE_KVS"
+    assert pair.decode.wrong(ask.prompt)[0] == 0
+
+
+def test_a_retry_of_what_was_given_up_in_the_queue(lab: Lab, beside_stock: Pair) -> None:
+    """P was told, and has given the blocks to another request; it says nothing of it."""
+    pair = beside_stock
+    (ask,) = pair.prefill.compute(pair.stage.prompt(_TOKENS))
+    if not FACTS[lab.release].names_remote_request:
+        pytest.skip("an answer has no name")
+    assert pair.decode.call("give_up_in_queue", ask)
+    pair.decode.call("tick")
+    assert pair.prefill.heard([ask.prompt]) == {ask.prompt.name}
+    pair.prefill.call("hand_on", ask.prompt.name)
+    again = pair.like(ask.prompt)
+
+    served = pair.decoded(again, ask.answer)
+
+    assert (served.status, served.computed) == (_FINISHED, _TOKENS)
+    assert pair.decode.wrong(again)[0] == 0
+
+
 def test_tokens_that_must_be_shown(lab: Lab) -> None:
     """With KVPATCH_REQUIRE_TOKENS a prompt without hashes is computed, and one with is loaded."""
     prefill, decode = _specs(lab, "like")

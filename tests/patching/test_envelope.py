@@ -167,9 +167,14 @@ def test_an_answer_is_amended_by_one_patch_after_the_other(by_name: bool) -> Non
         return True, {"vLLM's": 1}
 
     def part(name: str) -> Any:
-        return lambda _, request, blocks, found: (found[0], {**found[1], name: (request, blocks)})
+        def begin(connector: Connector, request: Any, blocks: Any) -> Any:
+            connector.heard.append(name)
+            return lambda found: (found[0], {**found[1], name: (request, blocks)})
 
-    finished = _replaced(answer, request_finished, first=part("first"), second=part("second"))
+        return begin
+
+    parts = {"first": part("first"), "none": lambda *_: None, "second": part("second")}
+    finished = _replaced(answer, request_finished, **parts)
     connector = Connector()
 
     found = (
@@ -178,7 +183,7 @@ def test_an_answer_is_amended_by_one_patch_after_the_other(by_name: bool) -> Non
         else finished(connector, "a", [1])
     )
 
-    assert connector.heard == [("a", [1])]
+    assert connector.heard == ["first", "second", ("a", [1])]
     assert found == (True, {"vLLM's": 1, "first": ("a", [1]), "second": ("a", [1])})
     assert list(found[1]) == ["vLLM's", "first", "second"]
     assert _replaced(answer, request_finished)(connector, "a", [1]) == (True, {"vLLM's": 1})
