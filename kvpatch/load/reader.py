@@ -48,7 +48,8 @@ from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.remote_planes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.caches import Caches
-from kvpatch.transfer.lifetime import Lease, LeasedTransfer, Leases, Lifetime
+from kvpatch.transfer.checked_transfer import CheckedTransfer
+from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.progress_thread import ProgressThread
@@ -304,10 +305,7 @@ class Reader:
             handle: prepared without a notification where there are checks: the peer is told once
                 they have their answers.
         """
-        if not lifetime.checks:
-            return LeasedTransfer(nixl, handle, agent, lifetime)
-        ends = Ends(self.ours.memory, self.ours.memory, agent)
-        return self._reads.prepared(nixl, ends, notification, handle, lifetime)
+        return CheckedTransfer(nixl, handle, agent, lifetime, notification)
 
     def lifetime_of(
         self,
@@ -334,7 +332,7 @@ class Reader:
         if context is None:
             return Lifetime()
         lease, mask = self._lease(context, agent, releases), self.masks.get(agent)
-        is_paced = self.thread is not None
+        is_paced = self.thread is not None and taken is not None
         rank = RankRead(number, agent, mask, lease, is_paced, taken, is_idle)
         checks = context.checks_of(rank)  # P's answer may be of an engine with fewer ranks
         if is_idle:
