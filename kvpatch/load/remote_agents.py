@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
@@ -69,7 +70,7 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
     reader = state.held(Reader)
     if reader is None:
         return _unread_cache(release)
-    staging_bytes = reader.pool.size_bytes if reader.mode == "staged" else None
+    staging_bytes = settings.staging_bytes() if reader.mode == "staged" else None
     return LocalCache(
         reader.ours,
         reader.planes,
@@ -321,10 +322,12 @@ class Handshake:
         return self.as_release()
 
     def _add_heterogeneous(self, rank: RemoteRank, reader: Reader) -> Any:
-        peer = rank.metadata
+        from kvpatch.load.heterogeneous_reads import reads_of  # a like pair needs none of it
+
+        peer, reads = rank.metadata, reads_of(self.worker, reader)
         with blocks_undivided(self.worker):
             rank.agent = self._add_as_homogeneous(peer, reader.ours)
-        reader.admit(rank)
+        reads.admit(rank)
         told = one_line(f"{shown(peer.engine_id)}: it has {peer}")
         _LOG.info("reading from engine %s; we have %s", told, reader.ours)
         return rank.agent

@@ -84,9 +84,10 @@ def _count(worker: Any) -> None:
     """What a worker tells, before the release looks at its own counts."""
     state = worker_state(worker)
     reader, buffer = state.held(Reader), state.held(HostBuffer)
-    if reader is not None and state.of(Usage).has_changed(reader.pool):
+    reads = None if reader is None else reader.heterogeneous
+    if reads is not None and state.of(Usage).has_changed(reads.pool):
         rank = str(worker.vllm_config.parallel_config.rank)
-        state.of(Usage).look_at_pool(reader.pool, rank, state.book)
+        state.of(Usage).look_at_pool(reads.pool, rank, state.book)
     if buffer is not None:
         state.of(Usage).look_at_saves(buffer.costs, state.book)
     samples = state.book.take()
