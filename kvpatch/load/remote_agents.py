@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
@@ -42,7 +42,6 @@ from kvpatch.peer.kv_head_replication import (
     heads_without_replication,
     model_of_heads,
 )
-from kvpatch.peer.remote_ranks import RemoteRank
 from kvpatch.peer.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
 from kvpatch.peer.unlike_releases.peer_releases import PeerReleases, Statement
 from kvpatch.peer.unlike_releases.translation import read_statement
@@ -58,6 +57,9 @@ from kvpatch.worker.speculative_decoding import hides_ends_of_lists, reserves_sl
 from kvpatch.worker.state import WorkerState, release_worker, worker_state
 from kvpatch.worker.state_division import divided_states
 from kvpatch.worker.whole_blocks import check_contents, contents_of
+
+if TYPE_CHECKING:
+    from kvpatch.peer.remote_ranks import RemoteRank
 
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 

@@ -64,13 +64,9 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
-from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.registration import registration_step
-from kvpatch.load.remote_agents import Handshake, local_cache
 from kvpatch.load.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.load.shared_tokens import may_load
-from kvpatch.peer import stated_words
-from kvpatch.peer.decision import decide
 from kvpatch.peer.unlike_releases.side_channel import Address
 from kvpatch.worker.engine_steps import Around, around, build
 from kvpatch.worker.state import (
@@ -90,6 +86,9 @@ def _add_remote_agent(
     def add(
         nixl_agent_meta: Any, remote_tp_rank: int = 0, remote_tp_size: int = 1, *contexts: Any
     ) -> Any:
+        from kvpatch.load.remote_agents import Handshake, local_cache
+        from kvpatch.peer.decision import decide
+
         told = nixl_agent_meta, remote_tp_rank, remote_tp_size
         release = release_worker(instance)
         handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
@@ -107,6 +106,8 @@ def _read_blocks_for_req(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def read(req_id: str, meta: Any) -> Any:
+        from kvpatch.load.read_dispatch import request_read
+
         with request_read(instance, req_id, meta):
             return wrapped(req_id, meta)
 
@@ -205,6 +206,8 @@ def _get_handshake_metadata(
 ) -> Any:
     metadata, worker = wrapped(*args, **kwargs), instance.connector_worker
     if metadata is not None and worker is not None:
+        from kvpatch.peer import stated_words
+
         stated_words.state_words(release_worker(worker), metadata)
     return metadata
 
@@ -213,6 +216,8 @@ def _set_xfer_handshake_metadata(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     def take(metadata: Any) -> Any:
+        from kvpatch.peer import stated_words
+
         scheduler_state(instance).has_stock_workers = stated_words.lack_kvpatch(metadata)
         return wrapped(stated_words.with_stated_words(metadata))
 
@@ -230,6 +235,8 @@ def _nixl_handshake(
         *more: Any,
         **named: Any,
     ) -> Any:
+        from kvpatch.peer import stated_words
+
         channels = worker_state(instance).of(stated_words.SideChannels)
         channels.found[expected_engine_id] = Address(host, int(port))
         return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)
