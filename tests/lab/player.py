@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -801,6 +802,10 @@ class Player(Engine):
         """The engines that kvpatch reads from in place of the release."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
+
+    def threads(self) -> set[str]:
+        """The names of this process's threads."""
+        return {thread.name for thread in threading.enumerate()}
 
     def measured(self, seconds: float) -> str:
         """Whether kvpatch has measured what reads take here: ``never``, ``not yet``, ``yes``."""
