@@ -11,6 +11,7 @@ from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
+from kvpatch.load.heterogeneous_reads import HeterogeneousReads
 from kvpatch.load.prepared_transfers import Reading, RequestContext
 from kvpatch.load.read_factory import Progress
 from kvpatch.load.read_request import ReadRequest
@@ -97,17 +98,16 @@ def preparing(
     reader = Reader(
         _local_geometry(ours),
         (Group(frozenset(names), window_tokens=0),),
-        Destination(dict.fromkeys(names, memory)),
-        pool,
+        Destination(dict.fromkeys(names, memory), memory.device),
         mode,
-        progress,
     )
+    reads = HeterogeneousReads(reader, pool, progress)
     reader.peers[_P] = peer = Peer({0: _rank(theirs, ours, agent)})
 
     def prepare(local: Sequence[int], remote: Sequence[int], tokens: int) -> OwnRead:
         request = ReadRequest(tokens, tokens, (tuple(local),), (tuple(remote),), waited=0.0)
         with reader.request(RequestContext("request", _P, reading=Reading(peer, request))):
             nixl: Any = progress.agent
-            return reader.prepare(nixl, 0, b"read")
+            return reads.prepare(nixl, 0, b"read")
 
     return prepare

@@ -26,7 +26,8 @@ class LabProbe(CacheProbe):
         Blocks of host buffers are the scheduler's, which says so in its log.
         """
         readers = [state.held(Reader) for state in _states()]
-        return {"staging_bytes": sum(reader.pool.taken_bytes for reader in readers if reader)}
+        made = [reader.heterogeneous for reader in readers if reader]
+        return {"staging_bytes": sum(reads.pool.taken_bytes for reads in made if reads)}
 
     def kvpatch_saved(self) -> dict[str, float]:
         """What saving to this process's host buffers has taken so far."""

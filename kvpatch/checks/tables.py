@@ -6,6 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from logging import Logger
+from math import inf
 from mmap import mmap
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,6 +20,10 @@ HOST_MEMORY = Memory("DRAM")
 WORD_BYTES = 8
 #: Between two polls that count.
 PAUSE_SECONDS = 1e-3
+#: A poll counts for no more than so many, however long the process was frozen before it.
+_MOST_AT_ONCE = 10
+#: An answer is waited for in a step of the engine's, or the load takes one more step.
+_SPIN_SECONDS = 1e-4
 
 _Table = TypeVar("_Table", bound="PeerTable")
 
@@ -81,17 +86,18 @@ def made_table(worker: Any, kind: type[_Table], log: Logger, lost: str) -> _Tabl
 class Patience:
     """How often an answer of a peer is polled for before it is given up; a pause apart or more.
 
-    However long a process was frozen, the first poll behind that is one poll.
+    A poll of the engine's steps, which may be long, counts for several.
     """
 
     def __init__(self, most: int) -> None:
-        self._left, self._next = most, 0.0
+        self._left, self._last = most, -inf
 
     def is_over(self) -> bool:
         """Counts a poll that has brought nothing; True if none is left."""
         now = time.monotonic()
-        if now >= self._next:
-            self._left, self._next = self._left - 1, now + PAUSE_SECONDS
+        pauses = 1.0 if self._last == -inf else (now - self._last) / PAUSE_SECONDS
+        if pauses >= 1.0:
+            self._left, self._last = self._left - int(min(pauses, _MOST_AT_ONCE)), now
         return self._left < 0
 
 
@@ -104,19 +110,25 @@ class TableRead(Generic[_Table]):
         agent: the peer's rank, as NIXL calls it.
         remote_table: where the rank's table begins.
         generation: the word of the peer's hold.
+        is_paced: whether a thread looks again soon, and not the next step alone.
     """
 
     table: _Table
     agent: str
     remote_table: int
     generation: int
+    is_paced: bool = field(default=False, kw_only=True)
     _landing: int | None = field(default=None, init=False)
     _handle: Any = field(default=None, init=False)
     _next: float = field(default=0.0, init=False)
     _patience: Patience = field(init=False)
 
     def _post(self, nixl: Any, remote: int, local: int, size_bytes: int) -> Any:
-        """Begins to read from one address to another; returns what NIXL says of it."""
+        """Begins to read from one address to another; returns what NIXL says of it.
+
+        In steps alone it is waited for, for a short time.
+        """
+        began = time.monotonic()
         self._handle = prepare_read(
             nixl,
             Ends(HOST_MEMORY, HOST_MEMORY, self.agent),
@@ -124,7 +136,10 @@ class TableRead(Generic[_Table]):
             np.array([local], dtype=np.uint64),
             np.array([size_bytes]),
         )
-        return nixl.transfer(self._handle)
+        state = nixl.transfer(self._handle)
+        while state == "PROC" and not self.is_paced and time.monotonic() - began < _SPIN_SECONDS:
+            state = nixl.check_xfer_state(self._handle)
+        return state
 
     def release(self, nixl: Any) -> None:
         """Lets go of what is on its way; what lands late is none that anybody believes.

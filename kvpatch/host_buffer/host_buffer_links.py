@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvpatch.host_buffer.scheduler import HostBufferScheduler, is_to_be_read
+from kvpatch.host_buffer.policy import is_to_be_read
 from kvpatch.worker.state import (
     connector_scheduler,
     connectors_of,
@@ -14,6 +14,9 @@ from kvpatch.worker.state import (
     scheduler_state,
     share_with_manager,
 )
+
+if TYPE_CHECKING:
+    from kvpatch.host_buffer.scheduler import HostBufferScheduler
 
 
 @dataclass(eq=False)
@@ -31,7 +34,16 @@ class LinkedBuffers:
 def host_buffer_of(connector: Any) -> HostBufferScheduler | None:
     """The account of a connector; None in workers, and without a host buffer."""
     scheduler = connector_scheduler(connector)
-    return None if scheduler is None else scheduler_state(scheduler).held(HostBufferScheduler)
+    return None if scheduler is None else host_buffer_in(scheduler)
+
+
+def host_buffer_in(scheduler: Any) -> HostBufferScheduler | None:
+    """The account of a connector's scheduler half; None without a host buffer."""
+    if not scheduler_state(scheduler).is_host_buffered:
+        return None
+    from kvpatch.host_buffer.scheduler import HostBufferScheduler
+
+    return scheduler_state(scheduler).held(HostBufferScheduler)
 
 
 def link(core: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.host_buffer.host_block_table import HostBlockTable
-from kvpatch.host_buffer.worker import SaveCosts
+from kvpatch.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.host_buffer.worker import HostBuffer, SaveCosts
 from kvpatch.observe.book import Book
 from kvpatch.observe.catalogue import (
     HOST_BLOCKS,
@@ -17,7 +19,11 @@ from kvpatch.observe.catalogue import (
     SAVE_SECONDS,
     SAVED_BLOCKS,
 )
-from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.worker.state import SchedulerState, WorkerState
+
+if TYPE_CHECKING:
+    from kvpatch.load.reader import ReadsOfOthers
+    from kvpatch.transfer.staging_pool import StagingPool
 
 
 @dataclass
@@ -69,3 +75,23 @@ class Usage:
         for state, value in zip(HOST_BLOCKS.values, now, strict=False):
             book.add(HOST_BLOCKS, value, state)
         book.add(HOST_WAITING, now[-1])
+
+
+def look_at_worker(worker: Any, state: WorkerState, reads: ReadsOfOthers | None) -> None:
+    """Says what has changed of a worker's staging pool and of its host buffer.
+
+    Args:
+        reads: what has the pool; None where it has not read from anybody.
+    """
+    usage, buffer = state.of(Usage), state.held(HostBuffer)
+    if reads is not None and usage.has_changed(reads.pool):
+        usage.look_at_pool(reads.pool, str(worker.vllm_config.parallel_config.rank), state.book)
+    if buffer is not None:
+        usage.look_at_saves(buffer.costs, state.book)
+
+
+def look_at_scheduler(state: SchedulerState) -> None:
+    """Says what has changed of P's host blocks."""
+    buffer = state.held(HostBufferScheduler)
+    if buffer is not None and buffer.is_linked:
+        state.of(Usage).look_at_host_blocks(buffer.table, state.book)

@@ -138,3 +138,9 @@ def block_bytes_of(plan: Any, facts: ReleaseFacts) -> int:
     sizes = [int(t.size) for t in tensors if not (facts.names_regions and t.host_resident)]
     total = max(sizes) if facts.plans_transfers else sum(sizes)
     return total // int(plan.num_blocks)
+
+
+def is_to_be_read(request: Any) -> bool:
+    """True if a decode engine will read this request's blocks."""
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_decode"))

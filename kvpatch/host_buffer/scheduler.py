@@ -13,7 +13,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, NeverFits, NotReserved, NotSaved
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
-from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in
+from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in, is_to_be_read
 from kvpatch.load.read_request import are_grouped, groups
 from kvpatch.observe.book import Book
 from kvpatch.worker.envelope import SAVES
@@ -318,9 +318,3 @@ def is_complete(request: Any) -> bool:
     may be out before that step is over, so that it must change nothing of what is published.
     """
     return int(request.num_computed_tokens) >= tokens_to_compute(request)
-
-
-def is_to_be_read(request: Any) -> bool:
-    """Whether a decode engine will read this request's blocks."""
-    params = request.kv_transfer_params
-    return bool(params and params.get("do_remote_decode"))

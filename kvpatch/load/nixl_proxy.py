@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from time import monotonic
 from typing import Any
-from weakref import finalize
 
-from kvpatch.core.errors import KvpatchError, ReadRefused
+from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
 from kvpatch.load.prepared_transfers import RequestContext
 from kvpatch.load.reader import Reader
 from kvpatch.transfer.agent_proxy import AgentProxy
-from kvpatch.transfer.joined_read import JoinedRead
+from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import HEARTBEAT, Lifetime
 from kvpatch.transfer.nixl import mask_of, tell_over
 from kvpatch.transfer.own_read import OwnRead
-from kvpatch.transfer.progress_thread import ProgressThread
 
 
 class ReadingAgent(AgentProxy):
@@ -27,7 +25,6 @@ class ReadingAgent(AgentProxy):
             the release knows one handle for them.
         engine_of: handle -> the heterogeneous engine that it belongs to, if it does to one.
         beside: NIXL's name of a rank -> those of all ranks that are told what it is told.
-        thread: what reads go on in; ended with this worker's agent.
         rank_of: (engine id, handle) -> the rank of a peer like us that it stands for, and its name
             to NIXL; None where that is not known.
     """
@@ -39,7 +36,6 @@ class ReadingAgent(AgentProxy):
         ranks_of: Callable[[str, Any], Sequence[int]],
         engine_of: Callable[[Any], str | None],
         beside: Callable[[str], Sequence[str]],
-        thread: ProgressThread | None = None,
         rank_of: Callable[[str, Any], tuple[int, str] | None] = lambda engine_id, handle: None,
     ) -> None:
         super().__init__(agent)
@@ -47,10 +43,7 @@ class ReadingAgent(AgentProxy):
         self._self_ranks_of = ranks_of
         self._self_engine_of = engine_of
         self._self_beside = beside
-        self._self_thread = thread
         self._self_rank_of = rank_of
-        if thread is not None:
-            finalize(self, thread.stop)
 
     def add_remote_agent(self, metadata: bytes, *args: Any, **kwargs: Any) -> Any:
         """As NIXL's own; keeps what hides addresses of the peer's rank in P's answers."""
@@ -109,13 +102,14 @@ class ReadingAgent(AgentProxy):
             local_indices,
             remote_handle,
             remote_indices,
+            # Where there are checks P is notified once they have passed.
             notif_msg if found is None or not found[1].checks else b"",
             *args,
             **kwargs,
         )
         if found is None:
             return handle
-        return self._self_reader.prepare_like(self.__wrapped__, *found, handle, notif_msg)
+        return CheckedTransfer(self.__wrapped__, handle, *found, notif_msg)
 
     def _rank_like_us(
         self, context: RequestContext | None, operation: str, handle: Any, notification: bytes
@@ -139,19 +133,23 @@ class ReadingAgent(AgentProxy):
             raise
 
     def _prepare(self, ranks: Sequence[int], notification: bytes) -> Any:
-        reader, nixl = self._self_reader, self.__wrapped__
+        made, nixl = self._self_reader.heterogeneous, self.__wrapped__
+        if made is None:
+            raise UnexpectedRead("a read was prepared before any peer had shaken hands")
         if len(ranks) == 1:
-            return reader.prepare(nixl, ranks[0], notification)
-        needed = reader.holding_all(ranks)
-        others = [reader.agent(rank) for rank in ranks if rank not in needed]
+            return made.prepare(nixl, ranks[0], notification)
+        from kvpatch.transfer.joined_read import JoinedRead  # of few pairs
+
+        needed = made.holding_all(ranks)
+        others = [made.agent(rank) for rank in ranks if rank not in needed]
         with ExitStack() as prepared:
             reads = []
             for rank in needed:
-                reads.append(reader.prepare(nixl, rank, notification))
+                reads.append(made.prepare(nixl, rank, notification))
                 prepared.callback(self.release_xfer_handle, reads[-1])
             prepared.pop_all()
         read = JoinedRead(self, reads, lambda: tell_over(self.__wrapped__, others, notification))
-        read.owner = reader.request_being_read
+        read.owner = self._self_reader.being_read().request
         return read
 
     def _let_go(self, engine_id: str, remote_handle: Any, notification: bytes) -> None:
@@ -196,16 +194,18 @@ class ReadingAgent(AgentProxy):
 
     def stop_reading(self) -> None:
         """Ends the thread of this worker's reads."""
-        if self._self_thread is not None:
-            self._self_thread.stop()
+        thread = self._self_reader.thread
+        if thread is not None:
+            thread.stop()
 
     def deregister_memory(self, *args: Any, **kwargs: Any) -> Any:
         """Takes back a registration, as an engine that sleeps or ends: nothing is read meanwhile.
 
         The next read has the thread start again (0.33 registers anew when it wakes up).
         """
-        if self._self_thread is not None:
-            self._self_thread.rest()
+        thread = self._self_reader.thread
+        if thread is not None:
+            thread.rest()
         return self.__wrapped__.deregister_memory(*args, **kwargs)
 
     def release_xfer_handle(self, handle: Any) -> Any:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpatch.core.errors import KvpatchError
-from kvpatch.geometry.plane_heads import HeadName
-from kvpatch.load.read_request import ReadRequest
-from kvpatch.peer.remote_ranks import Peer, RemoteRank
-from kvpatch.transfer.lifetime import Check, Lease
-from kvpatch.transfer.own_read import Fate
+if TYPE_CHECKING:
+    from kvpatch.core.errors import KvpatchError
+    from kvpatch.geometry.plane_heads import HeadName
+    from kvpatch.load.read_request import ReadRequest
+    from kvpatch.peer.remote_ranks import Peer, RemoteRank
+    from kvpatch.transfer.lifetime import Check, Lease
+    from kvpatch.transfer.own_read import Fate
 
 
 @dataclass
@@ -65,7 +66,7 @@ class RankRead(NamedTuple):
 
 
 #: Of a read and the checks that were made for it before, makes one more, or None.
-MakeCheck = Callable[[RankRead, tuple[Check, ...]], Check | None]
+MakeCheck = Callable[[RankRead, "tuple[Check, ...]"], "Check | None"]
 
 
 @dataclass
@@ -122,7 +123,7 @@ class RequestContext:
 
 
 #: Adds to a load's context what makes the checks of its reads.
-CheckLoad = Callable[[RequestContext, ReadRequest], None]
+CheckLoad = Callable[[RequestContext, "ReadRequest"], None]
 
 
 class CheckMakers(dict[str, Callable[[Any, Any, Any], CheckLoad]]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead, UnlikePrompts
 from kvpatch.load import read_request
@@ -16,10 +16,10 @@ from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader
 from kvpatch.load.reordered_loads import ReorderedLoads
 from kvpatch.load.smaller_blocks import smaller_blocks
-from kvpatch.load.smaller_blocks_pairing import Pairing
-from kvpatch.load.smaller_blocks_reading import paired, refusing
-from kvpatch.peer.remote_ranks import Peer
 from kvpatch.worker.state import release_worker, worker_state
+
+if TYPE_CHECKING:
+    from kvpatch.peer.remote_ranks import Peer
 
 
 @contextmanager
@@ -49,6 +49,9 @@ def request_read(worker: Any, request_id: str, meta: Any) -> Iterator[None]:
                 )
             inside.enter_context(reader.request(context))
         if smaller is not None:
+            from kvpatch.load.smaller_blocks_pairing import Pairing
+            from kvpatch.load.smaller_blocks_reading import paired
+
             groups = release_worker(worker).groups(())
             pairing = Pairing(engine_id, groups, *smaller, facts)
             inside.enter_context(paired(worker, meta, pairing))
@@ -70,6 +73,8 @@ def _left_to_release(
     except UnlikePrompts as error:
         state.book.refuse(error)
         read_request.match_local_block_count(meta, state.facts)
+        from kvpatch.load.smaller_blocks_reading import refusing
+
         with refusing(worker, engine_id, error):
             yield
     else:

@@ -13,7 +13,7 @@ from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
-from kvpatch.transfer.own_read import Fate, OwnRead
+from kvpatch.transfer.own_read import Fate
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
@@ -86,41 +86,19 @@ class ReadFactory:
         """
         is_paced = self.progress is not None
         chunks = plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
-        read = self._read(nixl, ends, notification, Unposted(wanted.direct, chunks), lifetime)
-        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
-        read.tails = wanted.tails
-        read.idle_until = wanted.idle_until
-        return self._own(read, request)
-
-    def prepared(
-        self, nixl: Any, ends: Ends, notification: bytes, handle: Any, lifetime: Lifetime
-    ) -> OwnRead:
-        """A read of one transfer that the release has prepared, without a notification."""
-        unposted = Unposted((), iter(()), handle)
-        return self._own(self._read(nixl, ends, notification, unposted, lifetime), None)
-
-    def _read(
-        self,
-        nixl: Any,
-        ends: Ends,
-        notification: bytes,
-        unposted: Unposted,
-        lifetime: Lifetime,
-    ) -> StagedRead:
-        agent = nixl if self.progress is None else self.progress.agent
         read = StagedRead(
-            agent,
+            nixl if self.progress is None else self.progress.agent,
             self.pool,
             self.caches,
             ends,
             notification,
-            unposted,
-            is_paced=self.progress is not None,
+            Unposted(wanted.direct, chunks),
+            is_paced=is_paced,
         )
         read.lifetime = lifetime
-        return read
-
-    def _own(self, read: StagedRead, request: ReadRequest | None) -> StagedRead | BackgroundRead:
+        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
+        read.tails = wanted.tails
+        read.idle_until = wanted.idle_until
         own = read if self.progress is None else BackgroundRead(read, self.progress.thread)
         own.owner = request
         return own

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
@@ -14,7 +14,6 @@ from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.divided_block_handles import watch_divided_blocks
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.prepared_transfers import CheckMakers
-from kvpatch.load.read_factory import Progress
 from kvpatch.load.reader import Destination, Reader
 from kvpatch.load.transfer_handles import (
     agents_beside,
@@ -22,8 +21,6 @@ from kvpatch.load.transfer_handles import (
     rank_like_us,
     ranks_of,
 )
-from kvpatch.load.worker_staging_pool import staging_pool
-from kvpatch.observe.catalogue import Way
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (
@@ -36,9 +33,8 @@ from kvpatch.peer.inspected_caches import (
 from kvpatch.peer.remote_states import places_of_states
 from kvpatch.peer.split_kv import kv_split_of
 from kvpatch.peer.unlike_releases import messages
-from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
+from kvpatch.transfer.agent_proxy import AgentProxy
 from kvpatch.transfer.lifetime import Leases
-from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 from kvpatch.worker.backend_layouts import backend_layouts
 from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, states_digest
@@ -50,9 +46,6 @@ from kvpatch.worker.vllm_bugs import (
     take_planned_blocks,
     takes_heads_for_tokens,
 )
-
-if TYPE_CHECKING:
-    pass
 
 #: vLLM's own default of ``decoder_kv_blocks_ttl``.
 _READ_BACK_SECONDS = 480
@@ -86,26 +79,23 @@ def attach_reader(
             "set KVCACHED_CONTIGUOUS_LAYOUT=false",
         )
     if is_read and own.cache is not None and own.behind is not None:
-        agent, gate = _own_agent(worker.nixl_wrapper)
+        agent = _own_agent(worker.nixl_wrapper)
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
-        reader = _reader(worker, kv_caches, own, ours, agent, gate)
+        reader = _reader(worker, kv_caches, own, ours)
         reader.leases = leases_of(worker, release.facts)
         reader.to_engine = partial(messages.to_engine, worker)
         reader.to_agent = partial(messages.to_agent, worker)
         reader.book = state.book
-        if state.held(DeviceCaches) is not None:
-            reader.pooled = Way.HOST_BUFFER
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)
         state.hold(ours)
         state.hold(reader)
         worker.nixl_wrapper = ReadingAgent(
-            EngineAgent(agent, gate),
+            agent,
             reader,
             partial(ranks_of, worker),
             partial(heterogeneous_engine_of, worker),
             partial(agents_beside, worker),
-            reader.thread,
             partial(rank_like_us, worker),
         )
         watch_divided_blocks(worker, release.facts)
@@ -149,14 +139,12 @@ def can_read(release: ReleaseWorker, own: InspectedCaches) -> bool:
     )
 
 
-def _own_agent(agent: Any) -> tuple[Any, AgentGate]:
-    """NIXL's own agent and its gate, which stays what it was where the worker registers again."""
+def _own_agent(agent: Any) -> AgentProxy:
+    """Returns what stands for NIXL's own agent, also for the reads of an earlier registration."""
     if isinstance(agent, ReadingAgent):
         agent.stop_reading()
-        agent = agent.__wrapped__
-    if isinstance(agent, EngineAgent):
-        return agent.__wrapped__, agent.gate
-    return agent, AgentGate()
+        return agent.__wrapped__  # type: ignore[no-any-return]
+    return AgentProxy(agent)
 
 
 def _local_geometry(
@@ -204,12 +192,7 @@ def _with_states(
 
 
 def _reader(
-    worker: Any,
-    kv_caches: Mapping[str, Any],
-    own: InspectedCaches,
-    ours: LocalGeometry,
-    nixl: Any,
-    gate: AgentGate,
+    worker: Any, kv_caches: Mapping[str, Any], own: InspectedCaches, ours: LocalGeometry
 ) -> Reader:
     """The reader of what a worker has registered, or of the device's cache behind it."""
     if own.cache is None or own.behind is None:
@@ -220,14 +203,7 @@ def _reader(
     device = kv_caches[next(iter(layers))].device
     if behind is None:
         shown = None if blocks is None else layers
-        destination = Destination(kv_caches, shown, blocks, states=own.states)
-        copied_to, mode = None, settings.transfer_mode()
-    else:
-        destination = Destination(behind.tensors, own.behind[0], caches=behind.caches)
-        copied_to, mode = behind.device, "staged"
-    placed_on = device if copied_to is None else copied_to
-    has_thread = settings.progress() == "auto" and can_read_beside(placed_on, destination.caches)
-    agent = ProgressAgent(nixl, gate) if has_thread else nixl
-    pool = staging_pool(agent, ours.memory, device, copied_to=copied_to)
-    progress = Progress(ProgressThread(pool, placed_on, gate), agent) if has_thread else None
-    return Reader(ours, groups, destination, pool, mode, progress)
+        destination = Destination(kv_caches, device, shown, blocks, states=own.states)
+        return Reader(ours, groups, destination, settings.transfer_mode())
+    destination = Destination(behind.tensors, device, own.behind[0], caches=behind.caches)
+    return Reader(ours, groups, destination, "staged")

@@ -20,19 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import seams
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Method, Parts, Site, Step
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.kvcached.block_counts import count_blocks
-from kvpatch.load.reader_attachment import attach_reader
-from kvpatch.load.shown_tensors import Register, register_as_they_lie, register_once
-from kvpatch.peer.compared_hash import compare_by_factor
-from kvpatch.peer.inspected_caches import inspect
-from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import release_worker, worker_state
+
+if TYPE_CHECKING:
+    from kvpatch.load.shown_tensors import Register
+    from kvpatch.worker.release_worker import ReleaseWorker
 
 
 def registration_step(
@@ -73,6 +71,11 @@ def _register(
     Raises:
         RegistrationRefused, HostBufferRefused, UnreadableGeometry: they cannot be.
     """
+    # Schedulers, which register nothing, import none of it.
+    from kvpatch.load import shown_tensors
+    from kvpatch.load.reader_attachment import attach_reader
+    from kvpatch.peer.inspected_caches import inspect
+
     worker, reads = release.worker, "unlike_engines" in steps
     state = worker_state(worker)
     if "host_buffer" in steps and state.is_host_buffered:
@@ -86,17 +89,23 @@ def _register(
         steps["failed_loads"](worker)
     own = inspect(release, kv_caches) if reads else None
     if "block_count" in steps:
+        from kvpatch.kvcached.block_counts import count_blocks
+
         count_blocks(release, kv_caches)
     if "shared_tensors" in steps:
-        register = partial(register_once, register, worker)
+        register = partial(shown_tensors.register_once, register, worker)
     if "kvcached_regions" in steps:
-        register = partial(register_as_they_lie, register, release, is_read_by_us=reads)
+        register = partial(
+            shown_tensors.register_as_they_lie, register, release, is_read_by_us=reads
+        )
     answers = steps.get("unlike_engines")
     with nullcontext() if answers is None or own is None else answers(release, own):
         result = register(kv_caches)
     if own is not None:
         attach_reader(release, kv_caches, own)
     if "named_factors" in steps and release.pulls:
+        from kvpatch.peer.compared_hash import compare_by_factor
+
         compare_by_factor(release, checks=reads)
     return result
 

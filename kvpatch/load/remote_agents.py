@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
@@ -41,7 +42,6 @@ from kvpatch.peer.kv_head_replication import (
     heads_without_replication,
     model_of_heads,
 )
-from kvpatch.peer.remote_ranks import RemoteRank
 from kvpatch.peer.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
 from kvpatch.peer.unlike_releases.peer_releases import PeerReleases, Statement
 from kvpatch.peer.unlike_releases.translation import read_statement
@@ -58,6 +58,9 @@ from kvpatch.worker.state import WorkerState, release_worker, worker_state
 from kvpatch.worker.state_division import divided_states
 from kvpatch.worker.whole_blocks import check_contents, contents_of
 
+if TYPE_CHECKING:
+    from kvpatch.peer.remote_ranks import RemoteRank
+
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 # --- what is known ----------------------------------------------------------------------
@@ -69,7 +72,7 @@ def local_cache(release: ReleaseWorker) -> LocalCache | UnreadCache:
     reader = state.held(Reader)
     if reader is None:
         return _unread_cache(release)
-    staging_bytes = reader.pool.size_bytes if reader.mode == "staged" else None
+    staging_bytes = settings.staging_bytes() if reader.mode == "staged" else None
     return LocalCache(
         reader.ours,
         reader.planes,
@@ -321,10 +324,12 @@ class Handshake:
         return self.as_release()
 
     def _add_heterogeneous(self, rank: RemoteRank, reader: Reader) -> Any:
-        peer = rank.metadata
+        from kvpatch.load.heterogeneous_reads import reads_of  # a like pair needs none of it
+
+        peer, reads = rank.metadata, reads_of(self.worker, reader)
         with blocks_undivided(self.worker):
             rank.agent = self._add_as_homogeneous(peer, reader.ours)
-        reader.admit(rank)
+        reads.admit(rank)
         told = one_line(f"{shown(peer.engine_id)}: it has {peer}")
         _LOG.info("reading from engine %s; we have %s", told, reader.ours)
         return rank.agent

@@ -148,7 +148,10 @@ DIGEST_ALARMS = Metric(
     _LAYER,
 )
 POOL_BYTES = Metric(
-    "kvpatch_staging_pool_bytes", "gauge", "Size of a worker's staging pool.", _RANK
+    "kvpatch_staging_pool_bytes",
+    "gauge",
+    "Size of a worker's staging pool, once it has met a heterogeneous peer.",
+    _RANK,
 )
 POOL_USED_BYTES = Metric(
     "kvpatch_staging_pool_used_bytes",

@@ -28,19 +28,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer import host_buffer_links as links
-from kvpatch.host_buffer import scheduler as schedulers
-from kvpatch.host_buffer import worker as workers
-from kvpatch.host_buffer.policy import is_wanted_here
+from kvpatch.host_buffer.policy import is_to_be_read, is_wanted_here
 from kvpatch.load.registration import registration_step
 from kvpatch.worker.engine_steps import Around, around
 from kvpatch.worker.envelope import SAVES, answer, message_on, write_step
-from kvpatch.worker.state import held_by, release_worker, scheduler_state, worker_state
+from kvpatch.worker.state import release_worker, scheduler_state, worker_state
+
+if TYPE_CHECKING:
+    from kvpatch.host_buffer.worker import HostBuffer
+    from kvpatch.worker.release_worker import ReleaseWorker
 
 # --- the workers ---------------------------------------------------------------
 
@@ -56,6 +58,8 @@ def _worker_init(
     if not is_wanted_here(vllm_config, facts):
         wrapped(vllm_config, *more, **named)
         return
+    from kvpatch.host_buffer import worker as workers
+
     with workers.taken_for_host_memory(vllm_config, facts):
         wrapped(vllm_config, *more, **named)
     workers.become_plain(release_worker(instance))
@@ -83,10 +87,20 @@ def _set_host_xfer_buffer_ops(
     return None
 
 
-def _buffer_of(connector: Any) -> workers.HostBuffer | None:
+def _buffer_of(connector: Any) -> HostBuffer | None:
     """Of a connector's worker half, where it has one."""
     worker = connector.connector_worker
-    return None if worker is None else worker_state(worker).held(workers.HostBuffer)
+    if worker is None or not worker_state(worker).is_host_buffered:
+        return None
+    from kvpatch.host_buffer.worker import HostBuffer
+
+    return worker_state(worker).held(HostBuffer)
+
+
+def _make(release: ReleaseWorker, kv_caches: Any) -> Any:
+    from kvpatch.host_buffer.worker import make
+
+    return make(release, kv_caches)
 
 
 # --- the connector's scheduler half ----------------------------------------------
@@ -102,10 +116,12 @@ def _scheduler_init(
 ) -> None:
     wrapped(vllm_config, *more, **named)
     if is_wanted_here(vllm_config, facts):
+        from kvpatch.host_buffer.scheduler import HostBufferScheduler
+
         instance.use_host_buffer = False
         state = scheduler_state(instance)
-        buffer = schedulers.HostBufferScheduler(facts)
-        buffer.book = state.book
+        buffer = HostBufferScheduler(facts)
+        buffer.book, state.is_host_buffered = state.book, True
         state.hold(buffer)
 
 
@@ -113,13 +129,13 @@ def _get_num_new_matched_tokens(
     wrapped: Callable[..., Any], instance: Any, request: Any, num_computed_tokens: int
 ) -> Any:
     buffer = links.host_buffer_of(instance)
-    if buffer is not None and schedulers.is_to_be_read(request) and not buffer.admit(request):
+    if buffer is not None and is_to_be_read(request) and not buffer.admit(request):
         return None, False  # asked again in the next step
     return wrapped(request, num_computed_tokens)
 
 
 def _write(scheduler: Any, output: Any) -> Callable[[Any], dict[str, Any]] | None:
-    buffer = held_by(scheduler, schedulers.HostBufferScheduler)
+    buffer = links.host_buffer_in(scheduler)
     return None if buffer is None else partial(buffer.plan, output)
 
 
@@ -156,7 +172,7 @@ def _free(wrapped: Callable[..., Any], instance: Any, request: Any) -> Any:
 def _sites(facts: ReleaseFacts) -> dict[Site, Wrapper | Step]:
     found: dict[Site, Wrapper | Step] = {
         seams.worker_init(facts): partial(_worker_init, facts=facts),
-        **registration_step(facts, workers.make),
+        **registration_step(facts, _make),
         seams.wait_for_save(facts): Step(around, Around(after=_save)),
         seams.scheduler_init(facts): partial(_scheduler_init, facts=facts),
         seams.get_num_new_matched_tokens(facts): _get_num_new_matched_tokens,

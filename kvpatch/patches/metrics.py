@@ -29,9 +29,6 @@ from typing import Any
 from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.host_buffer.memory_usage import Usage
-from kvpatch.host_buffer.scheduler import HostBufferScheduler
-from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
 from kvpatch.observe import payload
 from kvpatch.observe.prometheus import Shown
@@ -73,12 +70,11 @@ def _handle_failed_transfer(
 def _count(worker: Any) -> None:
     """What a worker tells, before the release looks at its own counts."""
     state = worker_state(worker)
-    reader, buffer = state.held(Reader), state.held(HostBuffer)
-    if reader is not None and state.of(Usage).has_changed(reader.pool):
-        rank = str(worker.vllm_config.parallel_config.rank)
-        state.of(Usage).look_at_pool(reader.pool, rank, state.book)
-    if buffer is not None:
-        state.of(Usage).look_at_saves(buffer.costs, state.book)
+    reader = state.held(Reader)
+    if state.is_host_buffered or (reader is not None and reader.heterogeneous is not None):
+        from kvpatch.host_buffer.memory_usage import look_at_worker
+
+        look_at_worker(worker, state, None if reader is None else reader.heterogeneous)
     samples = state.book.take()
     if samples:
         payload.put(worker.xfer_stats, samples)
@@ -112,9 +108,10 @@ def _add_schedulers(connector: Any, found: Any) -> Any:
     if scheduler is None:
         return found
     state = scheduler_state(scheduler)
-    buffer = state.held(HostBufferScheduler)
-    if buffer is not None and buffer.is_linked:
-        state.of(Usage).look_at_host_blocks(buffer.table, state.book)
+    if state.is_host_buffered:
+        from kvpatch.host_buffer.memory_usage import look_at_scheduler
+
+        look_at_scheduler(state)
     samples = state.book.take()
     if samples and found is None:
         found = type(connector).build_kv_connector_stats()

@@ -64,13 +64,9 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load import read_request
-from kvpatch.load.read_dispatch import request_read
 from kvpatch.load.registration import registration_step
-from kvpatch.load.remote_agents import Handshake, local_cache
 from kvpatch.load.reordered_loads import ReorderedLoads, note_loads
 from kvpatch.load.shared_tokens import may_load
-from kvpatch.peer import stated_words
-from kvpatch.peer.decision import decide
 from kvpatch.peer.unlike_releases.side_channel import Address
 from kvpatch.worker.engine_steps import Around, around
 from kvpatch.worker.envelope import WORDS, read_statement, write_statement, write_step
@@ -94,6 +90,9 @@ def _add_remote_agent(
     remote_tp_size: int = 1,
     *contexts: Any,
 ) -> Any:
+    from kvpatch.load.remote_agents import Handshake, local_cache
+    from kvpatch.peer.decision import decide
+
     told = nixl_agent_meta, remote_tp_rank, remote_tp_size
     release = release_worker(instance)
     handshake = Handshake(wrapped, instance, release.facts, *told, contexts)
@@ -106,6 +105,8 @@ def _add_remote_agent(
 
 
 def _read_blocks_for_req(wrapped: Callable[..., Any], instance: Any, req_id: str, meta: Any) -> Any:
+    from kvpatch.load.read_dispatch import request_read
+
     with request_read(instance, req_id, meta):
         return wrapped(req_id, meta)
 
@@ -168,11 +169,15 @@ def _is_kept_from_workers(scheduler: Any, request: Any) -> bool:
 
 
 def _state(worker: Any) -> dict[str, Any]:
+    from kvpatch.peer import stated_words
+
     ours = held_by(worker, LocalGeometry)
     return {WORDS: stated_words.words_of(release_worker(worker), ours)}
 
 
 def _take_statements(scheduler: Any, metadata: Any) -> Any:
+    from kvpatch.peer import stated_words
+
     scheduler_state(scheduler).has_stock_workers = stated_words.lack_kvpatch(metadata)
     return stated_words.with_stated_words(metadata)
 
@@ -187,6 +192,8 @@ def _nixl_handshake(
     *more: Any,
     **named: Any,
 ) -> Any:
+    from kvpatch.peer import stated_words
+
     channels = worker_state(instance).of(stated_words.SideChannels)
     channels.found[expected_engine_id] = Address(host, int(port))
     return wrapped(host, port, remote_tp_size, expected_engine_id, *more, **named)

@@ -41,7 +41,6 @@ from kvpatch.core import seams, settings
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import FACTS, ReleaseFacts
-from kvpatch.peer.unlike_releases.interpreter import HOST, Interpretation, Interpreter
 from kvpatch.peer.unlike_releases.peer_releases import (
     NULLABLE,
     PeerReleases,
@@ -108,6 +107,8 @@ def _nixl_handshake(
     if releases is None or not _asks_otherwise(instance, releases, state.facts):
         _check_answers(releases or (), state.facts)
         return wrapped(host, port, *whose, *more, **named)
+    from kvpatch.peer.unlike_releases.interpreter import HOST, Interpretation, Interpreter
+
     interpretation = Interpretation(
         Address(host, int(port)),
         releases,

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
-from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.peer.accepted_peers import as_accepted, of_other_release
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.compatibility import is_compatible
-from kvpatch.peer.remote_geometry import peer_regions
-from kvpatch.peer.remote_ranks import RemoteRank
 from kvpatch.peer.remote_states import (
     are_states_missed,
     check_ranks_of_states,
     check_state_sizes,
     has_copied_states,
     sizes_at_peer,
-    states_of_peer,
 )
 from kvpatch.peer.unread_caches import (
     Metadata,
@@ -36,6 +33,9 @@ from kvpatch.peer.unread_caches import (
 from kvpatch.peer.unstated_blocks import Completed, DeclaredGeometry, complete
 from kvpatch.worker.cache_kinds import Holds
 from kvpatch.worker.local_geometry import LocalGeometry
+
+if TYPE_CHECKING:
+    from kvpatch.peer.remote_ranks import RemoteRank
 
 # --- what is decided ------------------------------------------------------------------
 
@@ -190,6 +190,11 @@ def mapping_of(local: LocalCache, peer: AgentMetadata) -> RemoteRank:
     Raises:
         PeerRefused: it cannot be read.
     """
+    from kvpatch.geometry.overlap import overlaps_of  # a like peer needs none of these
+    from kvpatch.peer.remote_geometry import peer_regions
+    from kvpatch.peer.remote_ranks import RemoteRank
+    from kvpatch.peer.remote_states import states_of_peer
+
     check_ranks_of_states(local.geometry, peer)  # of which cross-layer blocks have other regions
     regions = peer_regions(local.geometry, peer)
     states = states_of_peer(local.geometry, peer)

@@ -20,7 +20,6 @@ no heartbeats. From 0.26 on D's answer states when these are over.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -29,7 +28,7 @@ from typing import Any, Protocol
 from kvpatch.core.recent_engines import RecentEngines
 from kvpatch.core.releases import FACTS
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.own_read import OwnRead
+from kvpatch.transfer.nixl import errors_of
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
 
@@ -152,10 +151,6 @@ class Check(Protocol):
     def is_due(self) -> bool:
         """True if it is asked before the read begins, too."""
 
-    @property
-    def is_comparing(self) -> bool:
-        """True if the next call works on the answer, and does not only wait for it."""
-
     def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
         """Returns what it says; None until it is known. The call after an answer asks anew.
 
@@ -198,6 +193,30 @@ class Lifetime:
         if verdict is not CheckResult.HELD and self.fail_check is not None:
             self.fail_check()
 
+    def ask(self, check: Check, nixl: Any, *, has_begun: bool) -> CheckResult | None:
+        """Returns what a check says, and records it; None until that is known.
+
+        Args:
+            has_begun: whether data have been asked for.
+
+        Raises:
+            Exception: the check's own; the read fails.
+        """
+        result = check.ask(nixl, has_begun=has_begun)
+        if result in (CheckResult.GONE, CheckResult.WRONG):
+            self.find(result)
+        elif result is CheckResult.UNPROVEN:
+            self.drop(check)
+        return result
+
+    def release(self, nixl: Any) -> None:
+        """Lets go of what the checks have on its way; a second time does nothing."""
+        for check in self.checks:
+            try:
+                check.release(nixl)
+            except errors_of(nixl):
+                _LOG.warning("what a check reads could not be released", exc_info=True)
+
     def drop(self, check: Check) -> None:
         """Takes out a check that is asked no more."""
         self.checks = tuple(one for one in self.checks if one is not check)
@@ -226,51 +245,3 @@ class Lifetime:
             late_by,
         )
         self.find(CheckResult.EXPIRED)
-
-
-class LeasedTransfer(OwnRead):
-    """A transfer of vLLM's own, which fails if it ends after the peer's lease.
-
-    Args:
-        handle: NIXL's.
-        agent: the peer's rank, as NIXL calls it.
-    """
-
-    def __init__(self, nixl: Any, handle: Any, agent: str, lifetime: Lifetime) -> None:
-        self._nixl = nixl
-        self._handle = handle
-        self._agent = agent
-        self.lifetime = lifetime
-        self._state = "PROC"
-
-    def start(self) -> str:
-        """As NIXL's own."""
-        return str(self._nixl.transfer(self._handle))
-
-    def state(self) -> str:
-        """NIXL's word; ``ERR`` for a transfer that is found done after the lease.
-
-        Between the last two polls nobody knows when it ended. A lease that ended between them
-        counts as over.
-        """
-        if self._state == "PROC":
-            found = str(self._nixl.check_xfer_state(self._handle))
-            late_by = self.lifetime.late_by(time.monotonic()) if found == "DONE" else 0.0
-            if late_by:
-                self.lifetime.expire(self._agent, late_by)
-            self._state = "ERR" if late_by else found
-        return self._state
-
-    def void(self) -> bool:
-        """Nothing: vLLM's own transfer ends as it would without kvpatch."""
-        return False
-
-    def telemetry(self) -> Any:
-        """As NIXL's own."""
-        return self._nixl.get_xfer_telemetry(self._handle)
-
-    def release(self) -> None:
-        """As NIXL's own; a second time does nothing, but behind an error (vLLM tries again)."""
-        if self._handle is not None:
-            self._nixl.release_xfer_handle(self._handle)
-        self._handle = None

@@ -214,8 +214,8 @@ class StagedRead(OwnRead):
         has_placed = self._give_back()
         has_posted = self._post_more()
         self._placing.count_waiting(self.metered, is_reading=bool(self._flights))
-        has_compared = self._conclude()
-        return has_landed or has_compared or (self._is_paced and (has_placed or has_posted))
+        self._conclude()
+        return has_landed or (self._is_paced and (has_placed or has_posted))
 
     def void(self) -> bool:
         """Ends it as soon as what is on the wire has landed, without placing any of it.
@@ -258,7 +258,7 @@ class StagedRead(OwnRead):
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
-        self._release_checks()
+        self.lifetime.release(self._nixl)
         while self._failed_handles:  # vLLM tries again where one cannot be (from 0.30)
             self._nixl.release_xfer_handle(self._failed_handles[-1])
             self._failed_handles.pop()
@@ -292,8 +292,6 @@ class StagedRead(OwnRead):
         """Nothing more is posted."""
         self._pool.leave(self)
         self._turn = None
-        if self._unposted.prepared is not None:
-            self._failed_handles.append(self._unposted.prepared)
         self._unposted.clear()
 
     def _fail(self) -> None:
@@ -315,23 +313,19 @@ class StagedRead(OwnRead):
             self._stop()
         return late_by > 0
 
-    def _conclude(self) -> bool:
-        """Tells the peer and books the outcome, once there is nothing left to wait for.
-
-        Returns:
-            Whether it has compared some of what was read with the peer's digest, and goes on.
-        """
+    def _conclude(self) -> None:
+        """Tells the peer and books the outcome, once there is nothing left to wait for."""
         if self._flights or self._placing or self._unposted.is_any or self.outcome != "PROC":
-            return False
+            return
         if self._waits_for_another:
-            return False
+            return
         while self.lifetime.checks and self._goes_on:
             check = self.lifetime.checks[0]
             if not check.proves_hold:
                 self._end_timing()
             result = self._ask(check)
             if result is None:
-                return check.is_comparing
+                return
             if self._goes_on:
                 self._is_held |= check.proves_hold and result is CheckResult.HELD
                 self.lifetime.drop(check)
@@ -342,8 +336,7 @@ class StagedRead(OwnRead):
         if self._goes_on and self._is_held:
             self.lifetime.find(CheckResult.HELD)
         self.fate.outcome = "DONE" if self._goes_on else "ERR"
-        self._release_checks()
-        return False
+        self.lifetime.release(self._nixl)
 
     def _end_timing(self) -> None:
         """Books that all has been read, once."""
@@ -382,26 +375,16 @@ class StagedRead(OwnRead):
     def _ask(self, check: Check) -> CheckResult | None:
         """Returns what a check says, and fails where it must; None until that is known."""
         try:
-            result = check.ask(self._nixl, has_begun=self._began is not None)
+            result = self.lifetime.ask(check, self._nixl, has_begun=self._began is not None)
         except self._errors:
             self._fail()
             return CheckResult.UNPROVEN
         if result in (CheckResult.GONE, CheckResult.WRONG):
-            self.lifetime.find(result)
             self._has_failed = True
             self._stop()
-        elif result is CheckResult.UNPROVEN:
-            self.lifetime.drop(check)
-            if check.proves_hold and self._began is not None:
-                self._is_expired()
+        elif result is CheckResult.UNPROVEN and check.proves_hold and self._began is not None:
+            self._is_expired()
         return result
-
-    def _release_checks(self) -> None:
-        for check in self.lifetime.checks:
-            try:
-                check.release(self._nixl)
-            except errors_of(self._nixl):
-                _LOG.warning("what a check reads could not be released", exc_info=True)
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""
@@ -482,22 +465,12 @@ class StagedRead(OwnRead):
         has_posted = False
         while self._unposted.is_any and not (has_posted and self._is_paced):
             runs = self._unposted.runs
-            if self._unposted.prepared is not None:
-                is_posted = self._post_prepared()
-            else:
-                is_posted = self._post_chunk() if runs is None else self._post_runs(runs)
-            if not is_posted:
+            if not (self._post_chunk() if runs is None else self._post_runs(runs)):
                 return has_posted
             has_posted = True
         if self._unposted.chunk is None:
             self._pool.leave(self)
         return has_posted
-
-    def _post_prepared(self) -> bool:
-        """Posts the release's own transfer."""
-        handle, self._unposted.prepared = self._unposted.prepared, None
-        self._launch(handle, None, None)
-        return True
 
     def _post_runs(self, runs: DirectRuns) -> bool:
         """Posts runs that go straight to their places, where few are on the wire."""

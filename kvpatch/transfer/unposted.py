@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -24,18 +23,13 @@ class Unposted:
     Args:
         direct: what goes straight to its place, and
         chunks: what goes through the pool; both are made as they are needed.
-        prepared: a transfer that the release has prepared itself, of a peer like us.
 
     Attributes:
         runs: the next ones that go straight to their places; None where none are left.
         chunk: the next one; None where none is left.
-        prepared: None once it was posted.
     """
 
-    def __init__(
-        self, direct: Iterable[Plan], chunks: Iterator[Chunk], prepared: Any = None
-    ) -> None:
-        self.prepared = prepared
+    def __init__(self, direct: Iterable[Plan], chunks: Iterator[Chunk]) -> None:
         self._direct = iter(direct)
         self._chunks = chunks
         self.runs: DirectRuns | None = None
@@ -44,7 +38,7 @@ class Unposted:
     @property
     def is_any(self) -> bool:
         """Whether something is left."""
-        return self.chunk is not None or self.runs is not None or self.prepared is not None
+        return self.chunk is not None or self.runs is not None
 
     def plan(self) -> None:
         """Plans the first runs that go straight to their places, and the first chunk."""
@@ -63,7 +57,7 @@ class Unposted:
     def clear(self) -> None:
         """Nothing is left."""
         self._direct, self._chunks = iter(()), iter(())
-        self.runs = self.chunk = self.prepared = None
+        self.runs = self.chunk = None
 
 
 class DirectRuns:

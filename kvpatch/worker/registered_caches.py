@@ -13,13 +13,14 @@ from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.planes_of_tensors import read_planes
 from kvpatch.geometry.tensor_facts import TensorFacts
-from kvpatch.transfer.storageless import StoragelessCaches
 from kvpatch.worker.cache_kinds import ROWS, Holds, Kind
 from kvpatch.worker.kinds_of_layers import kind_of
 from kvpatch.worker.release_worker import ALL_LAYERS, ReleaseWorker
 
 if TYPE_CHECKING:
     import torch
+
+    from kvpatch.transfer.storageless import StoragelessCaches
 
 
 @dataclass(frozen=True)

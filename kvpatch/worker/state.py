@@ -75,11 +75,13 @@ class SchedulerState(_State):
     """Of a connector's scheduler half.
 
     Attributes:
+        is_host_buffered: whether its workers' KV goes through host buffers.
         equal_peers: whose blocks are as large as its own.
         has_stock_workers: whether one of its workers is known to be without kvpatch.
         book: what it has to tell, where it is asked (from 0.24).
     """
 
+    is_host_buffered: bool = False
     equal_peers: EqualBlockPeers = field(default_factory=EqualBlockPeers)
     has_stock_workers: bool = False
     book: Book = field(default_factory=Book)

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -781,7 +782,8 @@ class Player(Engine):
             handles += _handles(worker.nixl_wrapper)
             reader = _reader_of(worker)
             if reader is not None:
-                staging += reader.pool.taken_bytes
+                made = reader.heterogeneous
+                staging += 0 if made is None else made.pool.taken_bytes
                 reading |= reader.is_reading() is not None
         return Left(frozenset(transfers), frozenset(metadata), handles, staging, reading)
 
@@ -789,8 +791,9 @@ class Player(Engine):
         """Whether space is kept for transfers that were given up, once those are let go of that
         are over."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
-        pools = [reader.pool for reader in readers if reader is not None]
-        pools += [reader.ways.probe._own for reader in readers if reader and reader.ways.probe]
+        made = [reader.heterogeneous for reader in readers if reader and reader.heterogeneous]
+        pools = [reads.pool for reads in made]
+        pools += [reads.ways.probe._own for reads in made if reads.ways.probe]
         for pool in pools:
             if pool.lost_bytes:
                 pool.recover()
@@ -805,10 +808,15 @@ class Player(Engine):
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         return {engine for reader in readers if reader for engine in reader.peers}
 
+    def threads(self) -> set[str]:
+        """The names of this process's threads."""
+        return {thread.name for thread in threading.enumerate()}
+
     def measured(self, seconds: float) -> str:
         """Whether kvpatch has measured what reads take here: ``never``, ``not yet``, ``yes``."""
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
-        probes = [None if reader is None else reader.ways.probe for reader in readers]
+        made = [None if reader is None else reader.heterogeneous for reader in readers]
+        probes = [None if reads is None else reads.ways.probe for reads in made]
         if all(probe is None for probe in probes):
             return "never"
         end = time.monotonic() + seconds

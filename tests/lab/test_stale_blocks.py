@@ -103,6 +103,44 @@ def test_stale_blocks_are_not_taken_for_the_requests(scene: Scene, kind: str) ->
     assert actor.heard([before, after]) == names([before, after])
 
 
+def test_a_like_pair_is_checked_without_a_thread(lab: Lab) -> None:
+    """Nor is there one before the first heterogeneous peer; like loads go on beside it."""
+    if not states_holds(lab.release):
+        pytest.skip("<= 0.11.0 P cannot say where its tables are")
+    with Stage(lab) as stage:
+        like, decode = prefill(stage, SPEC, patched=True), stage.decode(SPEC)
+        introduce(decode, stage.prompts(1, TOKENS), like)
+        scene = Scene(stage, lab.release, {}, decode)
+        prompt, ask = scene.stale(like)
+        decode.ask(ask)
+        assert decode.watch(prompt).failed == names([prompt])
+        before, ask = scene.fresh(like)
+        decode.ask(ask)
+        assert_identical(decode, [before], loaded(before, lab.release))
+        assert not {"kvpatch-reads", "kvpatch-copies"}.intersection(decode.call("threads"))
+
+        other = prefill(stage, UNLIKE["unlike"], patched=True)
+        introduce(decode, stage.prompts(1, TOKENS), other)
+        after = [scene.fresh(actor) for actor in (like, other, like, other)]
+        decode.ask(*(ask for _, ask in after))
+        prompts = [prompt for prompt, _ in after]
+        assert_identical(decode, prompts, sum(loaded(one, lab.release) for one in prompts))
+
+
+def test_a_like_load_that_was_long_on_its_way_asks_before_it_is_read(lab: Lab) -> None:
+    """And is identical: P's lease is a long one."""
+    with Stage(lab) as stage:
+        like = stage.prefill(replace(SPEC, patched=True, patches=SLUGS))
+        decode = stage.decode(SPEC)
+        introduce(decode, stage.prompts(1, TOKENS), like)
+        prompts = stage.prompts(2, TOKENS)
+        asks = like.compute(*prompts)
+        time.sleep(1.1)
+        decode.ask(*asks)
+        assert_identical(decode, prompts, sum(loaded(one, lab.release) for one in prompts))
+        assert like.heard(prompts) == names(prompts)
+
+
 @pytest.mark.parametrize("kind", UNLIKE)
 def test_from_a_p_without_kvpatch_they_are_wrong_and_nobody_notices(
     scene: Scene, kind: str

@@ -230,6 +230,40 @@ print(json.dumps([rows["digests"], loaded, kinds()]))
     assert wrapped == all_wrapped, "digests share each of their places with other patches"
 
 
+#: What only heterogeneous peers need, host buffers, and kvcached.
+_OF_OTHERS = (
+    *(
+        "load.heterogeneous_reads",
+        "load.read_factory",
+        "load.token_pairing",
+        "geometry.staged_plan",
+    ),
+    *("transfer.progress_thread", "transfer.agent_gate", "transfer.staging_pool", "transfer.place"),
+    *("host_buffer.worker", "host_buffer.scheduler", "kvcached.pools", "peer.remote_geometry"),
+)
+
+
+def test_few_modules_are_loaded_by_default(tmp_path):
+    """With the connector; of these few a scheduler needs some and a worker others."""
+    tree = write_tree(tmp_path, NEWEST, "0.33.0")
+    script = (
+        _prelude(NEWEST)
+        + """
+kvpatch.enable(); raw()
+rows = {p.slug: p.outcome for p in kvpatch.status().patches}
+ours = {name: m for name, m in sys.modules.items() if name.split(".")[0] == "kvpatch"}
+lines = sum(len(open(m.__file__).read().splitlines()) for m in ours.values())
+print(json.dumps([rows["unlike_engines"], sorted(ours), lines]))
+"""
+    )
+    outcome, modules, lines = run(tree, script)
+
+    assert outcome == "applied"
+    assert not {f"kvpatch.{name}" for name in _OF_OTHERS}.intersection(modules)
+    assert len(modules) <= 95
+    assert lines <= 12_000
+
+
 @pytest.mark.parametrize("version", ["0.34.0", "0.33.1", "0.33.0rc1", "0.9.2", "0.32.1.dev7+gabc"])
 def test_an_unlisted_build_is_refused_at_use(tmp_path, version):
     tree = write_tree(tmp_path, NEWEST, version)

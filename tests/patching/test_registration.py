@@ -15,7 +15,6 @@ from packaging.version import Version
 from kvpatch.core.errors import HostBufferRefused
 from kvpatch.core.ledger import Ledger, Site, Step
 from kvpatch.core.releases import FACTS, RELEASES
-from kvpatch.load import registration
 from kvpatch.patches import load
 from kvpatch.worker.state import worker_state
 
@@ -63,16 +62,17 @@ def taken(monkeypatch) -> list[str]:
         return step
 
     own = SimpleNamespace(cache=None)
-    monkeypatch.setattr(registration, "inspect", note("inspect", own))
-    monkeypatch.setattr(registration, "count_blocks", note("count blocks"))
+    monkeypatch.setattr("kvpatch.peer.inspected_caches.inspect", note("inspect", own))
+    monkeypatch.setattr("kvpatch.kvcached.block_counts.count_blocks", note("count blocks"))
     monkeypatch.setattr(
-        registration, "register_as_they_lie", before_the_release("show as they lie")
+        "kvpatch.load.shown_tensors.register_as_they_lie", before_the_release("show as they lie")
     )
-    monkeypatch.setattr(registration, "register_once", before_the_release("leave in once"))
-    monkeypatch.setattr(registration, "attach_reader", note("attach"))
     monkeypatch.setattr(
-        registration,
-        "compare_by_factor",
+        "kvpatch.load.shown_tensors.register_once", before_the_release("leave in once")
+    )
+    monkeypatch.setattr("kvpatch.load.reader_attachment.attach_reader", note("attach"))
+    monkeypatch.setattr(
+        "kvpatch.peer.compared_hash.compare_by_factor",
         lambda release, *, checks: done.append("accept" if checks else "name"),
     )
 

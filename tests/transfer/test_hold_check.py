@@ -23,11 +23,10 @@ from kvpatch.checks.holds.hold_table import (
 )
 from kvpatch.checks.tables import PAUSE_SECONDS
 from kvpatch.core.errors import NoAnswer
-from kvpatch.load.read_factory import Progress, ReadFactory
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
 from kvpatch.transfer.background_read import BackgroundRead
-from kvpatch.transfer.caches import Caches
+from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.progress_thread import ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
@@ -178,7 +177,7 @@ def test_what_is_on_its_way_is_waited_for_until_the_lease_is_over(tables, monkey
 
 def test_no_place_for_a_word_is_ever_lost(tables, monkeypatch):
     """Neither by good answers nor by those that are given up on their way."""
-    monkeypatch.setattr(check_module, "_SPIN_SECONDS", 0.0)
+    monkeypatch.setattr("kvpatch.checks.tables._SPIN_SECONDS", 0.0)
     generation = generation_of(START, 1)
     tables.prefill.hold("a", generation)
     silent = Silent(tables.world.decode)
@@ -201,27 +200,6 @@ class _Reads:
         self.gate, self.pool = AgentGate(), tables.world.pool(1 << 20)
         self.thread = ProgressThread(self.pool, torch.device("cpu"), self.gate)
         self.is_paced = is_paced
-
-    def watch_releases(self) -> list[object]:
-        """What of the world's own handles is let go of from now on."""
-        found: list[object] = []
-        agent = self.world.decode
-        release = agent.release_xfer_handle
-
-        def watched(handle: object) -> None:
-            release(handle)
-            found.append(handle)
-
-        agent.release_xfer_handle = watched
-        return found
-
-    def prepared(self, handle: object, check: HoldCheck, message: bytes):
-        agent = self.world.decode
-        nixl = ProgressAgent(agent, self.gate) if self.is_paced else agent
-        progress = Progress(self.thread, nixl) if self.is_paced else None
-        factory = ReadFactory(self.pool, Caches({"a": self.world.target}), progress)
-        lifetime = Lifetime(checks=(check,))
-        return factory.prepared(agent, self.world.ends, message, handle, lifetime)
 
     def make(self, check: HoldCheck, agent: object = None, **how: object):
         agent = agent or self.world.decode
@@ -420,41 +398,52 @@ def test_a_read_that_is_given_up_does_not_wait_for_the_word(reads, tables):
     assert reads.pool.taken_bytes == 0
 
 
-def test_a_transfer_of_the_releases_is_read_and_told_as_its_own(reads, tables):
-    """Prepared by the release, of which P is told here, or, without a message, by the release."""
-    generation = generation_of(START, 1)
-    tables.prefill.hold("a", generation)
-    world, size = reads.world, 4096
-    for message in (b"a:1", b""):
-        agent = world.decode
-        ours = agent.get_xfer_descs([(world.target.data_ptr(), size, 0)], "DRAM")
-        theirs = agent.get_xfer_descs([(world.source.data_ptr(), size, 0)], "DRAM")
-        handle = agent.initialize_xfer("READ", ours, theirs, world.ends.agent, b"")
-        world.target.zero_()
-        read = reads.prepared(handle, tables.check(generation), message)
-        read.start()
-        assert finish(read) == ["DONE"]
-        assert torch.equal(world.target[:size], world.source[:size])
-        assert read.telemetry().totalBytes == size
-        assert notifications(world) == ([message] if message else [])
-        read.release()
-
-
-def test_a_transfer_of_the_releases_that_was_never_posted_is_let_go_of(reads, tables):
-    generation = generation_of(START, 1)
-    tables.prefill.hold("a", generation)
-    tables.prefill.end("a")
-    world = reads.world
+def _transfer(world: World, check: HoldCheck, message: bytes) -> CheckedTransfer:
+    """A transfer as vLLM prepares it, of 4096 bytes."""
     agent = world.decode
     ours = agent.get_xfer_descs([(world.target.data_ptr(), 4096, 0)], "DRAM")
     theirs = agent.get_xfer_descs([(world.source.data_ptr(), 4096, 0)], "DRAM")
     handle = agent.initialize_xfer("READ", ours, theirs, world.ends.agent, b"")
-    before = world.target.clone()
-    released = reads.watch_releases()
-    read = reads.prepared(handle, tables.check(generation, age_seconds=2.0), b"a:1")
+    return CheckedTransfer(agent, handle, world.ends.agent, Lifetime(checks=(check,)), message)
+
+
+@pytest.mark.parametrize("message", [b"a:1", b""])
+@pytest.mark.parametrize("age_seconds", [0.0, 2.0])
+def test_a_transfer_of_vllms_is_done_once_p_has_said_that_it_held_the_blocks(
+    tables, message, age_seconds
+):
+    """P is notified here, or, without a message, by vLLM."""
+    generation, world = generation_of(START, 1), tables.world
+    world.target.zero_()
+    read = _transfer(world, tables.check(generation, age_seconds), message)
     read.start()
+    end = time.monotonic() + 0.05
+    while time.monotonic() < end:
+        assert read.state() == "PROC", "P's worker has not heard of it"
+    assert bool(world.target[:4096].any()) is (age_seconds == 0.0)
+    tables.prefill.hold("a", generation)
+    assert finish(read) == ["DONE"]
+    assert torch.equal(world.target[:4096], world.source[:4096])
+    assert read.lifetime.verdict is CheckResult.HELD
+    assert read.telemetry().totalBytes == 4096
+    assert notifications(world) == ([message] if message else [])
+    read.release()
+    assert len(tables.decode._free) == _LANDINGS
+
+
+@pytest.mark.parametrize("age_seconds", [0.0, 2.0])
+def test_a_transfer_of_vllms_fails_where_p_has_let_go_of_the_blocks(tables, age_seconds):
+    generation, world = generation_of(START, 1), tables.world
+    tables.prefill.hold("a", generation)
+    before = world.target.clone()
+    read = _transfer(world, tables.check(generation, age_seconds), b"a:1")
+    if age_seconds:
+        tables.prefill.end("a")
+    read.start()
+    tables.prefill.end("a")
     assert finish(read) == ["ERR"]
-    assert torch.equal(world.target, before)
+    assert torch.equal(world.target, before) is (age_seconds == 2.0)
+    assert read.lifetime.verdict is CheckResult.GONE
     assert notifications(world) == []
     read.release()
-    assert handle in released
+    assert len(tables.decode._free) == _LANDINGS

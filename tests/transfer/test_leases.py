@@ -13,8 +13,7 @@ import pytest
 from kvpatch.core.releases import FACTS
 from kvpatch.load.read_request import ReadRequest, Waits, stated_end
 from kvpatch.load.reader_attachment import leases_of
-from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lifetime import Heartbeats, Lease, LeasedTransfer, Leases, Lifetime
+from kvpatch.transfer.lifetime import Heartbeats, Lease, Leases, Lifetime
 
 pytestmark = pytest.mark.patching
 
@@ -37,26 +36,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("kvpatch.transfer.lifetime", "kvpatch.load.read_request"):
-        monkeypatch.setattr(f"{module}.time", made)
+    monkeypatch.setattr("kvpatch.load.read_request.time", made)
     return made
-
-
-class _Nixl:
-    """Fake: a transfer that is done when it is said to be."""
-
-    def __init__(self) -> None:
-        self.is_done, self.polls, self.released = False, 0, 0
-
-    def transfer(self, handle: object) -> str:
-        return "PROC"
-
-    def check_xfer_state(self, handle: object) -> str:
-        self.polls += 1
-        return "DONE" if self.is_done else "PROC"
-
-    def release_xfer_handle(self, handle: object) -> None:
-        self.released += 1
 
 
 def _end_of(granted: float, *sent: float) -> float:
@@ -151,78 +132,6 @@ class TestAStatedExpiry:
         assert self.end_of("0.33.0", "soon") is None
         assert self.end_of("0.33.0", 1.0, offset=None) is None
         assert self.end_of("0.25.1", 1.0) is None, "that release states none"
-
-
-class TestATransferOfVllms:
-    @staticmethod
-    def made(lease: Lease, told: list[str]) -> tuple[_Nixl, LeasedTransfer]:
-        nixl = _Nixl()
-        lifetime = Lifetime(lease, "a", fail_check=lambda: told.append("a"))
-        return nixl, LeasedTransfer(nixl, object(), "P", lifetime)
-
-    def test_that_ends_before_the_lease_is_done(self, clock: Clock) -> None:
-        """However late it is asked for again: a freeze behind that is none of its own."""
-        told: list[str] = []
-        nixl, read = self.made(Lease(clock.now + 10.0), told)
-        assert read.start() == read.state() == "PROC"
-        nixl.is_done = True
-        clock.now += 9.9
-        assert read.state() == "DONE"
-        clock.now += 3600.0
-        assert read.state() == "DONE"
-        assert read.lifetime.verdict is None
-        assert not told
-
-    def test_that_is_found_done_behind_it_fails_a_check(self, clock: Clock, caplog: Any) -> None:
-        told: list[str] = []
-        nixl, read = self.made(Lease(clock.now + 10.0), told)
-        read.start()
-        clock.now += 12.5
-        assert read.state() == "PROC", "whatever is on its way may still land: it is not over"
-        nixl.is_done = True
-        assert read.state() == "ERR"
-        assert read.state() == "ERR"
-        assert told == ["a"]
-        assert read.lifetime.verdict is CheckResult.EXPIRED
-        (line,) = (record.getMessage() for record in caplog.records)
-        assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
-        for _ in range(2):
-            read.release()
-        assert nixl.released == 1
-
-    def test_that_cannot_be_released_is_released_later(self, monkeypatch: Any) -> None:
-        """From 0.30 on vLLM keeps blocks that NIXL may still write to, and tries again."""
-        nixl, read = self.made(Lease(), [])
-
-        def refuse(handle: object) -> None:
-            raise RuntimeError("in progress")
-
-        with monkeypatch.context() as meanwhile:
-            meanwhile.setattr(nixl, "release_xfer_handle", refuse)
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="in progress"):
-                    read.release()
-        read.release()
-        assert nixl.released == 1
-
-    def test_that_breaks_off_is_no_checks(self, clock: Clock, monkeypatch: Any) -> None:
-        told: list[str] = []
-        nixl, read = self.made(Lease(clock.now - 1.0), told)
-        monkeypatch.setattr(nixl, "check_xfer_state", lambda handle: "ERR")
-        assert read.state() == "ERR"
-        assert not told
-        assert read.lifetime.verdict is None
-
-    def test_of_which_d_sends_heartbeats_lasts(self, clock: Clock) -> None:
-        beats, told = Heartbeats(_EXTENSION), []
-        nixl, read = self.made(Lease(clock.now + 30.0, beats), told)
-        for _ in range(20):
-            clock.now += 5.0
-            beats.send(clock.now)
-            assert read.state() == "PROC"
-        nixl.is_done = True
-        assert read.state() == "DONE"
-        assert not told
 
 
 def test_where_p_is_asked_no_clock_is_looked_at() -> None:

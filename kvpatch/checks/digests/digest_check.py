@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ _MOST_POLLS = 5000
 #: Looks at an entry whose digests are not those that it says: it may have been about to change.
 _MOST_LOOKS = 3
 _MOST_PLACES = 3
+#: A read that is given up waits no longer for what is being compared.
+_LONGEST_LOT_SECONDS = 1.0
 _ERRORS: tuple[type[Exception], ...] = (
     *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError),
 )
@@ -126,7 +129,7 @@ class DigestCheck:
         fetched: the rank's digests.
         tables: what the read is a part of, or all.
         proof: of the load.
-        stream: where ours are made.
+        stream: where ours are made, and compared: no step waits for that.
         is_sample: whether no more than a sample of them is.
         is_part: whether something of the read is left out.
     """
@@ -148,7 +151,8 @@ class DigestCheck:
         self._proof = proof
         self._stream = stream
         self._is_sample = is_sample
-        self._lots: Iterator[Comparison] | None = None
+        #: The first comparison that found other bytes; None if none does.
+        self._compared: Future[Comparison | None] | None = None
         self._is_over = False
         #: Whether something of the read was not compared with anything; who is not through with
         #: all of it does not know.
@@ -157,11 +161,6 @@ class DigestCheck:
         self._is_part = is_part
         self._is_through = False
         proof.begin()
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether the peer's digest is here, and ours are being made."""
-        return self._lots is not None
 
     def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
         """Returns ``WRONG`` for other bytes than the peer's."""
@@ -180,24 +179,21 @@ class DigestCheck:
             return True
         errors = (*_ERRORS, *errors_of(nixl))
         try:
-            if self._lots is None:
+            if self._compared is None:
                 content = self._fetched.answer(nixl)
                 if content is None:
                     return None
-                seed = seed_of(self._fetched.generation)
-                self._lots = self._compared(read(content, seed), Weights(seed))
-            with self._stream.inside():
-                found = next(self._lots, None)
+                self._compared = self._stream.thread.submit(self._compare, content)
+            if not self._compared.done():
+                return None
+            found = self._compared.result()
         except errors as error:
             self._proof.counts.doubt(self._fetched.agent, error)
             self._misses, found = True, None
-        if found is not None and found.wrong:
+        if found is not None:
             self._alarm(found)
             self._end(nixl)
             return False
-        if found is not None:
-            self._misses |= bool(found.unchecked)
-            return None
         is_whole = self._is_through and not self._misses
         of_all = Proof.PARTLY if self._is_part else Proof.CHECKED
         self._proof.end(of_all if is_whole else Proof.UNCHECKED)
@@ -218,10 +214,27 @@ class DigestCheck:
             self._end(nixl)
 
     def _end(self, nixl: Any) -> None:
-        self._is_over, self._lots = True, None
+        """Ends it; when it returns nothing is read of the cache."""
+        self._is_over = True
+        if self._compared is not None and not self._compared.cancel():
+            wait((self._compared,), _LONGEST_LOT_SECONDS)
         self._fetched.release(nixl)
 
-    def _compared(self, parts: Sequence[Stated], weights: Weights) -> Iterator[Comparison]:
+    def _compare(self, content: bytes) -> Comparison | None:
+        """Returns the first comparison that finds other bytes; on the stream's thread."""
+        import torch
+
+        seed = seed_of(self._fetched.generation)
+        with torch.inference_mode(), self._stream.inside():
+            for found in self._comparisons(read(content, seed), Weights(seed)):
+                if found.wrong:
+                    return found
+                self._misses |= bool(found.unchecked)
+                if self._is_over:
+                    break
+        return None
+
+    def _comparisons(self, parts: Sequence[Stated], weights: Weights) -> Iterator[Comparison]:
         """Of some tokens at a time, what theirs and ours say of each other."""
         named = {name for part in parts for name in part.digests.cells}
         for table in self._tables:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +21,15 @@ from kvpatch.geometry.plane_heads import HeadName, planes_without
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.state_shares import Rank
 from kvpatch.transfer.caches import side_streams
+from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.recurrent_state import StatePages, tensors_of
 
 if TYPE_CHECKING:
     import torch
+
+_LOG = logging.getLogger("kvpatch.digests")
 
 #: Of the cache at once: of no longer time is nothing else done by who makes them.
 LOT_BYTES = 16 * 1024**2
@@ -114,6 +119,15 @@ class DigestStream:
         self._streams = side_streams(device)
         self._device = device
         self._stream: Any = None
+        #: Loads are compared on it. It begins with the first of them.
+        self.thread = ThreadPoolExecutor(1, "kvpatch-compares", use_all_cores)
+
+    def settle(self) -> None:
+        """Waits until no load is being compared."""
+        try:
+            self.thread.submit(int).result()
+        except RuntimeError as error:  # the interpreter ends
+            _LOG.debug("nothing is compared any more: %s", error)
 
     def mark(self) -> Any:
         """What the engine's thread has told the device by now; None where it is done at once."""

@@ -134,7 +134,9 @@ class DigestChecks:
             is_part = sum(table.rows for table in known) < sum(table.rows for table in tables)
             tables = known
         address = promised[rank.number] ^ rank.mask
-        fetched = DigestRead(self.table, rank.agent, address, held.generation)
+        fetched = DigestRead(
+            self.table, rank.agent, address, held.generation, is_paced=rank.is_paced
+        )
         return DigestCheck(
             fetched, tables, proof, stream, is_sample=self.is_sample, is_part=is_part
         )
@@ -240,6 +242,9 @@ def leave_caches(worker: Any) -> None:
     maker = held_by(worker, DigestMaker)
     if maker is not None:
         maker.settle()
+    checks = held_by(worker, DigestChecks)
+    if checks is not None and checks.covered is not None:
+        checks.covered.stream.settle()
 
 
 def _tables(

@@ -23,8 +23,6 @@ _LOG = logging.getLogger("kvpatch.staging")
 
 #: A read of whose blocks nothing was heard for so long asks before it begins.
 _ASK_AGAIN_SECONDS = 1.0
-#: In steps alone the word is waited for, once for each time it is read, or it takes one more step.
-_SPIN_SECONDS = 1e-4
 #: Polls at a word that P has not written, or that does not come though P's lease is over.
 _MOST_POLLS = 2000
 _MOST_PEERS = 4096
@@ -39,17 +37,14 @@ class HoldCheck(TableRead[HoldTable]):
 
     Args:
         vouched: when the peer was last known to hold them, as ``time.monotonic`` counts.
-        is_paced: whether a thread looks again soon, and not the next step alone.
         ends: when the peer's lease is over for good, as ``time.monotonic`` counts.
     """
 
     vouched: float
-    is_paced: bool = False
     ends: float = inf
     _asked: float | None = field(default=None, init=False)
 
     proves_hold = True
-    is_comparing = False
 
     def __post_init__(self) -> None:
         self._patience = Patience(_MOST_POLLS)
@@ -156,8 +151,6 @@ class HoldCheck(TableRead[HoldTable]):
             remote = word_address(self.remote_table, self.generation)
             local = self.table.address_of(self._landing)
             state = self._post(nixl, remote, local, WORD_BYTES)
-            while state == "PROC" and not self.is_paced and time.monotonic() - now < _SPIN_SECONDS:
-                state = nixl.check_xfer_state(self._handle)
         else:
             state = nixl.check_xfer_state(self._handle)
         if state == "PROC" or self._landing is None:

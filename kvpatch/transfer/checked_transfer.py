@@ -1,0 +1,175 @@
+"""A transfer that vLLM posts, polls and releases, with kvpatch's checks where it is found done."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvpatch.core.errors import KvpatchError
+from kvpatch.observe.catalogue import CheckResult
+from kvpatch.transfer.lifetime import Check, Lifetime
+from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.own_read import OwnRead
+
+_LOG = logging.getLogger("kvpatch.stale_blocks")
+
+
+class CheckedTransfer(OwnRead):
+    """A transfer of vLLM's own, from a peer like this engine.
+
+    It is ``DONE`` once NIXL has found it done, all checks have passed and P has been notified.
+    A check that needs an answer of P's is asked again with each of vLLM's polls. Where P is not
+    asked, a transfer that ends after P's lease fails.
+
+    Args:
+        handle: NIXL's, prepared without a notification where there are checks.
+        agent: the peer's rank, as NIXL calls it.
+        lifetime: of the peer's blocks.
+        notification: for P, once all checks have passed; empty where vLLM notifies P itself.
+    """
+
+    def __init__(
+        self, nixl: Any, handle: Any, agent: str, lifetime: Lifetime, notification: bytes = b""
+    ) -> None:
+        self._nixl = nixl
+        self._handle = handle
+        self._agent = agent
+        self._notification = notification if lifetime.checks else b""
+        self.lifetime = lifetime
+        self._state = "PROC"
+        self._has_begun = self._is_held = False
+        #: When a poll found it done.
+        self._landed: float | None = None
+        self._telemetry: Any = None
+        self._errors: tuple[type[Exception], ...] = (
+            *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError, OverflowError),
+            *errors_of(nixl),
+        )
+
+    def start(self) -> str:
+        """Posts it, unless a check has to pass before anything is read.
+
+        Raises:
+            Exception: NIXL's, where it cannot be posted.
+        """
+        if self._may_begin():
+            try:
+                self._post()
+            except self._errors:
+                self._end("ERR")
+                raise
+        return "PROC"
+
+    def state(self) -> str:
+        """``DONE``, ``PROC`` or ``ERR``, after asking the checks that are due.
+
+        Between the last two polls nobody knows when it ended. A lease that ended between them
+        counts as over.
+        """
+        if self._state == "PROC":
+            try:
+                if self._has_begun:
+                    self._poll()
+                elif self._may_begin():
+                    self._post()
+            except self._errors:
+                self._fail()
+        return self._state
+
+    def void(self) -> bool:
+        """Nothing: vLLM's own transfer ends as it would without kvpatch."""
+        return False
+
+    def telemetry(self) -> Any:
+        """As NIXL's own, of the data alone."""
+        if self._telemetry is None and self._handle is not None:
+            self._telemetry = self._nixl.get_xfer_telemetry(self._handle)
+        return self._telemetry
+
+    def release(self) -> None:
+        """As NIXL's own; a second time does nothing, but behind an error (vLLM tries again)."""
+        if self._state == "PROC":  # it is not done now, whatever NIXL says of it later
+            self._end("ERR")
+        if self._handle is not None:
+            self._nixl.release_xfer_handle(self._handle)
+        self._handle = None
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # <= 0.13 vLLM forgets a request's other transfers where one has failed.
+        if self._state == "PROC" and not is_finalizing():
+            self._end("ERR")
+
+    def _post(self) -> None:
+        self._has_begun = True
+        self._nixl.transfer(self._handle)
+
+    def _poll(self) -> None:
+        """Asks NIXL, and then the checks."""
+        if self._landed is None:
+            found = str(self._nixl.check_xfer_state(self._handle))
+            if found == "PROC":
+                return
+            if found != "DONE":
+                self._end(found)
+                return
+            self._landed = time.monotonic()
+            self._go_by_lease()
+        while self.lifetime.checks and self._state == "PROC":
+            check = self.lifetime.checks[0]
+            result = self._ask(check)
+            if result is None:
+                return
+            if self._state == "PROC":
+                self._is_held |= check.proves_hold and result is CheckResult.HELD
+                self.lifetime.drop(check)
+        if self._state == "PROC":
+            self._notify()
+            if self._is_held:
+                self.lifetime.find(CheckResult.HELD)
+            self._end("DONE")
+
+    def _notify(self) -> None:
+        if self._notification:
+            self._nixl.send_notif(self._agent, notif_msg=self._notification)
+
+    def _may_begin(self) -> bool:
+        """True if no check that is due before the start keeps it waiting, or fails it."""
+        try:
+            for check in self.lifetime.checks:
+                if self._state == "PROC" and check.is_due and self._ask(check) is None:
+                    return False
+        except self._errors:
+            self._fail()
+        return self._state == "PROC"
+
+    def _ask(self, check: Check) -> CheckResult | None:
+        """Returns what a check says, and fails where it must; None until that is known."""
+        result = self.lifetime.ask(check, self._nixl, has_begun=self._has_begun)
+        if result is CheckResult.WRONG:  # P need not hold what nobody will read again
+            self._notify()
+        if result in (CheckResult.GONE, CheckResult.WRONG):
+            self._end("ERR")
+        elif result is CheckResult.UNPROVEN and check.proves_hold:
+            self._go_by_lease()
+        return result
+
+    def _go_by_lease(self) -> None:
+        """Fails it if P's lease was over when it was found done, or, before the start, is now."""
+        when = time.monotonic() if self._landed is None else self._landed
+        late_by = self.lifetime.late_by(when)
+        if late_by:
+            self.lifetime.expire(self._agent, late_by)
+            self._end("ERR")
+
+    def _fail(self) -> None:
+        """Books the error that is being handled."""
+        _LOG.warning("a read from %s failed", self._agent, exc_info=True)
+        self._end("ERR")
+
+    def _end(self, state: str) -> None:
+        """Ends it, and all that its checks have on their way."""
+        self._state = state
+        self.lifetime.release(self._nixl)

@@ -1,0 +1,384 @@
+"""Transfers of vLLM's own with checks of kvpatch's: NIXL, P and the checks are fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvpatch.observe.catalogue import CheckResult
+from kvpatch.transfer.checked_transfer import CheckedTransfer
+from kvpatch.transfer.lifetime import Heartbeats, Lease, Lifetime
+
+pytestmark = pytest.mark.patching
+
+_EXTENSION = 20.0
+HELD, GONE, WRONG, UNPROVEN, EXPIRED = (
+    *(CheckResult.HELD, CheckResult.GONE, CheckResult.WRONG, CheckResult.UNPROVEN),
+    CheckResult.EXPIRED,
+)
+
+
+class Clock:
+    """Fake: stands still until it is put on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("kvpatch.transfer.checked_transfer.time", made)
+    return made
+
+
+class _Nixl:
+    """Fake: a transfer that is done when it is said to be; it writes down what it is called for."""
+
+    def __init__(self) -> None:
+        self.is_done, self.released, self.calls = False, 0, []
+
+    def transfer(self, handle: object) -> str:
+        self.calls.append("transfer")
+        return "PROC"
+
+    def check_xfer_state(self, handle: object) -> str:
+        self.calls.append("poll")
+        return "DONE" if self.is_done else "PROC"
+
+    def get_xfer_telemetry(self, handle: object) -> str:
+        return "counts"
+
+    def send_notif(self, agent: str, notif_msg: bytes) -> None:
+        self.calls.append(f"tell {agent} {notif_msg.decode()}")
+
+    def release_xfer_handle(self, handle: object) -> None:
+        self.released += 1
+
+
+class _Check:
+    """Fake: a check with given answers; the last one stands."""
+
+    def __init__(
+        self,
+        calls: list[str],
+        answers: Sequence[CheckResult | Exception | None],
+        *,
+        proves_hold: bool = False,
+        is_due: bool = False,
+    ) -> None:
+        self.proves_hold, self.is_due = proves_hold, is_due
+        self.answers, self.released = list(answers), 0
+        self._calls = calls
+
+    def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
+        self._calls.append(
+            f"{'hold' if self.proves_hold else 'digest'}{'' if has_begun else ' before'}"
+        )
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def release(self, nixl: Any) -> None:
+        self.released += 1
+
+
+class Made:
+    """A transfer and all that it is made of."""
+
+    def __init__(self, lease: Lease | None = None, notification: bytes = b"a:1") -> None:
+        self.nixl = _Nixl()
+        self.failed: list[str] = []
+        self.lifetime = Lifetime(lease or Lease(), "a", fail_check=lambda: self.failed.append("a"))
+        self.checks: list[_Check] = []
+        self._notification = notification
+
+    def check(self, *answers: CheckResult | Exception | None, **how: bool) -> _Check:
+        made = _Check(self.nixl.calls, answers, **how)
+        self.lifetime.checks = (*self.lifetime.checks, made)
+        return made
+
+    def hold(self, *answers: CheckResult | Exception | None, is_due: bool = False) -> _Check:
+        return self.check(*answers, proves_hold=True, is_due=is_due)
+
+    def begin(self) -> CheckedTransfer:
+        read = CheckedTransfer(self.nixl, object(), "P", self.lifetime, self._notification)
+        assert read.start() == "PROC"
+        return read
+
+    def landed(self) -> CheckedTransfer:
+        read = self.begin()
+        assert read.state() == "PROC"
+        self.nixl.is_done = True
+        self.nixl.calls.clear()
+        return read
+
+
+class TestChecks:
+    def test_are_asked_in_order_once_it_is_done_and_then_p_is_notified(self) -> None:
+        made = Made(Lease(0.0))  # over for long: P's word decides
+        hold, digest = made.hold(HELD), made.check(HELD)
+        read = made.landed()
+        assert read.state() == "DONE"
+        assert made.nixl.calls == ["poll", "hold", "digest", "tell P a:1"]
+        assert made.lifetime.verdict is HELD
+        assert not made.failed
+        made.nixl.calls.clear()
+        assert read.state() == "DONE", "as <= 0.13 asks again"
+        assert not made.nixl.calls
+        assert read.telemetry() == "counts"
+        read.release()
+        assert read.telemetry() == "counts", "as <= 0.13 does"
+        assert (hold.released, digest.released, made.nixl.released) == (0, 0, 1)
+
+    def test_that_have_no_answer_yet_are_asked_with_the_next_poll(self) -> None:
+        made = Made()
+        made.hold(None, None, HELD)
+        made.check(None, HELD)
+        read = made.landed()
+        assert [read.state() for _ in range(4)] == ["PROC", "PROC", "PROC", "DONE"]
+        assert made.nixl.calls == ["poll", *["hold"] * 3, *["digest"] * 2, "tell P a:1"]
+
+    def test_leave_the_notification_to_vllm_where_it_prepared_none(self) -> None:
+        made = Made(notification=b"")
+        made.hold(HELD)
+        assert made.landed().state() == "DONE"
+        assert made.nixl.calls == ["poll", "hold"]
+
+    def test_of_blocks_that_are_gone_fail_it_and_p_is_not_told(self) -> None:
+        made = Made()
+        made.hold(GONE)
+        digest = made.check(HELD)
+        read = made.landed()
+        assert read.state() == read.state() == "ERR"
+        assert made.nixl.calls == ["poll", "hold"]
+        assert made.lifetime.verdict is GONE
+        assert made.failed == ["a"]
+        assert digest.released == 1
+
+    def test_of_wrong_bytes_fail_it_and_p_is_told(self) -> None:
+        made = Made()
+        made.hold(HELD)
+        made.check(WRONG)
+        read = made.landed()
+        assert read.state() == read.state() == "ERR"
+        assert made.nixl.calls == ["poll", "hold", "digest", "tell P a:1"]
+        assert made.lifetime.verdict is WRONG
+        assert made.failed == ["a"]
+
+    @pytest.mark.parametrize("is_over", [False, True])
+    def test_that_prove_nothing_leave_it_to_the_lease(self, clock: Clock, is_over: bool) -> None:
+        made = Made(Lease(clock.now + 10.0))
+        made.hold(None, UNPROVEN)
+        digest = made.check(HELD)
+        read = made.begin()
+        made.nixl.is_done = True
+        clock.now += 11.0 if is_over else 9.0
+        assert read.state() == "PROC"
+        made.nixl.calls.clear()
+        clock.now += 3600.0  # it had landed before
+        assert read.state() == ("ERR" if is_over else "DONE")
+        assert made.nixl.calls == (["hold"] if is_over else ["hold", "digest", "tell P a:1"])
+        assert made.lifetime.verdict is (EXPIRED if is_over else None)
+        assert made.failed == (["a"] if is_over else [])
+        assert digest.released == is_over
+
+    def test_are_not_asked_of_a_transfer_that_broke_off(self, monkeypatch: Any) -> None:
+        made = Made(Lease(0.0))
+        hold = made.hold(HELD)
+        read = made.begin()
+        monkeypatch.setattr(made.nixl, "check_xfer_state", lambda handle: "ERR")
+        made.nixl.calls.clear()
+        assert read.state() == "ERR"
+        assert not made.nixl.calls
+        assert hold.released == 1
+        assert not made.failed, "no check has failed"
+
+    def test_that_raise_fail_it(self, caplog: Any) -> None:
+        made = Made()
+        hold = made.hold(RuntimeError("not looked for"))
+        read = made.landed()
+        assert read.state() == read.state() == "ERR"
+        assert made.nixl.calls == ["poll", "hold"]
+        assert hold.released == 1
+        assert "not looked for" in caplog.text
+        assert made.lifetime.verdict is None
+
+    def test_pass_in_vain_where_p_cannot_be_notified(self, monkeypatch: Any) -> None:
+        """P's worker is gone, most likely: vLLM's own read would have ended so too."""
+        made = Made()
+        made.hold(HELD)
+        read = made.landed()
+
+        def refuse(agent: str, notif_msg: bytes) -> None:
+            raise RuntimeError("not connected")
+
+        monkeypatch.setattr(made.nixl, "send_notif", refuse)
+        assert read.state() == read.state() == "ERR"
+        assert made.lifetime.verdict is None
+
+    @pytest.mark.parametrize("let_go", [CheckedTransfer.release, CheckedTransfer.__del__])
+    def test_are_let_go_of_with_it(self, let_go: Callable[[CheckedTransfer], None]) -> None:
+        """<= 0.13 vLLM forgets transfers."""
+        made = Made()
+        hold = made.hold(None)
+        read = made.landed()
+        assert read.state() == "PROC"
+        let_go(read)
+        assert hold.released == 1
+        made.nixl.calls.clear()
+        assert read.state() == "ERR", "whatever has landed since"
+        assert not made.nixl.calls
+
+
+class TestBeforeAnythingIsRead:
+    def test_a_check_that_is_due_has_to_pass(self) -> None:
+        made = Made()
+        hold = made.hold(None, HELD, is_due=True)
+        made.check(HELD)
+        read = made.begin()
+        assert made.nixl.calls == ["hold before"]
+        assert read.state() == "PROC"
+        assert made.nixl.calls == ["hold before", "hold before", "transfer"]
+        hold.is_due, made.nixl.is_done = False, True
+        made.nixl.calls.clear()
+        assert read.state() == "DONE"
+        assert made.nixl.calls == ["poll", "hold", "digest", "tell P a:1"], "once more behind it"
+
+    def test_one_that_answers_at_once_costs_no_step(self) -> None:
+        made = Made()
+        made.hold(HELD, is_due=True)
+        made.begin()
+        assert made.nixl.calls == ["hold before", "transfer"]
+
+    @pytest.mark.parametrize("answers", [(GONE,), (None, GONE)])
+    def test_nothing_is_read_of_blocks_that_are_gone(self, answers: Any) -> None:
+        made = Made()
+        made.hold(*answers, is_due=True)
+        digest = made.check(HELD)
+        read = made.begin()
+        assert read.state() == "ERR"
+        assert not {"transfer", "poll", "tell P a:1"}.intersection(made.nixl.calls)
+        assert made.failed == ["a"]
+        assert digest.released == 1
+        read.release()
+        assert made.nixl.released == 1
+
+    @pytest.mark.parametrize("is_over", [False, True])
+    def test_the_lease_decides_where_a_check_proves_nothing(
+        self, clock: Clock, is_over: bool
+    ) -> None:
+        made = Made(Lease(clock.now + (-1.0 if is_over else 1.0)))
+        made.hold(UNPROVEN, is_due=True)
+        read = made.begin()
+        assert ("transfer" in made.nixl.calls) is not is_over
+        made.nixl.is_done = True
+        assert read.state() == ("ERR" if is_over else "DONE")
+        assert made.lifetime.verdict is (EXPIRED if is_over else None)
+
+    def test_a_check_that_raises_fails_it(self) -> None:
+        made = Made()
+        made.hold(RuntimeError("not looked for"), is_due=True)
+        read = made.begin()
+        assert read.state() == "ERR"
+        assert "transfer" not in made.nixl.calls
+
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_one_that_cannot_be_posted_is_never_done(self, monkeypatch: Any, is_late: bool) -> None:
+        """vLLM makes a failed load of the error, and may poll it until it can be released."""
+        made = Made()
+        made.hold(None if is_late else HELD, HELD, is_due=True)
+
+        def refuse(handle: object) -> None:
+            raise RuntimeError("not connected")
+
+        monkeypatch.setattr(made.nixl, "transfer", refuse)
+        made.nixl.is_done = True
+        read = CheckedTransfer(made.nixl, object(), "P", made.lifetime, b"a:1")
+        if is_late:
+            assert read.start() == "PROC"
+        else:
+            with pytest.raises(RuntimeError, match="not connected"):
+                read.start()
+        assert read.state() == read.state() == "ERR"
+        assert "tell P a:1" not in made.nixl.calls
+
+
+class TestALease:
+    @staticmethod
+    def made(lease: Lease, told: list[str]) -> tuple[_Nixl, CheckedTransfer]:
+        nixl = _Nixl()
+        lifetime = Lifetime(lease, "a", fail_check=lambda: told.append("a"))
+        return nixl, CheckedTransfer(nixl, object(), "P", lifetime)
+
+    def test_that_ends_before_the_lease_is_done(self, clock: Clock) -> None:
+        """However late it is asked for again: a freeze behind that is none of its own."""
+        told: list[str] = []
+        nixl, read = self.made(Lease(clock.now + 10.0), told)
+        assert read.start() == read.state() == "PROC"
+        nixl.is_done = True
+        clock.now += 9.9
+        assert read.state() == "DONE"
+        clock.now += 3600.0
+        assert read.state() == "DONE"
+        assert read.lifetime.verdict is None
+        assert not told
+
+    def test_that_is_found_done_behind_it_fails_a_check(self, clock: Clock, caplog: Any) -> None:
+        told: list[str] = []
+        nixl, read = self.made(Lease(clock.now + 10.0), told)
+        read.start()
+        clock.now += 12.5
+        assert read.state() == "PROC", "whatever is on its way may still land: it is not over"
+        nixl.is_done = True
+        assert read.state() == "ERR"
+        assert read.state() == "ERR"
+        assert told == ["a"]
+        assert read.lifetime.verdict is CheckResult.EXPIRED
+        (line,) = (record.getMessage() for record in caplog.records)
+        assert line.startswith("request a: its read from P was not over 2.5 s after P's lease")
+        for _ in range(2):
+            read.release()
+        assert nixl.released == 1
+
+    def test_that_cannot_be_released_is_released_later(self, monkeypatch: Any) -> None:
+        """From 0.30 on vLLM keeps blocks that NIXL may still write to, and tries again."""
+        nixl, read = self.made(Lease(), [])
+
+        def refuse(handle: object) -> None:
+            raise RuntimeError("in progress")
+
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(nixl, "release_xfer_handle", refuse)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="in progress"):
+                    read.release()
+        read.release()
+        assert nixl.released == 1
+
+    def test_that_breaks_off_is_no_checks(self, clock: Clock, monkeypatch: Any) -> None:
+        told: list[str] = []
+        nixl, read = self.made(Lease(clock.now - 1.0), told)
+        read.start()
+        monkeypatch.setattr(nixl, "check_xfer_state", lambda handle: "ERR")
+        assert read.state() == "ERR"
+        assert not told
+        assert read.lifetime.verdict is None
+
+    def test_of_which_d_sends_heartbeats_lasts(self, clock: Clock) -> None:
+        beats, told = Heartbeats(_EXTENSION), []
+        nixl, read = self.made(Lease(clock.now + 30.0, beats), told)
+        read.start()
+        for _ in range(20):
+            clock.now += 5.0
+            beats.send(clock.now)
+            assert read.state() == "PROC"
+        nixl.is_done = True
+        assert read.state() == "DONE"
+        assert not told
