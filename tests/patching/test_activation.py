@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from kvpatch.core.releases import FACTS, GENERATIONS, RELEASES, facts_of
@@ -19,7 +22,8 @@ import importlib, json, sys
 import kvpatch
 SITES = {sites!r}
 def raw():
-    return [vars(getattr(importlib.import_module(m), o))[n] for m, o, n in SITES]
+    modules = [(importlib.import_module(m), o, n) for m, o, n in SITES]
+    return [vars(getattr(m, o) if o else m)[n] for m, o, n in modules]
 def kind_of(r):
     # A static method stays one: what is wrapped is the function in it.
     found = r.__func__ if isinstance(r, staticmethod) else r
@@ -48,7 +52,9 @@ def tree(facts, tmp_path):
 
 
 #: What is off by its own variable where nobody says otherwise.
-ALL_ON = {"KVPATCH_DIGEST": "all"}
+_KEY = Path(tempfile.mkdtemp(prefix="kvpatch-key-")) / "key"
+_KEY.write_text("0" * 40)
+ALL_ON = {"KVPATCH_DIGEST": "all", "KVPATCH_SIDE_CHANNEL_KEY": str(_KEY)}
 ENABLE_FIRST = "kvpatch.enable(); waiting = kvpatch.status(); raw()"
 IMPORT_FIRST = "raw(); waiting = None; kvpatch.enable()"
 
