@@ -451,7 +451,7 @@ class TestWhereNoOtherReleaseIsAccepted:
             asked.append(interpretation)
             yield SimpleNamespace(port=1)
 
-        monkeypatch.setattr(unlike_releases, "Interpreter", interpreter)
+        monkeypatch.setattr("kvpatch.peer.unlike_releases.interpreter.Interpreter", interpreter)
         params = {**EVERY, **answer(release)}
         ((called, _),) = self.shake_hands(release, params, monkeypatch, accepts=accepts)
 

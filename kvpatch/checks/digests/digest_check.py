@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,8 +31,6 @@ _MOST_POLLS = 5000
 #: Looks at an entry whose digests are not those that it says: it may have been about to change.
 _MOST_LOOKS = 3
 _MOST_PLACES = 3
-#: A read that is given up waits no longer for what is being compared.
-_LONGEST_LOT_SECONDS = 1.0
 _ERRORS: tuple[type[Exception], ...] = (
     *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError),
 )
@@ -216,8 +214,9 @@ class DigestCheck:
     def _end(self, nixl: Any) -> None:
         """Ends it; when it returns nothing is read of the cache."""
         self._is_over = True
-        if self._compared is not None and not self._compared.cancel():
-            wait((self._compared,), _LONGEST_LOT_SECONDS)
+        if not (self._compared is None or self._compared.cancel() or self._compared.done()):
+            with self._stream.work:
+                pass
         self._fetched.release(nixl)
 
     def _compare(self, content: bytes) -> Comparison | None:
@@ -226,13 +225,13 @@ class DigestCheck:
 
         seed = seed_of(self._fetched.generation)
         with torch.inference_mode(), self._stream.inside():
-            for found in self._comparisons(read(content, seed), Weights(seed)):
-                if found.wrong:
+            lots = self._comparisons(read(content, seed), Weights(seed))
+            while True:
+                with self._stream.work:
+                    found = None if self._is_over else next(lots, None)
+                if found is None or found.wrong:
                     return found
                 self._misses |= bool(found.unchecked)
-                if self._is_over:
-                    break
-        return None
 
     def _comparisons(self, parts: Sequence[Stated], weights: Weights) -> Iterator[Comparison]:
         """Of some tokens at a time, what theirs and ours say of each other."""

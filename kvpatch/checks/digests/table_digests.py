@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -121,6 +122,8 @@ class DigestStream:
         self._stream: Any = None
         #: Loads are compared on it. It begins with the first of them.
         self.thread = ThreadPoolExecutor(1, "kvpatch-compares", use_all_cores)
+        #: Held there while the cache is read. What is collected there may let go of a load.
+        self.work = RLock()
 
     def settle(self) -> None:
         """Waits until no load is being compared."""
