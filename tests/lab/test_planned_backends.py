@@ -34,6 +34,8 @@ def _shapes(release: str) -> dict[str, Any]:
 
 def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
     facts = FACTS[lab.release]
+    if facts.cache_shape != "packed":
+        pytest.skip("caches are planned for from 0.26 on")
     found = _shapes(lab.release)
 
     assert found.keys() | set(MAY_BE_MISSING) == CLASSES.keys() == BACKENDS.keys()
@@ -43,7 +45,8 @@ def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
         assert tuple(shape["dims"]) == backend.order(facts).dimensions, name
         for layout, order in shape["orders"].items():
             if "head" in order:
-                assert inner_layout_of_axes(order) == backend.inner_layout(layout, facts), name
+                is_cpu = backend.device == "cpu"  # has one layout
+                assert inner_layout_of_axes(order) == ("HND" if is_cpu else layout), name
         if shape["kernel_sizes"] is not None:
             sizes = backend.kernel_sizes(facts)
             assert shape["kernel_sizes"]["exact"] == list(sizes.exact[0]), name
@@ -51,11 +54,12 @@ def test_a_backends_cache_is_what_a_plan_takes_it_for(lab: Lab) -> None:
 
 
 def test_negative_control_another_releases_cache_is_noticed(lab: Lab) -> None:
-    """FlashAttention's has had three shapes."""
+    """FlashAttention's and latents' dimensions are not each other's."""
+    if FACTS[lab.release].cache_shape != "packed":
+        pytest.skip("caches are planned for from 0.26 on")
     shape = _shapes(lab.release)["FLASH_ATTN"]
-    shapes = {BACKENDS["FLASH_ATTN"].order(FACTS[r]) for r in ("0.22.1", "0.25.1", "0.33.0")}
+    orders = {name: BACKENDS[name].order(FACTS[lab.release]) for name in ("FLASH_ATTN", "FLASHMLA")}
 
-    fitting = [order for order in shapes if order.dimensions == tuple(shape["dims"])]
+    fitting = [name for name, order in orders.items() if order.dimensions == tuple(shape["dims"])]
 
-    assert len(shapes) == 3
-    assert len(fitting) == 1
+    assert fitting == ["FLASH_ATTN"]

@@ -24,6 +24,12 @@ from .stage import Raised, Stage
 pytestmark = [pytest.mark.lab, pytest.mark.one_per_generation]
 
 
+@pytest.fixture(autouse=True)
+def _release_is_planned_for(lab: Lab) -> None:
+    if FACTS[lab.release].cache_shape != "packed":
+        pytest.skip("pairs are planned for from 0.26 on")
+
+
 def _engine(family: Family = "flash", **changes: Any) -> EngineSpec:
     changes = {"layout": "HND", "block_tokens": 32, "dtype": "float32", **changes}
     return EngineSpec(family, planned_blocks=16, **changes)
@@ -69,16 +75,12 @@ def test_stock_does_what_a_plan_says(lab: Lab, name: str, tmp_path: Path) -> Non
 
 
 def test_blocks_that_are_cut_otherwise(lab: Lab, tmp_path: Path) -> None:
-    if not FACTS[lab.release].cuts_blocks:
-        pytest.skip("this release cuts no blocks")
     _same(lab, _CUT, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["blocks", "layouts"])
 def test_a_refused_load_of_several_cache_groups(lab: Lab, name: str, tmp_path: Path) -> None:
     """<= 0.29 its request is answered from blocks that nobody filled; with kvpatch it is read."""
-    if not FACTS[lab.release].has_cache_groups:
-        pytest.skip("this release's connector knows of no cache groups")
     changes: dict[str, Any] = {"block_tokens": 48} if name == "blocks" else {"layout": "NHD"}
     windows = replace(_engine(window_tokens=(0, 40)), planned_blocks=48)
     case = Case(f"windows, other {name}", replace(windows, **changes), windows, 150)
@@ -105,8 +107,6 @@ def _hybrid(ranks: int, kind: str, block_tokens: int) -> EngineSpec:
 def test_hybrid_models_over_unlike_ranks(
     lab: Lab, tokens: tuple[int, int], ranks: tuple[int, int], kind: str, tmp_path: Path
 ) -> None:
-    if FACTS[lab.release].cache_shape != "packed":
-        pytest.skip("recurrent state is planned for from 0.26 on")
     sides = (_hybrid(r, kind, size) for r, size in zip(ranks, tokens, strict=True))
     case = Case(f"{kind}, {ranks} ranks, {tokens} tokens", *sides, 150)
     _, judged = verdicts(pair_of(case, lab.release, tmp_path))

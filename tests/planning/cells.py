@@ -62,8 +62,6 @@ def _engine(role: Role, spec: EngineSpec, release: str, folder: Path) -> Planned
             "platform": "cpu" if spec.family == "cpu" else "cuda",
             "attention-backend": BACKENDS[spec.family],
             "amx": spec.amx,
-            # The lab's tensors have whole blocks, which 0.11.1 and 0.11.2 would cut.
-            "kernel-block-size": spec.block_tokens // spec.parts,
         },
         environment={
             "VLLM_KV_CACHE_LAYOUT": spec.layout,
@@ -124,7 +122,7 @@ def state_caches(spec: EngineSpec) -> Caches:
     ]  # fmt: skip
     names = [one.name for one in every]
     return Caches(
-        *(0, spec.block_tokens, spec.block_tokens // spec.parts, spec.layout),
+        *(spec.block_tokens, spec.block_tokens // spec.parts, spec.layout),
         *(max(8, spec.kv_heads), spec.kv_heads, dtype, dtype, tuple(every)),
         (tuple(names[::2]), tuple(names[1::2])),
     )

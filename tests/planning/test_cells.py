@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpatch.core.releases import RELEASES
+from kvpatch.core.errors import CannotPlan
+from kvpatch.core.releases import FACTS, RELEASES
 from kvpatch.patches import SLUGS
 from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 from kvpatch.tools.planning.verdicts import start_problems, verdicts
@@ -21,6 +22,8 @@ from .cells import PLAYED, pair_of
 
 pytestmark = pytest.mark.patching
 
+#: Of older ones a plan says nothing.
+PLANNED = [name for name, facts in FACTS.items() if facts.cache_shape == "packed"]
 CASES = {case.name: case for case in all_cases()}
 
 
@@ -69,17 +72,17 @@ def test_all_cells_are_there():
     assert Counter(cell.release for cell in known_cells()) == dict.fromkeys(RELEASES, len(CASES))
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", PLANNED)
 def test_stock_does_what_a_plan_says(release, tmp_path):
     assert not differences(_cells(release), tmp_path, lambda cell: cell.stock, _of_stock)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", PLANNED)
 def test_kvpatch_does_what_a_plan_says(release, tmp_path):
     assert not differences(_cells(release), tmp_path, lambda cell: cell.kvpatch, _of_kvpatch)
 
 
-@pytest.mark.parametrize("release", ["0.10.0", "0.26.0"])
+@pytest.mark.parametrize("release", ["0.26.0", "0.33.0"])
 def test_negative_control_every_swapped_outcome_is_noticed(release, tmp_path):
     """Each cell's outcome in turn becomes another one; lucky cells may be either."""
     another = {"identical": "corrupt", "corrupt": "refused", "refused": "identical"}
@@ -101,11 +104,11 @@ def test_few_cells_are_lucky(tmp_path):
     lucky = [
         cell
         for cell in known_cells()
-        if cell.stock == "identical"
+        if cell.stock == "identical" and cell.release in PLANNED
         if _of_stock(pair_of(CASES[cell.case], cell.release, tmp_path)).outcome is Outcome.WRONG
     ]
 
-    assert len(lucky) < 50
+    assert 0 < len(lucky) < 40
 
 
 _STATES = EngineSpec(
@@ -126,8 +129,8 @@ def test_states_need_a_layout_that_vllm_asserts(tmp_path: Path) -> None:
 
     bare = replace(engine, arguments=replace(engine.arguments, environment={}))
 
-    (problem,) = start_problems(bare)
-    assert problem.cure == "set VLLM_SSM_CONV_STATE_LAYOUT=DS"
+    ((_, cure),) = start_problems(bare)
+    assert cure == "set VLLM_SSM_CONV_STATE_LAYOUT=DS"
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -157,46 +160,8 @@ def test_states_of_other_types_and_as_many_bytes(tmp_path: Path, says: bool) -> 
     assert ours.outcome is (Outcome.REFUSED if says else Outcome.WRONG)
 
 
-def _open(p: int, d: int) -> Case:
-    """FlashInfer cuts blocks of 128 tokens in two, which no handshake of <= 0.20 says."""
-    prefill, decode = (
-        EngineSpec("flashinfer", "HND", tokens, 60, parts=max(1, tokens // 64)) for tokens in (p, d)
-    )
-    return Case(f"P {p}, D {d}", prefill, decode, 300)
+def test_an_older_release_is_status_2(tmp_path: Path) -> None:
+    case = CASES["cpu float32 P 128, D 32"]
 
-
-@pytest.mark.parametrize(
-    ("p", "d", "says", "outcome", "way"),
-    [
-        (128, 16, "P", Outcome.IDENTICAL, "read by kvpatch"),
-        (128, 16, "D", Outcome.IDENTICAL, "read by kvpatch"),
-        (128, 16, "", Outcome.REFUSED, "refused"),
-        (64, 64, "P", Outcome.IDENTICAL, "vLLM's own"),
-        (64, 64, "", Outcome.IDENTICAL, "vLLM's own"),
-        (128, 64, "P", Outcome.IDENTICAL, "read by kvpatch"),
-    ],
-)
-@pytest.mark.parametrize("release", ["0.14.1", "0.20.2"])
-def test_what_a_handshake_leaves_open(
-    release: str, p: int, d: int, says: str, outcome: Outcome, way: str, tmp_path: Path
-) -> None:
-    case = _open(p, d).patched(*SLUGS, prefill=says == "P")
-    if says == "D":
-        case = declaring(case, release)
-
-    found = _of_kvpatch(pair_of(case, release, tmp_path))
-
-    assert (found.outcome, found.way) == (outcome, way), found
-    assert ("KVPATCH_PEER_BLOCK_SIZE" in found.cure) is (outcome is Outcome.REFUSED)
-
-
-@pytest.mark.parametrize(("d", "declared"), [(64, ""), (64, "64"), (16, "64")])
-def test_a_p_that_is_taken_for_another_is_wrong(d: int, declared: str, tmp_path: Path) -> None:
-    """Known: vLLM reads it, with a warning or declared as what it is not."""
-    case = _open(128, d).patched(*SLUGS, prefill=False)
-    said = ("KVPATCH_PEER_BLOCK_SIZE", declared)
-    case = replace(case, decode=replace(case.decode, settings=(said,) if declared else ()))
-
-    found = _of_kvpatch(pair_of(case, "0.20.2", tmp_path))
-
-    assert found.outcome is Outcome.WRONG, found
+    with pytest.raises(CannotPlan, match=r"vLLM 0\.25\.1, which is before 0\.26\.0"):
+        pair_of(case, "0.25.1", tmp_path)

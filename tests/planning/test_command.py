@@ -80,7 +80,7 @@ def test_prefix_hits_are_told_apart(tmp_path):
 
     d = write_side(tmp_path, "d", block_size=128, no_enable_prefix_caching=True)
     status, output = _plan(p, d)
-    assert status == 2 and "depends on the prompt: use one --block-size" in output
+    assert status == 2 and "rightly for some prompts only: use one --block-size" in output
 
 
 @pytest.mark.parametrize(
@@ -93,20 +93,26 @@ def test_prefix_hits_are_told_apart(tmp_path):
         ({"model": "org/none-such"}, "--model-config"),
         ({"kv_transfer_config": "{"}, "is no JSON"),
         ({"pipeline_parallel_size": 2}, "not planned for: --pipeline-parallel-size above 1"),
-        ({"about": {"attention-backend": "NOPE"}}, "not planned for: the attention backend NOPE"),
+        (
+            {"about": {"attention-backend": "NOPE"}},
+            "not planned for: keys and values of the attention backend NOPE",
+        ),
         ({"about": {"platform": "tpu"}}, "not planned for: platform tpu"),
         ({"env": {"ENABLE_KVCACHED": "true"}}, "not planned for: the memory of kvcached"),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4"),
         ({"tensor_paralel_size": 2}, "did you mean tensor-parallel-size?"),
         ({"no_such_thing": True}, "not planned for: --no-such-thing"),
         ({"calculate_kv_scales": True}, "they are not sent"),
-        ({"revision": "abc"}, "--revision is None on P and abc on D"),
+        ({"revision": "abc"}, "differ in --revision: None and abc"),
         ({"env": {"VLLM_SOMETHING": "1"}}, "not planned for: VLLM_SOMETHING"),
         ({"env": {"KVPATCH_TRANSFR": "direct"}}, "did you mean KVPATCH_TRANSFER?"),
+        ({"env": {"KVPATCH_ACCEPT": "vllm_version"}}, "not planned for: KVPATCH_ACCEPT: leave"),
+        ({"about": {"release": "0.25.1"}}, "vLLM 0.25.1, which is before 0.26.0"),
+        ({"kv_transfer_config": '{"kv_buffer_device": "cpu"}'}, "a buffer in host memory"),
         ({"kv_transfer_config": '{"kv_connector": "MultiConnector"}'}, "write the NixlConnector"),
         (
-            {"disable_hybrid_kv_cache_manager": True, "about": {"release": "0.16.0"}},
-            "does not compare",
+            {"speculative_config": '{"method": "eagle"}', "about": {"release": "0.27.0"}},
+            "which vLLM 0.27.0 does not compare",
         ),
     ],
 )

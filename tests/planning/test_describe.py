@@ -186,7 +186,9 @@ def test_a_hybrid_pair_over_unlike_ranks(described: dict[str, Any], plan: Any) -
 def test_a_backend_that_is_not_known_is_no_guess(described: dict[str, Any], plan: Any) -> None:
     status, output = plan(described[_MLA], described[_MLA])
 
-    assert status == 2 and "not planned for: the attention backend CPU_MLA" in output
+    assert (
+        status == 2 and "not planned for: latents (MLA) of the attention backend CPU_MLA" in output
+    )
 
 
 def test_another_platform_takes_its_backend_from_the_command_line(
@@ -198,7 +200,7 @@ def test_another_platform_takes_its_backend_from_the_command_line(
     engine = engine_of("D", read_arguments(path))
 
     assert (engine.device, engine.backend.name) == ("cuda", "FLASH_ATTN")
-    assert (engine.block_tokens, engine.kernel_tokens) == (64, 64)
+    assert (engine.caches.block_tokens, engine.kernel_tokens) == (64, 64)
     assert described["cuda"]["hash"]["factors"]["attn_backend_name"] == "FLASH_ATTN"
 
 

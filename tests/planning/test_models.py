@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from kvpatch.core.errors import CannotPlan
-from kvpatch.tools.planning.model import KNOWN, Model, read_model
+from kvpatch.tools.planning.known_names import known
+from kvpatch.tools.planning.model import Model, read_model
 
 from .described import described
 
+KNOWN = sorted(known("architectures"))
 pytestmark = pytest.mark.patching
 
 _MODELS = Path(__file__).with_name("models.json")

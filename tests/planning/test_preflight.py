@@ -46,10 +46,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         {"env": {_HOST: "localhost"}}, {}, ("error", "P", "D is on another machine"),
     ),
     "nothing set between machines": (
-        {"env": {_HOST: None}}, {}, ("error", "P", f"{_HOST} is not set"),
+        {"env": {_HOST: None}}, {}, ("error", "P", f"{_HOST} is unset"),
     ),
     "127.0.0.1 between machines": (
-        {"env": {_HOST: "127.0.0.1"}}, {}, ("error", "P", "listens on 127.0.0.1"),
+        {"env": {_HOST: "127.0.0.1"}}, {}, ("error", "P", "is 127.0.0.1, and D is on another"),
     ),
     "one port on one machine": (
         {"port": 8100, **_on("a", **{_HOST: "127.0.0.1"})},
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, str, str]]] = 
         ("error", "D", "does not name kvpatch"),
     ),
     "settings of kvpatch's while it is off": (
-        {}, {"env": {"KVPATCH_TRANSFER": "staged"}}, ("warning", "D", "KVPATCH_TRANSFER is set"),
+        {}, {"env": {"KVPATCH_DIGEST": "all"}}, ("warning", "D", "KVPATCH_DIGEST is set"),
     ),
     "Ray": (
         {}, {"distributed_executor_backend": "ray", "env": {"ENABLE_KVPATCH": "true"}},
@@ -107,27 +107,12 @@ def test_it_is_found(name, tmp_path):
     assert words in found[0][2]
 
 
-def test_a_cpu_without_its_buffer_device(tmp_path):
-    """<= 0.17 an engine has CUDA's by default; later ones have their device's own."""
-    of_cpu = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
-    found = []
-    for release in ("0.13.0", "0.32.0"):
-        about = {**of_cpu, "release": release}
-        path = write_side(tmp_path, "p", about=about, block_size=128)
-        found.append(list(start_problems(engine_of("P", read_arguments(path)))))
+def test_another_devices_buffer(tmp_path):
+    about = {"platform": "cpu", "attention-backend": "CPU_ATTN"}
+    transfer = json.dumps({**TRANSFER, "kv_buffer_device": "cuda"})
+    for asked, count in ((None, 0), (transfer, 1)):
+        more = {"kv_transfer_config": asked} if asked else {}
+        path = write_side(tmp_path, "p", about=about, block_size=128, **more)
+        found = list(start_problems(engine_of("P", read_arguments(path))))
 
-    assert "kv_buffer_device cuda is not for cpu" in found[0][0].reason
-    assert not found[1]
-
-
-def test_ports_of_workers_that_listen_themselves(tmp_path):
-    """<= 0.11.0 each rank has one."""
-    about = {"machine": "a", "release": "0.11.0"}
-    p = {"port": 1, "about": about, "tensor_parallel_size": 2, "env": {_PORT: "5557"}}
-    d = {"port": 2, "about": about, "env": {_PORT: "5558"}}
-
-    (found,) = _found(tmp_path, p, d)
-
-    assert "port 5558" in found[2]
-    about["release"] = "0.12.0"
-    assert _found(tmp_path, p, d) == []
+        assert ["kv_buffer_device cuda is not for cpu" in one for one, _ in found] == [True] * count

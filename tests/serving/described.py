@@ -65,7 +65,7 @@ def _unlike(
     parts = caches["block_tokens"] // caches["kernel_tokens"]
     sizes = [layer["page_bytes"] // parts for layer in caches["layers"]]
     asked, config = planned["options"], told["vllm_config"]
-    transfer, parallel = asked["kv_transfer_config"], config["parallel_config"]
+    transfer = asked["kv_transfer_config"]
     pairs = {
         "hash": (planned["hash"]["digest"], payload["compatibility_hash"]),
         "bytes": (sizes, stated["block_lens"]),
@@ -74,9 +74,9 @@ def _unlike(
         "backend": (about["attention-backend"], stated["attn_backend_name"]),
         "cut": (parts, stated["physical_blocks_per_logical_kv_block"]),
         "model": (asked["model"], config["model_config"]["model"]),
-        "type": (f"torch.{asked['dtype']}", str(config["model_config"]["dtype"])),
-        "block": (asked["block_size"], config["cache_config"]["block_size"]),
-        "ranks": (asked["tensor_parallel_size"], parallel["tensor_parallel_size"]),
+        "type": (f"torch.{caches['model_dtype']}", str(config["model_config"]["dtype"])),
+        "block": (caches["block_tokens"], config["cache_config"]["block_size"]),
+        "ranks": (1, config["parallel_config"]["tensor_parallel_size"]),
         **{name: (one, config["kv_transfer_config"][name]) for name, one in transfer.items()},
     }
     assert len(pairs) > 12

@@ -21,9 +21,11 @@ SECTION = "kvpatch"
 #: The entry of it that holds variables.
 ENV = "env"
 
+#: The parts of a description that arguments have too.
+_PARTS = ("options", "about", ENV)
 #: The entries that the section may have.
 ABOUT = (
-    *("release", "platform", "attention-backend", "kernel-block-size", "amx", "machine"),
+    *("release", "platform", "attention-backend", "amx", "machine"),
     *("model-config", ENV),
 )
 
@@ -33,10 +35,8 @@ class EngineArguments:
     """The arguments of one engine, as they were written.
 
     Attributes:
-        source: the file, for messages.
         options: of ``vllm serve``, with underscores.
         about: the section of kvpatch, with hyphens.
-        environment: the variables that the engine is started with.
         described: the answers of vLLM; None of arguments alone.
     """
 
@@ -52,19 +52,11 @@ class EngineArguments:
         return default if found is None else found
 
     def number(self, name: str, default: int) -> int:
-        """Returns an option that is a whole number of 1 or more.
-
-        Raises:
-            BadOptions: it is none.
-        """
+        """Returns an option that is a whole number; :class:`BadOptions` where it is none."""
         return whole_number(self.option(name, default), f"{self.source}: --{plain(name)}")
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        """Returns an option that is JSON, or a mapping; empty where it is not there.
-
-        Raises:
-            BadOptions: it is neither.
-        """
+        """Returns an option that is JSON, or a mapping; empty where it is not there."""
         return as_mapping(self.option(name, {}), f"{self.source}: --{plain(name)}")
 
     def is_on(self, variable: str) -> bool:
@@ -73,10 +65,7 @@ class EngineArguments:
 
 
 def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> EngineArguments:
-    """Reads an engine's arguments from its file, and from the section beside it.
-
-    Args:
-        overrides: entries of the section that the command line gives, which win.
+    """Reads an engine's arguments from its file and the section beside it; overrides win.
 
     Raises:
         BadOptions: there is no such file, or it holds something else.
@@ -93,59 +82,34 @@ def read_arguments(path: Path, overrides: Mapping[str, Any] | None = None) -> En
         **given,
     }
     environment = as_mapping(about.pop(ENV, None) or {}, f"{path}: {SECTION}: {ENV}")
-    return EngineArguments(str(path), _options(content, str(path)), about, _variables(environment))
+    return EngineArguments(
+        str(path),
+        {name.lstrip("-").replace("-", "_"): value for name, value in content.items()},
+        about,
+        _variables(environment),
+    )
 
 
 def _of_description(
     content: Mapping[str, Any], path: Path, given: Mapping[str, Any]
 ) -> EngineArguments:
     """Reads a described engine's; the command line may not contradict them."""
-    options, about, environment = (
-        as_mapping(content.get(name) or {}, f"{path}: {name}") for name in ("options", "about", ENV)
-    )
+    options, about, env = (as_mapping(content.get(name), str(path)) for name in _PARTS)
     about = _section(about, str(path))
     for name, value in given.items():
         if about.setdefault(name, value) != value:
-            raise BadOptions(
-                f"{path} describes an engine with {name} {about[name]}, and the command line "
-                f"says {value}",
-                f"leave out --{name}, or describe another engine",
-            )
+            raise BadOptions(f"{path} describes another {name}", f"leave out --{name}")
     described = description_in(content, path)
-    return EngineArguments(str(path), options, about, _variables(environment), described)
-
-
-def _options(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Names options with underscores; a dotted name becomes part of a mapping, as in vLLM."""
-    found: dict[str, Any] = {}
-    for key, value in content.items():
-        name, *path = key.lstrip("-").split(".")
-        name = name.replace("-", "_")
-        if not path:
-            found[name] = value
-            continue
-        inner = found[name] = dict(as_mapping(found.get(name) or {}, f"{where}: {key}"))
-        for step in path[:-1]:
-            inner[step] = inner = dict(as_mapping(inner.get(step) or {}, f"{where}: {key}"))
-        inner[path[-1]] = value
-    return found
+    return EngineArguments(str(path), options, about, _variables(env), described)
 
 
 def _section(content: Any, where: str) -> dict[str, Any]:
-    """Reads the section's entries, with hyphens.
-
-    Raises:
-        BadOptions: one of them means nothing here.
-    """
+    """Reads the section's entries, with hyphens."""
     found = as_mapping(content or {}, where)
     about = {key.replace("_", "-"): value for key, value in found.items()}
-    for key in about:
-        if key not in ABOUT:
-            raise BadOptions(
-                f"{where} has {key!r}, which says nothing here{nearest(key, ABOUT)}; there are "
-                f"{', '.join(ABOUT)}",
-                "write the name that it has, or leave it out",
-            )
+    for key in about.keys() - {*ABOUT}:
+        hint = f"{nearest(key, ABOUT)}; there are {', '.join(ABOUT)}"
+        raise BadOptions(f"{where} has {key!r}, which says nothing here{hint}", "leave it out")
     return about
 
 
@@ -161,35 +125,23 @@ def plain(name: str) -> str:
 
 
 def whole_number(found: Any, what: str) -> int:
-    """Reads a whole number of 1 or more.
-
-    Raises:
-        BadOptions: it is none.
-    """
+    """Reads a whole number of 1 or more; raises :class:`BadOptions` where it is none."""
     text = str(found).strip()
-    if isinstance(found, bool) or not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise BadOptions(
-            f"{what} is {found!r}: expected a whole number of 1 or more", "write a number"
-        )
-    return int(text)
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise BadOptions(f"{what} is {found!r}: expected a whole number above 0", "write a number")
 
 
 def as_mapping(found: Any, what: str) -> Mapping[str, Any]:
-    """Returns a mapping, or the one that a text of JSON holds.
-
-    Raises:
-        BadOptions: it is neither.
-    """
+    """Returns a mapping, or that of a JSON text; raises :class:`BadOptions` for others."""
     if isinstance(found, str):
         try:
             found = json.loads(found)
         except json.JSONDecodeError as error:
             raise BadOptions(f"{what} is no JSON: {error}", "change it to JSON") from None
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
-        raise BadOptions(
-            f"{what} is {found!r:.200}: expected names and values",
-            "write a mapping, or a JSON object",
-        )
+        reason = f"{what} is {found!r:.200}: expected names and values"
+        raise BadOptions(reason, "write a mapping, or a JSON object")
     return found
 
 
@@ -198,13 +150,10 @@ def _load(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
         raise BadOptions(
-            f"{path} cannot be read: {error}", "give a file with an engine's arguments"
-        ) from None
-    except yaml.YAMLError as error:
-        raise BadOptions(
-            f"{path} is no YAML: {' '.join(str(error).split())}", "change that line"
+            f"{path} cannot be read: {reason}", "give a YAML file of arguments, or a description"
         ) from None
     return dict(as_mapping({} if content is None else content, str(path)))
 

@@ -9,6 +9,7 @@ have every size and move nothing.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from kvpatch.core.version import __version__
 from kvpatch.peer import peer_hash
 from kvpatch.peer.compared_hash import own_factors
 from kvpatch.tools.planning.description import NUMBER, SCHEMA, STATE, Caches, Layer
-from kvpatch.tools.planning.engine import PUSH
 from kvpatch.worker.kv_cache_groups import spec_of
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state_division import state_division
@@ -33,24 +33,16 @@ from kvpatch.worker.state_division import state_division
 _VARIABLE = re.compile(r"[A-Za-z_]\w*=")
 _SERVERS = ("vllm.entrypoints.openai.api_server", "serve")
 #: The errors that vLLM raises for a configuration or a model that it does not take.
-_VLLMS_ERRORS = (
-    *(AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
-    *(TypeError, ValueError),
-)
+_ERRORS = (AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError)
+_VLLMS_ERRORS = (*_ERRORS, TypeError, ValueError)
+_ARGUMENTS = "give kvpatch plan the engine's arguments"
 #: More than any cache takes; nothing is allocated.
 _MEMORY_BYTES = 1 << 50
-#: Of each part of vLLM's configuration, the options that a plan reads.
-_CONFIGURED = {
-    "model_config": ("model", "dtype"),
-    "cache_config": ("block_size", "enable_prefix_caching"),
-    "parallel_config": (
-        *("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"),
-        *("prefill_context_parallel_size", "data_parallel_size", "nnodes"),
-        *("distributed_executor_backend",),
-    ),
-    "scheduler_config": ("disable_hybrid_kv_cache_manager",),
-}
-_DRAFTS = "each draft's layers are made by the worker, which describe does not start"
+#: The settings of the connector that a plan reads; the rest is each engine's own.
+_TRANSFER = (
+    *("kv_connector", "kv_role", "kv_buffer_device", "kv_connector_module_path"),
+    *("enable_permute_local_kv", "kv_connector_extra_config"),
+)
 
 
 def describe(
@@ -60,8 +52,7 @@ def describe(
 
     Args:
         command: ``vllm serve MODEL ...``, behind variables as a shell has them (``NAME=value``).
-        platform: of the engine, where it is not this machine's.
-        attention_backend: that vLLM chooses there.
+        platform, attention_backend: of the engine, where it runs on another platform.
 
     Raises:
         BadOptions: the command is none, or vLLM does not take it.
@@ -75,9 +66,7 @@ def describe(
     if not facts.server_arguments:
         first = next(known.release for known in FACTS.values() if known.server_arguments)
         raise CannotPlan(
-            f"vLLM {facts.release} cannot be described: vLLM {first} is the first that decides "
-            "on all caches of a model in one place",
-            "give kvpatch plan the engine's arguments",
+            f"not described: vLLM {facts.release}, which is before {first}", _ARGUMENTS
         )
     settings.set_variables({"VLLM_LOGGING_LEVEL": found.get("VLLM_LOGGING_LEVEL", "ERROR")})
     with redirect_stdout(sys.stderr):  # which is the description's alone
@@ -133,11 +122,7 @@ def _one_of(ranks: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Describing:
-    """Asks one vLLM.
-
-    Attributes:
-        variables: that the engine is started with.
-    """
+    """Asks one vLLM, with the variables of the engine."""
 
     facts: ReleaseFacts
     variables: Mapping[str, str]
@@ -146,7 +131,9 @@ class _Describing:
 
     def described(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The description of the engine of these arguments."""
+        import torch
         import vllm
+        from vllm.platforms import current_platform
 
         asked, config = self._configured(arguments)
         self._refuse(config)
@@ -154,18 +141,17 @@ class _Describing:
         with _one_of(parallel.world_size), self._built(config):
             caches = self._caches(config)
             digest, hashed = self._hashed(config)
-        about: dict[str, Any] = {"release": self.facts.release, "platform": self._platform()}
-        if caches.backends:
-            about["attention-backend"] = self.backend or caches.backends[0]
+        device = "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+        about: dict[str, Any] = {"release": self.facts.release, "platform": self.platform or device}
+        if caches.attention:
+            about["attention-backend"] = self.backend or caches.first.backend
         if about["platform"] == "cpu":
-            import torch
-
             about["amx"] = torch.cpu._is_amx_tile_supported()
         return {
             SCHEMA: NUMBER,
             "kvpatch": __version__,
             "vllm": vllm.__version__,
-            "options": asked | _options(config),
+            "options": asked,
             "about": about,
             "env": dict(self.variables),
             "caches": asdict(caches),
@@ -187,58 +173,44 @@ class _Describing:
         if given.model_tag:
             given.model = given.model_tag
         asked = {
-            name: _plain(value)
+            name: value
             for name, value in vars(given).items()
             if value != parser.get_default(name) and name not in ("config", "model_tag")
         }
         given.skip_tokenizer_init = True
-        config = AsyncEngineArgs.from_cli_args(given).create_engine_config(
-            UsageContext.OPENAI_API_SERVER
-        )
-        return asked, config
+        made = AsyncEngineArgs.from_cli_args(given)
+        config = made.create_engine_config(UsageContext.OPENAI_API_SERVER)
+        asked["model"], transfer = config.model_config.model, config.kv_transfer_config
+        if transfer is not None:
+            found = {name: getattr(transfer, name) for name in _TRANSFER}
+            asked["kv_transfer_config"] = {name: one for name, one in found.items() if one}
+        return json.loads(json.dumps(asked, default=str)), config
 
     def _refuse(self, config: Any) -> None:
         """Raises CannotPlan for an engine that one rank without a device does not stand for."""
-        drafting = config.speculative_config
+        drafting, what = config.speculative_config, ""
+        is_asked = config.cache_config.user_specified_block_size
         if drafting is not None and (drafting.use_eagle() or drafting.uses_draft_model()):
-            raise CannotPlan(
-                f"an engine that drafts with {drafting.method} cannot be described: {_DRAFTS}",
-                "give kvpatch plan the engine's arguments",
-            )
-        if self.backend is None:
-            return
-        if not config.cache_config.user_specified_block_size or config.model_config.is_hybrid:
-            raise CannotPlan(
-                f"how many tokens blocks of {self.backend} have cannot be asked of a vLLM for "
-                f"another platform than {self.platform}",
-                "give the command --block-size; a model with recurrent states is described where "
-                "it runs",
-            )
-
-    def _platform(self) -> str:
-        from vllm.platforms import current_platform
-
-        if self.platform is not None:
-            return self.platform
-        return "rocm" if current_platform.is_rocm() else str(current_platform.device_type)
+            what = f"drafts of {drafting.method}, whose layers the worker makes"
+        elif self.backend is not None and (not is_asked or config.model_config.is_hybrid):
+            what = f"blocks of {self.backend} on another platform, without --block-size"
+        if what:
+            raise CannotPlan(f"not described: {what}", _ARGUMENTS)
 
     @contextmanager
     def _built(self, config: Any) -> Iterator[None]:
         """Builds the first rank's layers in the configuration, and sets blocks that suit them."""
         import torch
+        from vllm import distributed
         from vllm.config import set_current_vllm_config
-        from vllm.distributed import (
-            ensure_model_parallel_initialized,
-            init_distributed_environment,
-        )
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.platforms import current_platform
         from vllm.utils.torch_utils import set_default_torch_dtype
 
         parallel = config.parallel_config
         with set_current_vllm_config(config):
-            init_distributed_environment(parallel.world_size, 0, "", 0, "fake")
-            ensure_model_parallel_initialized(
+            distributed.init_distributed_environment(parallel.world_size, 0, "", 0, "fake")
+            distributed.ensure_model_parallel_initialized(
                 parallel.tensor_parallel_size,
                 parallel.pipeline_parallel_size,
                 parallel.prefill_context_parallel_size,
@@ -253,46 +225,37 @@ class _Describing:
         from vllm.config import get_layers_from_vllm_config
         from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
         from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-        from vllm.v1.attention.backends.utils import (
-            get_supported_kv_cache_layouts,
-            resolve_kv_cache_layout,
-        )
+        from vllm.v1.attention.backends import utils
+        from vllm.v1.engine import core
         from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         specs = get_kv_cache_spec(config)
         backends = get_current_attn_backends(config)
-        supported = [layout.name for layout in get_supported_kv_cache_layouts(backends)]
-        layout = resolve_kv_cache_layout(config, [supported], list(specs.values()))
-        planned = self._planned(config, specs)
+        supported = [layout.name for layout in utils.get_supported_kv_cache_layouts(backends)]
+        layout = utils.resolve_kv_cache_layout(config, [supported], list(specs.values()))
+        memory: list[Any] = [[specs], [_MEMORY_BYTES]]
+        if self.facts.groups_layers_first:
+            memory.append(core.get_global_kv_cache_groups(config, [specs]))
+        planned = core.get_kv_cache_configs(config, *memory)[0]
         model, parallel = config.model_config, config.parallel_config
-        kernel_tokens = self._kernel_tokens(config, planned, backends)
+        asked = str(config.cache_config.cache_dtype)
         by_layer = {
             name: spec_of(group.kv_cache_spec, name)
             for group in planned.kv_cache_groups
             for name in group.layer_names
         }
         return Caches(
-            rank=0,
             block_tokens=config.cache_config.block_size,
-            kernel_tokens=kernel_tokens,
+            kernel_tokens=self._kernel_tokens(config, planned, backends),
             layout=layout.name,
             heads=model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
             kv_heads=model.get_total_num_kv_heads(),
             model_dtype=_name(model.dtype),
-            cache_dtype=_cache_dtype(config),
+            cache_dtype=_name(model.dtype) if asked == "auto" else asked,
             layers=tuple(self._layer(config, name, layers[name], by_layer[name]) for name in specs),
             groups=tuple(tuple(group.layer_names) for group in planned.kv_cache_groups),
         )
-
-    def _planned(self, config: Any, specs: Mapping[str, Any]) -> Any:
-        """The release's plan of the caches, groups of layers included."""
-        from vllm.v1.engine import core
-
-        memory: list[Any] = [[specs], [_MEMORY_BYTES]]
-        if self.facts.groups_layers_first:
-            memory.append(core.get_global_kv_cache_groups(config, [specs]))
-        return core.get_kv_cache_configs(config, *memory)[0]
 
     def _kernel_tokens(self, config: Any, planned: Any, backends: Sequence[Any]) -> int:
         """Tokens of the blocks that this rank's connector would register; 0 where unknown here."""
@@ -300,13 +263,9 @@ class _Describing:
             return 0
         reader = self.facts.reader
         owner = getattr(importlib.import_module(reader.module), reader.owner)
-        worker = SimpleNamespace(
-            vllm_config=config,
-            kv_cache_config=planned,
-            attn_backends=backends,
-            block_size=config.cache_config.block_size,
-            num_blocks=planned.num_blocks,
-        )
+        worker = SimpleNamespace(vllm_config=config, kv_cache_config=planned)
+        worker.attn_backends, worker.num_blocks = backends, planned.num_blocks
+        worker.block_size = config.cache_config.block_size
         owner._sync_block_size_with_kernel(worker)
         return int(worker.block_size)
 
@@ -332,7 +291,6 @@ class _Describing:
                 (s.unit_bytes, tuple((part.units, part.is_copied) for part in s.parts))
                 for s in division.states
             ),
-            undivided=division.reason,
         )
 
     def _hashed(self, config: Any) -> tuple[str | None, dict[str, Any] | None]:
@@ -341,61 +299,18 @@ class _Describing:
 
         name = self.backend or get_current_attn_backends(config)[0].get_name()
         module = importlib.import_module(self.facts.reader.module.rpartition(".")[0] + ".metadata")
-        transfer = config.kv_transfer_config
-        is_push = transfer is not None and transfer.kv_connector == PUSH
         make = module.compute_nixl_compatibility_hash
-        worker = SimpleNamespace(
-            vllm_config=config, backend_name=name, compat_hash=make(config, name)
-        )
+        worker = SimpleNamespace(vllm_config=config, backend_name=name)
+        worker.compat_hash = make(config, name)
         setattr(worker, self.facts.topology, None)
         own = own_factors(ReleaseWorker(worker, self.facts))
         if own is None:
             return None, None
         found = {one: own.values[one] for one in self.facts.hash_factors}
+        is_push = getattr(config.kv_transfer_config, "kv_connector", "") == "NixlPushConnector"
         found[peer_hash.MODE] = "push" if is_push else "pull"  # known since the first of these
         return make(config, name, transfer_mode=found[peer_hash.MODE]), found
 
 
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _options(config: Any) -> dict[str, Any]:
-    """Returns the options that a configuration has come to, as far as a plan reads them."""
-    options = {
-        name: getattr(getattr(config, part), name)
-        for part, names in _CONFIGURED.items()
-        for name in names
-    }
-    options |= {"dtype": _name(options["dtype"]), "kv_cache_dtype": config.cache_config.cache_dtype}
-    found: dict[str, Any] = {
-        name: value
-        for name, value in options.items()
-        if isinstance(value, (str, int))  # and no class, which an executor may be
-    }
-    drafting, transfer = config.speculative_config, config.kv_transfer_config
-    if drafting is not None:
-        found["speculative_config"] = {"method": drafting.method}
-    if transfer is None:
-        return found
-    names = (
-        *("kv_connector", "kv_role", "kv_buffer_device", "kv_connector_module_path"),
-        *("enable_permute_local_kv", "kv_connector_extra_config"),
-    )
-    asked = {name: getattr(transfer, name) for name in names}
-    asked = {name: _plain(one) for name, one in asked.items() if one}
-    return found | {"kv_transfer_config": asked}
-
-
-def _cache_dtype(config: Any) -> str:
-    asked = str(config.cache_config.cache_dtype)
-    return _name(config.model_config.dtype) if asked == "auto" else asked
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it; an object of vLLM's as text."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)

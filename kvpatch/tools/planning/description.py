@@ -20,27 +20,24 @@ SCHEMA = "kvpatch_description"
 NUMBER = 1
 
 #: KVCacheSpec classes by what a block of theirs holds; caches of others are not planned for.
-FULL, WINDOW, LATENT, STATE = (
-    *("FullAttentionSpec", "SlidingWindowSpec"),
-    *("MLAAttentionSpec", "MambaSpec"),
-)
+FULL, WINDOW = "FullAttentionSpec", "SlidingWindowSpec"
+LATENT, STATE = "MLAAttentionSpec", "MambaSpec"
 #: Bytes of one number, by the types that are not cut to a byte.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The cache of one layer on the described rank.
+    """The cache of one layer on the first rank.
 
     Attributes:
         kind: the class of its KVCacheSpec.
         page_bytes: of one block, with padding; 0 where vLLM was not asked.
         value_dim: the width of values; 0 where there are none apart.
         window: in tokens; 0 for full attention.
-        shapes: of recurrent states on this rank.
+        shapes: of recurrent states.
         parts: by recurrent state, the bytes of a unit, and the units of each part that all ranks
             have together, with True for a part that each rank has whole.
-        undivided: the reason why the parts are not known; empty where they are.
     """
 
     name: str
@@ -55,31 +52,25 @@ class Layer:
     window: int = 0
     shapes: tuple[tuple[int, ...], ...] = ()
     parts: tuple[tuple[int, tuple[tuple[int, bool], ...]], ...] = ()
-    undivided: str = ""
 
     @property
     def division(self) -> StateDivision:
         """The way in which all ranks share out its states."""
-        states = (
-            SharedState(unit_bytes, tuple(Part(units, copied) for units, copied in parts))
-            for unit_bytes, parts in self.parts
-        )
-        return StateDivision(tuple(states), self.undivided)
+        parts = ((size, tuple(Part(*one) for one in of_all)) for size, of_all in self.parts)
+        return StateDivision(tuple(SharedState(*one) for one in parts), reason="")
 
 
 @dataclass(frozen=True)
 class Caches:
-    """The caches of one rank.
+    """The caches of the first rank.
 
     Attributes:
-        rank: of tensor parallel ranks.
         kernel_tokens: of the blocks that kernels take; 0 where the attention backend decides.
         heads, kv_heads: of the whole model.
         cache_dtype: of a token's keys and values.
         groups: the names of the layers of each block table.
     """
 
-    rank: int
     block_tokens: int
     kernel_tokens: int
     layout: str
@@ -116,36 +107,29 @@ class Caches:
         return bool(self.states) or any(one.window for one in self.attention.values())
 
     @property
-    def backends(self) -> tuple[str, ...]:
-        """The names of the backends of attention."""
-        return tuple(dict.fromkeys(one.backend for one in self.attention.values()))
-
-    @property
     def numbered_groups(self) -> tuple[tuple[int, ...], ...]:
         """The numbers of the layers of each block table."""
         numbers = {layer.name: number for number, layer in enumerate(self.layers)}
         return tuple(tuple(numbers[name] for name in group) for group in self.groups)
 
     def check(self, source: str) -> None:
-        """Refuses caches that a plan does not know.
-
-        Raises:
-            CannotPlan: there are some.
-        """
+        """Raises :class:`CannotPlan` for caches that a plan does not know."""
+        kinds = {one.kind for one in self.layers}
         shapes = {
             (one.kind == LATENT, one.kv_heads, one.head_dim, one.value_dim, one.dtypes)
             for one in self.attention.values()
         }
-        divisions = {one.division for one in self.states.values()}
+        blocks = {one.block_tokens for one in self.layers}
+        backends = {one.backend for one in self.attention.values()}
+        states = {one.parts for one in self.states.values()}
         found = ""
-        if {one.kind for one in self.layers} - {FULL, WINDOW, LATENT, STATE} or not shapes:
-            kinds = sorted({one.kind for one in self.layers})
-            found = f"caches of {', '.join(kinds)}"
+        if kinds - {FULL, WINDOW, LATENT, STATE} or not shapes:
+            found = f"caches of {', '.join(sorted(kinds))}"
         elif len(shapes) > 1 or self.first.value_dim not in (0, self.first.head_dim):
             found = "layers whose caches have several shapes"
-        elif len({one.block_tokens for one in self.layers}) > 1 or len(self.backends) > 1:
+        elif len(blocks) > 1 or len(backends) > 1:
             found = "layers with blocks of several sizes, or with several attention backends"
-        elif len(divisions) > 1 or any(one.undivided for one in self.states.values()):
+        elif len(states) > 1 or () in states:
             found = "these recurrent states"
         if found:
             raise CannotPlan(f"{source}: not planned for: {found}", SEND_ONE)
@@ -153,12 +137,7 @@ class Caches:
 
 @dataclass(frozen=True)
 class Description:
-    """The answers of vLLM on one engine.
-
-    Attributes:
-        version: vLLM's, as it hashes it.
-        factors: of the compatibility hash, by the release's names; None where they are not known.
-    """
+    """The answers of vLLM on one engine: its version and factors are those that it hashes."""
 
     version: str
     caches: Caches
@@ -166,60 +145,36 @@ class Description:
 
 
 def read_json(path: Path) -> Mapping[str, Any] | None:
-    """The object of a file that holds a description; None of any other file.
-
-    Raises:
-        BadOptions: it is of another schema.
-    """
-    if path.suffix != ".json":
-        return None
+    """Returns the object of a file that holds a description; None of any other file."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text("utf-8")) if path.suffix == ".json" else None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return None  # the reader of arguments says what is wrong
     if not isinstance(content, Mapping) or SCHEMA not in content:
         return None
     if content[SCHEMA] != NUMBER:
-        raise BadOptions(
-            f"{path} is a description of schema {content[SCHEMA]!r}, and this kvpatch reads "
-            f"{NUMBER}",
-            "write it anew with this kvpatch",
-        )
+        reason = f"{path} is a description of schema {content[SCHEMA]!r}, and not of {NUMBER}"
+        raise BadOptions(reason, "write it anew with this kvpatch")
     return content
 
 
 def description_in(content: Mapping[str, Any], path: Path) -> Description:
-    """Reads what a description says that arguments do not.
-
-    Raises:
-        BadOptions: something is missing in it, or has another form.
-        CannotPlan: its caches are not planned for.
-    """
+    """Reads the caches and the factors of a description."""
     try:
-        caches = _caches(content["caches"])
-        hashed = content["hash"]
+        found, hashed = _as_tuples(content["caches"]), content["hash"]
+        layers = tuple(Layer(**one) for one in found["layers"])
+        caches = Caches(**{**found, "layers": layers})
         factors = None if hashed is None else dict(hashed["factors"])
-        version = str(content["vllm"])
         caches.numbered_groups  # noqa: B018  KeyError of a layer that is not there
+        caches.check(str(path))
+        return Description(str(content["vllm"]), caches, factors)
     except (KeyError, TypeError, ValueError) as error:
-        raise BadOptions(
-            f"{path} is no whole description ({error!r:.100})", "write it anew, and leave it as is"
-        ) from None
-    caches.check(str(path))
-    return Description(version, caches, factors)
+        reason = f"{path} is no whole description ({error!r:.100})"
+        raise BadOptions(reason, "write it anew, and leave it as is") from None
 
 
-def _caches(found: Mapping[str, Any]) -> Caches:
-    layers = tuple(
-        Layer(
-            **{
-                **one,
-                "dtypes": tuple(one["dtypes"]),
-                "shapes": tuple(map(tuple, one["shapes"])),
-                "parts": tuple((size, tuple(map(tuple, of))) for size, of in one["parts"]),
-            }
-        )
-        for one in found["layers"]
-    )
-    groups = tuple(map(tuple, found["groups"]))
-    return Caches(**{**found, "layers": layers, "groups": groups})
+def _as_tuples(found: Any) -> Any:
+    """Turns the lists of JSON into tuples."""
+    if isinstance(found, dict):
+        return {name: _as_tuples(one) for name, one in found.items()}
+    return tuple(map(_as_tuples, found)) if isinstance(found, list) else found

@@ -12,24 +12,22 @@ from typing import Any, Literal
 
 from kvpatch.core import settings
 from kvpatch.core.errors import SEND_ONE, BadOptions, CannotPlan
-from kvpatch.core.releases import ReleaseFacts, facts_named, facts_of
+from kvpatch.core.releases import FACTS, ReleaseFacts, facts_named, facts_of
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout, inner_layout
-from kvpatch.tools.planning.arguments import EngineArguments, plain, whole_number
-from kvpatch.tools.planning.backends import Backend, backend_named, default_backend
-from kvpatch.tools.planning.description import ITEM_BYTES, Caches, Layer
+from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerLayout
+from kvpatch.tools.planning.arguments import EngineArguments, plain
+from kvpatch.tools.planning.backends import Backend, backend_named
+from kvpatch.tools.planning.description import ITEM_BYTES, Caches
 from kvpatch.tools.planning.known_names import check_names
-from kvpatch.tools.planning.model import DESCRIBE, find_config, read_model
-from kvpatch.worker.state_division import StateDivision
+from kvpatch.tools.planning.model import DESCRIBE, Model, caches_of, find_config, read_model
 
 Role = Literal["P", "D"]
 
-PULL, PUSH = "NixlPullConnector", "NixlPushConnector"
-
-_DEVICES = ("cuda", "rocm", "cpu")
-#: A release's names of the two layouts; the second of each is from 0.29 on.
-_LAYOUTS = {"HND": ("HND", "LBHNC"), "NHD": ("NHD", "LBNHC")}
-_ONE_WORD = {"half": "float16", "float": "float32"}
+#: The release's two layouts by their names; the second of each is from 0.29 on.
+_LAYOUTS: Mapping[InnerLayout, tuple[str, str]] = {
+    "HND": ("HND", "LBHNC"),
+    "NHD": ("NHD", "LBNHC"),
+}
 #: Methods of speculative decoding whose drafts have no layers in the cache.
 _WITHOUT_LAYERS = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
@@ -39,14 +37,11 @@ class PlannedEngine:
     """One engine, as far as a pair is judged by it.
 
     Attributes:
-        model: as ``--model`` names it.
-        device: cuda, rocm or cpu.
-        caches: of its first rank.
         kernel_tokens: of the blocks that its kernels take.
         layout: as a handshake states it.
         key_order: the order of keys in a block; TILED on a CPU with AMX.
         transfer: of ``--kv-transfer-config``.
-        assumed: what its arguments do not say, a sentence each.
+        assumed: the sentences on what its arguments do not say.
     """
 
     role: Role
@@ -64,14 +59,9 @@ class PlannedEngine:
     assumed: tuple[str, ...] = ()
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of the blocks that ids count."""
-        return self.caches.block_tokens
-
-    @property
     def parts(self) -> int:
         """Kernel blocks in one of the blocks that ids count."""
-        return self.block_tokens // self.kernel_tokens
+        return self.caches.block_tokens // self.kernel_tokens
 
     @property
     def item_bytes(self) -> int:
@@ -81,7 +71,8 @@ class PlannedEngine:
     @property
     def inner_layout(self) -> InnerLayout:
         """The order of heads and tokens in memory."""
-        return self.backend.inner_layout(inner_layout(self.layout) or "HND", self.facts)
+        is_nhd = self.layout in _LAYOUTS["NHD"] and self.backend.device != "cpu"
+        return "NHD" if is_nhd else "HND"
 
     @property
     def heads(self) -> int:
@@ -89,25 +80,10 @@ class PlannedEngine:
         return 1 if self.caches.is_mla else max(1, self.caches.kv_heads // self.tp_size)
 
     @property
-    def has_groups(self) -> bool:
-        """True if its connector knows several block tables, or one with a window."""
-        return self.facts.has_cache_groups and self.caches.has_groups
-
-    @property
-    def division(self) -> StateDivision | None:
-        """The way in which ranks share out the states of a layer; None where there are none."""
-        return next((layer.division for layer in self.caches.states.values()), None)
-
-    @property
     def drafts(self) -> Mapping[str, Any]:
         """``--speculative-config``, where drafts have layers in the cache; else empty."""
         asked = self.arguments.mapping("speculative_config")
         return {} if asked.get("method") in _WITHOUT_LAYERS else asked
-
-    @property
-    def is_push(self) -> bool:
-        """True if P writes into D, in place of D reading."""
-        return self.transfer.get("kv_connector") == PUSH
 
     @property
     def has_kvpatch(self) -> bool:
@@ -117,26 +93,9 @@ class PlannedEngine:
     @property
     def has_prefix_cache(self) -> bool:
         """True if it keeps prompts for later requests."""
-        options = self.arguments
-        is_off = options.option("no_enable_prefix_caching") is True or bool(self.caches.states)
-        return not is_off and options.option("enable_prefix_caching") is not False
-
-    @property
-    def device_type(self) -> str:
-        """The platform's name in vLLM."""
-        return "cuda" if self.device == "rocm" else self.device
-
-    @property
-    def buffer_device(self) -> str:
-        """The device whose memory NIXL registers, by ``--kv-transfer-config``."""
-        default = self.device_type if self.facts.buffer_follows_device else "cuda"
-        return str(self.transfer.get("kv_buffer_device") or default)
-
-    @property
-    def known_buffer_devices(self) -> list[str]:
-        """The devices whose memory the release registers; empty where it has no connector."""
-        pairs = (one.partition(": ") for one in self.facts.buffer_devices)
-        return sorted(buffer for device, _, buffer in pairs if device == self.device_type)
+        is_off = self.arguments.option("no_enable_prefix_caching") is True
+        is_off |= self.arguments.option("enable_prefix_caching") is False
+        return not (is_off or self.caches.states)
 
     @property
     def extra_config(self) -> Mapping[str, Any]:
@@ -146,17 +105,13 @@ class PlannedEngine:
     def __str__(self) -> str:
         cut = "" if self.parts == 1 else f" in kernel blocks of {self.kernel_tokens}"
         ranks = "" if self.tp_size == 1 else f", {self.tp_size} ranks"
-        return (
-            f"vLLM {self.facts.release} on {self.device}, {self.backend.name}, blocks of "
-            f"{self.block_tokens} tokens{cut}, {self.layout}, {self.caches.cache_dtype}{ranks}"
-        )
+        blocks = f"blocks of {self.caches.block_tokens} tokens{cut}, {self.layout}"
+        engine = f"vLLM {self.facts.release} on {self.device}, {self.backend.name}"
+        return f"{engine}, {blocks}, {self.caches.cache_dtype}{ranks}"
 
 
 def engine_of(role: Role, arguments: EngineArguments, config: Path | None = None) -> PlannedEngine:
-    """Makes an engine of its arguments.
-
-    Args:
-        config: its model's config.json, where that is not found by the model's name.
+    """Makes an engine of its arguments, and of its model's config.json if that is given.
 
     Raises:
         BadOptions: they are wrong, or do not say enough.
@@ -181,19 +136,23 @@ class _Reading:
         name = arguments.option("model") or arguments.option("model_tag")
         if not isinstance(name, str):
             raise BadOptions(f"{arguments.source} names no model", "write `model` into it")
-        facts, device, transfer = self._facts(), self._device(), self._transfer()
-        self._refuse_unplanned(transfer)
+        facts, device = self._facts(), self._device()
+        transfer = arguments.mapping("kv_transfer_config")
+        if not transfer:
+            self.assumed.append("it has NixlConnector (it has no --kv-transfer-config)")
         if described is not None:
             caches = described.caches
             backend = self._backend(device, is_mla=caches.is_mla)
         else:
-            caches, backend = self._caches(device, name)
-        if arguments.option("disable_hybrid_kv_cache_manager") is True and (
-            facts.has_cache_groups and caches.has_groups
-        ):
-            self._refuse("--disable-hybrid-kv-cache-manager of a model with several block tables")
+            given = arguments.about.get("model-config") or self.config
+            beside = Path(arguments.source).parent / str(given or name)
+            given = beside if beside.exists() else given
+            model = read_model(find_config(name, Path(given) if given else None))
+            backend = self._backend(device, is_mla=model.is_mla)
+            caches = self._caches(backend, model)
+        self._refuse_unplanned(transfer, device, caches)
         kernel_tokens = self._kernel_tokens(backend, facts, caches)
-        found = PlannedEngine(
+        return PlannedEngine(
             role=self.role,
             arguments=arguments,
             facts=facts,
@@ -208,119 +167,56 @@ class _Reading:
             transfer=transfer,
             assumed=tuple(f"{self.role}: {one}" for one in self.assumed),
         )
-        if found.buffer_device == "cpu" and device != "cpu" and facts.has_host_buffer:
-            self._refuse("a buffer in host memory (kv_buffer_device)")
-        return found
 
     def _refuse(self, what: str, cure: str = SEND_ONE) -> None:
         raise CannotPlan(f"{self.arguments.source}: not planned for: {what}", cure)
 
-    def _refuse_unplanned(self, transfer: Mapping[str, Any]) -> None:
-        """Refuses what changes caches or transfers in ways that are not worked out here.
-
-        Raises:
-            CannotPlan: there is some.
-        """
-        arguments = self.arguments
+    def _refuse_unplanned(self, transfer: Mapping[str, Any], device: str, caches: Caches) -> None:
+        """Refuses what changes caches or transfers in ways that are not worked out here."""
+        arguments, environment = self.arguments, self.arguments.environment
+        has_buffer = environment.get(settings.HOST_BUFFER, "").lower() == "always"
+        has_buffer |= device != "cpu" and transfer.get("kv_buffer_device") == "cpu"
+        is_one = arguments.option("disable_hybrid_kv_cache_manager") is True
+        found = {
+            "a buffer in host memory": has_buffer,
+            "the memory of kvcached": arguments.is_on("ENABLE_KVCACHED"),
+            "MultiConnector (write the NixlConnector that is in it)": (
+                transfer.get("kv_connector") == "MultiConnector"
+            ),
+            "--disable-hybrid-kv-cache-manager of several block tables": (
+                is_one and caches.has_groups
+            ),
+        }
+        for name in ("kv_connector_module_path", "enable_permute_local_kv"):
+            found[name] = bool(transfer.get(name))
         for name in ("pipeline", "decode_context", "prefill_context"):
-            if arguments.number(f"{name}_parallel_size", 1) > 1:
-                self._refuse(f"--{plain(name)}-parallel-size above 1")
-        if arguments.environment.get(settings.HOST_BUFFER, "").lower() == "always":
-            self._refuse("the host buffer of kvpatch")
-        if arguments.is_on("ENABLE_KVCACHED"):
-            self._refuse("the memory of kvcached (docs/how-to/kvcached.md)")
-        if transfer.get("kv_connector_module_path"):
-            self._refuse("a connector of a kv_connector_module_path")
-        if transfer.get("kv_connector") == "MultiConnector":
-            cure = "write the NixlConnector that is in it as kv_transfer_config"
-            self._refuse("MultiConnector", cure)
-        if transfer.get("enable_permute_local_kv"):
-            self._refuse("enable_permute_local_kv")
+            name = f"{name}_parallel_size"
+            found[f"--{plain(name)} above 1"] = arguments.number(name, 1) > 1
+        for what in (name for name, is_there in found.items() if is_there):
+            self._refuse(what)
 
     def _facts(self) -> ReleaseFacts:
         named = self.arguments.environment.get(settings.GENERATION)
-        if named:
-            return facts_named(named)
         release = self.arguments.about.get("release")
-        if release is None:
+        if release is None and not named:
             raise BadOptions(
                 f"{self.arguments.source}: which release of vLLM is it?",
                 "write `release` into the section kvpatch, or give --release",
             )
-        return facts_of(str(release), settings.generation_override())
-
-    def _device(self) -> str:
-        arguments = self.arguments
-        found = arguments.about.get("platform") or arguments.environment.get("VLLM_TARGET_DEVICE")
-        if found is None:
-            self.assumed.append("it runs on a CUDA device (`platform` says another)")
-            return "cuda"
-        if str(found) not in _DEVICES:
-            self._refuse(f"platform {found}", f"write one of {', '.join(_DEVICES)}")
-        return str(found)
-
-    def _transfer(self) -> Mapping[str, Any]:
-        found = self.arguments.mapping("kv_transfer_config")
-        if not found:
-            self.assumed.append("it has NixlConnector (it has no --kv-transfer-config)")
+        own = settings.generation_override()
+        found = facts_named(named) if named else facts_of(str(release), own)
+        if found.cache_shape != "packed":
+            first = next(one.release for one in FACTS.values() if one.cache_shape == "packed")
+            self._refuse(f"vLLM {found.release}, which is before {first}")
         return found
 
-    # --- caches, where vLLM was not asked -------------------------------------------------
-
-    def _caches(self, device: str, name: str) -> tuple[Caches, Backend]:
-        """The caches of a known model, and the backend that decides on their blocks."""
-        arguments = self.arguments
-        path = find_config(name, self._config_path(name))
-        model = read_model(path)
-        backend = self._backend(device, is_mla=model.is_mla)
-        asked = arguments.option("block_size")
-        tokens = backend.default_tokens
-        if asked is not None:
-            tokens = whole_number(asked, f"{arguments.source}: --block-size")
-        else:
-            self.assumed.append(
-                f"vLLM gives {backend.name} blocks of {tokens} tokens (`block-size` says another)"
-            )
-        dtypes = self._dtypes(model.dtype)
-        ranks = arguments.number("tensor_parallel_size", 1)
-        heads = 1 if model.is_mla else max(1, model.kv_heads // ranks)
-        layers = tuple(
-            Layer(
-                *(f"layer.{number}", model.kind(number), backend.name, tokens, 0, dtypes[1:]),
-                kv_heads=heads,
-                head_dim=model.head_dim,
-                window=window,
-            )
-            for number, window in enumerate(model.windows)
-        )
-        groups = tuple(tuple(f"layer.{number}" for number in group) for group in model.groups)
-        sizes = (0, tokens, 0, "", model.heads, model.kv_heads)
-        return Caches(*sizes, *dtypes, layers, groups), backend
-
-    def _config_path(self, name: str) -> Path | None:
-        """The config.json that is given; a relative path begins at the arguments' file."""
-        folder, given = Path(self.arguments.source).parent, self.arguments.about.get("model-config")
-        if given is not None:
-            return folder / str(given)
-        has_one = self.config is None and (folder / name / "config.json").is_file()
-        return folder / name if has_one else self.config
-
-    def _dtypes(self, checkpoint: str) -> tuple[str, str]:
-        """The data types of the model and of its cache."""
-        model = str(self.arguments.option("dtype", "auto"))
-        if model == "auto" and checkpoint == "float32":
-            self.assumed.append(
-                "vLLM casts a checkpoint in float32 to bfloat16 (`dtype` says another)"
-            )
-            model = "bfloat16"
-        model = checkpoint if model == "auto" else _ONE_WORD.get(model, model)
-        cache = str(self.arguments.option("kv_cache_dtype", "auto"))
-        cache = model if cache == "auto" else cache
-        if model not in ITEM_BYTES or (cache not in ITEM_BYTES and not cache.startswith("fp8")):
-            self._refuse(f"--dtype {model} with --kv-cache-dtype {cache}", DESCRIBE)
-        return model, cache
-
-    # --- what neither a description nor config.json says ---------------------------------
+    def _device(self) -> str:
+        found = self.arguments.about.get("platform")
+        if found is None:
+            self.assumed.append("it runs on a CUDA device (`platform` says another)")
+        elif found not in ("cuda", "rocm", "cpu"):
+            self._refuse(f"platform {found}", "write one of cuda, rocm and cpu")
+        return str(found or "cuda")
 
     def _backend(self, device: str, *, is_mla: bool) -> Backend:
         arguments = self.arguments
@@ -328,44 +224,46 @@ class _Reading:
             arguments.about.get("attention-backend")
             or arguments.option("attention_backend")
             or arguments.mapping("attention_config").get("backend")
-            or arguments.environment.get("VLLM_ATTENTION_BACKEND")
         )
-        found = backend_named(str(asked)) if asked else default_backend(device, is_mla=is_mla)
-        if found.is_mla != is_mla:
-            raise BadOptions(
-                f"{arguments.source}: {found.name} is no backend for this model, which "
-                f"{'has' if is_mla else 'has no'} latents (MLA)",
-                "use one that is made for it",
-            )
+        found = backend_named(str(asked) if asked else None, device, is_mla=is_mla)
         if not asked and device != "cpu":
-            self.assumed.append(
-                f'vLLM chooses {found.name} (it depends on the card: its log says "Using ... '
-                'backend"; `attention-backend` says another)'
-            )
+            log = 'its log says "Using ... backend", `attention-backend` says another'
+            self.assumed.append(f"vLLM chooses {found.name} on this card ({log})")
         return found
 
+    def _caches(self, backend: Backend, model: Model) -> Caches:
+        """The caches of a known model."""
+        arguments = self.arguments
+        tokens = arguments.number("block_size", backend.default_tokens)
+        if arguments.option("block_size") is None:
+            said = f"vLLM gives {backend.name} blocks of {tokens} tokens"
+            self.assumed.append(f"{said} (`block-size` says another)")
+        dtype = str(arguments.option("dtype", "auto"))
+        if dtype == "auto" and model.dtype == "float32":
+            self.assumed.append("vLLM casts float32 to bfloat16 (`dtype` says another)")
+            dtype = "bfloat16"
+        dtype = {"auto": model.dtype, "half": "float16", "float": "float32"}.get(dtype, dtype)
+        cache = str(arguments.option("kv_cache_dtype", "auto"))
+        cache = dtype if cache == "auto" else cache
+        if dtype not in ITEM_BYTES or (cache not in ITEM_BYTES and not cache.startswith("fp8")):
+            self._refuse(f"--dtype {dtype} with --kv-cache-dtype {cache}", DESCRIBE)
+        ranks = arguments.number("tensor_parallel_size", 1)
+        return caches_of(model, backend.name, tokens, (dtype, cache), ranks)
+
     def _kernel_tokens(self, backend: Backend, facts: ReleaseFacts, caches: Caches) -> int:
-        """Tokens of a kernel block, where neither a description nor the file states them."""
-        stated, tokens = self.arguments.about.get("kernel-block-size"), caches.block_tokens
-        found = caches.kernel_tokens or tokens
-        if stated is not None:
-            found = whole_number(stated, f"{self.arguments.source}: kernel-block-size")
-        elif not caches.kernel_tokens and facts.cuts_blocks:
-            found = backend.kernel_sizes(facts).kernel_of(tokens) or 0
-        if not found or tokens % found or (found < tokens and not facts.cuts_blocks):
-            raise BadOptions(
-                f"{self.arguments.source}: {backend.name} of vLLM {facts.release} takes no blocks "
-                f"of {tokens} tokens",
-                "give another --block-size",
-            )
+        """Tokens of a kernel block, as they are described or as the backend cuts blocks."""
+        sizes, tokens = backend.kernel_sizes(facts), caches.block_tokens
+        found = caches.kernel_tokens or sizes.kernel_of(tokens)
+        if found is None or tokens % found:
+            reason = f"{backend.name} of vLLM {facts.release} takes no blocks of {tokens} tokens"
+            raise BadOptions(f"{self.arguments.source}: {reason}", "give another --block-size")
         return found
 
     def _layout(self, facts: ReleaseFacts, caches: Caches) -> str:
         """The layout that is described, asked for, or asked for by NixlConnector."""
         asked = self.arguments.environment.get("VLLM_KV_CACHE_LAYOUT")
         asked = asked or self.arguments.option("kv_cache_layout")
-        if caches.kernel_tokens:
-            asked = caches.layout
+        asked = caches.layout if caches.kernel_tokens else asked
         name = str(asked or ("NHD" if caches.is_mla else "HND")).upper()
         for names in _LAYOUTS.values():
             if name in names:
@@ -375,16 +273,13 @@ class _Reading:
         )
 
     def _key_order(self, backend: Backend, caches: Caches, kernel_tokens: int) -> KeyOrder:
-        """TILED where the processor's matrix kernels take over."""
-        are_whole = kernel_tokens % TILED_TOKENS == 0
-        are_whole &= caches.first.head_dim % TILED_CHANNELS == 0
-        is_cpus = backend.key_order is KeyOrder.COLUMN_MAJOR
-        if not is_cpus or caches.cache_dtype != "bfloat16" or not are_whole:
-            return backend.key_order
+        """TILED where the matrix kernels of a CPU take over."""
+        if backend.device != "cpu":
+            return KeyOrder.ROW_MAJOR
+        is_tiled = caches.cache_dtype == "bfloat16" and not (
+            kernel_tokens % TILED_TOKENS or caches.first.head_dim % TILED_CHANNELS
+        )
         has_amx = self.arguments.about.get("amx")
-        if has_amx is None:
-            self.assumed.append(
-                "its processor has AMX, which tiles keys and values of bfloat16 (`amx: false` "
-                "denies it)"
-            )
-        return KeyOrder.TILED if has_amx in (None, True) else backend.key_order
+        if is_tiled and has_amx is None:
+            self.assumed.append("its processor has AMX, which tiles keys (`amx: false` denies it)")
+        return KeyOrder.TILED if is_tiled and has_amx is not False else KeyOrder.COLUMN_MAJOR

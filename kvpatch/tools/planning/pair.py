@@ -20,12 +20,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """An outcome, and why.
-
-    Attributes:
-        cure: empty where nothing is wrong, or nothing known helps.
-        way: "vLLM's own", "read by kvpatch", or "refused".
-    """
+    """An outcome, the reason, what would help, and who reads: vLLM, kvpatch or neither."""
 
     outcome: Outcome
     reason: str = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,6 @@ from kvpatch.core import settings
 from kvpatch.core.errors import CannotPlan
 from kvpatch.tools.planning.arguments import EngineArguments
 from kvpatch.tools.planning.engine import engine_of
-from kvpatch.tools.planning.known_names import check_weights
 from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 from kvpatch.tools.planning.preflight import Finding, findings
 from kvpatch.tools.planning.verdicts import verdicts
@@ -24,13 +22,7 @@ _STYLES = {Outcome.IDENTICAL: "green", Outcome.WRONG: "bold red", Outcome.UNKNOW
 
 @dataclass(frozen=True)
 class Plan:
-    """A pair, and what becomes of it.
-
-    Attributes:
-        stock: for the worst of several prompts.
-        kvpatch: with kvpatch on D.
-        changes: what to do, a sentence each; empty where the pair serves as it is.
-    """
+    """A pair, the verdicts on stock engines and with kvpatch on D, and what else is found."""
 
     pair: Pair
     stock: Verdict
@@ -71,19 +63,13 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns it for JSON."""
-        of_verdicts = {
-            name: {**asdict(verdict), "outcome": verdict.outcome.value}
-            for name, verdict in (
-                *(("configured", self.configured), ("stock", self.stock)),
-                ("kvpatch", self.kvpatch),
-            )
-        }
+        of_all = {"configured": self.configured, "stock": self.stock, "kvpatch": self.kvpatch}
         return {
             "serves": self.serves,
             "prefill": str(self.pair.prefill),
             "decode": str(self.pair.decode),
             "kvpatch_on_decode": self.pair.decode.has_kvpatch,
-            **of_verdicts,
+            **{name: asdict(one) | {"outcome": one.outcome.value} for name, one in of_all.items()},
             "preflight": [asdict(found) for found in self.findings],
             "changes": list(self.changes),
             "assumed": list(self.assumed),
@@ -93,24 +79,13 @@ class Plan:
 def plan_pair(
     prefill: EngineArguments, decode: EngineArguments, config: Path | None = None
 ) -> Plan:
-    """Plans two engines of these arguments.
-
-    Args:
-        config: their model's config.json, where it is not found by the model's name.
-
-    Raises:
-        BadOptions: the arguments are wrong, or do not say enough.
-        CannotPlan: they ask for what is not planned for.
-        ReleaseNotKnown: a release is not one of kvpatch's.
-    """
+    """Plans two engines; raises what :func:`engine_of` and :func:`verdicts` do."""
     pair = Pair(engine_of("P", prefill, config), engine_of("D", decode, config))
-    check_weights(prefill.options, decode.options)
     stock, kvpatch = verdicts(pair)
     plan = Plan(pair, stock, kvpatch, tuple(findings(pair)))
     if plan.configured.outcome is Outcome.UNKNOWN:
-        raise CannotPlan(
-            f"not planned for: {stock.reason}", f"{stock.cure}, or set {settings.ENABLE}=true on D"
-        )
+        cure = f"{stock.cure}, or set {settings.ENABLE}=true on D"
+        raise CannotPlan(f"not planned for: {stock.reason}", cure)
     return plan
 
 
@@ -135,12 +110,7 @@ def show(plan: Plan, console: Console) -> None:
             found.add_row(row.level, row.side, row.what, style=style)
         console.print(found)
     verdict = "serves as it is" if plan.serves else "does not serve as it is"
-    style = "green" if plan.serves else "red"
-    console.print(f"This pair {verdict}.", style=style, markup=False)
-    for line in _lines(plan):
+    console.print(f"This pair {verdict}.", style="green" if plan.serves else "red", markup=False)
+    lines = [f"change: {line}" for line in plan.changes]
+    for line in (*lines, *(f"taken for granted: {line}" for line in plan.assumed)):
         console.print(line, markup=False, soft_wrap=True, highlight=False)
-
-
-def _lines(plan: Plan) -> Iterator[str]:
-    yield from (f"change: {line}" for line in plan.changes)
-    yield from (f"taken for granted: {line}" for line in plan.assumed)

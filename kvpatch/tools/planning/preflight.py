@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Literal
 
 from kvpatch.core import settings
-from kvpatch.core.errors import BadOptions
-from kvpatch.tools.planning.engine import PULL, PUSH, PlannedEngine
+from kvpatch.tools.planning.arguments import whole_number
+from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.pair import Pair
 
-HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
-PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-PLUGINS = "VLLM_PLUGINS"
-
-#: The port of ``vllm serve``.
-_API_PORT = 8000
+HOST, PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 _WILDCARDS = ("0.0.0.0", "::", "*")
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
-
-#: An error keeps the pair from serving; a warning is to be looked at.
-Level = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake, or what may be one.
+    """A mistake of one side or of both: an error keeps the pair from serving."""
 
-    Attributes:
-        side: "P", "D", or both.
-        cure: what to set.
-    """
-
-    level: Level
+    level: Literal["error", "warning"]
     side: str
     what: str
     cure: str
@@ -42,20 +29,18 @@ class Finding:
 
 def findings(pair: Pair) -> list[Finding]:
     """Returns the findings on a pair."""
-    of_pair = [found for check in (_hosts, _ports) for found in check(pair)]
-    of_sides = [found for side in pair.sides for check in _OF_SIDES for found in check(side)]
-    return [*of_sides, *of_pair]
+    of_sides = [one for side in pair.sides for one in (*_connector(side), *_activation(side))]
+    return [*of_sides, *_hosts(pair), *_ports(pair)]
 
 
 def are_apart(pair: Pair) -> bool | None:
     """True if P and D are on two machines; None where the arguments do not say it."""
     machines = [side.arguments.about.get("machine") for side in pair.sides]
+    hosts = [_host(side) for side in pair.sides]
     if None not in machines:
         return machines[0] != machines[1]
-    hosts = [_host(side) for side in pair.sides]
-    if not any(_is_loopback(host) or host in _WILDCARDS for host in hosts):
-        return hosts[0] != hosts[1]
-    return None
+    is_open = any(_is_loopback(host) or host in _WILDCARDS for host in hosts)
+    return None if is_open else hosts[0] != hosts[1]
 
 
 def _host(engine: PlannedEngine) -> str:
@@ -63,88 +48,73 @@ def _host(engine: PlannedEngine) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _hosts(pair: Pair) -> Iterator[Finding]:
     """P hands D the value of this variable, letter by letter, as its address."""
     host, apart = _host(pair.prefill), are_apart(pair)
-    is_set = HOST in pair.prefill.arguments.environment
-    said = f"{HOST} is {host}" if is_set else f"{HOST} is not set"
+    said = f"{HOST} is {host}" if HOST in pair.prefill.arguments.environment else f"{HOST} is unset"
     cure = f"set {HOST} on P to an address that D can reach"
     if host in _WILDCARDS:
-        what = f"{said}: P listens everywhere, and tells D to connect to {host}, which is D itself"
+        what = f"{said}: P tells D to connect to {host}, which is D itself"
         yield Finding("warning" if apart is False else "error", "P", what, cure)
-    elif _is_loopback(host) and apart is not False:
-        where = "and D is on another machine" if apart else "and D reaches it there alone"
-        known = "" if apart else " (`machine` in both sections says where they are)"
-        level: Level = "error" if apart else "warning"
-        yield Finding(level, "P", f"{said}: P listens on {host}, {where}{known}", cure)
+    elif _is_loopback(host) and apart:
+        yield Finding("error", "P", f"{said}, and D is on another machine", cure)
+    elif _is_loopback(host) and apart is None:
+        what = f"{said}: D must run on P's machine (`machine` in both sections says where they are)"
+        yield Finding("warning", "P", what, cure)
 
 
 def _ports(pair: Pair) -> Iterator[Finding]:
     """Two engines of one machine need ports of their own: D listens too."""
     apart = are_apart(pair)
-    if apart:
-        return
-    level: Level = "warning" if apart is None else "error"
-    where = "which they cannot on one machine" if apart is None else "on one machine"
     taken = [_ports_of(engine) for engine in pair.sides]
     both = sorted(set(taken[0]) & set(taken[1]))
+    served = [engine.arguments.number("port", 8000) for engine in pair.sides]
+    found = [(f"API servers have port {served[0]}", "give one of them another --port")]
+    found *= served[0] == served[1]
     if both:
-        what = f"both have the side channel's port {both[0]}, {where}"
-        yield Finding(level, "P and D", what, f"set {PORT} on D to {max(taken[0]) + 1} or more")
-    served = [engine.arguments.number("port", _API_PORT) for engine in pair.sides]
-    if served[0] == served[1]:
-        what = f"both API servers have port {served[0]}, {where}"
-        yield Finding(level, "P and D", what, "give one of them another --port")
+        cure = f"set {PORT} on D to {max(taken[0]) + 1} or more"
+        found.insert(0, (f"have the side channel's port {both[0]}", cure))
+    for what, cure in found if not apart else ():
+        where = ", which they cannot" if apart is None else ""
+        level: Literal["error", "warning"] = "warning" if apart is None else "error"
+        yield Finding(level, "P and D", f"both {what}{where} on one machine", cure)
 
 
 def _ports_of(engine: PlannedEngine) -> range:
-    """The ports of an engine: one for each data-parallel rank; ``<= 0.11.0`` for each worker."""
+    """The ports of the side channel: one for each data-parallel rank."""
     found = engine.arguments.environment.get(PORT, str(engine.facts.side_channel_port))
-    if not found.isascii() or not found.isdigit() or not 0 < int(found) < 1 << 16:
-        raise BadOptions(
-            f"{engine.arguments.source}: {PORT}={found!r} is no port",
-            "set a number from 1 to 65535",
-        )
-    groups = engine.arguments.number("data_parallel_size", 1)
-    each = 1 if engine.facts.listens_in_scheduler else engine.tp_size
-    return range(int(found), int(found) + groups * each)
+    first = whole_number(found, f"{engine.arguments.source}: {PORT}")
+    return range(first, first + engine.arguments.number("data_parallel_size", 1))
 
 
 def _connector(engine: PlannedEngine) -> Iterator[Finding]:
     right, wrong = _ROLES[:2] if engine.role == "P" else _ROLES[1::-1]
-    has_roles = engine.facts.reader.owner == "NixlPullConnectorWorker"  # else kv_both is usual
-    right = right if has_roles else "kv_both"
     cure = f'set "kv_role": "{right}" in its --kv-transfer-config'
     if not engine.transfer:
-        yield Finding(
-            "error", engine.role, "it has no --kv-transfer-config, and so no connector",
-            f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}',
-        )  # fmt: skip
+        what = "it has no --kv-transfer-config, and so no connector"
+        cure = f'{{"kv_connector": "NixlConnector", "kv_role": "{right}"}}'
+        yield Finding("error", engine.role, what, cure)
         return
     connector, role = engine.transfer.get("kv_connector"), engine.transfer.get("kv_role")
-    if connector not in ("NixlConnector", *((PULL, PUSH) if has_roles else ())):
+    if connector not in _CONNECTORS:
         yield Finding("error", engine.role, f"kv_connector is {connector}", "use NixlConnector")
-    if role not in _ROLES:
+    if role == wrong:
+        yield Finding("error", engine.role, f"kv_role is {role}, which is the other side's", cure)
+    elif role not in _ROLES:
         said = "not set" if role is None else f"{role!r}, which is none of vLLM's"
         yield Finding("error", engine.role, f"kv_role is {said}: vLLM does not start", cure)
-    elif role == wrong:
-        yield Finding("error", engine.role, f"kv_role is {role}, which is the other side's", cure)
 
 
 def _activation(engine: PlannedEngine) -> Iterator[Finding]:
     """kvpatch is to be loaded by every process that should have it."""
     variables, role = engine.arguments.environment, engine.role
-    plugins = variables.get(PLUGINS)
-    names = settings.listed(plugins or "")
-    if engine.has_kvpatch and plugins is not None and "kvpatch" not in names:
-        what = f"{PLUGINS}={plugins!r} does not name kvpatch, so that vLLM does not load it"
-        yield Finding("error", role, what, f"add kvpatch to {PLUGINS}, or unset it")
+    plugins = variables.get("VLLM_PLUGINS", "kvpatch")
+    if engine.has_kvpatch and "kvpatch" not in settings.listed(plugins):
+        what = f"VLLM_PLUGINS={plugins!r} does not name kvpatch, so that vLLM does not load it"
+        yield Finding("error", role, what, "add kvpatch to VLLM_PLUGINS, or unset it")
     asks = [name for name in variables if name.startswith("KVPATCH_")]
     if asks and not engine.has_kvpatch:
         what = f"{asks[0]} is set, and {settings.ENABLE} is not"
@@ -155,6 +125,3 @@ def _activation(engine: PlannedEngine) -> Iterator[Finding]:
         what = "its workers are Ray's" if on_ray else f"it runs on {nodes} nodes"
         what = f"{what}: each process needs kvpatch installed, and {settings.ENABLE} and KVPATCH_*"
         yield Finding("warning", role, what, "read docs/how-to/several_nodes.md")
-
-
-_OF_SIDES: tuple[Callable[[PlannedEngine], Iterator[Finding]], ...] = (_connector, _activation)
