@@ -74,7 +74,10 @@ def _unlike(
         "backend": (about["attention-backend"], stated["attn_backend_name"]),
         "cut": (parts, stated["physical_blocks_per_logical_kv_block"]),
         "model": (asked["model"], config["model_config"]["model"]),
-        "type": (f"torch.{caches['model_dtype']}", str(config["model_config"]["dtype"])),
+        "type": (
+            caches["model_dtype"],
+            str(config["model_config"]["dtype"]).removeprefix("torch."),
+        ),
         "block": (caches["block_tokens"], config["cache_config"]["block_size"]),
         "ranks": (1, config["parallel_config"]["tensor_parallel_size"]),
         **{name: (one, config["kv_transfer_config"][name]) for name, one in transfer.items()},

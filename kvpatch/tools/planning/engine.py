@@ -18,8 +18,8 @@ from kvpatch.geometry.layout_strides import TILED_CHANNELS, TILED_TOKENS, InnerL
 from kvpatch.tools.planning.arguments import EngineArguments, plain
 from kvpatch.tools.planning.backends import Backend, backend_named
 from kvpatch.tools.planning.description import ITEM_BYTES, Caches
-from kvpatch.tools.planning.known_names import check_names
-from kvpatch.tools.planning.model import DESCRIBE, Model, caches_of, find_config, read_model
+from kvpatch.tools.planning.known_names import DESCRIBE, check_names
+from kvpatch.tools.planning.model import Model, caches_of, find_config, read_model
 
 Role = Literal["P", "D"]
 

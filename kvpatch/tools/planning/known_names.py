@@ -21,6 +21,8 @@ _FAMILIES = ("VLLM_CPU_", "VLLM_DP_", "VLLM_LOGGING_", "VLLM_MOE_", "VLLM_USE_FL
 #: The beginnings of variables of vLLM, kvpatch and kvcached; others are not looked at.
 _OURS = ("VLLM_", "KVPATCH_", "ENABLE_KV")
 _LEAVE_OUT = "leave it out of the file to have the rest planned"
+#: The cure where vLLM itself knows more than a plan.
+DESCRIBE = "run kvpatch describe on a machine with that vLLM (>= 0.29) and give its file"
 
 
 @cache
@@ -38,7 +40,8 @@ def check_names(arguments: EngineArguments) -> None:
         hint = nearest(plain(name), map(plain, options))
         if name == "calculate_kv_scales":
             hint = ": each engine computes scales of its own, and they are not sent"
-        raise CannotPlan(f"{source}: not planned for: --{plain(name)}{hint}", _LEAVE_OUT)
+        cure = DESCRIBE if name in ANSWERED else _LEAVE_OUT
+        raise CannotPlan(f"{source}: not planned for: --{plain(name)}{hint}", cure)
     variables = known("variables")
     for name in sorted(arguments.environment.keys() - variables):
         if name.startswith(_OURS) and not name.startswith(_FAMILIES):

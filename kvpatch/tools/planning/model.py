@@ -11,10 +11,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import BadOptions, CannotPlan
 from kvpatch.tools.planning.arguments import as_mapping
 from kvpatch.tools.planning.description import FULL, LATENT, WINDOW, Caches, Layer
-from kvpatch.tools.planning.known_names import known
-
-#: The cure of each status 2: vLLM itself knows more than a plan.
-DESCRIBE = "run kvpatch describe on a machine with that vLLM and give its file"
+from kvpatch.tools.planning.known_names import DESCRIBE, known
 
 #: Where config.json gives a window and does not name the layers that have it: each n-th layer has
 #: full attention, or none has.

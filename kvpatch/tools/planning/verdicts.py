@@ -21,7 +21,6 @@ from kvpatch.peer.unstated_blocks import DeclaredGeometry
 from kvpatch.tools.planning.caches import geometry_of, stated_by
 from kvpatch.tools.planning.engine import PlannedEngine
 from kvpatch.tools.planning.factors import Factor, is_hashed, uncompared, unlike_factors
-from kvpatch.tools.planning.model import DESCRIBE
 from kvpatch.tools.planning.pair import Outcome, Pair, Verdict
 
 _OTHER_KEYS = "one processor has AMX, and the other one's keys of bfloat16 are in another order"
@@ -45,14 +44,13 @@ def verdicts(pair: Pair) -> tuple[Verdict, Verdict]:
     factors = unlike_factors(pair)
     shares = max(p.tp_size, d.tp_size) > d.caches.kv_heads
     if d.caches.states and p.tp_size != d.tp_size and shares:
-        raise CannotPlan("not planned for: recurrent states over ranks that share heads", DESCRIBE)
+        raise CannotPlan("not planned for: states over ranks that share KV heads", _SAME_RANKS)
     exact = _decisions(pair, p.key_order if word_of(p.key_order) else None, None)
     stock, ours = _of_stock(pair, factors, exact), _of_kvpatch(pair, factors, exact)
     is_read = not all(isinstance(one, Stock) for one in exact)
     if (p.drafts or d.drafts) and is_read and ours.outcome is Outcome.IDENTICAL:
-        raise CannotPlan(
-            "not planned for: drafts with layers in a pair of unlike engines", DESCRIBE
-        )
+        what = "drafts with layers in a pair of unlike engines"
+        raise CannotPlan(f"not planned for: {what}", "make both engines alike, or leave drafts out")
     return stock, ours
 
 
