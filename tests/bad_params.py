@@ -58,7 +58,7 @@ _WRONG: dict[str, tuple[Any, ...]] = {
     "tp_size": (0, -1, 10**9, 2**64, "two", 1.5, "1.5", [1], {}),
     # Of releases that read them.
     "remote_num_tokens": ("x", -1, 10**20, 1.5, [1]),
-    "pp_size": ("x", 0, 10**9),
+    "pp_size": ("x", -1, 10**9),
     "dcp_size": ([1], -1),
     "remote_blocks_expiry_time": ("x", float("nan"), float("inf"), 10**400, [1]),
     "remote_registration_generation": ("x", -1, 2**63),

@@ -44,6 +44,8 @@ _NUMBERS = {
     "remote_num_tokens": (0, _MOST_ID),
     "remote_registration_generation": (0, _MOST_ID),
 }
+#: Of which a 0 is what a typed proxy makes of none; the release has a default.
+_OPTIONAL_SIZES = ("dcp_size", "pp_size")
 _EXPIRY = "remote_blocks_expiry_time"
 #: What P's workers take for messages of another kind.
 _NOT_READS = ("HB:", "PUSH_REG:")
@@ -245,6 +247,8 @@ def completed(params: dict[str, Any], facts: ReleaseFacts) -> dict[str, Any]:
         return found
     for name, limits in _NUMBERS.items():
         value = _number(found.pop(name, None))
+        if value == 0 and name in _OPTIONAL_SIZES:
+            continue
         if value is not None and name in facts.params:
             _check_number(name, value, *limits)
         if _is_within(value, *limits):

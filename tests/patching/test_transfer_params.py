@@ -114,9 +114,10 @@ def test_what_has_one_meaning_is_taken_for_that(sent: Any, taken: Any) -> None:
 
 
 def test_a_null_that_the_release_would_end_by_is_left_out() -> None:
-    """It has a default for a missing one, and none for null."""
-    for name in ("tp_size", "dcp_size", "pp_size", "remote_registration_generation"):
-        found = checked({**_OWN, name: None}, _FORM, _LIMITS)
+    """It has a default for a missing one, and none for null, nor for the 0 that some make of it."""
+    names = ("tp_size", "dcp_size", "pp_size", "remote_registration_generation")
+    for name, none in (*((name, None) for name in names), ("dcp_size", 0), ("pp_size", "0")):
+        found = checked({**_OWN, name: none}, _FORM, _LIMITS)
         assert found == {n: value for n, value in _OWN.items() if n != name}
 
 
