@@ -145,6 +145,11 @@ class Actor:
         os.kill(self.process.pid, signal.SIGSTOP)
         self.await_stop()
 
+    @property
+    def is_stopped(self) -> bool:
+        """True if none of the process's threads goes on."""
+        return _is_stopped(self.process.pid)
+
     def await_stop(self) -> None:
         """Waits until somebody has stopped the process.
 

@@ -108,6 +108,8 @@ def _checking(pair: Pair) -> list[Prompt]:
     prompts, asks = pair.fresh()
     pair.decode.call("stop_before_word", pair.prefill.process.pid)
     pair.decode.ask(*asks)
+    while pair.is_like and not pair.prefill.is_stopped:  # D's steps look, and nobody else
+        assert not pair.decode.watch(*prompts, seconds=0.05).failed
     pair.prefill.await_stop()
     return prompts
 
