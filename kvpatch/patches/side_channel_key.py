@@ -23,10 +23,11 @@ from typing import Any
 from kvpatch.core import seams, settings
 from kvpatch.core.ledger import Patch, Site, Switch, Wrapper
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.peer.side_channel_key import side_channel_socket
 
 
 def _open(wrapped: Any, instance: Any, socket_type: int, addr: str) -> Any:
+    from kvpatch.peer.side_channel_key import side_channel_socket  # what is off is not imported
+
     return side_channel_socket(socket_type, addr)
 
 

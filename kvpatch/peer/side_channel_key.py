@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kvpatch.side_channel_key")
 
 #: Before the release's own 5 seconds are over.
-ANSWER_MS = 4500
+_ANSWER_MS = 4500
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def _has_key(secret: bytes, address: str) -> bool | None:
         )
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | failures)
         socket.connect(address)
-        if not monitor.poll(ANSWER_MS):
+        if not monitor.poll(_ANSWER_MS):
             return None
         found: bool = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return found

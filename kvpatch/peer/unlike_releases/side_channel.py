@@ -8,9 +8,10 @@ from typing import Any
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import Question
 from kvpatch.core.text import shown
-from kvpatch.peer.side_channel_key import ANSWER_MS, ask_under_key
 
 _GET = b"get_meta_msg"
+#: Before the release's own 5 seconds are over.
+ANSWER_MS = 4500
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def ask(address: Address, message: bytes) -> list[bytes]:
         PeerRefused: it does not answer in time, or has another side channel key.
     """
     import zmq
+
+    from kvpatch.peer.side_channel_key import ask_under_key
 
     context: Any = zmq.Context()
     try:
