@@ -92,7 +92,7 @@ class CheckedTransfer(OwnRead):
     def release(self) -> None:
         """As NIXL's own; a second time does nothing, but behind an error (vLLM tries again)."""
         if self._state == "PROC":  # it is not done now, whatever NIXL says of it later
-            self._end("ERR")
+            self._leave()
         if self._handle is not None:
             self._nixl.release_xfer_handle(self._handle)
         self._handle = None
@@ -100,7 +100,21 @@ class CheckedTransfer(OwnRead):
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # <= 0.13 vLLM forgets a request's other transfers where one has failed.
         if self._state == "PROC" and not is_finalizing():
-            self._end("ERR")
+            self._leave()
+
+    def _leave(self) -> None:
+        """Ends it where vLLM has failed the request by another rank's transfer, or given it up.
+
+        P is notified if nothing reads its blocks any more, as NIXL itself does without checks.
+        """
+        try:
+            if self._landed is not None or (
+                self._has_begun and self._nixl.check_xfer_state(self._handle) == "DONE"
+            ):
+                self._notify()
+        except self._errors:
+            _LOG.debug("%s is not notified of a read that is given up", self._agent, exc_info=True)
+        self._end("ERR")
 
     def _post(self) -> None:
         self._has_begun = True

@@ -236,6 +236,31 @@ class TestChecks:
         assert read.state() == "ERR", "whatever has landed since"
         assert not made.nixl.calls
 
+    @pytest.mark.parametrize("is_seen", [True, False])
+    def test_that_nobody_waits_for_let_p_go_once_all_is_read(self, is_seen: bool) -> None:
+        """Another rank's transfer has failed the request."""
+        made = Made()
+        made.hold(None)
+        transfer = made.begin()
+        assert transfer.state() == "PROC"
+        made.nixl.is_done = True
+        if is_seen:
+            assert transfer.state() == "PROC"
+
+        transfer.release()
+
+        assert (transfer.state(), made.nixl.released) == ("ERR", 1)
+        assert made.nixl.calls.count("tell P a:1") == 1
+
+    def test_that_nobody_waits_for_leave_p_alone_while_it_is_read(self) -> None:
+        made = Made()
+        made.hold(None)
+        transfer = made.begin()
+
+        transfer.release()
+
+        assert "tell P a:1" not in made.nixl.calls
+
 
 class TestBeforeAnythingIsRead:
     def test_a_check_that_is_due_has_to_pass(self) -> None:
@@ -254,7 +279,7 @@ class TestBeforeAnythingIsRead:
     def test_one_that_answers_at_once_costs_no_step(self) -> None:
         made = Made()
         made.hold(HELD, is_due=True)
-        made.begin()
+        _transfer = made.begin()
         assert made.nixl.calls == ["hold before", "transfer"]
 
     @pytest.mark.parametrize("answers", [(GONE,), (None, GONE)])
