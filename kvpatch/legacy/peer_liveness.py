@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvpatch.core.errors import NoAnswer
-from kvpatch.peer.side_channel_key import ask_under_key
+from kvpatch.peer.side_channel_key import side_channel_socket
 
 #: As long as 0.11.1, the first release that waits with an end to it, gives a peer.
 ANSWER_SECONDS = 5.0
@@ -24,11 +22,7 @@ def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECOND
     """
     import zmq
 
-    context: Any = zmq.Context()
-    try:
-        socket = context.socket(zmq.REQ)
-        ask_under_key(socket, address)
-        socket.connect(address)
+    with side_channel_socket(zmq.REQ, address) as socket:
         socket.send(question)  # queued where nobody is connected
         if not socket.poll(round(seconds * 1000), zmq.POLLIN):
             raise NoAnswer(
@@ -37,5 +31,3 @@ def require_answer(address: str, question: bytes, seconds: float = ANSWER_SECOND
                 "see whether that engine is alive, and set its VLLM_NIXL_SIDE_CHANNEL_HOST and "
                 "_PORT to what this host can reach",
             )
-    finally:
-        context.destroy(linger=0)

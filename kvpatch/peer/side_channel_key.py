@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kvpatch.side_channel_key")
 
 #: Before the release's own 5 seconds are over.
-_ANSWER_MS = 4500
+ANSWER_MS = 4500
 
 
 @contextmanager
 def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
-    """Yields a socket that listens at an address (ROUTER) or asks there (REQ), under the key.
+    """Yields a socket that listens at an address (ROUTER) or asks there (REQ).
+
+    Under the key, where there is one.
 
     Raises:
         PeerRefused: P has another key, or none, or does not answer.
@@ -51,7 +53,7 @@ def side_channel_socket(socket_type: int, address: str) -> Iterator[Any]:
                     listen_under_key(socket)
                 socket.bind(address)
             else:
-                ask_under_key(socket, address)
+                _ask_under_key(socket, address)
                 socket.connect(address)
             yield socket
     finally:
@@ -66,7 +68,7 @@ def listen_under_key(socket: Any) -> None:
         socket.curve_server = True
 
 
-def ask_under_key(socket: Any, address: str) -> None:
+def _ask_under_key(socket: Any, address: str) -> None:
     """Has a socket that is not connected yet ask under the key; nothing where there is none.
 
     Raises:
@@ -79,10 +81,7 @@ def ask_under_key(socket: Any, address: str) -> None:
     if has_key:
         _own_key(socket, secret)
     elif has_key is None:
-        raise PeerRefused(
-            f"nobody answers at {shown(address)}",
-            "see whether P is there; one whose listener has ended has to be restarted",
-        )
+        raise nobody_answers(address)
     elif not settings.side_channel_plain():
         raise PeerRefused(
             f"P at {shown(address)} does not have this engine's side channel key",
@@ -91,6 +90,14 @@ def ask_under_key(socket: Any, address: str) -> None:
         )
     else:
         _LOG.warning("P at %s is asked without the side channel key, which it lacks", address)
+
+
+def nobody_answers(address: str) -> PeerRefused:
+    """Returns the refusal of a P that does not answer in time."""
+    return PeerRefused(
+        f"nobody answers at {shown(address)}",
+        "see whether P is there; one whose listener has ended has to be restarted",
+    )
 
 
 def _own_key(socket: Any, secret: bytes) -> None:
@@ -117,7 +124,7 @@ def _has_key(secret: bytes, address: str) -> bool | None:
         )
         monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | failures)
         socket.connect(address)
-        if not monitor.poll(_ANSWER_MS):
+        if not monitor.poll(ANSWER_MS):
             return None
         found: bool = recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return found

@@ -20,12 +20,27 @@ def question(release: str, rank: int) -> bytes:
     return msgspec.msgpack.encode((GET, *ranks))
 
 
-def ask(port: int, *frames: bytes, answer_ms: int = _ANSWER_MS) -> list[bytes] | None:
-    """The answer's frames; None where there is none in time."""
+def ask(
+    port: int,
+    *frames: bytes,
+    answer_ms: int = _ANSWER_MS,
+    keys: tuple[bytes, bytes] | None = None,
+) -> list[bytes] | None:
+    """The answer's frames; None where there is none in time.
+
+    Args:
+        keys: the secrets of who is asked, as the client knows it, and of the client; None to ask
+            without.
+    """
     context = zmq.Context()
     try:
         with context.socket(zmq.DEALER) as asking:
             asking.linger = 0  # where nobody listens
+            if keys is not None:
+                server, client = keys
+                asking.curve_serverkey = zmq.curve_public(server)
+                asking.curve_secretkey = client
+                asking.curve_publickey = zmq.curve_public(client)
             asking.connect(f"tcp://127.0.0.1:{port}")
             asking.send_multipart(frames)
             return asking.recv_multipart() if asking.poll(answer_ms) else None

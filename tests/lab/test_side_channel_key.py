@@ -64,22 +64,6 @@ def refuses(decode: Actor, prefill: Actor, keyed: Keyed) -> str:
     return "\n".join(seen.logged)
 
 
-def ask_under(secret: bytes, client: bytes, port: int, *frames: bytes) -> list[bytes] | None:
-    """What who listens at a port answers a client that takes it for the server of a key."""
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.DEALER) as asking:
-            asking.linger = 0
-            asking.curve_serverkey = zmq.curve_public(secret)
-            asking.curve_secretkey = client
-            asking.curve_publickey = zmq.curve_public(client)
-            asking.connect(f"tcp://127.0.0.1:{port}")
-            asking.send_multipart(frames)
-            return asking.recv_multipart() if asking.poll(_ANSWER_MS) else None
-    finally:
-        context.destroy(linger=0)
-
-
 def test_a_pair_with_the_key_serves_like_and_heterogeneous_loads(keyed: Keyed) -> None:
     decode = keyed.start(SPEC, keyed.key)
     for spec in (SPEC, *unlike(keyed.release)):
@@ -91,13 +75,15 @@ def test_strangers_get_no_answer_and_end_nothing(keyed: Keyed) -> None:
     good = question(keyed.release, 0)
     assert ask(open_one.port, b"", good, answer_ms=_ANSWER_MS), "a control: without a key it does"
     own, other = keyed.key.read_bytes(), keyed.other.read_bytes()
-    assert ask_under(own, own, prefill.port, b"", good), "a control: with the key it does"
+    assert ask(prefill.port, b"", good, answer_ms=_ANSWER_MS, keys=(own, own)), (
+        "a control: with the key it does"
+    )
 
     assert ask(prefill.port, b"", good) is None
     assert ask(prefill.port, b"one frame") is None
-    assert ask_under(other, other, prefill.port, b"", good) is None
+    assert ask(prefill.port, b"", good, answer_ms=_ANSWER_MS, keys=(other, other)) is None
     # Who has got P's half of the key, and not that of a client.
-    assert ask_under(own, other, prefill.port, b"", good) is None
+    assert ask(prefill.port, b"", good, answer_ms=_ANSWER_MS, keys=(own, other)) is None
 
     serves(keyed.start(SPEC, keyed.key), prefill, keyed)
 

@@ -15,6 +15,7 @@ import zmq
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import FACTS
+from kvpatch.peer import side_channel_key
 from kvpatch.peer.agent_metadata import StatedBlocks
 from kvpatch.peer.stated_words import (
     BLOCKS,
@@ -29,7 +30,6 @@ from kvpatch.peer.stated_words import (
     with_stated_words,
     words_of,
 )
-from kvpatch.peer.unlike_releases import side_channel
 from kvpatch.peer.unlike_releases.side_channel import Address
 from kvpatch.worker.envelope import TABLES, WORDS, message_on, write_message
 from kvpatch.worker.whole_blocks import check_contents, contents_of
@@ -229,7 +229,7 @@ def test_a_word_is_asked_for_where_p_answers(
 def test_a_peer_that_nobody_reaches_is_taken_for_one_without_kvpatch(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(side_channel, "ANSWER_MS", 50)
+    monkeypatch.setattr(side_channel_key, "ANSWER_MS", 50)
     channels = SideChannels()
     for host in ("127.0.0.1", "no such host"):
         channels.found["p"] = Address(host, 1)

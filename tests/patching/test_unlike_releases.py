@@ -243,7 +243,7 @@ def test_the_listener_of_these_tests_ends_by_anothers_question() -> None:
 
 def _ask_briefly(port: int, message: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvpatch.peer.unlike_releases.side_channel.ANSWER_MS", 200)
+        patch.setattr("kvpatch.peer.side_channel_key.ANSWER_MS", 200)
         ask(Address(HOST, port), message)
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import Question
-from kvpatch.core.text import shown
 
 _GET = b"get_meta_msg"
-#: Before the release's own 5 seconds are over.
-ANSWER_MS = 4500
 
 
 @dataclass(frozen=True)
@@ -65,22 +61,11 @@ def ask(address: Address, message: bytes) -> list[bytes]:
     """
     import zmq
 
-    from kvpatch.peer.side_channel_key import ask_under_key
+    from kvpatch.peer import side_channel_key
 
-    context: Any = zmq.Context()
-    try:
-        with context.socket(zmq.REQ) as asking:
-            asking.setsockopt(zmq.IPV6, int(":" in address.host))
-            asking.setsockopt(zmq.LINGER, 0)
-            ask_under_key(asking, address.path)
-            asking.connect(address.path)
-            asking.send(message)
-            if not asking.poll(ANSWER_MS):
-                raise PeerRefused(
-                    f"nobody answers at {shown(address.path)}",
-                    "see whether P is there; one whose listener has ended has to be restarted",
-                )
-            found: list[bytes] = asking.recv_multipart()
-            return found
-    finally:
-        context.destroy(linger=0)
+    with side_channel_key.side_channel_socket(zmq.REQ, address.path) as asking:
+        asking.send(message)
+        if not asking.poll(side_channel_key.ANSWER_MS):
+            raise side_channel_key.nobody_answers(address.path)
+        found: list[bytes] = asking.recv_multipart()
+        return found
