@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvpatch.core.errors import KvpatchError
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Check, Lifetime
-from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.nixl import READ_ERRORS, errors_of
 from kvpatch.transfer.own_read import OwnRead
 
 _LOG = logging.getLogger("kvpatch.stale_blocks")
@@ -44,10 +43,7 @@ class CheckedTransfer(OwnRead):
         #: When a poll found it done.
         self._landed: float | None = None
         self._telemetry: Any = None
-        self._errors: tuple[type[Exception], ...] = (
-            *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError, OverflowError),
-            *errors_of(nixl),
-        )
+        self._errors = (*READ_ERRORS, *errors_of(nixl))
 
     def start(self) -> str:
         """Posts it, unless a check has to pass before anything is read.

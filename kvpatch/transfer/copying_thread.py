@@ -12,9 +12,9 @@ from collections.abc import Callable
 from queue import Empty
 from threading import Lock, RLock, Thread, current_thread
 
-from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.inbox import Inbox
+from kvpatch.transfer.nixl import READ_ERRORS
 
 _LOG = logging.getLogger("kvpatch.progress")
 
@@ -23,8 +23,6 @@ _IDLE_SECONDS = 10.0
 _STOP_SECONDS = 10.0
 #: So often one who waits for a copy looks whether there still is a thread that makes it.
 _LOOK_SECONDS = 0.1
-#: What a copy may raise; a read books these errors, and its thread goes on.
-_ERRORS = (KvpatchError, RuntimeError, MemoryError, ValueError, IndexError, OverflowError)
 
 
 class CopyingThread:
@@ -186,7 +184,7 @@ class Copy:
         try:
             self._write()
             self._error = None
-        except _ERRORS as error:
+        except READ_ERRORS as error:  # a read books them, and its thread goes on
             self._error = error
         finally:
             self._finish()

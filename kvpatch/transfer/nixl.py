@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.core.errors import NothingToRead
+from kvpatch.core.errors import KvpatchError, NothingToRead
 from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.segments import Int64Array
 
@@ -66,6 +66,13 @@ def tell_over(nixl: Any, agents: Iterable[str], notification: bytes) -> None:
             nixl.send_notif(agent, notif_msg=notification)
         except errors_of(nixl) as error:
             _LOG.warning("%s was not told that a request is over: %s", agent, error)
+
+
+#: What a read raises beside NIXL's errors: a chunk that cannot be, no memory for the pool, a copy
+#: that cannot be, an address that is none.
+READ_ERRORS: tuple[type[Exception], ...] = (
+    *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError, OverflowError),
+)
 
 
 def errors_of(nixl: Any) -> tuple[type[Exception], ...]:

@@ -96,7 +96,8 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
     landed = staging.data_ptr()
     unit_bytes = gcd(landed, *(number for at, move in moves for number in (at, move.unit_bytes)))
     axes = [_axes_of(move) for _, move in moves]
-    width = len(_Row._fields) + max(map(len, axes)) * len(_Axis._fields)
+    axis_count = max(map(len, axes))
+    width = len(_Row._fields) + axis_count * len(_Axis._fields)
     numbers = _BlockNumbers(len(moves) * width)
     rows: list[list[int]] = []
     tiles: list[int] = []
@@ -121,14 +122,14 @@ def place_by_kernel(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         )
         tiles += [len(rows)] * -(-units // _TILE_UNITS)
         rows.append([*row, *(number for axis in found for number in axis)])
-        rows[-1] += [*_Axis()] * ((width - len(rows[-1])) // len(_Axis._fields))
+        rows[-1] += [*_Axis()] * (axis_count - len(found))
     parts = np.array(rows), *numbers.arrays, np.array(tiles)
     whole = np.concatenate([part.reshape(-1) for part in parts])
     _copy[(len(tiles),)](
         uploaded([whole], staging.device)[0],
         whole.size - len(tiles),
         UNIT=_UNITS[unit_bytes],
-        AXES=max(map(len, axes)),
+        AXES=axis_count,
         TILE=_TILE_UNITS,
     )
 

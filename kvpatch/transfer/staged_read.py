@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvpatch.core.errors import KvpatchError, NothingToRead
+from kvpatch.core.errors import NothingToRead
 from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Check, Lifetime
 from kvpatch.transfer.lost_transfers import lose, quarantine
-from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
+from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.placements import Placements, Placer
 from kvpatch.transfer.plane_bytes import Tails
@@ -91,16 +91,7 @@ class StagedRead(OwnRead):
         self._left = self._worked = 0.0
         #: How long a look came after the one before it, until something has landed in it.
         self._away: float | None = None
-        #: NIXL's errors, a chunk that cannot be, no memory for the pool, a copy that cannot be.
-        self._errors: tuple[type[Exception], ...] = (
-            KvpatchError,
-            RuntimeError,
-            MemoryError,
-            ValueError,
-            IndexError,
-            OverflowError,  # an address that is none
-            *errors_of(nixl),
-        )
+        self._errors = (*READ_ERRORS, *errors_of(nixl))
         self._placing = Placements(caches, pool, self._errors)
         self.lifetime = Lifetime()
         #: Of another read of the request, where there is nothing to read here: the peer is told

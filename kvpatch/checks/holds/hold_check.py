@@ -12,12 +12,12 @@ from typing import Any
 from kvpatch.checks.holds.grants import Hold, read_hold
 from kvpatch.checks.holds.hold_table import MOST_MISSED, HoldTable, is_still_to_come, word_address
 from kvpatch.checks.tables import PAUSE_SECONDS, WORD_BYTES, Patience, TableRead
-from kvpatch.core.errors import KvpatchError, NoAnswer, ReadRefused
+from kvpatch.core.errors import NoAnswer, ReadRefused
 from kvpatch.load.prepared_transfers import RankRead, RequestContext
 from kvpatch.load.read_request import HOLD, ReadRequest
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.lifetime import Check
-from kvpatch.transfer.nixl import errors_of
+from kvpatch.transfer.nixl import READ_ERRORS, errors_of
 
 _LOG = logging.getLogger("kvpatch.staging")
 
@@ -26,9 +26,6 @@ _ASK_AGAIN_SECONDS = 1.0
 #: Polls at a word that P has not written, or that does not come though P's lease is over.
 _MOST_POLLS = 2000
 _MOST_PEERS = 4096
-_ERRORS: tuple[type[Exception], ...] = (
-    *(KvpatchError, RuntimeError, MemoryError, ValueError, IndexError, OverflowError),
-)
 
 
 @dataclass(eq=False)
@@ -58,7 +55,7 @@ class HoldCheck(TableRead[HoldTable]):
         """Returns whether the peer holds the blocks; a word that cannot be read proves nothing."""
         try:
             is_held = self.answer(nixl)
-        except (*_ERRORS, *errors_of(nixl)) as error:
+        except (*READ_ERRORS, *errors_of(nixl)) as error:
             self._give_up(nixl, error, has_begun=has_begun)
             return CheckResult.UNPROVEN
         if is_held is False:
