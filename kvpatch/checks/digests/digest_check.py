@@ -38,7 +38,7 @@ _ERRORS: tuple[type[Exception], ...] = (
 
 @dataclass(eq=False)
 class DigestRead(TableRead[DigestTable]):
-    """Of one request, from one rank of a peer."""
+    """The digests of one request, from one rank of a peer."""
 
     _entry: Entry | None = field(default=None, init=False)
     _looks: int = field(default=0, init=False)
@@ -121,7 +121,7 @@ class DigestRead(TableRead[DigestTable]):
 
 
 class DigestCheck:
-    """Of one read; asked once all of it is in its place and P has said that it held the blocks.
+    """The check of one read, asked once all is in place and P has said that it held the blocks.
 
     Args:
         fetched: the rank's digests.
@@ -166,7 +166,7 @@ class DigestCheck:
         return None if is_well is None else CheckResult.HELD if is_well else CheckResult.WRONG
 
     def answer(self, nixl: Any) -> bool | None:
-        """Whether the read may be reported; None while it is not known. Takes no long time.
+        """True if the read may be reported; None while it is not known. Takes no long time.
 
         What cannot be compared may be: nothing is known of it.
 
@@ -234,7 +234,7 @@ class DigestCheck:
                 self._misses |= bool(found.unchecked)
 
     def _comparisons(self, parts: Sequence[Stated], weights: Weights) -> Iterator[Comparison]:
-        """Of some tokens at a time, what theirs and ours say of each other."""
+        """Yields what theirs and ours say of each other, some tokens at a time."""
         named = {name for part in parts for name in part.digests.cells}
         for table in self._tables:
             self._misses |= any((one.layer, one.content) not in named for one in table.planes)
@@ -254,7 +254,7 @@ class DigestCheck:
         self._is_through = True
 
     def _heads_in(self, table: TableTokens, part: Stated) -> TableTokens:
-        """What of ours the rank holds; the rest is read from others."""
+        """Returns the part of a table that the rank holds; the rest is read from others."""
         planes = []
         for plane in table.planes:
             heads = part.digests.cells.get((plane.layer, plane.content), {})
@@ -289,7 +289,7 @@ class DigestCheck:
 
 
 def seed_of(generation: int) -> bytes:
-    """Of the digests of a request, which both sides know by the word of P's hold."""
+    """The seed of a request's digests, which both sides know by the word of P's hold."""
     return f"{generation:x}".encode()
 
 

@@ -38,7 +38,7 @@ LOT_BYTES = 16 * 1024**2
 
 @dataclass(frozen=True)
 class TableTokens:
-    """What is to be digested of the layers of one block table.
+    """The tokens of one block table's layers that are to be digested.
 
     Attributes:
         tensors: of all layers, which keep the memory there is; another thread may look at it.
@@ -110,7 +110,7 @@ class TableTokens:
 
 
 class DigestStream:
-    """Where a worker's digests are made: on a device in a stream of their own.
+    """The place where a worker's digests are made: on a device, a stream of their own.
 
     Args:
         device: of the cache.
