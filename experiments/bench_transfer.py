@@ -51,7 +51,6 @@ from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
 from kvpatch.transfer.progress_thread import ProgressThread
-from kvpatch.transfer.read_times import Metered
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted
@@ -370,11 +369,9 @@ class Setup:
             Unposted((), chunks),
         )  # fmt: skip
 
-    def in_thread(self, *, is_direct: bool, metered: Metered | None = None) -> tuple[int, float]:
+    def in_thread(self, *, is_direct: bool) -> tuple[int, float]:
         """By the thread alone: the loop looks whether it is done."""
         read = self.background(is_direct=is_direct)
-        if metered is not None:
-            read._read.metered = metered
         read.start()
         while (state := read.state()) == "PROC":
             time.sleep(_LOOK_SECONDS)

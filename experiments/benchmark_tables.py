@@ -55,22 +55,6 @@ def direct(raw: Raw) -> Made:
     return Made(columns, rows)
 
 
-def choice(raw: Raw) -> Made:
-    """A row for each pair."""
-    rows = [
-        [
-            row["pair"], f"{row['direct_seconds'] * 1e3:.0f}", f"{row['staged_seconds'] * 1e3:.0f}",
-            row["built_in"], row["probe"], f"{row['probe_loss']:.0%}", row["own_reads"],
-            f"{row['own_reads_loss']:.0%}",
-        ]
-        for row in raw
-    ]  # fmt: skip
-    columns = ("P → D", "direct, ms", "staged, ms", "chosen by constants", "by the probe",
-               "slower than the faster way by", "after eight reads",
-               "slower than the faster way by")  # fmt: skip
-    return Made(columns, rows)
-
-
 def plan(raw: Raw) -> Made:
     """A row for each pair, of 1,000 blocks."""
 
@@ -183,5 +167,5 @@ _JUDGED = ("right", "wrong", "failed")
 
 
 TABLES: dict[str, Callable[[Raw], Made]] = {
-    made.__name__: made for made in (transfer, direct, choice, plan, steps, serving, growth, drill)
+    made.__name__: made for made in (transfer, direct, plan, steps, serving, growth, drill)
 } | {}

@@ -19,7 +19,6 @@ The parts, in the order in which a read uses them:
 ``token_tiles``         segments by the tiles that a side's tokens lie in
 ``overlap``             the copies out of one remote region
 ``direct_or_staged``    which way of reading a region is faster
-``measured_costs``      what that is chosen by, out of what reads took
 ``direct_plan``         runs that go straight to their places
 ``staged_plan``         chunks through a staging buffer, and their placements
 ``merged_placements``   placements that differ in their addresses alone, as one

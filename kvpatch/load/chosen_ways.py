@@ -5,21 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from kvpatch.geometry.direct_or_staged import (
-    DEVICE_MEMORY,
-    HOST_MEMORY,
-    Costs,
-    is_direct,
-    token_bytes,
-)
-from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.direct_or_staged import DEVICE_MEMORY, HOST_MEMORY, is_direct
 from kvpatch.geometry.overlap import Overlap
 from kvpatch.geometry.staged_plan import Share
-from kvpatch.load.read_factory import Progress
-from kvpatch.transfer.cost_probe import CostProbe
-from kvpatch.transfer.read_times import ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:
@@ -28,106 +18,51 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("kvpatch.unlike_engines")
 
 
-class Split(NamedTuple):
-    """Shares of a read by their ways.
-
-    Attributes:
-        staged_bytes: what is wanted of those that go through the pool.
-    """
-
-    direct: list[Share]
-    staged: list[Share]
-    staged_bytes: int
-
-
 class ChosenWays:
-    """One worker's choice: by what is built in, what was measured here, and what reads took.
+    """One worker's choice.
 
     Args:
         mode: ``auto``, ``direct`` or ``staged``.
         pool: where staged reads land.
         device: where they are placed.
-        progress: None where reads go on in the engine's steps alone.
-
-    Attributes:
-        probe: what measures on this machine; None where nothing is to be measured.
     """
 
-    def __init__(
-        self, mode: str, pool: StagingPool, device: torch.device, progress: Progress | None
-    ) -> None:
+    def __init__(self, mode: str, pool: StagingPool, device: torch.device) -> None:
         self._mode = mode
         self._pool = pool
-        self._is_host = device.type == "cpu"
-        self._progress = progress
-        self.probe: CostProbe | None = None
+        self._costs = HOST_MEMORY if device.type == "cpu" else DEVICE_MEMORY
 
-    def measure(self, memory: Memory) -> None:
-        """Has measured what reads take on this machine: once, and where a choice comes of it.
-
-        Not before there is a peer to be read from, and then on the thread of the reads, while
-        there are none.
+    def split(self, shares: Sequence[Share], engine_id: str) -> tuple[list[Share], list[Share]]:
+        """Returns what goes straight to its place, and what goes through the pool.
 
         Args:
-            memory: what NIXL calls that of the caches.
-        """
-        is_needed = self._mode == "auto" and self._is_host and self.probe is None
-        if is_needed and self._progress is not None:
-            self.probe = CostProbe(self._progress.agent, self._pool, memory)
-            self._progress.thread.do_aside(self.probe.pieces())
-
-    def split(self, shares: Sequence[Share], times: ReadTimes, engine_id: str) -> Split:
-        """What goes straight to its place, and what goes through the pool.
-
-        Args:
-            times: of the peer's reads so far.
             engine_id: the peer.
         """
-        costs = times.costs(self._start)
         direct: list[Share] = []
         staged: list[Share] = []
-        staged_bytes = 0
         for share in shares:
             if not len(share.segments):
                 continue
-            straight: list[Overlap] = []
-            rest: list[Overlap] = []
-            tokens = int(share.segments.tokens.sum())
-            # Layers that are strided alike are judged once: their bytes through the pool, or None.
-            known: dict[Any, int | None] = {}
+            # Layers that are strided alike are judged once.
+            known: dict[Any, bool] = {}
             for overlap in share.overlaps:
-                shape = overlap.shape
-                size_bytes = known.get(shape, -1)
-                if size_bytes == -1:  # not judged yet
-                    goes_straight = self._is_direct(overlap, share, costs)
-                    size_bytes = None if goes_straight else tokens * token_bytes(overlap)
-                    known[shape] = size_bytes
-                if size_bytes is None:
-                    straight.append(overlap)
-                else:
-                    rest.append(overlap)
-                    staged_bytes += size_bytes
-            for overlaps, kind in ((straight, direct), (rest, staged)):
-                if overlaps:
-                    kind.append(replace(share, overlaps=tuple(overlaps)))
+                if overlap.shape not in known:
+                    known[overlap.shape] = self._is_direct(overlap, share)
+            for kind, is_straight in ((direct, True), (staged, False)):
+                chosen = tuple(one for one in share.overlaps if known[one.shape] is is_straight)
+                if chosen:
+                    kind.append(replace(share, overlaps=chosen))
         _LOG.debug(
             "%d regions of engine %s are read directly, %d staged",
             sum(len(share.overlaps) for share in direct),
             engine_id,
             sum(len(share.overlaps) for share in staged),
         )
-        return Split(direct, staged, staged_bytes)
+        return direct, staged
 
-    @property
-    def _start(self) -> Costs:
-        """What is believed of a peer that was not read from."""
-        if self.probe is not None and self.probe.costs is not None:
-            return self.probe.costs
-        return HOST_MEMORY if self._is_host else DEVICE_MEMORY
-
-    def _is_direct(self, overlap: Overlap, share: Share, costs: Costs) -> bool:
+    def _is_direct(self, overlap: Overlap, share: Share) -> bool:
         if self._mode != "auto":
             return self._mode == "direct"
         if overlap.staged_bytes > self._pool.size_bytes:
             return True
-        return is_direct(overlap, share.segments, costs)
+        return is_direct(overlap, share.segments, self._costs)

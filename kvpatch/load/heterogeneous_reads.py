@@ -53,9 +53,6 @@ class HeterogeneousReads:
         pool: where staged reads land.
         progress: what reads go on in between the engine's steps; None for the steps alone.
         pooled: what reads through the pool are called in the metrics.
-
-    Attributes:
-        ways: what goes straight to its place, and what through the pool.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class HeterogeneousReads:
         if progress is not None and isinstance(caches, Caches):
             caches.thread = progress.thread.copying
         self._factory = ReadFactory(pool, caches, progress)
-        self.ways = ChosenWays(reader.mode, pool, caches.device, progress)
+        self._ways = ChosenWays(reader.mode, pool, caches.device)
 
     @property
     def thread(self) -> ProgressThread | None:
@@ -94,7 +91,6 @@ class HeterogeneousReads:
         ):
             peer = peers[metadata.engine_id] = Peer()
         peer.add(rank, self._reader.planes)
-        self.ways.measure(self._ours.memory)
 
     def prepare(self, nixl: Any, number: int, notification: bytes) -> OwnRead:
         """The transfer that replaces the release's own, of one rank of the peer.
@@ -128,10 +124,7 @@ class HeterogeneousReads:
         lifetime = reader.lifetime_of(number, rank.agent, rest.taken, releases, is_idle=is_idle)
 
         def read(wanted: Wanted) -> OwnRead:
-            times = reading.peer.times
-            own = self._factory.read(
-                nixl, ends, notification, wanted, reading.request, lifetime, times
-            )
+            own = self._factory.read(nixl, ends, notification, wanted, reading.request, lifetime)
             counts = own.telemetry()
             reading.fate = reading.fate or own.fate
             if counts is not None:  # what it will count in: nothing has been so far
@@ -145,14 +138,14 @@ class HeterogeneousReads:
         if reading.tails_left:  # once a request, and not before its blocks were checked
             tails = partial(self._tails, reading.request)
             reading.tails_left = False
-        split = self.ways.split(shares, reading.peer.times, metadata.engine_id)
+        to_place, to_pool = self._ways.split(shares, metadata.engine_id)
         pairs = (
             (share.segments, [copy for overlap in share.overlaps for copy in overlap.copies])
-            for share in split.direct
+            for share in to_place
         )
         direct = chain(plan_parts(pairs), (states(),))
         idle_until = reading.fate if is_idle else None
-        return read(Wanted(direct, split.staged, split.staged_bytes, tails, idle_until))
+        return read(Wanted(direct, to_pool, tails, idle_until))
 
     def holding_all(self, numbers: Sequence[int]) -> list[int]:
         """Those of the ranks that it takes to read every head that any of them holds.

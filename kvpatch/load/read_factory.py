@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvpatch.geometry.direct_plan import Plan
@@ -16,7 +16,6 @@ from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import Fate
 from kvpatch.transfer.plane_bytes import Tails
 from kvpatch.transfer.progress_thread import ProgressThread
-from kvpatch.transfer.read_times import Metered, ReadTimes, Stopwatch
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
@@ -36,8 +35,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         direct: goes straight to its place; planned once the read has begun.
-        staged: goes through the pool, and
-        staged_bytes: so much of it is copied out of there.
+        staged: goes through the pool.
         tails: is zeroed once the read has begun; None for nothing.
         idle_until: where all that the rank has comes from others, of a read of those: the rank is
             only told, once that one is over.
@@ -45,7 +43,6 @@ class Wanted(NamedTuple):
 
     direct: Iterable[Plan]
     staged: Sequence[Share] = ()
-    staged_bytes: int = 0
     tails: Callable[[], Tails] | None = None
     idle_until: Fate | None = None
 
@@ -58,13 +55,11 @@ class ReadFactory:
         pool: where staged reads land.
         caches: where they are placed.
         progress: None where reads go on in the engine's steps.
-        stopwatch: of all reads.
     """
 
     pool: StagingPool
     caches: Caches | StoragelessCaches
     progress: Progress | None
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def read(
         self,
@@ -74,7 +69,6 @@ class ReadFactory:
         wanted: Wanted,
         request: ReadRequest,
         lifetime: Lifetime,
-        times: ReadTimes,
     ) -> StagedRead | BackgroundRead:
         """A read that is not started.
 
@@ -82,7 +76,6 @@ class ReadFactory:
             nixl: the engine's agent.
             notification: what the peer is told after the last byte.
             lifetime: of the peer's blocks.
-            times: of the peer's reads, this one's too.
         """
         is_paced = self.progress is not None
         chunks = plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
@@ -96,7 +89,6 @@ class ReadFactory:
             is_paced=is_paced,
         )
         read.lifetime = lifetime
-        read.metered = Metered(times, self.stopwatch if is_paced else None, wanted.staged_bytes)
         read.tails = wanted.tails
         read.idle_until = wanted.idle_until
         own = read if self.progress is None else BackgroundRead(read, self.progress.thread)

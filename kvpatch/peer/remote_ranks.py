@@ -13,7 +13,6 @@ from kvpatch.geometry.plane_copies import missing_heads
 from kvpatch.geometry.plane_heads import HeadName, names_of_heads, planes_without
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.remote_states import RemoteStates
-from kvpatch.transfer.read_times import ReadTimes
 
 
 class Rest(NamedTuple):
@@ -86,12 +85,10 @@ class Peer:
 
     Attributes:
         missing: a head of ours that none of the ranks holds, in words.
-        times: what reads from it took; forgotten with it.
     """
 
     ranks: dict[int, RemoteRank] = field(default_factory=dict)
     missing: str | None = None
-    times: ReadTimes = field(default_factory=ReadTimes)
 
     def add(self, rank: RemoteRank, local: Sequence[Plane]) -> None:
         """Books a rank, and what is still missing of our planes."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.plane_bytes import Tails
-from kvpatch.transfer.read_times import Metered
 from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:
@@ -54,8 +52,6 @@ class Placements:
         self._errors = errors
         self._copies: list[tuple[Callable[[], bool], Space | None]] = []
         self._after: Any = None
-        #: Since when they alone are waited for.
-        self._waits_since: float | None = None
 
     def __len__(self) -> int:
         """How many are not over."""
@@ -73,17 +69,14 @@ class Placements:
         """
         self._copies.append((self._caches.zero(tails, self._after), None))
 
-    def place(self, space: Space, placements: tuple[Placement, ...], metered: Metered) -> None:
+    def place(self, space: Space, placements: tuple[Placement, ...]) -> None:
         """Places what has landed in some of the pool.
 
         Raises:
             Exception: the copy's; the space has been given back.
         """
-        came = time.monotonic()
         try:
             is_placed = self._caches.place(self._pool.memory(space), placements, self._after)
-            if is_placed():
-                metered.copy_seconds += time.monotonic() - came
         except self._errors:
             self._caches.settle()
             self._pool.give(space)
@@ -121,14 +114,3 @@ class Placements:
         """Waits for all of them."""
         if self._copies:
             self._caches.settle()
-
-    def count_waiting(self, metered: Metered, *, is_reading: bool) -> None:
-        """Counts for how long they alone are waited for: what is read beside them costs less."""
-        is_waiting = bool(self._copies) and not is_reading
-        since = self._waits_since
-        if is_waiting == (since is not None):
-            return
-        now = time.monotonic()
-        if since is not None:
-            metered.copy_seconds += now - since
-        self._waits_since = now if is_waiting else None

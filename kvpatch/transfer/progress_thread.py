@@ -114,17 +114,6 @@ class ProgressThread:
         os.register_at_fork(after_in_child=partial(_leave_to_steps, ref(self)))
         #: For good, and for now.
         self._is_stopped = self._is_ending = False
-        #: What is done a step at a time while there is nothing to read.
-        self._aside: Iterator[None] | None = None
-
-    def do_aside(self, pieces: Iterator[None]) -> None:
-        """Has something done once reads have been read and there is none.
-
-        Args:
-            pieces: each step takes as long as a post at most, lets nothing out that its errors
-                are, and leaves nothing on the wire.
-        """
-        self._aside = pieces
 
     def add(self, read: StagedRead) -> None:
         """Has a read begin."""
@@ -257,8 +246,8 @@ class ProgressThread:
             asking = min(3 * (monotonic() - came), _LONGEST_REST_SECONDS)
             wait = max(min(1.5 * wait, _LONGEST_WAIT_SECONDS), asking)
             if not self._reads:
-                wait = _LONGEST_WAIT_SECONDS if self._go_on_aside() else _IDLE_SECONDS
-            if not self._take(wait) and not (self._reads or self._aside):
+                wait = _IDLE_SECONDS
+            if not self._take(wait) and not self._reads:
                 with self._start:
                     if not self._inbox:
                         self._thread, self.is_running = None, False
@@ -301,17 +290,6 @@ class ProgressThread:
         return (
             self._gate.without_handshakes() if read.may_register else nullcontext(enter_result=True)
         )
-
-    def _go_on_aside(self) -> bool:
-        """Does a step of what is done while there is nothing to read; whether more is left."""
-        if self._aside is None:
-            return False
-        if self._waiting:
-            return True
-        with self._work, self._gate.without_handshakes() as is_free:
-            if is_free and next(self._aside, self) is self:
-                self._aside = None
-        return self._aside is not None
 
     def _take(self, seconds: float) -> bool:
         """Takes what has come within a time; whether anything has."""

@@ -22,7 +22,6 @@ from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.placements import Placements, Placer
 from kvpatch.transfer.plane_bytes import Tails
-from kvpatch.transfer.read_times import Metered, ReadTimes
 from kvpatch.transfer.staging_pool import StagingPool, Turn
 from kvpatch.transfer.telemetry import Tally, Telemetry
 from kvpatch.transfer.unposted import DirectRuns, Unposted
@@ -99,8 +98,6 @@ class StagedRead(OwnRead):
         self.idle_until: Fate | None = None
         #: What is zeroed beside it, once it has begun.
         self.tails: Callable[[], Tails] | None = None
-        #: Counts what is read.
-        self.metered = Metered(ReadTimes(), None)
         #: When the first transfer was posted, and when the last one was found done.
         self._began: float | None = None
         self._landed_at: float | None = None
@@ -125,8 +122,6 @@ class StagedRead(OwnRead):
             return
         if self._is_expired():
             return
-        if self.idle_until is None:  # else nothing is read, in a time that tells nothing
-            self.metered.begin()
         try:
             if self.tails is not None:
                 self._placing.zero(self.tails())
@@ -204,7 +199,6 @@ class StagedRead(OwnRead):
             self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
-        self._placing.count_waiting(self.metered, is_reading=bool(self._flights))
         self._conclude()
         return has_landed or (self._is_paced and (has_placed or has_posted))
 
@@ -242,7 +236,6 @@ class StagedRead(OwnRead):
             Exception: NIXL's, where that cannot be cancelled.
         """
         self._is_void = True
-        self.metered.end(is_well=False)
         self._stop()
         self._placing.give_up()
         self._give_back()
@@ -336,7 +329,6 @@ class StagedRead(OwnRead):
         self._has_all = True
         if self._is_paced and self._began is not None:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
-        self.metered.end(is_well=self._goes_on)
 
     def _tell(self) -> None:
         """Tells the peer that its blocks have been read."""
@@ -427,7 +419,7 @@ class StagedRead(OwnRead):
             self._pool.give(flight.space)
             return
         try:
-            self._placing.place(flight.space, flight.chunk.placements, self.metered)
+            self._placing.place(flight.space, flight.chunk.placements)
         except self._errors:
             self._fail()
 
@@ -472,7 +464,6 @@ class StagedRead(OwnRead):
         remote, local, length = runs.take(limit, is_spread=pace.has_threads)
         size_bytes = int(length.sum())
         handle = prepare_read(self._nixl, self._ends, remote, local, length)
-        self.metered.post(length.size, size_bytes, is_direct=True)
         if self._launch(handle, None, None) == "DONE" and limit is not None and size_bytes > limit:
             pace.has_threads = False  # this thread has read all of it, in NIXL's agent
         if runs.is_over:
@@ -505,7 +496,6 @@ class StagedRead(OwnRead):
         except self._errors:
             self._pool.give(space)
             raise
-        self.metered.post(chunk.length.size, int(chunk.length.sum()), is_direct=False)
         self._launch(handle, chunk, space)
         self._unposted.next_chunk()
         return True

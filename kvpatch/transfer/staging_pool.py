@@ -166,16 +166,9 @@ class StagingPool:
         self._lost: deque[_Lost] = deque()
         self._retired: _Retired | None = None
         self._spare: torch.Tensor | None = None
-        self._is_aside = False
         #: Where those are put who have become the first of their peer, if somebody takes them out.
         self.called: deque[object] | None = None
         self.waiting = self.waits = 0
-
-    def aside(self, size_bytes: int) -> StagingPool:
-        """Another one of the same kind of memory, for what must not wait in this one."""
-        pool = StagingPool(size_bytes, self._make)
-        pool._is_aside = True
-        return pool
 
     @property
     def size_bytes(self) -> int:
@@ -321,8 +314,7 @@ class StagingPool:
                     self.size_bytes,
                 )
                 self._room = Room(self.size_bytes // 2)
-        level = logging.DEBUG if self._is_aside else logging.INFO
-        _LOG.log(level, "staging pool of %d bytes made and registered", self.size_bytes)
+        _LOG.info("staging pool of %d bytes made and registered", self.size_bytes)
         return buffer
 
     def _is_replaced(self, size_bytes: int) -> bool:

@@ -19,7 +19,6 @@ import torch
 import kvpatch
 from kvpatch.checks.digests.digest_table import TABLE_BYTES as DIGEST_TABLE_BYTES
 from kvpatch.checks.holds.hold_table import TABLE_BYTES, WORD_BYTES
-from kvpatch.transfer.cost_probe import OWN_BYTES
 from tests.storageless import StoragelessStandIn
 
 from . import disguise, release, standins
@@ -38,10 +37,8 @@ from .xla import DeviceTensors
 _POLL_SECONDS = 0.001
 # NIXL's calls that are counted.
 _COUNTED = ("make_prepped_xfer", "register_memory", "initialize_xfer", "prep_xfer_dlist")
-#: What kvpatch registers that holds no tokens: the tables of holds and digests,
+#: What kvpatch registers that holds no tokens: the tables of holds and digests.
 _TABLES = (TABLE_BYTES, DIGEST_TABLE_BYTES)
-#: and the probe's memory.
-_BESIDE_CACHES = (OWN_BYTES, *_TABLES)
 # After the release has logged an error, how long it may take to act on it.
 _GRACE_SECONDS = 0.5
 #: Of a load that nothing is under way for.
@@ -252,7 +249,7 @@ class Engine:
 
         def register_memory(descs: Any, *args: Any, **kwargs: Any) -> Any:
             found = [descs[i][:2] for i in range(descs.descCount())]
-            self.registrations += sum(length not in _BESIDE_CACHES for _, length in found)
+            self.registrations += sum(length not in _TABLES for _, length in found)
             self.registered += [one for one in found if one[1] not in _TABLES]
             return register(descs, *args, **kwargs)
 

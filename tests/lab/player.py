@@ -18,7 +18,7 @@ from kvpatch.checks.digests.digests import Digests
 from kvpatch.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
-from kvpatch.transfer import cost_probe, lost_transfers
+from kvpatch.transfer import lost_transfers
 
 from . import channel, digest_faults, release, standins
 from .core import CoreScheduler
@@ -34,7 +34,6 @@ _QUARANTINE_SECONDS = 0.5
 _REPORTED_SECONDS = 60.0
 #: Of a load whose client is gone.
 _OVER_SECONDS = 6.0
-_MEASURED_SECONDS = 60.0
 #: Steps that are timed together.
 _IDLE_AT_ONCE = 50
 
@@ -49,8 +48,6 @@ class Player(Engine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         lost_transfers._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
-        # However busy the machine, what reads take is measured.
-        cost_probe._LONGEST_SECONDS = _MEASURED_SECONDS
         WAITED.seconds = 0.0  # the process may have been another engine before
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()
@@ -793,7 +790,6 @@ class Player(Engine):
         readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
         made = [reader.heterogeneous for reader in readers if reader and reader.heterogeneous]
         pools = [reads.pool for reads in made]
-        pools += [reads.ways.probe._own for reads in made if reads.ways.probe]
         for pool in pools:
             if pool.lost_bytes:
                 pool.recover()
@@ -811,20 +807,6 @@ class Player(Engine):
     def threads(self) -> set[str]:
         """The names of this process's threads."""
         return {thread.name for thread in threading.enumerate()}
-
-    def measured(self, seconds: float) -> str:
-        """Whether kvpatch has measured what reads take here: ``never``, ``not yet``, ``yes``."""
-        readers = [_reader_of(release.nixl_of(w).connector_worker) for w in self.workers]
-        made = [None if reader is None else reader.heterogeneous for reader in readers]
-        probes = [None if reads is None else reads.ways.probe for reads in made]
-        if all(probe is None for probe in probes):
-            return "never"
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if all(probe is not None and probe.costs is not None for probe in probes):
-                return "yes"
-            time.sleep(_POLL_SECONDS)
-        return "not yet"
 
     def age_peers(self) -> None:
         """Has the release think that it has not heard of its peers for long (from 0.24)."""

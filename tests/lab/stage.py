@@ -126,10 +126,6 @@ class Actor:
         """The ids of the engines that kvpatch reads from in place of the release."""
         return set(self.call("unlike_peers"))
 
-    def measured(self, seconds: float = _WATCH_SECONDS) -> str:
-        """Whether kvpatch has measured what reads take here: ``never``, ``not yet``, ``yes``."""
-        return str(self.call("measured", seconds))
-
     def age_peers(self) -> None:
         """Has the release let go of its peers when it meets the next one (from 0.24)."""
         self.call("age_peers")

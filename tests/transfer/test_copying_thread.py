@@ -22,7 +22,6 @@ from kvpatch.transfer.agent_gate import ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads
-from kvpatch.transfer.staged_read import StagedRead
 from tests.geometry.whole_caches import named_layout
 
 from .staged_world import (
@@ -368,25 +367,6 @@ class _Endless(wrapt.ObjectProxy):
         if handle is not self._self_first and not self.may_end.is_set():
             return "PROC"
         return str(self.__wrapped__.check_xfer_state(handle))
-
-
-def test_only_what_copies_take_longer_than_the_wire_counts_as_theirs(world, engine, monkeypatch):
-    held, agent = _FirstHeld(monkeypatch), _Endless(world.decode)
-    read = engine.read(agent)
-    staged: StagedRead = read._read
-    read.start()
-    assert held.is_in.wait(SECONDS)
-    time.sleep(0.1)
-    assert staged._flights, "negative control: others are on the wire meanwhile"
-    assert staged._placing._waits_since is None
-    agent.may_end.set()
-    wait_until(lambda: staged._placing._waits_since is not None)
-    assert staged.metered.copy_seconds == 0
-    time.sleep(0.1)
-    held.may_go.set()
-    assert finish(read) == ["DONE"]
-    assert staged.metered.copy_seconds > 0.1
-    assert staged._placing._waits_since is None
 
 
 @pytest.mark.parametrize("is_beside", [True, False])

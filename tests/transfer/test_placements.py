@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvpatch.transfer.placements import Placements
-from kvpatch.transfer.read_times import Metered, ReadTimes
 
 
 class _Pool:
@@ -45,7 +44,7 @@ def _placed(*spaces: str) -> tuple[Any, _Pool]:
     caches, pool = _Caches(), _Pool()
     made: Any = Placements(caches, pool, (ValueError,))  # type: ignore[arg-type]
     for space in spaces:
-        made.place(space, (), Metered(ReadTimes(), None))
+        made.place(space, ())
     assert made.give_back() is False
     caches.may_end = True
     return made, pool
