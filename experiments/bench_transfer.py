@@ -47,10 +47,9 @@ from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
-from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read
-from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted

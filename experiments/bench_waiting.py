@@ -29,10 +29,9 @@ from kvpatch.geometry.staged_plan import Chunk, Placement
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import Reader
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent
-from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import OwnRead
-from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.unposted import Unposted

@@ -8,9 +8,9 @@ from time import monotonic
 from typing import Any
 
 from kvpatch.core.errors import KvpatchError, ReadRefused, UnexpectedRead
+from kvpatch.core.proxies import AgentProxy
 from kvpatch.load.prepared_transfers import RequestContext
 from kvpatch.load.reader import Reader
-from kvpatch.transfer.agent_proxy import AgentProxy
 from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import HEARTBEAT, Lifetime
 from kvpatch.transfer.nixl import mask_of, tell_over

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 from kvpatch.geometry.direct_plan import Plan
 from kvpatch.geometry.staged_plan import Share, plan_chunks
 from kvpatch.load.read_request import ReadRequest
-from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import Ends
 from kvpatch.transfer.own_read import Fate
 from kvpatch.transfer.plane_bytes import Tails
-from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
+from kvpatch.core.proxies import AgentProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.divided_block_handles import watch_divided_blocks
 from kvpatch.load.nixl_proxy import ReadingAgent
@@ -33,7 +34,6 @@ from kvpatch.peer.inspected_caches import (
 from kvpatch.peer.remote_states import places_of_states
 from kvpatch.peer.split_kv import kv_split_of
 from kvpatch.peer.unlike_releases import messages
-from kvpatch.transfer.agent_proxy import AgentProxy
 from kvpatch.transfer.lifetime import Leases
 from kvpatch.worker.backend_layouts import backend_layouts
 from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of

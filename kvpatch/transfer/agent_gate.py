@@ -13,11 +13,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock, get_ident
 from typing import Any, TypeVar
 
-from kvpatch.transfer.agent_proxy import AgentProxy
+from kvpatch.core.proxies import AgentProxy
 
 _Found = TypeVar("_Found")
 
@@ -49,28 +49,22 @@ class _Side:
     def __init__(self) -> None:
         #: One for each thread that waits; its ends are changed in one go, as a number is not.
         self._waiting: deque[None] = deque()
-        self.renew()
-
-    def renew(self) -> None:
-        """Frees it of all threads, as in a process that was forked and does not have them."""
         # One thread may enter twice: whatever it collects there may let go of a transfer.
         self._lock = RLock()
-        self._waiting.clear()
         #: The thread that is alone in it.
         self._inside: int | None = None
 
     def call(self, made: Callable[..., _Found], *args: Any, **kwargs: Any) -> _Found:
-        lock = self._lock
-        if not lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             self._waiting.append(None)
             try:  # a signal's exception may end the wait
-                lock.acquire()
+                self._lock.acquire()
             finally:
                 self._waiting.pop()
         try:
             return made(*args, **kwargs)
         finally:
-            lock.release()
+            self._lock.release()
 
     def call_now(self, made: Callable[..., _Found], *args: Any) -> _Found | None:
         """None where somebody else is inside."""
@@ -144,20 +138,13 @@ class AgentGate:
         self._steps, self._handshakes = _Side(), _Side()
         self.messages = _Messages()
 
-    def renew(self) -> None:
-        """Frees it of all threads, as in a process that was forked and does not have them."""
-        self._steps.renew()
-        self._handshakes.renew()
-
     def side_of(self, name: str) -> _Side:
         """Where an engine's call of that name is made."""
         return self._steps if name in STEP_CALLS else self._handshakes
 
-    @contextmanager
-    def without_handshakes(self) -> Iterator[bool]:
+    def without_handshakes(self) -> AbstractContextManager[bool]:
         """While inside, none is in the agent; False where one is, which is not waited for."""
-        with self._handshakes.unless_taken() as is_ours:
-            yield is_ours
+        return self._handshakes.unless_taken()
 
     @contextmanager
     def entered(self, name: str) -> Iterator[None]:

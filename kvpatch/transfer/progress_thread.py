@@ -8,26 +8,26 @@ with steps of 40 ms and a pool of 256 MiB no faster than 6 GB/s, whatever the ne
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from queue import Empty
-from threading import RLock, Thread, current_thread
+from threading import Lock, RLock, Thread, current_thread
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from kvpatch.transfer.agent_gate import AgentGate
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
 from kvpatch.transfer.device_copies import streams_of
-from kvpatch.transfer.inbox import Inbox
+from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.storageless import StoragelessCaches
+from kvpatch.transfer.telemetry import Telemetry
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,8 @@ _MANY = 8
 _LONGEST_WORK_SECONDS = 1e-3
 _STOP_SECONDS = 10.0
 
+_Item = TypeVar("_Item")
+
 
 def can_read_beside(device: torch.device, caches: object = None) -> bool:
     """Whether another thread than the engine's can place what was read.
@@ -65,17 +67,65 @@ def can_read_beside(device: torch.device, caches: object = None) -> bool:
     return device.type == "cpu" or streams_of(device) is not None
 
 
-def _leave_to_steps(thread: ref[ProgressThread]) -> None:
-    found = thread()
-    if found is not None:
-        found.leave_to_steps()
+class Inbox(Generic[_Item]):
+    """Items in the order in which they were put; each is taken once, whoever takes it.
+
+    Not Python's own ``SimpleQueue``: up to Python 3.12 its ``get`` waits for ever, in spite of a
+    timeout, where that is over before the waiting has begun. Nor its ``Queue``, whose ``put`` waits
+    for itself where what is collected in the middle of one puts something too.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[_Item] = deque()
+        #: Released by who puts; taken by who has found nothing. One release may stand for several
+        #: items, or for one that was taken without waiting.
+        self._bell = Lock()
+        self._bell.acquire()
+
+    def put(self, item: _Item) -> None:
+        """Never waits. From any thread, and from whatever is collected in one."""
+        self._items.append(item)
+        try:
+            self._bell.release()
+        except RuntimeError:  # it was released already, and nobody has taken it since
+            return
+
+    def get(self, seconds: float) -> _Item:
+        """The first item, which is waited for.
+
+        Args:
+            seconds: for how long at most.
+
+        Raises:
+            Empty: there was none.
+        """
+        ends, left = monotonic() + seconds, seconds
+        while True:
+            for item in self.taken():
+                return item
+            if not self._bell.acquire(timeout=max(left, 0)):
+                raise Empty
+            left = ends - monotonic()
+
+    def taken(self) -> Iterator[_Item]:
+        """Items until there are none; none is waited for."""
+        while True:
+            try:
+                item = self._items.popleft()
+            except IndexError:
+                return
+            yield item
+
+    def __len__(self) -> int:
+        """How many are to be taken."""
+        return len(self._items)
 
 
 class ProgressThread:
     """One worker's; it starts with the first read and ends when there was none for a while.
 
-    Where it cannot run (it was stopped, an error ended it, a process was forked from this one)
-    each read goes on when it is asked for its state.
+    Where it cannot run (it was stopped, an error ended it) each read goes on when it is asked for
+    its state.
 
     Args:
         pool: of the reads; nobody else uses it.
@@ -111,7 +161,6 @@ class ProgressThread:
         self._thread: Thread | None = None
         #: Whether it takes care of the reads that were added; each step asks for each read.
         self.is_running = False
-        os.register_at_fork(after_in_child=partial(_leave_to_steps, ref(self)))
         #: For good, and for now.
         self._is_stopped = self._is_ending = False
 
@@ -142,17 +191,16 @@ class ProgressThread:
 
         For an engine's thread.
         """
-        work = self._work  # which is another one behind a fork
-        if not work.acquire(blocking=False):
+        if not self._work.acquire(blocking=False):
             self._waiting.append(None)
             try:  # a signal's exception may end the wait
-                work.acquire()
+                self._work.acquire()
             finally:
                 self._waiting.pop()
         try:
             yield
         finally:
-            work.release()
+            self._work.release()
 
     def go_on_with(self, read: StagedRead) -> str:
         """A read's state, after doing what can be done; inside :meth:`paused`, without a thread."""
@@ -173,7 +221,7 @@ class ProgressThread:
             for read in tuple(self._reads.values()):
                 read.settle()
         if self.copying is not None:
-            self.copying.rest()
+            self.copying.settle()
         with self._start:
             if self._thread is None or not self._thread.is_alive():
                 self._thread, self._is_ending = None, False
@@ -184,13 +232,6 @@ class ProgressThread:
         self._end()
         if self.copying is not None:
             self.copying.stop()
-
-    def leave_to_steps(self) -> None:
-        """Has reads go on in steps, in a process that was forked and has none of the threads."""
-        self._work, self._start = RLock(), RLock()
-        self._waiting.clear()
-        self._gate.renew()
-        self._thread, self._is_stopped, self.is_running = None, True, False
 
     def _end(self) -> None:
         self._is_ending = True
@@ -313,3 +354,55 @@ class ProgressThread:
     def _forget(self, read: StagedRead) -> None:
         self._reads.pop(id(read), None)
         self._going.pop(id(read), None)
+
+
+class BackgroundRead(OwnRead):
+    """A read that goes on in the progress thread, as the engine's steps see it.
+
+    A step only hears what is done. Giving a read up waits until nothing is placed any more.
+
+    Args:
+        read: paced; nobody else knows it.
+    """
+
+    def __init__(self, read: StagedRead, thread: ProgressThread) -> None:
+        self._read = read
+        self.fate = read.fate
+        self._thread = thread
+
+    def start(self) -> str:
+        """Hands it to the thread."""
+        self._read.admit()
+        self._thread.add(self._read)
+        return "PROC"
+
+    def state(self) -> str:
+        """What the thread has come to; without a thread it is done here."""
+        outcome = self.fate.outcome
+        if outcome == "PROC" and not self._thread.is_running:
+            with self._thread.paused():
+                return self._thread.go_on_with(self._read)
+        return outcome
+
+    def void(self) -> bool:
+        """As a staged read's; nothing is placed any more when it returns."""
+        with self._thread.paused():
+            return self._read.void()
+
+    def telemetry(self) -> Telemetry | None:
+        """As a staged read's."""
+        return self._read.telemetry()
+
+    def release(self) -> None:
+        """As a staged read's; nothing is placed any more when it returns."""
+        if self._read.holds_nothing:
+            return
+        with self._thread.paused():
+            self._read.release()
+        self._thread.drop(self._read)
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Wherever the interpreter is: it must not wait for the thread.
+        if is_finalizing() or self._read.holds_nothing:
+            return
+        self._thread.drop(self._read)

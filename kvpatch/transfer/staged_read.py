@@ -1,6 +1,6 @@
 """A read of many transfers: chunks through the staging pool, and runs straight to their places.
 
-It goes on when it is told to: by the progress thread (``background_read``), or, without one, by
+It goes on when it is told to: by the progress thread (``progress_thread``), or, without one, by
 whoever asks for its state. To a release it looks like one transfer.
 """
 

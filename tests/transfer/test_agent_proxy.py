@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvpatch.core.proxies import AgentProxy
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent
-from kvpatch.transfer.agent_proxy import AgentProxy
 
 pytestmark = pytest.mark.patching
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import wrapt
 from experiments.made_reader import preparing
 from kvpatch.load.read_factory import Progress
 from kvpatch.transfer import caches as caches_module
-from kvpatch.transfer import copying_thread
 from kvpatch.transfer.agent_gate import ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.copying_thread import CopyingThread
@@ -132,32 +130,9 @@ def test_an_error_is_the_copys_own_and_the_thread_goes_on(thread):
     for _ in range(2):
         with pytest.raises(MemoryError, match="no memory"):
             failed()
-    assert thread.is_running
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_that_no_copy_raises_ends_the_thread_and_no_copy_is_lost(thread, caplog):
-    """A mistake of ours, made up. What is handed over later is copied by who asks for it."""
-    made: list[int] = []
-    held, _ = begun(thread)
-    broken = thread.copy(lambda: [][1 / 0])
-    left = [thread.copy(partial(made.append, number)) for number in range(3)]
-    held.may_go.set()
-    wait_until(lambda: not (thread.is_running or is_there()))
-    with pytest.raises(RuntimeError, match="what no copy raises"):
-        broken()
-    assert not made, "negative control"
-    assert left[1]()
-    assert made == [1], "made when it is asked for"
-    thread.settle()
-    assert made == [1, 0, 2]
-    assert all(copy() for copy in left)
-    assert thread.copy(partial(made.append, 3))()
-    assert made == [1, 0, 2, 3]
-    assert "the one that reads takes over" in caplog.text
-
-
-@pytest.mark.parametrize("end", ["settle", "rest", "stop"])
+@pytest.mark.parametrize("end", ["settle", "stop"])
 def test_no_copy_is_under_way_when_it_returns(thread, end):
     made: list[int] = []
     held, _ = begun(thread)
@@ -170,6 +145,14 @@ def test_no_copy_is_under_way_when_it_returns(thread, end):
     assert is_there() == (end != "stop")
     wait_until(after)
     assert made[5:] == [5]
+
+
+def test_an_error_that_no_copy_raises_is_one_that_reads_know(thread):
+    """A mistake of ours, made up."""
+    broken, other = thread.copy(lambda: [][1 / 0]), thread.copy(lambda: None)
+    wait_until(other)
+    with pytest.raises(RuntimeError, match="what no copy raises"):
+        broken()
 
 
 def test_one_that_is_given_up_before_it_begins_is_left_undone(thread):
@@ -202,14 +185,6 @@ def test_one_that_is_given_up_by_its_own_thread_is_not_waited_for(thread):
     wait_until(copies[0])
 
 
-def test_it_ends_when_there_is_nothing_to_copy_and_starts_again(thread, monkeypatch):
-    monkeypatch.setattr(copying_thread, "_IDLE_SECONDS", 0.05)
-    for _ in range(3):
-        copy = thread.copy(lambda: None)
-        wait_until(copy)
-        wait_until(lambda: not thread.is_running and not is_there())
-
-
 def test_where_no_thread_can_start_copies_are_made_at_once(thread, monkeypatch, caplog):
     def fails(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -220,36 +195,6 @@ def test_where_no_thread_can_start_copies_are_made_at_once(thread, monkeypatch, 
         assert thread.copy(partial(made.append, number))()
     assert made == [0, 1]
     assert caplog.text.count("cannot start") == 1
-
-
-def test_a_process_that_was_forked_makes_its_copies_itself(thread):
-    """Those that were under way or queued in the other one too: here nobody else does."""
-    made: list[int] = []
-    held = Held()
-
-    def first() -> None:
-        if held.is_in.is_set():
-            made.append(0)
-        else:
-            held()
-
-    copies = [thread.copy(first)]
-    assert held.is_in.wait(SECONDS)
-    copies += [thread.copy(partial(made.append, number)) for number in (1, 2)]
-    child = os.fork()
-    if not child:
-        signal.alarm(30)  # rather than hang
-        copies[2].give_up()
-        is_well = [copy() for copy in copies] == [True] * 3 and made == [0, 1]
-        thread.settle()
-        thread.rest()
-        is_well &= thread.copy(partial(made.append, 3))() and made == [0, 1, 3]
-        os._exit(0 if is_well else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not any(copy() for copy in copies), "negative control: here it is still under way"
-    held.may_go.set()
-    thread.settle()
-    assert made == [1, 2]
 
 
 class _FirstHeld(Held):
@@ -278,7 +223,7 @@ def test_nothing_of_a_queued_copy_is_written_after_a_read_was_given_up(
     read = engine.read()
     read.start()
     assert held.is_in.wait(SECONDS)
-    wait_until(lambda: len(engine.copying._queue) > 0)
+    wait_until(lambda: len(engine.copying._executor._work_queue.queue) > 0)
     if is_spoiled:
         getattr(read, end)()
         before = world.target.clone()
@@ -334,20 +279,6 @@ def test_the_error_of_a_copy_is_its_reads(world, engine, monkeypatch, caplog):
     other.start()
     assert finish(other) == ["DONE"]
     assert world.is_identical()
-
-
-def test_a_read_goes_on_where_the_thread_has_ended(world, engine, monkeypatch):
-    """Of a copy that it had not begun."""
-    held = _FirstHeld(monkeypatch)
-    read, other = engine.read(), engine.read()
-    for one in (read, other):
-        one.start()
-    assert held.is_in.wait(SECONDS)
-    wait_until(lambda: len(engine.copying._queue) > 0)
-    waits_for(engine.copying.stop, held)
-    assert finish(read, other) == ["DONE"] * 2
-    assert world.is_identical()
-    assert engine.pool.taken_bytes == 0
 
 
 class _Endless(wrapt.ObjectProxy):

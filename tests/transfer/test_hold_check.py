@@ -25,10 +25,9 @@ from kvpatch.checks.tables import PAUSE_SECONDS
 from kvpatch.core.errors import NoAnswer
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer.agent_gate import AgentGate, ProgressAgent
-from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.checked_transfer import CheckedTransfer
 from kvpatch.transfer.lifetime import Lease, Lifetime
-from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 from kvpatch.transfer.staged_read import StagedRead
 
 from .staged_world import SECONDS, Failing, World, connected_world, finish, notifications

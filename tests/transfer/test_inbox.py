@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvpatch.transfer import inbox as inbox_module
-from kvpatch.transfer.inbox import Inbox
+from kvpatch.transfer.progress_thread import Inbox
 
 SECONDS = 20.0
 #: A wait that is over where the system takes the core away for as long.

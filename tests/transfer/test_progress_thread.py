@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,10 +21,9 @@ from kvpatch.transfer import progress_thread
 from kvpatch.transfer import staged_read as staged_module
 from kvpatch.transfer import unposted as unposted_module
 from kvpatch.transfer.agent_gate import STEP_CALLS, AgentGate, EngineAgent, ProgressAgent
-from kvpatch.transfer.background_read import BackgroundRead
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.lifetime import Lifetime
-from kvpatch.transfer.progress_thread import ProgressThread
+from kvpatch.transfer.progress_thread import BackgroundRead, ProgressThread
 
 from .staged_world import OVER, SECONDS, TOKENS, Failing, World, finish, notifications
 
@@ -713,39 +710,6 @@ def test_memory_is_registered_behind_it_and_no_step_waits_for_that(world, make):
         assert inside.is_alive()
     assert finish(read, other) == ["DONE", "ERR"]
     assert world.is_identical()
-
-
-def test_reads_of_a_process_that_was_forked_go_on_in_its_steps(world, make):
-    """Made up: a read that is over when it is asked; NIXL lives in one process alone."""
-    engine = make(4096)
-    read = engine.read()
-    read.start()
-    assert finish(read) == ["DONE"]
-    assert engine.thread.is_running
-    is_in, may_go = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with engine.thread.paused(), engine.gate.entered("transfer"):
-            is_in.set()
-            may_go.wait(SECONDS)
-
-    holds = threading.Thread(target=hold)
-    holds.start()
-    assert is_in.wait(SECONDS)
-    child = os.fork()
-    if not child:
-        with suppress(Exception):
-            signal.alarm(int(SECONDS))
-            read._read.fate.outcome = "PROC"
-            read._read.state = lambda: "DONE"
-            with engine.gate.entered("transfer"), engine.gate.entered("register_memory"):
-                os._exit(0 if read.state() == "DONE" else 1)
-        os._exit(2)
-    _, status = os.waitpid(child, 0)
-    may_go.set()
-    holds.join()
-    assert status == 0
-    assert engine.thread.is_running
 
 
 def test_an_agents_own_thread_may_enter_again():
