@@ -52,7 +52,6 @@ PAIRS = (
     ("LBHNC", 32, "LBHNC", 128),
     ("LBNHC", 16, "LBHNC", 16),
     ("LBHNC", 16, "LBNHC", 16),
-    ("LBNHC", 96, "LBHNC", 64),
     ("CPU_packed", 128, "CPU_packed", 32),
 )
 

@@ -22,7 +22,6 @@ The parts, in the order in which a read uses them:
 ``direct_plan``         runs that go straight to their places
 ``staged_plan``         chunks through a staging buffer, and their placements
 ``merged_placements``   placements that differ in their addresses alone, as one
-``even_pieces``         segments of many kinds as pieces of one length
 ``state_shares``        which bytes of a rank's recurrent state are which of another's
 ``plane_heads``         some heads of a plane, as a plane
 ``layer_names``         where layers come in their model, by their names

@@ -1,11 +1,11 @@
 """Places what has landed in a staging buffer: strided copies in local memory.
 
 One copy for every kind of segments (same offsets, same length) of a placement, over
-all of its blocks and layers at once; on a device many kinds are one, in pieces. Numpy for host
-memory, where it is about twice as fast as torch, one launch of a kernel on GPUs with Triton
-(``placing_kernel``), and torch for everything else. On the host a run
-that is contiguous on both sides is one item of the copy, however long: numpy then moves it in one
-piece, which is 1.1 (256 bytes) to 1.8 times (32) as fast as 8 bytes at a time.
+all of its blocks and layers at once. Numpy for host memory, where it is about twice as fast as
+torch, one launch of a kernel on GPUs with Triton (``placing_kernel``), and torch for everything
+else. On the host a run that is contiguous on both sides is one item of the copy, however long:
+numpy then moves it in one piece, which is 1.1 (256 bytes) to 1.8 times (32) as fast as 8 bytes at a
+time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpatch.geometry.even_pieces import EvenPieces
 from kvpatch.geometry.plane_copies import CopyStrides, contiguous
 from kvpatch.geometry.segments import Numbers
 from kvpatch.geometry.staged_plan import Placement
@@ -201,16 +200,10 @@ def place_on_device(staging: torch.Tensor, into: Sequence[tuple[Bytes, Placement
         staging: ``uint8``, one-dimensional.
         into: each placement with the memory that it is in.
     """
-    import torch
-
-    # Where every row is a copy of its own, pieces are more of them.
-    is_by_row = torch.are_deterministic_algorithms_enabled()
-    pieces = EvenPieces()
     moves = [
         (cache.memory, move, _numbered_source(move.source), move.target.numbered())
         for cache, placement in into
-        for one in ((placement,) if is_by_row else pieces.of(placement))
-        for move in moves_of(one, cache.address)
+        for move in moves_of(placement, cache.address)
     ]
     numbers = [target.numbers for _, _, _, target in moves]
     numbers += [source.numbers for _, _, source, _ in moves if source.numbers.steps is None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from experiments import bench_operations
-from kvpatch.transfer import place
 
 
 @pytest.mark.parametrize("tokens", [100, 1_000])
@@ -18,16 +17,3 @@ def test_layers_are_placed_together(tokens: int) -> None:
 
     assert found.operations <= bench_operations.MOST * found.chunks
     assert found.operations_alone > 2 * bench_operations.MOST * found.chunks
-
-
-@pytest.mark.parametrize("tokens", [1_000, 15_999])
-def test_blocks_that_do_not_divide_each_other_are_placed_together(
-    tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """96 and 64 tokens are cut in four ways: one copy in pieces of 32, and what is left over."""
-    pair = ("LBNHC", 96, "LBHNC", 64)
-    assert pair in bench_operations.PAIRS
-    assert bench_operations.count(pair, 80, tokens).operations_a_chunk <= bench_operations.MOST
-
-    monkeypatch.setattr(place.EvenPieces, "of", lambda pieces, placement: (placement,))
-    assert bench_operations.count(pair, 80, tokens).operations_a_chunk > bench_operations.MOST
