@@ -114,7 +114,7 @@ def chunks_of(pair: tuple[str, int, str, int], layers: int, tokens: int) -> tupl
     )
     pool = StagingPool(_POOL_BYTES, _no_memory, on_device=True)
     shares = [Share(segments, overlaps_of(list(regions.values()), local))]
-    return list(plan_chunks(shares, lambda: pool.chunk_bytes(is_paced=True))), sizes.total_bytes()
+    return list(plan_chunks(shares, pool.chunk_bytes)), sizes.total_bytes()
 
 
 def _no_memory(size_bytes: int) -> torch.Tensor:

@@ -352,10 +352,9 @@ class Setup:
             b"read", Unposted(
                 plan_parts([(self.segments(), copies)] if is_direct else []),
                 plan_chunks(
-                    [] if is_direct else [share], lambda: self.pool.chunk_bytes(is_paced=True)
+                    [] if is_direct else [share], self.pool.chunk_bytes
                 ),
             ),
-            is_paced=True,
         )  # fmt: skip
         return BackgroundRead(read, self.thread)
 

@@ -115,7 +115,6 @@ def measure(count: int, peers: int, steps: int, *, is_in_thread: bool) -> Row:
             Ends(DRAM, DRAM, f"peer {number % peers}"),
             b"",
             Unposted((), rounds()),
-            is_paced=is_in_thread,
         )
         for number in range(count)
     ]

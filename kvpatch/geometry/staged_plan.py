@@ -8,13 +8,12 @@ to a strided copy in local memory. A chunk is as much of it as fits into the buf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.overlap import Overlap, StagedSpan
 from kvpatch.geometry.plane_copies import Copy, CopyAxis, CopyStrides
 from kvpatch.geometry.segment_bounds import check_reach, reach_of
@@ -68,21 +67,16 @@ class Chunk:
     placements: tuple[Placement, ...]
 
 
-def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -> Iterator[Chunk]:
-    """Chunks that together copy the shares, each within ``chunk_bytes`` of buffer.
+def plan_chunks(shares: Sequence[Share], chunk_bytes: int) -> Iterator[Chunk]:
+    """Yields chunks that together copy the shares, each within ``chunk_bytes`` of buffer.
 
-    Where that is a function it is asked before each chunk, and a chunk takes a block at
-    least, however large.
-
-    Every wanted token is in exactly one chunk. A chunk takes whole blocks, so it reads
-    what lies between the wanted bytes of a block too, and nothing outside the planes.
+    A chunk takes a block at least, however large. Every wanted token is in exactly one chunk. A
+    chunk takes whole blocks, so it reads what lies between the wanted bytes of a block too, and
+    nothing outside the planes.
 
     Raises:
-        UnplannableCopy: a single block is larger than a chunk, contents differ in width
-            or item size, or a segment reaches outside a plane.
+        UnplannableCopy: a segment reaches outside a plane.
     """
-    fixed = None if callable(chunk_bytes) else chunk_bytes
-    limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
     parts: list[_StagedBlocks] = []
     used = 0
     for share in shares:
@@ -93,21 +87,15 @@ def plan_chunks(shares: Sequence[Share], chunk_bytes: int | Callable[[], int]) -
         for span in (span for overlap in share.overlaps for span in overlap.spans):
             for copy in span.copies:
                 check_reach(reach, copy)
-            if fixed is not None and span.staged_bytes > fixed:
-                raise UnplannableCopy(
-                    f"expected a buffer of at least {span.staged_bytes} bytes, which one remote "
-                    f"block needs, found {fixed}"
-                )
             copies = _in_buffer(span)
             first = 0
             while first < blocks.count:
                 # In equal parts, so that all regions have the same ones: each is worked out once.
                 left = blocks.count - first
-                count = -(-left // -(-left // max(1, limit // span.staged_bytes)))
-                if parts and used + count * span.staged_bytes > limit:
+                count = -(-left // -(-left // max(1, chunk_bytes // span.staged_bytes)))
+                if parts and used + count * span.staged_bytes > chunk_bytes:
                     yield _chunk(parts)
                     parts, used = [], 0
-                    limit = chunk_bytes() if callable(chunk_bytes) else chunk_bytes
                     continue
                 parts.append(_part(span, copies, blocks, first, first + count, used))
                 used += count * span.staged_bytes

@@ -76,8 +76,7 @@ class ReadFactory:
             notification: what the peer is told after the last byte.
             lifetime: of the peer's blocks.
         """
-        is_paced = self.progress is not None
-        chunks = plan_chunks(wanted.staged, lambda: self.pool.chunk_bytes(is_paced=is_paced))
+        chunks = plan_chunks(wanted.staged, self.pool.chunk_bytes)
         read = StagedRead(
             nixl if self.progress is None else self.progress.agent,
             self.pool,
@@ -85,7 +84,6 @@ class ReadFactory:
             ends,
             notification,
             Unposted(wanted.direct, chunks),
-            is_paced=is_paced,
         )
         read.lifetime = lifetime
         read.tails = wanted.tails

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvpatch.geometry.staged_plan import Placement
-from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.plane_bytes import Tails
-from kvpatch.transfer.staging_pool import StagingPool
+from kvpatch.transfer.staging_pool import Space, StagingPool
 
 if TYPE_CHECKING:
     import torch

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 from kvpatch.core.errors import NothingToRead
 from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.free_space import Space
 from kvpatch.transfer.lifetime import Check, Lifetime
-from kvpatch.transfer.lost_transfers import lose, quarantine
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.placements import Placements, Placer
 from kvpatch.transfer.plane_bytes import Tails
-from kvpatch.transfer.staging_pool import StagingPool, Turn
+from kvpatch.transfer.staging_pool import Space, StagingPool, Turn, lose, quarantine
 from kvpatch.transfer.telemetry import Tally, Telemetry
 from kvpatch.transfer.unposted import DirectRuns, Unposted
 
@@ -33,7 +31,7 @@ _LONG_SECONDS = 5e-3
 
 #: Of one read's posts that go straight to their places, which are all asked for.
 _MOST_DIRECT_FLIGHTS = 8
-#: Of one post of a paced read, as ``unposted`` limits the runs of one.
+#: Of one post, as ``unposted`` limits the runs of one.
 _MOST_DIRECT_BYTES = 32 * 1024**2
 
 
@@ -55,8 +53,6 @@ class StagedRead(OwnRead):
     Args:
         unposted: what is read.
         caches: where chunks are placed.
-        is_paced: it is driven by the progress thread: each post is short, and each call of
-            :meth:`advance` makes one.
     """
 
     def __init__(
@@ -67,15 +63,12 @@ class StagedRead(OwnRead):
         ends: Ends,
         notification: bytes,
         unposted: Unposted,
-        *,
-        is_paced: bool = False,
     ) -> None:
         self._nixl = nixl
         self._pool = pool
         self._ends = ends
         self._notification = notification
         self._unposted = unposted
-        self._is_paced = is_paced
         self._flights: list[_Flight] = []
         self._landed: list[_Flight] = []
         self._failed_handles: list[Any] = []
@@ -86,10 +79,6 @@ class StagedRead(OwnRead):
         #: Whether all has been read, and has been timed; with the peer's word, where it gives one.
         self._has_all = False
         self.fate = Fate()
-        #: When the last look ended, and how long the last one took that found something.
-        self._left = self._worked = 0.0
-        #: How long a look came after the one before it, until something has landed in it.
-        self._away: float | None = None
         self._errors = (*READ_ERRORS, *errors_of(nixl))
         self._placing = Placements(caches, pool, self._errors)
         self.lifetime = Lifetime()
@@ -104,11 +93,8 @@ class StagedRead(OwnRead):
 
     def start(self) -> str:
         """Posts what there is room for."""
-        came = time.monotonic()
         self.admit()
-        self._begin()
-        self._left = time.monotonic()
-        self._worked = self._left - came
+        self.state()
         return "PROC"
 
     def admit(self) -> None:
@@ -128,8 +114,6 @@ class StagedRead(OwnRead):
             self._unposted.plan()
             if not (self._unposted.is_any or self.idle_until is not None):
                 raise NothingToRead(f"a read from {self._ends.agent} with no bytes in it")
-            if not self._is_paced and self._may_begin():
-                self._post()
         except self._errors:
             self._fail()
 
@@ -163,44 +147,32 @@ class StagedRead(OwnRead):
         if self.outcome == "DONE" or self.is_queued:
             return self.outcome  # of thousands, in every step
         came = time.monotonic()
-        self._away = came - self._left
-        has_landed = False
-        while self.advance():
-            has_landed = True
-            if time.monotonic() - came > _LONG_SECONDS:
-                break
-        self._left = time.monotonic()
-        if has_landed:
-            self._worked = self._left - came
+        while self.advance() and time.monotonic() - came < _LONG_SECONDS:
+            pass
         return self.outcome
 
     def advance(self) -> bool:
-        """Does what can be done now, of a paced read one post at most.
+        """Does what can be done now, with one post at most.
 
         Returns:
-            Whether something has landed, or, of a paced read, was placed or posted.
+            Whether something has landed, or was placed or posted.
         """
         if self.outcome != "PROC" or (self._is_begun and self._waits_for_another):
             return False
         if not self._is_begun:
             self._begin()
-            if self._is_paced:
-                return True  # what it is about to post is known from now on
+            return True  # what it is about to post is known from now on
         has_landed = self._land()
         if has_landed or self._unposted.is_any:
             self._is_expired()
         if self._unposted.is_any and self._began is None and not self._may_begin():
             return False
-        if has_landed and self._away is not None and self._unposted.chunk is not None:
-            self._pool.pace.looked(self._away, self._worked)
-        if has_landed:
-            self._away = None
         while self._landed:
             self._place(self._landed.pop(0))
         has_placed = self._give_back()
         has_posted = self._post_more()
         self._conclude()
-        return has_landed or (self._is_paced and (has_placed or has_posted))
+        return has_landed or has_placed or has_posted
 
     def void(self) -> bool:
         """Ends it as soon as what is on the wire has landed, without placing any of it.
@@ -327,7 +299,7 @@ class StagedRead(OwnRead):
         if self._has_all:
             return
         self._has_all = True
-        if self._is_paced and self._began is not None:  # several are on the wire together
+        if self._began is not None:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
 
     def _tell(self) -> None:
@@ -444,28 +416,22 @@ class StagedRead(OwnRead):
             return False
 
     def _post(self) -> bool:
-        """Posts all that there is room for, of a paced read one transfer; whether there was any."""
-        has_posted = False
-        while self._unposted.is_any and not (has_posted and self._is_paced):
-            runs = self._unposted.runs
-            if not (self._post_chunk() if runs is None else self._post_runs(runs)):
-                return has_posted
-            has_posted = True
-        if self._unposted.chunk is None:
+        """Posts one transfer, if there is room for it; whether there was."""
+        runs = self._unposted.runs
+        has_posted = self._post_chunk() if runs is None else self._post_runs(runs)
+        if has_posted and self._unposted.chunk is None:
             self._pool.leave(self)
         return has_posted
 
     def _post_runs(self, runs: DirectRuns) -> bool:
         """Posts runs that go straight to their places, where few are on the wire."""
-        if self._is_paced and len(self._flights) >= _MOST_DIRECT_FLIGHTS:
+        if len(self._flights) >= _MOST_DIRECT_FLIGHTS:
             return False
-        limit = _MOST_DIRECT_BYTES if self._is_paced else None
-        pace = self._pool.pace
-        remote, local, length = runs.take(limit, is_spread=pace.has_threads)
-        size_bytes = int(length.sum())
+        is_spread = self._pool.has_threads
+        remote, local, length = runs.take(_MOST_DIRECT_BYTES, is_spread=is_spread)
         handle = prepare_read(self._nixl, self._ends, remote, local, length)
-        if self._launch(handle, None, None) == "DONE" and limit is not None and size_bytes > limit:
-            pace.has_threads = False  # this thread has read all of it, in NIXL's agent
+        if self._launch(handle, None, None) == "DONE" and int(length.sum()) > _MOST_DIRECT_BYTES:
+            self._pool.has_threads = False  # this thread has read all of it, in NIXL's agent
         if runs.is_over:
             self._unposted.next_runs()
         return True

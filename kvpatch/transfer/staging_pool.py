@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from kvpatch.core.errors import PoolExhausted
-from kvpatch.transfer.free_space import Room, Space
+from kvpatch.transfer.nixl import errors_of
 
 if TYPE_CHECKING:
     import torch
@@ -21,43 +21,60 @@ _LOG = logging.getLogger("kvpatch.staging")
 
 #: A chunk is small beside the pool, so that some are copied while others are on the wire.
 _CHUNKS_IN_POOL = 4
-#: In a processor's cache still when they are copied, two of them; half of it makes as many
-#: posts more, each of which waits for NIXL's own thread to let go of its lock.
+#: In a processor's cache still when they are copied, two of them; half of it makes twice as many
+#: posts, each of which waits for NIXL's own thread to let go of its lock.
 _LEAST_CHUNK_BYTES = 8 * 1024**2
 _HOST_CHUNKS_ON_WIRE = 2
 #: On a device each copy is a launch or two.
 _DEVICE_CHUNK_BYTES = 16 * 1024**2
+#: Many times what a transport goes on trying for after an error (UCX: 7 times, a second each).
+_QUARANTINE_SECONDS = 120.0
 
 
-class Pace:
-    """Of reads that go on in an engine's steps: follows how long these are apart.
+class Space(NamedTuple):
+    """Bytes ``start`` to ``end`` of a buffer."""
 
-    A small chunk is copied while it is in the processor's cache still. But with the next
-    look comes the next chunk, and an engine looks once a step: a reader that is away for
-    longer than it works finds chunks that landed long ago, and they double; one that is
-    hardly away halves them.
+    start: int
+    end: int
 
-    Args:
-        least_bytes, most_bytes: chunks stay between the two.
 
-    Attributes:
-        has_threads: whether NIXL's threads share a post of many runs, as far as is known.
-    """
+class Room:
+    """First fit over a buffer of ``size_bytes``; spaces that touch become one again."""
 
-    _HARDLY = 0.25
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._free = [Space(0, size_bytes)]
+        #: Bytes that are not free.
+        self.taken_bytes = 0
 
-    def __init__(self, least_bytes: int, most_bytes: int) -> None:
-        self._least = min(least_bytes, most_bytes)
-        self._most = most_bytes
-        self.chunk_bytes = min(2 * least_bytes, most_bytes)
-        self.has_threads = True
+    def take(self, size_bytes: int) -> Space | None:
+        """The lowest free space of that size; None where there is none."""
+        for index, (start, end) in enumerate(self._free):
+            if end - start >= size_bytes:
+                rest = Space(start + size_bytes, end)
+                self._free[index : index + 1] = [rest] if rest.end > rest.start else []
+                self.taken_bytes += size_bytes
+                return Space(start, start + size_bytes)
+        return None
 
-    def looked(self, away_seconds: float, working_seconds: float) -> None:
-        """A look that found a chunk: how long it was after the last one, and that one took."""
-        if away_seconds > working_seconds:
-            self.chunk_bytes = min(2 * self.chunk_bytes, self._most)
-        elif away_seconds < self._HARDLY * working_seconds:
-            self.chunk_bytes = max(self.chunk_bytes // 2, self._least)
+    def give(self, space: Space) -> None:
+        """Frees what :meth:`take` returned.
+
+        Raises:
+            ValueError: a part of it is free already.
+        """
+        free = sorted([*self._free, space])
+        joined = [free[0]]
+        for start, end in free[1:]:
+            last = joined[-1]
+            if start < last.end:
+                raise ValueError(f"bytes {space.start} to {space.end} are free already")
+            if start == last.end:
+                joined[-1] = Space(last.start, end)
+            else:
+                joined.append(Space(start, end))
+        self._free = joined
+        self.taken_bytes -= space.end - space.start
 
 
 class _Lost(NamedTuple):
@@ -65,15 +82,6 @@ class _Lost(NamedTuple):
 
     space: Space
     is_over: Callable[[], bool]
-    has_failed: bool
-
-
-@dataclass
-class _Retired:
-    """A buffer that nobody uses until no transfer may write to it any more."""
-
-    buffer: torch.Tensor | None
-    lost: deque[_Lost]
 
 
 class Turn:
@@ -126,20 +134,18 @@ class StagingPool:
     first goes first, unless it waits for its own peer. Nobody waits while holding what
     another one waits for: a chunk needs one space, and gives it back when it is done.
 
-    Where transfers that have failed leave too little, a second buffer of the same size takes the
-    place of the first, until nothing may write to that one any more: a peer that died does not
-    keep others waiting. There are never more than two.
-
     Args:
         size_bytes: of the whole pool.
         make: allocates and registers so many bytes.
         on_device: the copies out of it are made by a device, which nobody waits for.
 
     Attributes:
+        chunk_bytes: of a chunk at most, if its blocks are no larger.
         chunks_on_wire: of one read. Few on a host: within one, NIXL reads while a chunk
             is posted, and what has landed grows cold.
         waiting: reads that wait for others before they can begin.
         waits: reads that ever had to.
+        has_threads: whether NIXL's threads share a post of many runs, as far as is known.
     """
 
     def __init__(
@@ -151,8 +157,7 @@ class StagingPool:
         self._room = Room(size_bytes)
         most = max(1, size_bytes // _CHUNKS_IN_POOL)
         least = _DEVICE_CHUNK_BYTES if on_device else _LEAST_CHUNK_BYTES
-        self.pace = Pace(least, min(least, most) if on_device else most)
-        self._paced_bytes = min(least, most)
+        self.chunk_bytes = min(least, most)
         self.chunks_on_wire = size_bytes if on_device else _HOST_CHUNKS_ON_WIRE
         self._make = make
         self._buffer: torch.Tensor | None = None
@@ -164,11 +169,10 @@ class StagingPool:
         self._held: dict[str, int] = {}
         self._owner: dict[Space, str] = {}
         self._lost: deque[_Lost] = deque()
-        self._retired: _Retired | None = None
-        self._spare: torch.Tensor | None = None
         #: Where those are put who have become the first of their peer, if somebody takes them out.
         self.called: deque[object] | None = None
         self.waiting = self.waits = 0
+        self.has_threads = True
 
     @property
     def size_bytes(self) -> int:
@@ -188,16 +192,7 @@ class StagingPool:
     @property
     def lost_bytes(self) -> int:
         """Bytes that nobody uses because a transfer may still write to them."""
-        retired = self._retired.lost if self._retired is not None else ()
-        return _bytes_of(self._lost) + _bytes_of(retired)
-
-    def chunk_bytes(self, *, is_paced: bool = False) -> int:
-        """How large a chunk is at most, if its blocks are no larger.
-
-        Args:
-            is_paced: of a read of the progress thread, which is never away.
-        """
-        return self._paced_bytes if is_paced else self.pace.chunk_bytes
+        return sum(one.space.end - one.space.start for one in self._lost)
 
     def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
         """Space for a chunk of ``reader``; None where it has to wait and ask again.
@@ -284,9 +279,8 @@ class StagingPool:
         if self._buffer is None:
             self._buffer = self._made(size_bytes)
         space = self._room.take(size_bytes)
-        if space is None and self._is_replaced(size_bytes):
-            self._buffer = self._made(size_bytes)
-            space = self._room.take(size_bytes)
+        if space is None:
+            self._check_lost(size_bytes)
         if size_bytes > self.size_bytes:
             raise PoolExhausted(
                 f"a chunk needs {size_bytes} bytes, and there was memory for a staging pool of "
@@ -297,9 +291,6 @@ class StagingPool:
 
     def _made(self, least_bytes: int) -> torch.Tensor:
         """Memory for all of the pool, or for half of it as often as there is too little."""
-        if self._spare is not None:
-            spare, self._spare = self._spare, None
-            return spare
         buffer = None
         while buffer is None:
             try:
@@ -317,50 +308,25 @@ class StagingPool:
         _LOG.info("staging pool of %d bytes made and registered", self.size_bytes)
         return buffer
 
-    def _is_replaced(self, size_bytes: int) -> bool:
-        """Whether another buffer has taken the place of one that too little is left of.
+    def _check_lost(self, size_bytes: int) -> None:
+        """Looks whether somebody will give back.
 
         Raises:
-            PoolExhausted: there is none, and nobody will give back.
+            PoolExhausted: all that is taken is lost.
         """
-        lost = _bytes_of(self._lost)
-        if not lost or self.taken_bytes > lost:
-            return False  # others will give back
         for _ in range(len(self._lost)):
             before = len(self._lost)
             self.recover()
             if len(self._lost) < before:
-                return False
-        lost = _bytes_of(self._lost)
-        if not lost:
-            return False
-        if size_bytes <= self.size_bytes and self._retire():
-            return True
-        raise PoolExhausted(
-            f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
-            f"{self.size_bytes} bytes, and a chunk needs {size_bytes}",
-            "wait until the failed ones are surely over (two minutes), restart this engine, or "
-            "give it a larger KVPATCH_STAGING_BYTES",
-        )
-
-    def _retire(self) -> bool:
-        """Puts the buffer aside where a transfer that has failed holds some of it.
-
-        All that is taken of it is lost then, so that nobody is about to place what lies there.
-        """
-        if self._retired is not None or not any(lost.has_failed for lost in self._lost):
-            return False
-        for lost in self._lost:
-            self._disown(lost.space)
-        self._retired = _Retired(self._buffer, self._lost)
-        self._buffer, self._lost = None, deque()
-        self._room = Room(self.size_bytes)
-        _LOG.warning(
-            "a second staging pool of %d bytes takes the place of one that transfers which failed "
-            "may still write to",
-            self.size_bytes,
-        )
-        return True
+                return
+        lost = self.lost_bytes
+        if lost and self.taken_bytes <= lost:
+            raise PoolExhausted(
+                f"transfers that failed or whose peers are gone hold {lost} of the staging pool's "
+                f"{self.size_bytes} bytes, and a chunk needs {size_bytes}",
+                "wait until the failed ones are surely over (two minutes), restart this engine, or "
+                "give it a larger KVPATCH_STAGING_BYTES",
+            )
 
     def leave(self, reader: object) -> None:
         """Takes a reader out of the queue: it needs no more space."""
@@ -391,12 +357,12 @@ class StagingPool:
 
     def lose(self, space: Space, is_over: Callable[[], bool]) -> None:
         """Leaves a space taken until the transfer that may still write to it is over."""
-        self._lost.append(_Lost(space, is_over, has_failed=False))
+        self._lost.append(_Lost(space, is_over))
 
     def quarantine(self, space: Space, is_over: Callable[[], bool]) -> None:
         """As :meth:`lose`, of a transfer that has failed: its peer need not wait for that."""
         self._disown(space)
-        self._lost.append(_Lost(space, is_over, has_failed=True))
+        self.lose(space, is_over)
 
     def memory(self, space: Space) -> torch.Tensor:
         """The bytes of a space that was taken."""
@@ -406,13 +372,12 @@ class StagingPool:
 
     def recover(self) -> None:
         """Looks at what was lost for the longest time, and goes on where that is over."""
-        for lost in _over(self._lost):
-            self.give(lost.space)
-        if self._retired is not None:
-            for _ in _over(self._retired.lost):
-                pass
-            if not self._retired.lost:
-                self._spare, self._retired = self._retired.buffer, None
+        for _ in range(len(self._lost)):
+            first = self._lost.popleft()
+            if not first.is_over():
+                self._lost.append(first)
+                return
+            self.give(first.space)
 
 
 def out_of_memory() -> tuple[type[Exception], ...]:
@@ -422,15 +387,62 @@ def out_of_memory() -> tuple[type[Exception], ...]:
     return MemoryError, torch.OutOfMemoryError
 
 
-def _bytes_of(lost: Iterable[_Lost]) -> int:
-    return sum(one.space.end - one.space.start for one in lost)
+def lose(nixl: Any, handle: Any, pool: StagingPool, space: Space) -> None:
+    """Keeps the space of a transfer that was given up until that is over."""
+    _LOG.debug("a read that was given up still holds %s of the pool", space)
+    pool.lose(space, _Over(nixl, handle))
 
 
-def _over(lost: deque[_Lost]) -> Iterator[_Lost]:
-    """Those in turn of which nothing is on the wire; the first that is not goes behind."""
-    for _ in range(len(lost)):
-        first = lost.popleft()
-        if not first.is_over():
-            lost.append(first)
-            return
-        yield first
+def quarantine(nixl: Any, handle: Any, pool: StagingPool, space: Space, agent: str) -> None:
+    """Keeps the space of a transfer that failed for a time: NIXL does not say when it is over.
+
+    Args:
+        agent: the peer that was read from.
+    """
+    pool.quarantine(space, _Over(nixl, handle, has_failed=True))
+    _LOG.warning(
+        "%d bytes of the staging pool, which a read from %s that failed may still write "
+        "to, are not used for %d s; that is so of %d of its %d bytes",
+        space.end - space.start,
+        agent,
+        _QUARANTINE_SECONDS,
+        pool.lost_bytes,
+        pool.size_bytes,
+    )
+
+
+class _Over:
+    """Whether a transfer that nobody waits for is over; lets go of it then.
+
+    One that has failed is taken to be over after a time, for NIXL does not tell.
+    """
+
+    def __init__(self, nixl: Any, handle: Any, *, has_failed: bool = False) -> None:
+        self._nixl = nixl
+        self._handle = handle
+        self._until = time.monotonic() + _QUARANTINE_SECONDS if has_failed else None
+
+    def __call__(self) -> bool:
+        if self._handle is None:
+            return True
+        if self._until is None and not self._has_ended():
+            return False
+        if self._until is not None and time.monotonic() < self._until:
+            return False
+        handle, self._handle = self._handle, None
+        try:
+            self._nixl.release_xfer_handle(handle)
+        except errors_of(self._nixl):
+            _LOG.debug("a transfer that was given up could not be released", exc_info=True)
+        return True
+
+    def _has_ended(self) -> bool:
+        """Whether it is; from a failure on a clock runs."""
+        try:
+            state = self._nixl.check_xfer_state(self._handle)
+        except errors_of(self._nixl):
+            _LOG.debug("a transfer that was given up has failed", exc_info=True)
+            state = "ERR"
+        if state not in ("PROC", "DONE"):
+            self._until = time.monotonic() + _QUARANTINE_SECONDS
+        return bool(state != "PROC")

@@ -74,24 +74,23 @@ class DirectRuns:
         return self._first >= len(self._plan)
 
     def take(
-        self, most_bytes: int | None, *, is_spread: bool = True
+        self, most_bytes: int, *, is_spread: bool = True
     ) -> tuple[Int64Array, Int64Array, Int64Array]:
         """(remote address, local address, bytes) of the next runs; one at least.
 
         Args:
             most_bytes: that they come to together; up to four times as many where that makes
-                them enough to be spread. None for all that is left.
+                them enough to be spread.
             is_spread: whether there is anybody to spread them over.
         """
-        first, end = self._first, len(self._plan)
-        if most_bytes is not None:
-            begun = int(self._end_bytes[first - 1]) if first else 0
-            last = self._end_within(begun + most_bytes)
-            if is_spread and last < (many := first + SPREAD_RUNS) <= self._end_within(
-                begun + 4 * most_bytes
-            ):
-                last = many
-            end = max(first + 1, min(last, first + _MOST_RUNS))
+        first = self._first
+        begun = int(self._end_bytes[first - 1]) if first else 0
+        last = self._end_within(begun + most_bytes)
+        if is_spread and last < (many := first + SPREAD_RUNS) <= self._end_within(
+            begun + 4 * most_bytes
+        ):
+            last = many
+        end = max(first + 1, min(last, first + _MOST_RUNS))
         self._first = end
         part = slice(first, end)
         return (

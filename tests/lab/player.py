@@ -18,7 +18,7 @@ from kvpatch.checks.digests.digests import Digests
 from kvpatch.host_buffer.scheduler import HostBufferScheduler
 from kvpatch.host_buffer.worker import HostBuffer
 from kvpatch.load.reader import Reader
-from kvpatch.transfer import lost_transfers
+from kvpatch.transfer import staging_pool
 
 from . import channel, digest_faults, release, standins
 from .core import CoreScheduler
@@ -47,7 +47,7 @@ class Player(Engine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        lost_transfers._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
+        staging_pool._QUARANTINE_SECONDS = _QUARANTINE_SECONDS
         WAITED.seconds = 0.0  # the process may have been another engine before
         self._received: list[set[str]] = [set() for _ in self.workers]
         self._broken: set[str] = set()

@@ -80,7 +80,7 @@ class World:
             BlockList(block_ids(10, 12), 32), BlockList(block_ids(7, 8), 48), 0, TOKENS
         )
         least = max(overlap.staged_bytes for overlap in overlaps)
-        chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes()))
+        chunks = plan_chunks([Share(segments, overlaps)], max(least, pool.chunk_bytes))
         caches = Caches(dict.fromkeys(layers, target))
         direct: Iterator[Plan] = iter(())
         if how.pop("is_direct", False):

@@ -207,7 +207,7 @@ class _Reads:
             read.lifetime = Lifetime(checks=(check,))
             return read
         gated = ProgressAgent(agent, self.gate)
-        read = self.world.read(self.pool, gated, is_paced=True, **how)
+        read = self.world.read(self.pool, gated, **how)
         read.lifetime = Lifetime(checks=(check,))
         return BackgroundRead(read, self.thread)
 

@@ -49,7 +49,7 @@ class Engine:
 
     def read(self, agent: Any = None, **how: Any) -> BackgroundRead:
         gated = ProgressAgent(agent or self.world.decode, self.gate)
-        read = self.world.read(self.pool, gated, is_paced=True, **how)
+        read = self.world.read(self.pool, gated, **how)
         read._placing._caches.thread = self.copying
         return BackgroundRead(read, self.thread)
 
@@ -127,7 +127,7 @@ def test_posts_are_large_only_where_somebody_shares_them(world, make, monkeypatc
     runs = read.telemetry().descCount
     expected = runs / 16 if has_threads else runs / 8
     assert 0.9 < posts.calls["transfer"] / expected < 1.2
-    assert engine.pool.pace.has_threads == has_threads
+    assert engine.pool.has_threads == has_threads
 
 
 class _Counted(wrapt.ObjectProxy):

@@ -15,8 +15,8 @@ import wrapt
 from kvpatch.core.errors import PoolExhausted
 from kvpatch.observe.catalogue import CheckResult
 from kvpatch.transfer import caches as caches_module
-from kvpatch.transfer import lost_transfers
 from kvpatch.transfer import staged_read as staged_module
+from kvpatch.transfer import staging_pool
 from kvpatch.transfer.lifetime import Lease, Lifetime
 from kvpatch.transfer.nixl import errors_of
 
@@ -183,7 +183,7 @@ def test_what_is_on_the_wire_when_the_lease_ends_fails(world):
 
 
 def test_a_failed_chunks_space_comes_back_after_a_time(world, monkeypatch):
-    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.3)
+    monkeypatch.setattr(staging_pool, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
     read = world.read(pool, Failing(world.decode, after=2))
     read.start()
@@ -201,7 +201,7 @@ def test_a_failed_chunks_space_comes_back_after_a_time(world, monkeypatch):
 
 
 def test_a_read_that_was_given_up_and_fails_then_keeps_its_space_for_a_time(world, monkeypatch):
-    monkeypatch.setattr(lost_transfers, "_QUARANTINE_SECONDS", 0.3)
+    monkeypatch.setattr(staging_pool, "_QUARANTINE_SECONDS", 0.3)
     pool = world.pool(3 * 4096)
     agent = _LateWriter(world.decode, failing=2)
     read = world.read(pool, agent)
