@@ -235,7 +235,7 @@ class Reader:
         if is_idle:
             return Lifetime()
         fail = partial(self.failed_checks.append, context.request_id)
-        lifetime = Lifetime(lease, context.request_id, checks, fail_check=fail)
+        lifetime = Lifetime(lease, context.request_id, agent, checks, fail_check=fail)
         self.book.watch(context.request_id, lifetime)
         return lifetime
 

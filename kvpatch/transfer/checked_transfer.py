@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lifetime import Check, Lifetime
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, errors_of
 from kvpatch.transfer.own_read import OwnRead
 
@@ -39,7 +39,7 @@ class CheckedTransfer(OwnRead):
         self._notification = notification if lifetime.checks else b""
         self.lifetime = lifetime
         self._state = "PROC"
-        self._has_begun = self._is_held = False
+        self._has_begun = False
         #: When a poll found it done.
         self._landed: float | None = None
         self._telemetry: Any = None
@@ -51,12 +51,13 @@ class CheckedTransfer(OwnRead):
         Raises:
             Exception: NIXL's, where it cannot be posted.
         """
-        if self._may_begin():
-            try:
-                self._post()
-            except self._errors:
+        try:
+            self._begin()
+        except self._errors:
+            if self._has_begun:
                 self._end("ERR")
                 raise
+            self._fail()  # a check's own
         return "PROC"
 
     def state(self) -> str:
@@ -69,8 +70,8 @@ class CheckedTransfer(OwnRead):
             try:
                 if self._has_begun:
                     self._poll()
-                elif self._may_begin():
-                    self._post()
+                else:
+                    self._begin()
             except self._errors:
                 self._fail()
         return self._state
@@ -112,9 +113,13 @@ class CheckedTransfer(OwnRead):
             _LOG.debug("%s is not notified of a read that is given up", self._agent, exc_info=True)
         self._end("ERR")
 
-    def _post(self) -> None:
-        self._has_begun = True
-        self._nixl.transfer(self._handle)
+    def _begin(self) -> None:
+        """Posts it once the checks that are due before allow it."""
+        if self.lifetime.may_begin(self._nixl):
+            self._has_begun = True
+            self._nixl.transfer(self._handle)
+        elif self.lifetime.has_failed:
+            self._end("ERR")
 
     def _poll(self) -> None:
         """Asks NIXL, and then the checks."""
@@ -126,53 +131,17 @@ class CheckedTransfer(OwnRead):
                 self._end(found)
                 return
             self._landed = time.monotonic()
-            self._go_by_lease()
-        while self.lifetime.checks and self._state == "PROC":
-            check = self.lifetime.checks[0]
-            result = self._ask(check)
-            if result is None:
-                return
-            if self._state == "PROC":
-                self._is_held |= check.proves_hold and result is CheckResult.HELD
-                self.lifetime.drop(check)
-        if self._state == "PROC":
+            self.lifetime.expire(self._landed)
+        if not (self.lifetime.has_failed or self.lifetime.ask(self._nixl, self._landed)):
+            return
+        # Of wrong bytes too: P need not hold what nobody will read again.
+        if not self.lifetime.has_failed or self.lifetime.verdict is CheckResult.WRONG:
             self._notify()
-            if self._is_held:
-                self.lifetime.find(CheckResult.HELD)
-            self._end("DONE")
+        self._end("ERR" if self.lifetime.has_failed else "DONE")
 
     def _notify(self) -> None:
         if self._notification:
             self._nixl.send_notif(self._agent, notif_msg=self._notification)
-
-    def _may_begin(self) -> bool:
-        """True if no check that is due before the start keeps it waiting, or fails it."""
-        try:
-            for check in self.lifetime.checks:
-                if self._state == "PROC" and check.is_due and self._ask(check) is None:
-                    return False
-        except self._errors:
-            self._fail()
-        return self._state == "PROC"
-
-    def _ask(self, check: Check) -> CheckResult | None:
-        """Returns what a check says, and fails where it must; None until that is known."""
-        result = self.lifetime.ask(check, self._nixl, has_begun=self._has_begun)
-        if result is CheckResult.WRONG:  # P need not hold what nobody will read again
-            self._notify()
-        if result in (CheckResult.GONE, CheckResult.WRONG):
-            self._end("ERR")
-        elif result is CheckResult.UNPROVEN and check.proves_hold:
-            self._go_by_lease()
-        return result
-
-    def _go_by_lease(self) -> None:
-        """Fails it if P's lease was over when it was found done, or, before the start, is now."""
-        when = time.monotonic() if self._landed is None else self._landed
-        late_by = self.lifetime.late_by(when)
-        if late_by:
-            self.lifetime.expire(self._agent, late_by)
-            self._end("ERR")
 
     def _fail(self) -> None:
         """Books the error that is being handled."""
@@ -182,4 +151,4 @@ class CheckedTransfer(OwnRead):
     def _end(self, state: str) -> None:
         """Ends it, and all that its checks have on their way."""
         self._state = state
-        self.lifetime.release(self._nixl)
+        self.lifetime.end(self._nixl, is_well=state == "DONE")

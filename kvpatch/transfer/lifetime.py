@@ -20,6 +20,7 @@ no heartbeats. From 0.26 on D's answer states when these are over.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -176,6 +177,7 @@ class Lifetime:
     Attributes:
         lease: of the blocks.
         request_id: whose they are, for the log.
+        agent: the peer's rank, as NIXL calls it.
         checks: that are still to be asked, in order.
         verdict: what the read has found out; None where it knows nothing, or not yet.
         fail_check: called if a check fails the read; on whatever thread.
@@ -183,65 +185,99 @@ class Lifetime:
 
     lease: Lease = field(default_factory=Lease)
     request_id: str = ""
+    agent: str = ""
     checks: tuple[Check, ...] = ()
     verdict: CheckResult | None = None
     fail_check: Callable[[], None] | None = None
+    _is_held: bool = field(default=False, init=False)
 
-    def find(self, verdict: CheckResult) -> None:
-        """Records what the read has found out."""
+    @property
+    def has_failed(self) -> bool:
+        """True if a check, or the lease, has failed the read."""
+        return self.verdict in (CheckResult.GONE, CheckResult.WRONG, CheckResult.EXPIRED)
+
+    def may_begin(self, nixl: Any) -> bool:
+        """Asks the checks that are due before the read begins.
+
+        Returns:
+            False if one of them keeps it waiting, or fails it.
+
+        Raises:
+            Exception: a check's own; the read fails.
+        """
+        for check in self.checks:
+            if check.is_due and self._ask(check, nixl, has_begun=False) is None:
+                return False
+            if self.has_failed:
+                return False
+        return True
+
+    def ask(self, nixl: Any, landed: float) -> bool:
+        """Asks the checks that are left; True once all have answered.
+
+        Args:
+            landed: when the last byte had, as ``time.monotonic`` counts.
+
+        Raises:
+            Exception: a check's own; the read fails.
+        """
+        while self.checks:
+            check = self.checks[0]
+            result = self._ask(check, nixl, has_begun=True, landed=landed)
+            if result is None:
+                return False
+            if self.has_failed:
+                return True
+            self._is_held |= check.proves_hold and result is CheckResult.HELD
+            self._drop(check)
+        return True
+
+    def _ask(
+        self, check: Check, nixl: Any, *, has_begun: bool, landed: float | None = None
+    ) -> CheckResult | None:
+        result = check.ask(nixl, has_begun=has_begun)
+        if result in (CheckResult.GONE, CheckResult.WRONG):
+            self._find(result)
+        elif result is CheckResult.UNPROVEN:
+            self._drop(check)
+            if check.proves_hold:
+                self.expire(time.monotonic() if landed is None else landed)
+        return result
+
+    def _find(self, verdict: CheckResult) -> None:
         self.verdict = verdict
         if verdict is not CheckResult.HELD and self.fail_check is not None:
             self.fail_check()
 
-    def ask(self, check: Check, nixl: Any, *, has_begun: bool) -> CheckResult | None:
-        """Returns what a check says, and records it; None until that is known.
+    def _drop(self, check: Check) -> None:
+        self.checks = tuple(one for one in self.checks if one is not check)
+
+    def end(self, nixl: Any, *, is_well: bool = False) -> None:
+        """Lets go of what the checks have on its way; a second time does nothing.
 
         Args:
-            has_begun: whether data have been asked for.
-
-        Raises:
-            Exception: the check's own; the read fails.
+            is_well: whether the read is done.
         """
-        result = check.ask(nixl, has_begun=has_begun)
-        if result in (CheckResult.GONE, CheckResult.WRONG):
-            self.find(result)
-        elif result is CheckResult.UNPROVEN:
-            self.drop(check)
-        return result
-
-    def release(self, nixl: Any) -> None:
-        """Lets go of what the checks have on its way; a second time does nothing."""
+        if is_well and self._is_held:
+            self._find(CheckResult.HELD)
         for check in self.checks:
             try:
                 check.release(nixl)
             except errors_of(nixl):
                 _LOG.warning("what a check reads could not be released", exc_info=True)
 
-    def drop(self, check: Check) -> None:
-        """Takes out a check that is asked no more."""
-        self.checks = tuple(one for one in self.checks if one is not check)
-
-    def late_by(self, when: float) -> float:
-        """Returns for how many seconds the lease was over then; 0 while it lasted.
-
-        It never is over where the peer's word is asked for.
-        """
-        is_asked = any(check.proves_hold for check in self.checks)
-        return 0.0 if is_asked else max(0.0, when - self.lease.end)
-
-    def expire(self, agent: str, late_by: float) -> None:
-        """Records that the lease was over before the read was.
-
-        Args:
-            agent: the peer's rank, as NIXL calls it.
-        """
+    def expire(self, when: float) -> None:
+        """Fails the read if P's lease was over then; where P is asked its word decides."""
+        late_by = when - self.lease.end
+        if late_by <= 0 or self.has_failed or any(check.proves_hold for check in self.checks):
+            return
         _LOG.warning(
             "request %s: its read from %s was not over %.1f s after P's lease must have run out: "
             "P may have given its blocks to another request, and the load counts as failed. A "
             "longer kv_lease_duration on both sides (VLLM_NIXL_ABORT_REQUEST_TIMEOUT <= 0.21) "
             "waits for slower readers; more KVPATCH_STAGING_BYTES keep reads from waiting",
             self.request_id,
-            agent,
+            self.agent,
             late_by,
         )
-        self.find(CheckResult.EXPIRED)
+        self._find(CheckResult.EXPIRED)

@@ -10,12 +10,13 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from kvpatch.core.errors import NothingToRead
 from kvpatch.geometry.staged_plan import Chunk
 from kvpatch.observe.catalogue import CheckResult
-from kvpatch.transfer.lifetime import Check, Lifetime
+from kvpatch.transfer.lifetime import Lifetime
 from kvpatch.transfer.nixl import READ_ERRORS, Ends, errors_of, prepare_read
 from kvpatch.transfer.own_read import Fate, OwnRead
 from kvpatch.transfer.placements import Placements, Placer
@@ -41,6 +42,15 @@ class _Flight(NamedTuple):
     handle: Any
     chunk: Chunk | None
     space: Space | None
+
+
+class _Stage(Enum):
+    """How far a read is. One that is given up may fail too; nothing leads back."""
+
+    NEW = auto()
+    GOING = auto()
+    GIVEN_UP = auto()
+    FAILED = auto()
 
 
 class StagedRead(OwnRead):
@@ -75,9 +85,8 @@ class StagedRead(OwnRead):
         self._tally = Tally(nixl)
         #: While it waits for the pool.
         self._turn: Turn | None = None
-        self._is_begun = self._is_void = self._has_failed = self._is_held = False
-        #: Whether all has been read, and has been timed; with the peer's word, where it gives one.
-        self._has_all = False
+        self._stage = _Stage.NEW
+        self._is_timed = False
         self.fate = Fate()
         self._errors = (*READ_ERRORS, *errors_of(nixl))
         self._placing = Placements(caches, pool, self._errors)
@@ -103,10 +112,8 @@ class StagedRead(OwnRead):
 
     def _begin(self) -> None:
         """Plans what goes straight to its place, and posts."""
-        self._is_begun = True
-        if self._is_void:
-            return
-        if self._is_expired():
+        self._stage = _Stage.GOING
+        if self._is_failed_by_lease():
             return
         try:
             if self.tails is not None:
@@ -157,14 +164,16 @@ class StagedRead(OwnRead):
         Returns:
             Whether something has landed, or was placed or posted.
         """
-        if self.outcome != "PROC" or (self._is_begun and self._waits_for_another):
+        if self.outcome != "PROC":
             return False
-        if not self._is_begun:
+        if self._stage is _Stage.NEW:
             self._begin()
             return True  # what it is about to post is known from now on
+        if self._waits_for_another:
+            return False
         has_landed = self._land()
         if has_landed or self._unposted.is_any:
-            self._is_expired()
+            self._is_failed_by_lease()
         if self._unposted.is_any and self._began is None and not self._may_begin():
             return False
         while self._landed:
@@ -185,9 +194,7 @@ class StagedRead(OwnRead):
         """
         if self.outcome == "DONE":
             return False
-        self._is_void = True
-        self._stop()
-        self._placing.give_up()
+        self._give_up()
         return True
 
     def telemetry(self) -> Telemetry | None:
@@ -207,14 +214,12 @@ class StagedRead(OwnRead):
         Raises:
             Exception: NIXL's, where that cannot be cancelled.
         """
-        self._is_void = True
-        self._stop()
-        self._placing.give_up()
+        self._give_up()
         self._give_back()
         for space in [flight.space for flight in self._landed if flight.space is not None]:
             self._pool.give(space)
         self._landed.clear()
-        self.lifetime.release(self._nixl)
+        self.lifetime.end(self._nixl)
         while self._failed_handles:  # vLLM tries again where one cannot be (from 0.30)
             self._nixl.release_xfer_handle(self._failed_handles[-1])
             self._failed_handles.pop()
@@ -244,6 +249,13 @@ class StagedRead(OwnRead):
         if self.outcome == "PROC":
             self.fate.outcome = "ERR"
 
+    def _give_up(self) -> None:
+        """Has nothing more posted or placed."""
+        if self._stage is not _Stage.FAILED:
+            self._stage = _Stage.GIVEN_UP
+        self._stop()
+        self._placing.give_up()
+
     def _stop(self) -> None:
         """Nothing more is posted."""
         self._pool.leave(self)
@@ -253,21 +265,26 @@ class StagedRead(OwnRead):
     def _fail(self) -> None:
         """Books the error that is being handled."""
         _LOG.warning("a read from %s failed", self._ends.agent, exc_info=True)
-        self._has_failed = True
+        self._end_failed()
+
+    def _end_failed(self) -> None:
+        self._stage = _Stage.FAILED
         self._stop()
 
-    def _is_expired(self) -> bool:
-        """True if the peer's lease was over when something landed last; the read fails then.
+    def _is_failed_by_lease(self) -> bool:
+        """Fails it if the peer's lease was over when something landed last; True if it has.
 
-        Of a read that has nothing on the wire: if it is over now.
+        Of a read that has something to post: if it is over now.
         """
-        landed = None if self._unposted.is_any else self._landed_at
-        late_by = self.lifetime.late_by(time.monotonic() if landed is None else landed)
-        if late_by and not (self._has_failed or self._is_void):
-            self.lifetime.expire(self._ends.agent, late_by)
-            self._has_failed = True
-            self._stop()
-        return late_by > 0
+        if self._goes_on:
+            landed = None if self._unposted.is_any else self._landed_at
+            self.lifetime.expire(time.monotonic() if landed is None else landed)
+        return self._is_failed_by_check()
+
+    def _is_failed_by_check(self) -> bool:
+        if self.lifetime.has_failed:
+            self._end_failed()
+        return self.lifetime.has_failed
 
     def _conclude(self) -> None:
         """Tells the peer and books the outcome, once there is nothing left to wait for."""
@@ -275,32 +292,20 @@ class StagedRead(OwnRead):
             return
         if self._waits_for_another:
             return
-        while self.lifetime.checks and self._goes_on:
-            check = self.lifetime.checks[0]
-            if not check.proves_hold:
-                self._end_timing()
-            result = self._ask(check)
-            if result is None:
-                return
-            if self._goes_on:
-                self._is_held |= check.proves_hold and result is CheckResult.HELD
-                self.lifetime.drop(check)
         self._end_timing()
+        if self._goes_on and not self._ask():
+            return
         # Of wrong bytes too: the peer need not hold what nobody will read again.
-        if not self._has_failed or self.lifetime.verdict is CheckResult.WRONG:
+        if self._stage is not _Stage.FAILED or self.lifetime.verdict is CheckResult.WRONG:
             self._tell()
-        if self._goes_on and self._is_held:
-            self.lifetime.find(CheckResult.HELD)
         self.fate.outcome = "DONE" if self._goes_on else "ERR"
-        self.lifetime.release(self._nixl)
+        self.lifetime.end(self._nixl, is_well=self._goes_on)
 
     def _end_timing(self) -> None:
-        """Books that all has been read, once."""
-        if self._has_all:
-            return
-        self._has_all = True
-        if self._began is not None:  # several are on the wire together
+        """Books how long it took to read all, once."""
+        if self._began is not None and not self._is_timed:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
+        self._is_timed = True
 
     def _tell(self) -> None:
         """Tells the peer that its blocks have been read."""
@@ -313,33 +318,33 @@ class StagedRead(OwnRead):
     @property
     def _goes_on(self) -> bool:
         """True if it has neither failed nor been given up."""
-        return not (self._has_failed or self._is_void)
+        return self._stage in (_Stage.NEW, _Stage.GOING)
 
     @property
     def _waits_for_another(self) -> bool:
-        """Whether it has nothing to read, and the read that has is not over."""
+        """True if it has nothing to read, and the read that has is not over."""
         until = self.idle_until
-        return until is not None and until.outcome == "PROC" and not self._is_void
+        return until is not None and until.outcome == "PROC" and self._goes_on
 
     def _may_begin(self) -> bool:
         """True if no check that is due before the start keeps it waiting, or fails it."""
-        due = [check for check in self.lifetime.checks if check.is_due and self._goes_on]
-        # Where one can say nothing, the lease decides first.
-        return not any(self._ask(check) in (None, CheckResult.UNPROVEN) for check in due)
-
-    def _ask(self, check: Check) -> CheckResult | None:
-        """Returns what a check says, and fails where it must; None until that is known."""
         try:
-            result = self.lifetime.ask(check, self._nixl, has_begun=self._began is not None)
+            may_begin = self.lifetime.may_begin(self._nixl)
         except self._errors:
             self._fail()
-            return CheckResult.UNPROVEN
-        if result in (CheckResult.GONE, CheckResult.WRONG):
-            self._has_failed = True
-            self._stop()
-        elif result is CheckResult.UNPROVEN and check.proves_hold and self._began is not None:
-            self._is_expired()
-        return result
+            return False
+        return may_begin and not self._is_failed_by_check()
+
+    def _ask(self) -> bool:
+        """Asks the checks that are left; True once all have answered."""
+        landed = time.monotonic() if self._landed_at is None else self._landed_at
+        try:
+            has_answered = self.lifetime.ask(self._nixl, landed)
+        except self._errors:
+            self._fail()
+            return True
+        self._is_failed_by_check()
+        return has_answered
 
     def _land(self) -> bool:
         """Takes what has arrived out of what is on the wire; whether anything has."""
@@ -375,10 +380,9 @@ class StagedRead(OwnRead):
         stop none: what is on its way may still land. What goes straight to its place is
         the release's to judge, as its own transfers are.
         """
-        if not self._has_failed:
+        if self._stage is not _Stage.FAILED:
             _LOG.warning("a read from %s ended as %s", self._ends.agent, state)
-            self._has_failed = True
-            self._stop()
+            self._end_failed()
         if flight.space is None:
             self._failed_handles.append(flight.handle)
         else:
@@ -387,7 +391,7 @@ class StagedRead(OwnRead):
     def _place(self, flight: _Flight) -> None:
         if flight.chunk is None or flight.space is None:
             return
-        if self._has_failed or self._is_void:
+        if not self._goes_on:
             self._pool.give(flight.space)
             return
         try:
@@ -407,7 +411,7 @@ class StagedRead(OwnRead):
 
     def _post_more(self) -> bool:
         """Whether something was posted."""
-        if self._has_failed:
+        if not self._unposted.is_any:
             return False
         try:
             return self._post()

@@ -122,16 +122,6 @@ def test_unlike_tensor_parallel_ranks_in_rounds(drawn: Any) -> None:
         assert found == expected
 
 
-@given(transfers())
-@settings(max_examples=50, deadline=None)
-def test_a_round_smaller_than_a_block_is_refused(drawn: Any) -> None:
-    remote, local, first, end = drawn
-    if first == end:
-        return
-    with pytest.raises(UnplannableCopy, match="one remote block"):
-        chunks_of(remote, local, pair_blocks(remote.blocks, local.blocks, first, end), limit=63)
-
-
 @given(transfers(), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_segment_outside_a_plane_is_refused(drawn: Any, data: Any) -> None:

@@ -33,7 +33,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("kvpatch.transfer.checked_transfer.time", made)
+    for module in ("checked_transfer", "lifetime"):
+        monkeypatch.setattr(f"kvpatch.transfer.{module}.time", made)
     return made
 
 
@@ -339,7 +340,7 @@ class TestALease:
     @staticmethod
     def made(lease: Lease, told: list[str]) -> tuple[_Nixl, CheckedTransfer]:
         nixl = _Nixl()
-        lifetime = Lifetime(lease, "a", fail_check=lambda: told.append("a"))
+        lifetime = Lifetime(lease, "a", "P", fail_check=lambda: told.append("a"))
         return nixl, CheckedTransfer(nixl, object(), "P", lifetime)
 
     def test_that_ends_before_the_lease_is_done(self, clock: Clock) -> None:

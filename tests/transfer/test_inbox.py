@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpatch.transfer import inbox as inbox_module
+from kvpatch.transfer import progress_thread as inbox_module
 from kvpatch.transfer.progress_thread import Inbox
 
 SECONDS = 20.0
