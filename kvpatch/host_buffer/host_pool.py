@@ -9,15 +9,13 @@ same order, and each byte of a block is copied once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.geometry.segments import kernel_blocks
-from kvpatch.host_buffer.host_copies import HostCopies
-from kvpatch.host_buffer.platform_copies import Operation, PlatformCopies
-from kvpatch.transfer.device_copies import DeviceCopies
-from kvpatch.transfer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
-from kvpatch.transfer.host_memory import free_host_bytes, host_bytes
+from kvpatch.host_buffer.block_copies import BlockCopies
+from kvpatch.host_buffer.host_block_rows import BlockTensor, StorageCopy, host_storage, rows_of
+from kvpatch.host_buffer.host_memory import free_host_bytes, host_bytes
 from kvpatch.transfer.one_memory import storage_of
 from kvpatch.transfer.plane_bytes import as_integers
 from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, shown
@@ -25,7 +23,7 @@ from kvpatch.transfer.storageless import StoragelessCopies, fetch, has_storage, 
 if TYPE_CHECKING:
     import torch
 
-#: What torch and platforms' own copies say where they cannot.
+#: What torch says where it cannot.
 CANNOT = (
     RuntimeError,  # and NotImplementedError, which is one
     AttributeError,
@@ -33,16 +31,6 @@ CANNOT = (
     ValueError,
     IndexError,
 )
-
-
-class Copies(Protocol):
-    """A way to copy blocks into host blocks."""
-
-    def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Copies blocks into host blocks, after all that the device was told; some of each."""
-
-    def settle(self) -> None:
-        """Waits until all that was saved is in host memory."""
 
 
 def block_bytes(
@@ -100,7 +88,6 @@ class HostPool:
 
         self.host_blocks = host_blocks
         self._blocks = blocks
-        self._is_there_late = is_there_late
         self._is_tried = False
         self._sources = tensors
         self._block_dimensions = block_dimensions
@@ -124,13 +111,11 @@ class HostPool:
                 whole = storage_of(tensors[next(iter(copy.places))]).memory
                 copies.append(StorageCopy(whole, host, copy.sheets))
         self.tensors: Mapping[str, torch.Tensor] = {layer: found[layer] for layer in tensors}
-        self._copies: Copies
+        self._copies: BlockCopies | StoragelessCopies
         if len(copies) < len(storages):
             self._copies = StoragelessCopies(tensors, self.tensors, block_dimensions, blocks)
-        elif _is_on_host(self._device):
-            self._copies = HostCopies(copies, self.size_bytes // host_blocks)
         else:
-            self._copies = DeviceCopies(copies, self._device, blocks, host_blocks)
+            self._copies = BlockCopies(copies, self._device, blocks, host_blocks)
         if not is_there_late:
             self._try()
 
@@ -150,28 +135,6 @@ class HostPool:
         elif blocks:
             self._save_and_look(blocks, host_blocks)
             self._is_tried = True
-
-    def use(self, operation: Operation) -> None:
-        """From now on copies as the platform does, once that is seen to be right.
-
-        Raises:
-            UnexpectedCaches: it raises, what it copies is something else, or there is no block
-                to try it with. What copied before goes on.
-        """
-        if self._is_there_late:
-            raise UnexpectedCaches("no block has memory behind it yet that could be copied")
-        self.settle()
-        before, self._copies = (
-            self._copies,
-            PlatformCopies(
-                operation, self._sources, self.tensors, self._block_dimensions, self._blocks
-            ),
-        )
-        try:
-            self._try()
-        except UnexpectedCaches:
-            self._copies = before
-            raise
 
     def settle(self) -> None:
         """Waits until all that was saved is in host memory."""
@@ -285,8 +248,3 @@ def _check_room(size_bytes: int, host_blocks: int) -> None:
             f"{free} free",
             "set KVPATCH_HOST_BUFFER_BYTES to less",
         )
-
-
-def _is_on_host(device: torch.device) -> bool:
-    """Whether "device" blocks are in host memory, where KVPATCH_HOST_BUFFER is always."""
-    return bool(device.type == "cpu")

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvpatch.core import settings
 from kvpatch.core.errors import HostBufferRefused, UnexpectedCaches
 from kvpatch.core.proxies import ObjectProxy
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.host_buffer.host_pool import CANNOT, HostPool, block_bytes, mirror_bytes
-from kvpatch.host_buffer.platform_copies import Operation
 from kvpatch.host_buffer.policy import host_blocks_in, supported_devices
 from kvpatch.host_buffer.scheduler import StepSaves
 from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
@@ -24,9 +23,6 @@ from kvpatch.worker.local_geometry import state_layout_of_strides
 from kvpatch.worker.registered_caches import DeviceCaches, is_as_planned, read_layers
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.state import worker_state
-
-if TYPE_CHECKING:
-    pass
 
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
@@ -72,35 +68,6 @@ class HostBuffer:
             self.pool.settle()
         self.costs.blocks += len(saves.blocks)
         self.costs.seconds += perf_counter() - started
-
-    def offer(self, operation: Operation) -> None:
-        """What the platform's runner copies with is used where it is the platform's own."""
-        if not is_own(operation):
-            return
-        name = f"{operation.__module__}.{getattr(operation, '__qualname__', operation)}"
-        try:
-            self.pool.use(operation)
-        except UnexpectedCaches as error:
-            _LOG.warning("%s is not used to save blocks, torch copies them: %s", name, error)
-        else:
-            _LOG.info("blocks are saved by %s, the platform's own", name)
-
-
-_VLLMS_OPERATION = "vllm.distributed.kv_transfer.kv_connector.utils"
-
-
-def is_own(operation: Operation) -> bool:
-    """Whether a copy operation is more than indexing by torch, as vLLM's own is.
-
-    That one leaves the copies to the platform's class, which may be from elsewhere.
-    """
-    from vllm.platforms import current_platform
-
-    if operation.__module__ != _VLLMS_OPERATION:
-        return True
-    # Of the class: a platform's objects warn of what they do not have.
-    copies = getattr(type(current_platform), "swap_out_blocks_to_host", None)
-    return copies is not None and not copies.__module__.startswith("vllm.")
 
 
 def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, Any]:

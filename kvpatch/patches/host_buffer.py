@@ -80,11 +80,7 @@ def _set_host_xfer_buffer_ops(
     worker = instance.connector_worker
     if worker is None or not worker_state(worker).is_host_buffered:
         return wrapped(copy_operation)
-    # For the mirror of the release, which this worker does not have.
-    buffer = _buffer_of(instance)
-    if buffer is not None:
-        buffer.offer(copy_operation)
-    return None
+    return None  # for the mirror of the release, which this worker does not have
 
 
 def _buffer_of(connector: Any) -> HostBuffer | None:

@@ -11,8 +11,7 @@ from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.segment_bounds import Reach, local_end, reach_of
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.copying_thread import Copy, CopyingThread
-from kvpatch.transfer.device_copies import streams_of
-from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of
+from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of
 from kvpatch.transfer.place import PlaceOnDevice, place_in_host_memory, place_on_device
 from kvpatch.transfer.plane_bytes import Tails, zero_tokens
 
@@ -57,7 +56,7 @@ class Caches:
         Called when a read begins: what the model has under way then may be of whoever had these
         blocks before.
         """
-        streams = side_streams(self.device)
+        streams = streams_of(self.device)
         if streams is None:
             return None
         event = streams.Event()
@@ -86,7 +85,7 @@ class Caches:
         return self._beside(after, lambda: self._zero(tails))
 
     def _beside(self, after: Any, write: Callable[[], None]) -> Callable[[], bool]:
-        streams = side_streams(self.device)
+        streams = streams_of(self.device)
         if streams is None:
             write()
             return done
@@ -177,8 +176,3 @@ def placing_on(device: torch.device) -> PlaceOnDevice:
 def done() -> bool:
     """Of a copy that is done when it has been asked for."""
     return True
-
-
-def side_streams(device: torch.device) -> Any:
-    """The module of a device's streams; None where copies end at once."""
-    return None if device.type == "cpu" else streams_of(device)

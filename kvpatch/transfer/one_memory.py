@@ -80,3 +80,11 @@ class _Range:
             "typestr": "|u1",
             "version": 3,
         }
+
+
+def streams_of(device: torch.device) -> Any:
+    """Returns the module of a device's streams; None where copies end at once."""
+    import torch
+
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if hasattr(module, "Stream") and hasattr(module, "Event") else None

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kvpatch.transfer.agent_gate import AgentGate
 from kvpatch.transfer.copying_thread import CopyingThread
 from kvpatch.transfer.cores import cores_of_all_threads, use_all_cores
-from kvpatch.transfer.device_copies import streams_of
+from kvpatch.transfer.one_memory import streams_of
 from kvpatch.transfer.own_read import OwnRead
 from kvpatch.transfer.staged_read import StagedRead
 from kvpatch.transfer.staging_pool import StagingPool

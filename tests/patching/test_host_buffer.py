@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from kvpatch.host_buffer.policy import (
     refuse_shares,
 )
 from kvpatch.host_buffer.scheduler import HostBufferScheduler, UsageLog
-from kvpatch.host_buffer.worker import is_own
 from kvpatch.worker.envelope import SAVES
 
 ALONE = {
@@ -89,39 +87,6 @@ def test_ranks_with_other_tokens_or_layers_are_refused(share: str) -> None:
     with pytest.raises(HostBufferRefused, match=share):
         refuse_shares(SimpleNamespace(**ALONE | {share: 2}), FACTS["0.12.0"])
     refuse_shares(SimpleNamespace(**ALONE), FACTS["0.12.0"])
-
-
-class TestOwnOperation:
-    """A stand-in for the platform: whose class it is tells whose copies they are."""
-
-    @pytest.fixture
-    def platform(self, monkeypatch: pytest.MonkeyPatch) -> type:
-        class Platform: ...
-
-        module = ModuleType("vllm.platforms")
-        module.current_platform = Platform()  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "vllm.platforms", module)
-        return Platform
-
-    @staticmethod
-    def of(module: str) -> Any:
-        def copies(*_: Any) -> None: ...
-
-        copies.__module__ = module
-        return copies
-
-    @pytest.mark.usefixtures("platform")
-    def test_of_a_runner_of_its_own(self) -> None:
-        assert is_own(self.of("vllm.v1.worker.tpu_model_runner"))
-        assert is_own(self.of("vllm_ascend.worker"))
-
-    def test_vllms_is_the_platforms_where_that_is_from_elsewhere(self, platform: Any) -> None:
-        vllms = self.of("vllm.distributed.kv_transfer.kv_connector.utils")
-        assert not is_own(vllms)
-        platform.swap_out_blocks_to_host = self.of("vllm.platforms.cuda")
-        assert not is_own(vllms)
-        platform.swap_out_blocks_to_host = self.of("vllm_strange.platform")
-        assert is_own(vllms)
 
 
 def _plan(*tensors: Any) -> Any:

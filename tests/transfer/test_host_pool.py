@@ -7,10 +7,7 @@ dimensions of the tensor that shows them, apart from what the pool works out.
 from __future__ import annotations
 
 import math
-import os
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -22,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
-from kvpatch.host_buffer import host_copies, host_pool
+from kvpatch.host_buffer import block_copies, host_memory, host_pool
 from kvpatch.host_buffer.host_pool import HostPool, block_bytes, mirror_bytes
-from kvpatch.transfer import device_copies, host_memory
 from tests.storageless import StoragelessStandIn
 
 pytestmark = pytest.mark.patching
@@ -249,13 +245,12 @@ class StandInStreams:
 CALLS: list[str] = []
 
 
-@pytest.fixture(params=["host", "device", "device with streams"])
+@pytest.fixture(params=["at once", "device with streams"])
 def way(request, monkeypatch):
     """Each of the ways to copy, all on host memory."""
     CALLS.clear()
-    monkeypatch.setattr(host_pool, "_is_on_host", lambda device: request.param == "host")
     streams = StandInStreams if request.param == "device with streams" else None
-    monkeypatch.setattr(device_copies, "streams_of", lambda device: streams)
+    monkeypatch.setattr(block_copies, "streams_of", lambda device: streams)
     return request.param
 
 
@@ -321,10 +316,9 @@ def test_layers_that_share_a_tensor_without_a_storage_are_copied_once():
     parts=st.integers(1, 2),
     lead=st.integers(0, 3),
     item_bytes=st.sampled_from([1, 2, 4]),
-    on_host=st.booleans(),
     data=st.data(),
 )
-def test_any_order_of_axes(memory, dimensions, sizes, own, parts, lead, item_bytes, on_host, data):
+def test_any_order_of_axes(memory, dimensions, sizes, own, parts, lead, item_bytes, data):
     cache = Cache(
         tuple(memory),
         tuple(dimensions),
@@ -340,8 +334,7 @@ def test_any_order_of_axes(memory, dimensions, sizes, own, parts, lead, item_byt
     into = data.draw(numbers)[: data.draw(st.integers(0, host_blocks))]
     pairs = [(data.draw(st.integers(0, cache.blocks - 1)), host_block) for host_block in into]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_pool, "_is_on_host", lambda device: on_host)
-        patch.setattr(device_copies, "streams_of", lambda device: None)
+        patch.setattr(block_copies, "streams_of", lambda device: None)
         check(tensors, cache.block_dimensions(tensors), cache.blocks, host_blocks, pairs)
 
 
@@ -355,23 +348,6 @@ def test_layers_that_share_a_tensor_are_copied_once(way, monkeypatch):
     assert pool.size_bytes == 2 * first.numel() * first.element_size() * 3 // 5
     assert mirror_bytes(tensors) == 4 * first.numel() * first.element_size()
     assert block_bytes(tensors, cache.block_dimensions(tensors), 5) * 3 == pool.size_bytes
-    moved = count_rows(monkeypatch)
-    pool.save([0], [0])
-    assert sum(moved) in (0, 2 * first.numel() * first.element_size() // 5)
-    assert moved or way != "host"
-
-
-def count_rows(monkeypatch) -> list[int]:
-    """Bytes that each row moved on the host."""
-    moved: list[int] = []
-    copy = host_copies.copy_rows
-
-    def counting(rows: Any, into: Any, of: Any, **more: Any) -> None:
-        moved.append(rows.shape[1] * rows.itemsize * len(of))
-        copy(rows, into, of, **more)
-
-    monkeypatch.setattr(host_copies, "copy_rows", counting)
-    return moved
 
 
 def test_groups_that_see_the_same_pages_differently(way):
@@ -425,51 +401,8 @@ def test_one_block_may_be_in_two_host_blocks(way):
     check(tensors, cache.block_dimensions(tensors), 5, 3, [(4, 1), (4, 2)])
 
 
-def test_long_copies_go_in_threads_and_their_errors_come_back(monkeypatch):
-    monkeypatch.setattr(host_copies, "_LONG_BYTES", 1)
-    cache = CASES["keys first, kernel blocks"]
-    tensors = cache.tensors()
-    dimensions = cache.block_dimensions(tensors)
-    pool = check(tensors, dimensions, 5, 4, [(3, 0), (4, 1), (0, 2)])
-    assert pool._copies._threads is not None
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no copy")
-
-    monkeypatch.setattr(host_copies, "copy_rows", fails)
-    with pytest.raises(RuntimeError, match="no copy"):
-        pool.save([0], [0])
-
-
-def test_threads_run_where_any_thread_of_the_process_may():
-    """The one that makes them may be bound to a core that is set aside for transfers."""
-    cores = os.sched_getaffinity(0)
-    if len(cores) < 2:
-        pytest.skip("needs two cores")
-    end = threading.Event()
-    elsewhere = threading.Thread(target=end.wait)  # as the model's, on all cores
-    elsewhere.start()
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        with ThreadPoolExecutor(1) as bound:
-            assert bound.submit(os.sched_getaffinity, 0).result() == {min(cores)}
-        with ThreadPoolExecutor(1, initializer=host_copies.use_all_cores) as free:
-            assert free.submit(os.sched_getaffinity, 0).result() == cores
-        assert os.sched_getaffinity(0) == {min(cores)}
-    finally:
-        os.sched_setaffinity(0, cores)
-        end.set()
-        elsewhere.join()
-
-
-@pytest.mark.parametrize("cached_bytes", [100, 400, 2**20])
-@pytest.mark.parametrize("long_run", [1, 4])
-@pytest.mark.parametrize("long_row_bytes", [1, 2**20])
-def test_more_than_is_copied_at_once(way, monkeypatch, long_row_bytes, long_run, cached_bytes):
-    monkeypatch.setattr(device_copies, "_GATHERED_BYTES", 200)
-    monkeypatch.setattr(host_copies, "_CACHED_BYTES", cached_bytes)
-    monkeypatch.setattr(host_copies, "_LONG_ROW_BYTES", long_row_bytes)
-    monkeypatch.setattr(host_copies, "_LONG_RUN", long_run)
+def test_more_than_is_copied_at_once(way, monkeypatch):
+    monkeypatch.setattr(block_copies, "_GATHERED_BYTES", 200)
     for name in ("NHD, keys first", "LHBNC", "blocks padded"):
         tensors = CASES[name].tensors()
         for pairs in (
@@ -586,82 +519,16 @@ def test_a_device_that_copies_nothing_or_cannot_copy_is_refused(monkeypatch):
     cache = CASES["latent"]
     tensors = cache.tensors()
     arguments = tensors, cache.block_dimensions(tensors), 5, 3
-    monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: None)
+    monkeypatch.setattr(block_copies.BlockCopies, "_put", lambda *_, **__: None)
     with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
         HostPool(*arguments)
 
     def no_copies(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr(host_copies, "copy_rows", no_copies)
+    monkeypatch.setattr(block_copies.BlockCopies, "_put", no_copies)
     with pytest.raises(UnexpectedCaches, match="on cpu cannot be copied.*no such kernel"):
         HostPool(*arguments)
-
-
-class Copying:
-    """A stand-in for a platform's own copies, which remembers what it was asked for."""
-
-    def __init__(self, dimension: int, shift: int = 0) -> None:
-        self.calls: list[tuple[list[str], list[int], list[int], str]] = []
-        self._dimension = dimension
-        self._shift = shift
-
-    def __call__(self, sources: Any, targets: Any, of: Any, into: Any, direction: str) -> None:
-        self.calls.append((list(sources), of, into, direction))
-        for layer, source in sources.items():
-            count = source.shape[self._dimension]
-            for block, host_block in zip(of, into, strict=True):
-                found = source.select(self._dimension, (block + self._shift) % count)
-                targets[layer].select(self._dimension, host_block).copy_(found)
-
-
-def test_a_platforms_own_copies_are_used(monkeypatch):
-    """In kernel blocks, and of layers with one tensor between them once."""
-    cache = CASES["keys first, kernel blocks"]
-    tensors = cache.tensors()
-    tensors["layer.9"] = tensors["layer.0"]
-    dimensions = cache.block_dimensions(tensors)
-    pool = HostPool(tensors, dimensions, 5, 3)
-    own = Copying(dimensions["layer.0"])
-    pool.use(own)
-    monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: pytest.fail("torch's copies"))
-    before = fill(pool)
-    own.calls.clear()
-
-    pool.save([4, 1], [0, 2])
-
-    pairs = [(4, 0), (1, 2)]
-    assert differing(pool, tensors, dimensions, 5, before, pairs) == []
-    asked = [12, 13, 14, 3, 4, 5], [0, 1, 2, 6, 7, 8], "d2h"
-    assert own.calls == [(["layer.0", "layer.1"], *asked)]
-
-
-def no_copies(*_: Any, **__: Any) -> None:
-    raise NotImplementedError("no such kernel")
-
-
-@pytest.mark.parametrize(
-    ("operation", "message"),
-    [
-        (Copying(1, shift=1), "is not itself"),
-        (Copying(0), "cannot be copied|is not itself"),
-        (no_copies, "no such kernel"),
-        (lambda: None, "cannot be copied"),
-    ],
-    ids=["another block", "another axis", "no copies", "other parameters"],
-)
-def test_own_copies_that_are_wrong_are_refused_and_torch_goes_on(operation, message):
-    cache = CASES["NHD, keys first"]
-    tensors = cache.tensors()
-    dimensions = cache.block_dimensions(tensors)
-    pool = HostPool(tensors, dimensions, 5, 3)
-
-    with pytest.raises(UnexpectedCaches, match=message):
-        pool.use(operation)
-
-    before = fill(pool)
-    pool.save([4, 1], [0, 2])
-    assert differing(pool, tensors, dimensions, 5, before, [(4, 0), (1, 2)]) == []
 
 
 # --- memory that is there once a block is handed out ----------------------------
@@ -681,8 +548,6 @@ def test_no_block_is_looked_at_before_it_is_saved(way, monkeypatch):
     dimensions = cache.block_dimensions(tensors)
     pool = HostPool(tensors, dimensions, 5, 3, is_there_late=True)
     before = fill(pool)
-    with pytest.raises(UnexpectedCaches, match="no block has memory behind it"):
-        pool.use(Copying(1))
     assert not looked_at
 
     pool.save([], [])
@@ -699,7 +564,7 @@ def test_the_first_save_notices_what_the_trial_would_have(monkeypatch):
     cache = CASES["latent"]
     tensors = cache.tensors()
     pool = HostPool(tensors, cache.block_dimensions(tensors), 5, 3, is_there_late=True)
-    monkeypatch.setattr(host_copies, "copy_rows", lambda *_, **__: None)
+    monkeypatch.setattr(block_copies.BlockCopies, "_put", lambda *_, **__: None)
     for _ in range(2):
         with pytest.raises(UnexpectedCaches, match="a block of layer.0, layer.1 on cpu is not"):
             pool.save([2], [1])

@@ -21,9 +21,8 @@ from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.plane_heads import HeadName, planes_without
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.state_shares import Rank
-from kvpatch.transfer.caches import side_streams
 from kvpatch.transfer.cores import use_all_cores
-from kvpatch.transfer.one_memory import Bytes
+from kvpatch.transfer.one_memory import Bytes, streams_of
 from kvpatch.worker.kv_cache_groups import Group
 from kvpatch.worker.recurrent_state import StatePages, tensors_of
 
@@ -117,7 +116,7 @@ class DigestStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._streams = side_streams(device)
+        self._streams = streams_of(device)
         self._device = device
         self._stream: Any = None
         #: Loads are compared on it. It begins with the first of them.

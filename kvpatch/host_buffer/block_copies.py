@@ -1,4 +1,4 @@
-"""Copies of a device's blocks into host blocks: one gather, then its rows.
+"""Copies of blocks into host blocks by torch: one gather, then its rows.
 
 On a device with streams in one of their own, so that the model goes on meanwhile.
 """
@@ -6,23 +6,25 @@ On a device with streams in one of their own, so that the model goes on meanwhil
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpatch.transfer.host_block_rows import Sheet, StorageCopy, unit_bytes
+from kvpatch.geometry.segments import Int64Array
+from kvpatch.host_buffer.host_block_rows import Sheet, StorageCopy, unit_bytes
+from kvpatch.transfer.one_memory import streams_of
 from kvpatch.transfer.plane_bytes import integers_of, uploaded
-from kvpatch.transfer.runs import Run, runs_of, within
 
 if TYPE_CHECKING:
     import torch
 
-#: Of device memory at once, for blocks on their way.
+#: Of the device's memory at once, for blocks on their way.
 _GATHERED_BYTES = 32 * 1024**2
 
 
-class DeviceCopies:
-    """Copies by torch. On a device with streams they are there after :meth:`settle`.
+class BlockCopies:
+    """Copies whole blocks. On a device with streams they are there after :meth:`settle`.
 
     Args:
         copies: every storage's.
@@ -47,10 +49,9 @@ class DeviceCopies:
 
         into = np.asarray(host_blocks, dtype=np.int64)
         order = np.argsort(into)
-        of = np.asarray(blocks, dtype=np.int64)[order]
-        runs = runs_of(into[order])
+        of, into = np.asarray(blocks, dtype=np.int64)[order], into[order]
         if self._streams is None:
-            self._gather(torch.from_numpy(of).to(self._device), runs, non_blocking=False)
+            self._copy(torch.from_numpy(of).to(self._device), into)
             return
         if self._stream is None:
             self._stream = self._streams.Stream(device=self._device)
@@ -58,7 +59,7 @@ class DeviceCopies:
         with self._streams.stream(self._stream):
             (indices,) = uploaded([of], self._device)
             self._stream.wait_stream(current)
-            self._gather(indices, runs, non_blocking=True)
+            self._copy(indices, into)
             self._event = self._streams.Event()
             self._event.record(self._stream)
 
@@ -68,36 +69,33 @@ class DeviceCopies:
             self._event.synchronize()
             self._event = None
 
-    def _gather(self, indices: torch.Tensor, runs: Sequence[Run], non_blocking: bool) -> None:
-        """One gather a sheet, as long as that takes little device memory."""
+    def _copy(self, indices: torch.Tensor, host_blocks: Int64Array) -> None:
+        """Gathers a sheet's rows, as many blocks at once as take little of the device's memory."""
         for source, host, sheets in self._copies:
             for sheet in sheets:
                 unit = unit_bytes(source, host, sheet)
-                rows, into = (
-                    _sheet_view(memory, sheet, count, start, apart, unit)
-                    for memory, count, start, apart in (
-                        (source, self._blocks, sheet.source, sheet.source_apart),
-                        (host, self._host_blocks, sheet.target, sheet.target_apart),
-                    )
-                )
+                places = (sheet.source, sheet.source_apart), (sheet.target, sheet.target_apart)
+                rows = _sheet_view(source, sheet, self._blocks, *places[0], unit)
+                into = _sheet_view(host, sheet, self._host_blocks, *places[1], unit)
                 at_once = max(1, _GATHERED_BYTES // (sheet.count * sheet.row_bytes))
-                whole = sheet.step_bytes == sheet.row_bytes
                 for start in range(0, len(indices), at_once):
                     found = rows.index_select(1, indices[start : start + at_once])
-                    for run in within(runs, start, at_once, split=not whole):
-                        at = run.first - start
-                        for row in range(sheet.count):
-                            into[row, run.host_block : run.host_block + run.length].copy_(
-                                found[row, at : at + run.length], non_blocking=non_blocking
-                            )
+                    self._put(found, into, host_blocks[start : start + at_once], sheet)
 
-
-def streams_of(device: torch.device) -> Any:
-    """The module of the device's streams; None where it has none."""
-    import torch
-
-    module = torch.get_device_module(device)
-    return module if hasattr(module, "Stream") and hasattr(module, "Event") else None
+    def _put(
+        self, found: torch.Tensor, into: torch.Tensor, host_blocks: Int64Array, sheet: Sheet
+    ) -> None:
+        """Copies rows to their host blocks: those in one piece, where they follow one another."""
+        is_broken = np.diff(host_blocks) != 1
+        if sheet.step_bytes != sheet.row_bytes:
+            is_broken[:] = True
+        borders = [0, *(np.flatnonzero(is_broken) + 1).tolist(), len(host_blocks)]
+        for first, end in pairwise(borders):
+            host_block = int(host_blocks[first])
+            for row in range(sheet.count):
+                into[row, host_block : host_block + end - first].copy_(
+                    found[row, first:end], non_blocking=self._streams is not None
+                )
 
 
 def _sheet_view(
