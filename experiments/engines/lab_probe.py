@@ -33,8 +33,8 @@ class LabProbe(CacheProbe):
         """What saving to this process's host buffers has taken so far."""
         found = [one for state in _states() if (one := state.held(HostBuffer)) is not None]
         return {
-            "blocks": sum(buffer.costs.blocks for buffer in found),
-            "seconds": sum(buffer.costs.seconds for buffer in found),
+            "blocks": sum(buffer.saved_blocks for buffer in found),
+            "seconds": sum(buffer.save_seconds for buffer in found),
             "bytes_per_block": sum(
                 buffer.pool.size_bytes // buffer.host_blocks for buffer in found
             ),

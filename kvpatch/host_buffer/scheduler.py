@@ -16,6 +16,7 @@ from kvpatch.host_buffer.host_block_table import HostBlockTable, PublishedGroup
 from kvpatch.host_buffer.policy import NULL_BLOCKS, block_bytes_of, host_blocks_in, is_to_be_read
 from kvpatch.load.read_request import are_grouped, groups
 from kvpatch.observe.book import Book
+from kvpatch.observe.catalogue import HOST_BLOCKS, HOST_WAITING
 from kvpatch.worker.envelope import SAVES
 from kvpatch.worker.kv_cache_groups import transferred_groups
 from kvpatch.worker.unpatched_workers import require
@@ -140,6 +141,16 @@ class HostBufferScheduler:
             for group, window in zip(found, windows, strict=True)
         )
         self._core = ref(core)
+
+    def tell(self) -> None:
+        """Tells what has changed of its host blocks."""
+        table = self._table
+        if table is None:
+            return
+        now = table.size, table.reserved, table.held
+        for label, value in zip(HOST_BLOCKS.values, now, strict=True):
+            self.book.show(HOST_BLOCKS, value, label)
+        self.book.show(HOST_WAITING, table.waiting)
 
     # -- arrival -------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +18,8 @@ from kvpatch.host_buffer.policy import host_blocks_in, supported_devices
 from kvpatch.host_buffer.scheduler import StepSaves
 from kvpatch.kvcached.pools import check_pools, kvcacheds_settings
 from kvpatch.load.mapped_pages import MappedPages, pages_behind
+from kvpatch.observe.book import Book
+from kvpatch.observe.catalogue import SAVE_SECONDS, SAVED_BLOCKS
 from kvpatch.transfer.storageless import StoragelessCaches, has_storage, shown
 from kvpatch.worker.local_geometry import state_layout_of_strides
 from kvpatch.worker.registered_caches import DeviceCaches, is_as_planned, read_layers
@@ -27,27 +29,23 @@ from kvpatch.worker.state import worker_state
 _LOG = logging.getLogger("kvpatch.host_buffer")
 
 
-@dataclass
-class SaveCosts:
-    """What saving has taken of the steps so far."""
-
-    blocks: int = 0
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class HostBuffer:
     """One worker's buffer.
 
     Attributes:
         pool: whose tensors are registered.
         host_blocks: that the pool holds.
-        costs: of saves; on a device with streams, of asking for them.
+        book: of the worker, which is told of saves.
+        saved_blocks: so far.
+        save_seconds: that these took of the steps; on a device with streams, asking for them.
     """
 
     pool: HostPool
     host_blocks: int
-    costs: SaveCosts = field(default_factory=SaveCosts)
+    book: Book
+    saved_blocks: int = 0
+    save_seconds: float = 0.0
 
     def save(self, saves: StepSaves) -> None:
         """Copies blocks that the model has written; all earlier ones are there at a prompt's end.
@@ -66,8 +64,10 @@ class HostBuffer:
             self.pool.save(saves.blocks, saves.host_blocks)
         if saves.is_last:
             self.pool.settle()
-        self.costs.blocks += len(saves.blocks)
-        self.costs.seconds += perf_counter() - started
+        self.saved_blocks += len(saves.blocks)
+        self.save_seconds += perf_counter() - started
+        self.book.show(SAVED_BLOCKS, self.saved_blocks)
+        self.book.show(SAVE_SECONDS, self.save_seconds)
 
 
 def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -114,7 +114,7 @@ def make(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> Mapping[str, A
         # The pool has the layout of its shapes, whatever the device was asked for.
         state_layout_of_strides(release, read_layers(release, pool.tensors))
     state = worker_state(release.worker)
-    state.hold(HostBuffer(pool, host_blocks))
+    state.hold(HostBuffer(pool, host_blocks, state.book))
     state.hold(DeviceCaches(tensors, caches))
     if pages is None:
         state.drop(MappedPages)

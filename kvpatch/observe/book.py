@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvpatch.core.errors import KvpatchError
-from kvpatch.observe.catalogue import HELD, LOADS, REFUSALS, CheckResult, Metric, Outcome
+from kvpatch.observe.catalogue import (
+    HELD,
+    LOADS,
+    READ_BYTES,
+    READ_SECONDS,
+    READS,
+    REFUSALS,
+    CheckResult,
+    Metric,
+    Outcome,
+    Way,
+)
 
 #: Where nobody asks (a release without metrics, or the patch is off) the oldest go.
 _MOST = 1024
@@ -53,12 +64,28 @@ class Book:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=_MOST)
         self._loads: dict[str, _Load] = {}
+        #: By metric and label, what was shown last.
+        self._shown: dict[tuple[str, str], float] = {}
         #: Whether somebody asks, which is in every step or never.
         self._is_asked = False
 
     def add(self, metric: Metric, value: float, label: str = "") -> None:
         """Has a counter go up, or a gauge be something else."""
         self._samples.append(Sample(metric.name, label, value))
+
+    def show(self, metric: Metric, value: float, label: str = "") -> None:
+        """Tells how far a counter or a gauge is by now, if it has changed.
+
+        A counter that is lower than before began anew.
+        """
+        before = self._shown.get((metric.name, label))
+        if value == before:
+            return
+        self._shown[metric.name, label] = value
+        if metric.kind == "counter":
+            value -= before if before is not None and before < value else 0
+        if value or metric.kind == "gauge":
+            self.add(metric, value, label)
 
     def refuse(self, error: KvpatchError) -> None:
         """Books what was refused."""
@@ -130,3 +157,43 @@ def _found(load: _Load) -> Iterator[tuple[Metric, str]]:
     yield LOADS, (Outcome.FAILED if gone is None else Outcome.STALE).value
     if gone is not None:
         yield HELD, gone.value
+
+
+# --- samples in the release's own statistics, on their way to the front end ------------------
+#
+# These are lists by name, which the release extends where it brings workers together. Ours is one
+# more of them; every payload of a worker has it, be it empty, so that a process without kvpatch
+# finds it on both sides where it extends one by the other, and shows nothing of it.
+
+#: In a release's statistics, beside its own names.
+NAME = "kvpatch"
+_SECONDS = 1e-6
+
+
+def put(stats: Any, samples: Iterable[Sample]) -> None:
+    """Adds samples to a release's statistics, as lists: who unpickles them may not know us."""
+    stats.data.setdefault(NAME, []).extend(map(list, samples))
+
+
+def samples_of(data: Mapping[str, Any]) -> list[Any]:
+    """The samples in what a release sends; none where there are none."""
+    found: list[Any] = data.get(NAME) or []
+    return found
+
+
+def without(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What a release has sent of its own."""
+    return {name: values for name, values in data.items() if name != NAME}
+
+
+def count_read(stats: Any, counts: Any) -> None:
+    """Adds a read that is done.
+
+    Args:
+        counts: NIXL's of a transfer of the release's, or of one of ours, which may have been
+            prepared by the release.
+    """
+    way = getattr(counts, "way", "") or Way.STOCK.value  # NIXL's own has none
+    read = ((READS, 1), (READ_BYTES, counts.totalBytes))
+    seconds = (READ_SECONDS, counts.xferDuration * _SECONDS)
+    put(stats, (Sample(metric.name, way, value) for metric, value in (*read, seconds)))

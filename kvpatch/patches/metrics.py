@@ -30,7 +30,7 @@ from kvpatch.core import seams
 from kvpatch.core.ledger import Patch, Site, Step, Wrapper
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.load.reader import Reader
-from kvpatch.observe import payload
+from kvpatch.observe import book as payload
 from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.telemetry import Telemetry
 from kvpatch.worker.engine_steps import Around, amend, around
@@ -71,10 +71,9 @@ def _count(worker: Any) -> None:
     """What a worker tells, before the release looks at its own counts."""
     state = worker_state(worker)
     reader = state.held(Reader)
-    if state.is_host_buffered or (reader is not None and reader.heterogeneous is not None):
-        from kvpatch.host_buffer.memory_usage import look_at_worker
-
-        look_at_worker(worker, state, None if reader is None else reader.heterogeneous)
+    if reader is not None and reader.heterogeneous is not None:
+        pool = reader.heterogeneous.pool
+        pool.tell(state.book, str(worker.vllm_config.parallel_config.rank))
     samples = state.book.take()
     if samples:
         payload.put(worker.xfer_stats, samples)
@@ -109,9 +108,11 @@ def _add_schedulers(connector: Any, found: Any) -> Any:
         return found
     state = scheduler_state(scheduler)
     if state.is_host_buffered:
-        from kvpatch.host_buffer.memory_usage import look_at_scheduler
+        from kvpatch.host_buffer.scheduler import HostBufferScheduler
 
-        look_at_scheduler(state)
+        buffer = state.held(HostBufferScheduler)
+        if buffer is not None:
+            buffer.tell()
     samples = state.book.take()
     if samples and found is None:
         found = type(connector).build_kv_connector_stats()

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from kvpatch.core.errors import PoolExhausted
+from kvpatch.observe.book import Book
+from kvpatch.observe.catalogue import POOL_BYTES, POOL_USED_BYTES, POOL_WAITING, POOL_WAITS
 from kvpatch.transfer.nixl import errors_of
 
 if TYPE_CHECKING:
@@ -193,6 +195,13 @@ class StagingPool:
     def lost_bytes(self) -> int:
         """Bytes that nobody uses because a transfer may still write to them."""
         return sum(one.space.end - one.space.start for one in self._lost)
+
+    def tell(self, book: Book, rank: str) -> None:
+        """Tells what has changed of it."""
+        book.show(POOL_BYTES, self.size_bytes, rank)
+        book.show(POOL_USED_BYTES, self.taken_bytes, rank)
+        book.show(POOL_WAITING, self.waiting, rank)
+        book.show(POOL_WAITS, self.waits)
 
     def take(self, reader: object, peer: str, size_bytes: int) -> Space | None:
         """Space for a chunk of ``reader``; None where it has to wait and ask again.

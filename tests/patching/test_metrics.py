@@ -10,10 +10,10 @@ import pytest
 from prometheus_client import REGISTRY, Counter, Gauge
 
 from kvpatch.core.errors import HostBufferRefused, PeerRefused, ReadRefused
+from kvpatch.core.releases import FACTS
 from kvpatch.host_buffer.host_block_table import HostBlockTable
-from kvpatch.host_buffer.memory_usage import Usage
-from kvpatch.host_buffer.worker import SaveCosts
-from kvpatch.observe import payload
+from kvpatch.host_buffer.scheduler import HostBufferScheduler
+from kvpatch.observe import book as payload
 from kvpatch.observe.book import _MOST, _MOST_LOADS, Book, Sample
 from kvpatch.observe.catalogue import (
     HELD,
@@ -29,6 +29,7 @@ from kvpatch.observe.catalogue import (
 )
 from kvpatch.observe.prometheus import Shown
 from kvpatch.transfer.lifetime import Lifetime
+from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.transfer.telemetry import Telemetry, sum_of
 
 pytestmark = pytest.mark.patching
@@ -198,50 +199,41 @@ class _Pool:
     size_bytes, taken_bytes, waiting, waits = 100, 0, 0, 0
 
 
-class TestUsage:
+class TestWhatIsShown:
     def test_a_pool_is_told_when_it_changes(self) -> None:
-        usage, book, pool = Usage(), Book(), _Pool()
+        book, pool = Book(), _Pool()
 
-        usage.look_at_pool(pool, "1", book)  # type: ignore[arg-type]
+        StagingPool.tell(pool, book, "1")  # type: ignore[arg-type]
         assert book.take() == [
             (POOL_BYTES.name, "1", 100),
             (POOL_USED_BYTES.name, "1", 0),
             (POOL_WAITING.name, "1", 0),
         ]
-        usage.look_at_pool(pool, "1", book)  # type: ignore[arg-type]
+        StagingPool.tell(pool, book, "1")  # type: ignore[arg-type]
         assert book.take() == []
         pool.taken_bytes, pool.waits = 40, 3
-        usage.look_at_pool(pool, "1", book)  # type: ignore[arg-type]
+        StagingPool.tell(pool, book, "1")  # type: ignore[arg-type]
         assert book.take() == [(POOL_USED_BYTES.name, "1", 40), (POOL_WAITS.name, "", 3)]
 
-    def test_a_new_pool_begins_anew(self) -> None:
-        usage, book = Usage(), Book()
-        for waits in (5, 2, 3):
-            pool = _Pool()
-            pool.waits = waits
-            usage.look_at_pool(pool, "0", book)  # type: ignore[arg-type]
+    def test_a_counter_that_is_lower_began_anew(self) -> None:
+        book = Book()
+        for waits in (0, 5, 5, 2, 3):
+            book.show(POOL_WAITS, waits)
 
-        assert [v for name, _, v in book.take() if name == POOL_WAITS.name] == [5, 1]
-
-    def test_saves_are_told_by_what_came_since(self) -> None:
-        usage, book, costs = Usage(), Book(), SaveCosts()
-        for blocks, seconds in ((0, 0.0), (4, 0.5), (6, 0.75)):
-            costs.blocks, costs.seconds = blocks, seconds
-            usage.look_at_saves(costs, book)
-        usage.look_at_saves(SaveCosts(7, 0.25), book)
-
-        told = [value for _, _, value in book.take()]
-        assert told == [4, 0.5, 2, 0.25, 7, 0.25], "another buffer begins anew, however full"
+        assert [value for _, _, value in book.take()] == [5, 2, 1]
 
     def test_host_blocks(self) -> None:
-        usage, book, table = Usage(), Book(), HostBlockTable(4)
+        buffer = HostBufferScheduler(FACTS["0.33.0"])
+        buffer.tell()
+        assert buffer.book.take() == [], "nobody knows how many there are"
+        table = buffer._table = HostBlockTable(4)
         table.reserve("a", 3)
         table.save("a", [7])
         table.reserve("b", 2)
 
-        usage.look_at_host_blocks(table, book)
-        told = book.take()
-        usage.look_at_host_blocks(table, book)
+        buffer.tell()
+        told = buffer.book.take()
+        buffer.tell()
 
         assert [(label, value) for _, label, value in told] == [
             ("all", 4),
@@ -249,7 +241,7 @@ class TestUsage:
             ("filled", 1),
             ("", 1),
         ]
-        assert book.take() == []
+        assert buffer.book.take() == []
 
 
 _KINDS = {Counter: Counter, Gauge: Gauge}
