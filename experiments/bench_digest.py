@@ -33,9 +33,9 @@ from rich.table import Table
 
 from kvpatch.checks.digests.cache_digests import SLICE_BYTES, CacheDigests
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.whole_caches import CacheSizes, named_layout
 

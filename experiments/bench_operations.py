@@ -30,12 +30,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.merged_placements import merged
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Placement, Share, plan_chunks
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from kvpatch.transfer.place import place_on_device
 from kvpatch.transfer.staging_pool import StagingPool

@@ -27,11 +27,11 @@ from rich.table import Table
 
 from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
 from kvpatch.geometry.direct_plan import plan_parts
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import Overlap, overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.geometry.tensor_facts import Memory
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 LAYERS = 80

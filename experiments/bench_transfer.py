@@ -41,11 +41,11 @@ from rich.table import Table
 
 from kvpatch.geometry.direct_or_staged import HOST_MEMORY, is_direct
 from kvpatch.geometry.direct_plan import plan_parts, plan_runs
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList, Segments, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
 from kvpatch.transfer.nixl import Ends, prepare_read

@@ -24,8 +24,8 @@ from goals import Goal, add_options, conclude, console_of
 from rich.console import Console
 from rich.table import Table
 
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.staged_plan import Chunk, Placement
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.reader import Reader
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent

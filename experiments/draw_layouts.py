@@ -15,8 +15,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.tensor_facts import Memory
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 BLOCKS = 6

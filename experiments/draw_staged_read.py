@@ -18,11 +18,11 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.segments import BlockList, pair_blocks
 from kvpatch.geometry.staged_plan import Chunk, Share, plan_chunks
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.place import place_in_host_memory
 from tests.geometry.whole_caches import CacheSizes, named_layout
 

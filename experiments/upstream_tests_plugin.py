@@ -41,7 +41,7 @@ class BrokenOnPurpose(Exception):
 
 def _break_kvpatch() -> None:
     """Makes every registration of a KV cache that goes through kvpatch's wrapper fail."""
-    from kvpatch.kvcached import block_counts
+    from kvpatch.kvcached import pools as block_counts
 
     def read_layers(*_: Any, **__: Any) -> Any:
         raise BrokenOnPurpose("the negative control broke kvpatch")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.nixl import Ends, errors_of, prepare_read
 from kvpatch.worker.state import worker_state
 

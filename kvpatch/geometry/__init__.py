@@ -5,17 +5,15 @@ one layer of it; a plan is a list of byte runs between two sets of planes.
 
 The parts, in the order in which a read uses them:
 
-``tensor_facts``        a tensor's shape, strides and place, without torch
-``memory``              host or device memory, as NIXL names it
+``tensor_facts``        a tensor's shape, strides, place and memory, without torch
 ``dimension_order``     what each dimension of a tensor means
 ``layout_strides``      what strides each layout has
-``plane``               one kind of content of one layer
+``plane``               one kind of content of one layer, and some heads of it
 ``planes_of_tensors``   the planes of a tensor
 ``cross_layer_blocks``  blocks that hold all layers, and the order of these
 ``region_slices``       what of a peer's regions holds which heads
 ``segments``            which tokens of which blocks, on both sides
-``segment_bounds``      whether segments stay inside the planes
-``plane_copies``        strided copies between two planes
+``plane_copies``        strided copies between two planes, and whether segments stay inside
 ``token_tiles``         segments by the tiles that a side's tokens lie in
 ``overlap``             the copies out of one remote region
 ``direct_or_staged``    which way of reading a region is faster
@@ -23,6 +21,4 @@ The parts, in the order in which a read uses them:
 ``staged_plan``         chunks through a staging buffer, and their placements
 ``merged_placements``   placements that differ in their addresses alone, as one
 ``state_shares``        which bytes of a rank's recurrent state are which of another's
-``plane_heads``         some heads of a plane, as a plane
-``layer_names``         where layers come in their model, by their names
 """

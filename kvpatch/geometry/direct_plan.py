@@ -17,9 +17,10 @@ from kvpatch.geometry.plane_copies import (
     Copy,
     CopyAxis,
     CopyStrides,
+    check_reach,
     contiguous,
+    reach_of,
 )
-from kvpatch.geometry.segment_bounds import check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.token_tiles import copies_in_tiles
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpatch.geometry.overlap import Overlap, StagedSpan
-from kvpatch.geometry.plane_copies import Copy, CopyAxis, CopyStrides
-from kvpatch.geometry.segment_bounds import check_reach, reach_of
+from kvpatch.geometry.plane_copies import Copy, CopyAxis, CopyStrides, check_reach, reach_of
 from kvpatch.geometry.segments import Int64Array, Segments
 from kvpatch.geometry.token_tiles import copies_in_tiles
 

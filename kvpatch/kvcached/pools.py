@@ -1,4 +1,4 @@
-"""Whether tensors are the pools that kvcached says it has made, before any is registered.
+"""Checks that tensors are the pools that kvcached has made, and how many blocks they have.
 
 kvcached has one size of block for all layers: pools of one size each, or one pool of all
 layers. Its manager maps pages by that size, by ``KVCACHED_CONTIGUOUS_LAYOUT`` and by
@@ -17,10 +17,13 @@ from kvpatch.core.errors import RegistrationRefused
 from kvpatch.geometry.layout_strides import are_split, block_bytes
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.tensor_facts import extent_bytes
-from kvpatch.worker.registered_caches import LayerCache
+from kvpatch.worker.registered_caches import LayerCache, is_as_planned, read_layers
+from kvpatch.worker.release_worker import ReleaseWorker
+from kvpatch.worker.state import worker_state
 
 if TYPE_CHECKING:
     import torch
+
 
 #: From 0.1.6 on kvcached hangs a view of the layer's whole memory on each of its tensors.
 _MARK = "_kvcached_block_copy_view"
@@ -210,3 +213,38 @@ def _check_pages(pools: tuple[_Pool, ...], page_bytes: int | None) -> None:
             "has read another value when it made them",
             "set KVCACHED_PAGE_SIZE_MB to one value before the engine and its workers start",
         )
+
+
+def count_blocks(release: ReleaseWorker, kv_caches: Mapping[str, Any]) -> None:
+    """Has a worker plan as many blocks as its tensors have.
+
+    Raises:
+        RegistrationRefused: the tensors disagree.
+    """
+    layers = read_layers(release, kv_caches)
+    kernel_blocks = release.planned_kernel_blocks or 1
+    if not layers or is_as_planned(layers, release.planned_blocks, kernel_blocks):
+        return
+    if settings.is_kvcached_enabled() and not worker_state(release.worker).is_host_buffered:
+        # Says more than the counts below can; a host buffer's tensors are not kvcached's.
+        check_pools(kv_caches, layers, kvcacheds_settings())
+    release.set_blocks(common_blocks(layers, kernel_blocks))
+
+
+def common_blocks(layers: Mapping[str, LayerCache], kernel_blocks_per_block: int) -> int:
+    """The number of logical blocks that every layer's tensor has.
+
+    Raises:
+        RegistrationRefused: they disagree, or a tensor ends in the middle of a
+            logical block; every layer's count is in the message.
+    """
+    kernel_blocks = {layer: cache.blocks for layer, cache in layers.items()}
+    counts = set(kernel_blocks.values())
+    if len(counts) > 1 or max(counts) % kernel_blocks_per_block:
+        listed = ", ".join(f"{layer}: {count}" for layer, count in kernel_blocks.items())
+        raise RegistrationRefused(
+            "all layers need one number of KV cache blocks, a multiple of "
+            f"{kernel_blocks_per_block} (kernel blocks in a block), and have {listed}",
+            "make the allocator hand out tensors of one size",
+        )
+    return counts.pop() // kernel_blocks_per_block

@@ -20,8 +20,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import AS_ANSWERED, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
-from kvpatch.geometry.plane import Plane
-from kvpatch.geometry.plane_heads import HeadName
+from kvpatch.geometry.plane import HeadName, Plane
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
 from kvpatch.geometry.staged_plan import Share
 from kvpatch.load.chosen_ways import ChosenWays

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from kvpatch.core.errors import KvpatchError
-    from kvpatch.geometry.plane_heads import HeadName
+    from kvpatch.geometry.plane import HeadName
     from kvpatch.load.read_request import ReadRequest
     from kvpatch.peer.remote_ranks import Peer, RemoteRank
     from kvpatch.transfer.lifetime import Check, Lease

@@ -22,7 +22,7 @@ from kvpatch.transfer.lifetime import Lease, Leases, Lifetime
 if TYPE_CHECKING:
     import torch
 
-    from kvpatch.geometry.plane_heads import HeadName
+    from kvpatch.geometry.plane import HeadName
     from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
     from kvpatch.peer.remote_ranks import Peer, RemoteRank
     from kvpatch.transfer.caches import Caches

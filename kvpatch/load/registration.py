@@ -89,7 +89,7 @@ def _register(
         steps["failed_loads"](worker)
     own = inspect(release, kv_caches) if reads else None
     if "block_count" in steps:
-        from kvpatch.kvcached.block_counts import count_blocks
+        from kvpatch.kvcached.pools import count_blocks
 
         count_blocks(release, kv_caches)
     if "shared_tensors" in steps:

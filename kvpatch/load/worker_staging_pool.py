@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvpatch.core import settings
-from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.staging_pool import StagingPool
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import Axes, DenseBlocks, row_bytes
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Plane
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.block_shapes import BlockShape, heads_of
 from kvpatch.worker.local_geometry import LocalGeometry

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from kvpatch.geometry.overlap import Overlap, Region, overlaps_of
-from kvpatch.geometry.plane import Plane
+from kvpatch.geometry.plane import HeadName, Plane, names_of_heads, planes_without
 from kvpatch.geometry.plane_copies import missing_heads
-from kvpatch.geometry.plane_heads import HeadName, names_of_heads, planes_without
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.remote_states import RemoteStates
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import UnplannableCopy
 from kvpatch.geometry.merged_placements import merged
-from kvpatch.geometry.segment_bounds import Reach, local_end, reach_of
+from kvpatch.geometry.plane_copies import Reach, local_end, reach_of
 from kvpatch.geometry.staged_plan import Placement
 from kvpatch.transfer.copying_thread import Copy, CopyingThread
 from kvpatch.transfer.one_memory import Bytes, one_memory, storage_of, streams_of

@@ -20,7 +20,7 @@ from kvpatch.geometry.layout_strides import (
     InnerLayout,
     layer_by_layer,
 )
-from kvpatch.geometry.memory import Memory
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.worker.kernel_block_sizes import KernelBlockSizes, kernel_block_sizes
 from kvpatch.worker.kv_cache_groups import packed_groups
 from kvpatch.worker.recurrent_state import StatePages

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvpatch.core.errors import UnexpectedCaches, UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import block_bytes
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Plane
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.tensor_facts import TensorFacts
+from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 from kvpatch.worker.cache_kinds import ROWS, Holds, Kind
 from kvpatch.worker.kinds_of_layers import kind_of
 from kvpatch.worker.release_worker import ALL_LAYERS, ReleaseWorker

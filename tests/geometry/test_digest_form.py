@@ -9,21 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpatch.checks.digests.digest_form import (
+from kvpatch.checks.digests.digests import (
+    Digests,
     Stated,
     columns,
     extents_of,
     joined,
     range_tokens_of,
+    ranges_of,
     read,
     within,
     written,
 )
-from kvpatch.checks.digests.digests import Digests, ranges_of
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.plane_heads import planes_of_heads
+from kvpatch.geometry.plane import Content, Counts, Plane, Strides, planes_of_heads
+from kvpatch.geometry.tensor_facts import Memory
 
 pytestmark = pytest.mark.geometry
 

@@ -27,10 +27,9 @@ from kvpatch.geometry.layout_strides import (
     inner_layout,
     layer_by_layer,
 )
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.tensor_facts import TensorFacts
+from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
 from .reference import byte_offset, positions
 from .whole_caches import LAYOUTS, CacheSizes, named_layout

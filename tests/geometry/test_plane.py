@@ -12,8 +12,8 @@ import pytest
 
 from kvpatch import geometry
 from kvpatch.core.errors import UnreadableGeometry
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.tensor_facts import Memory
 
 from .reference import byte_offset
 

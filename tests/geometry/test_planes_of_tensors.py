@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.planes_of_tensors import read_planes
-from kvpatch.geometry.tensor_facts import TensorFacts
+from kvpatch.geometry.tensor_facts import Memory, TensorFacts
 
 from .reference import positions
 

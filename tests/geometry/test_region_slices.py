@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, DenseBlocks, block_axes
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Plane, Strides
 from kvpatch.geometry.region_slices import LayerSizes, Regions
+from kvpatch.geometry.tensor_facts import Memory
 
 from .whole_caches import CacheSizes, named_layout
 

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from kvpatch.core.errors import UnreadableGeometry
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, Axes, dense_strides
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
+from kvpatch.geometry.tensor_facts import Memory
 
 
 @dataclass(frozen=True)

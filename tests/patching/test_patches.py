@@ -14,7 +14,7 @@ import torch
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches, UnreadableGeometry
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.cross_layer_blocks import places_of
-from kvpatch.kvcached.block_counts import common_blocks
+from kvpatch.kvcached.pools import common_blocks
 from kvpatch.load.shown_tensors import (
     arrangement,
     first_layers,

@@ -15,9 +15,9 @@ from kvpatch.checks.digests.table_digests import CoveredCaches
 from kvpatch.core.errors import PeerRefused, ReadRefused
 from kvpatch.core.releases import FACTS
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.state_runs import states_plan
 from kvpatch.load.token_pairing import filled_state, state_pairs

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvpatch.core.errors import IncompleteCache
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content
 from kvpatch.geometry.state_shares import Part, Rank, SharedState
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.tools.verify import caches
-from kvpatch.tools.verify.fingerprint import (
+from kvpatch.tools.verify.compare import (
     differing_layers,
     digest_heads,
     head_key,

@@ -12,9 +12,9 @@ import torch
 from kvpatch.checks.digests.cache_digests import CacheDigests, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Digests
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.segments import BlockList
+from kvpatch.geometry.tensor_facts import Memory
 from tests.geometry.whole_caches import CacheSizes, named_layout
 
 #: [layer, keys or values, head, token, channel, byte]

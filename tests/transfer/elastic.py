@@ -54,7 +54,7 @@ class _Ends:
 
     def read(self, remote: list[int], local: list[int], meanwhile: Any = None) -> dict[str, Any]:
         """Reads rows; ``meanwhile`` is called over and over until they are there."""
-        from kvpatch.geometry.memory import Memory
+        from kvpatch.geometry.tensor_facts import Memory
         from kvpatch.transfer.nixl import Ends, prepare_read
 
         self.number += 1

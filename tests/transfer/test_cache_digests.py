@@ -16,9 +16,9 @@ from kvpatch.checks.digests.cache_digests import CacheDigests, device_sums, host
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Digests, compare, of_all_ranges, ranges_of
 from kvpatch.core.errors import DigestsRefused
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Content, Counts, Plane, Strides
 from kvpatch.geometry.segments import BlockList, kernel_blocks
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.one_memory import Bytes
 from tests.geometry.slow_digests import cell, in_ranges, of_all_ranks
 from tests.geometry.whole_caches import LAYOUTS, CacheSizes, named_layout

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.overlap import overlaps_of
 from kvpatch.geometry.segments import BlockList, pair_blocks, uncovered_tail
 from kvpatch.geometry.staged_plan import Share, plan_chunks
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer import caches as caches_module
 from kvpatch.transfer.caches import Caches
 from tests.geometry.whole_caches import CacheSizes, named_layout

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpatch.checks.digests.digest_form import Stated, columns, extents_of, joined, read, within
 from kvpatch.checks.digests.digest_table import ENTRY_BYTES, DigestTable, Entry, entry_address
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import Comparison, Extent, compare
+from kvpatch.checks.digests.digests import (
+    Comparison,
+    Extent,
+    Stated,
+    columns,
+    compare,
+    extents_of,
+    joined,
+    read,
+    within,
+)
 from kvpatch.checks.digests.load_proof import LoadProof
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.checks.tables import PAUSE_SECONDS, Patience, TableRead
 from kvpatch.core.errors import KvpatchError, NoDigest
 from kvpatch.core.text import one_line
-from kvpatch.geometry.layer_names import place_in_model
-from kvpatch.geometry.plane_heads import planes_of_heads
+from kvpatch.geometry.plane import planes_of_heads
 from kvpatch.observe.catalogue import CheckResult, Proof
 from kvpatch.transfer.nixl import errors_of
 
@@ -285,7 +294,7 @@ class DigestCheck:
             places,
             f"; and {more} more places" if more > 0 else "",
         )
-        self._proof.alarm(min((place.layer for place in found.wrong), key=place_in_model))
+        self._proof.alarm(min((place.layer for place in found.wrong), key=_place_in_model))
 
 
 def seed_of(generation: int) -> bytes:
@@ -295,3 +304,8 @@ def seed_of(generation: int) -> bytes:
 
 def _is_in(one: Extent, run: Extent) -> bool:
     return run[0] <= one[0] and one[1] <= run[1]
+
+
+def _place_in_model(layer: str) -> tuple[list[int], str]:
+    """Returns what layers are sorted by: the numbers in their names."""
+    return [int(number) for number in re.findall(r"\d+", layer)], layer

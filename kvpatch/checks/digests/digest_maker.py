@@ -16,10 +16,15 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from kvpatch.checks.digests.digest_check import seed_of
-from kvpatch.checks.digests.digest_form import Stated, extents_of, range_tokens_of, written
 from kvpatch.checks.digests.digest_table import MOST_BYTES, DigestTable
 from kvpatch.checks.digests.digest_weights import Weights
-from kvpatch.checks.digests.digests import of_all_ranges
+from kvpatch.checks.digests.digests import (
+    Stated,
+    extents_of,
+    of_all_ranges,
+    range_tokens_of,
+    written,
+)
 from kvpatch.checks.digests.table_digests import DigestStream, TableTokens
 from kvpatch.core.errors import KvpatchError
 from kvpatch.transfer.cores import use_all_cores

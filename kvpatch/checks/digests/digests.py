@@ -1,14 +1,15 @@
-"""Digests of a request's cached tokens: joined, and compared by place.
+"""Digests of a request's cached tokens: joined, compared by place, and as bytes that a peer reads.
 
-What the numbers are stands in ``digest_weights.py``, and what makes them of tensors in
-``kvpatch/checks/digests/cache_digests.py``.
+The numbers are described in ``digest_weights.py``; ``cache_digests.py`` makes them of tensors.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from hashlib import shake_256
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -161,3 +162,168 @@ def _check_alike(what: str, found: Sequence[object]) -> None:
         raise DigestsRefused(
             f"expected digests of the same {what}, found {found[0]!r} and {other!r}"
         )
+
+
+_LENGTH_BYTES = 8
+_CELL_BYTES = 8
+_FORM = 1
+
+#: The smallest block that engines use: where a prefix hit of D's ends, a range ends too.
+_SMALLEST_TOKENS = 16
+#: A sample is one run of ranges from each of so many lots.
+_LOTS = 8
+#: Of the ranges of a lot.
+_SHARE = 8
+
+
+def range_tokens_of(tokens: int, cells: int, most_cells: int) -> int:
+    """The smallest ranges with which a digest of some tokens has room.
+
+    Args:
+        cells: of one range: heads, over all layers and contents.
+        most_cells: of the digest.
+    """
+    size = _SMALLEST_TOKENS
+    while size < tokens and cells * -(-tokens // size) > most_cells:
+        size *= 2
+    return size
+
+
+def extents_of(
+    first_token: int, end_token: int, range_tokens: int, seed: bytes, *, is_sample: bool
+) -> tuple[Extent, ...]:
+    """Runs of whole ranges, of all tokens or of a sample of them.
+
+    A sample has a part from everywhere, drawn by the seed: who has the seed draws the same. It
+    counts ranges from the request's first token on, whichever of its tokens are asked for.
+
+    Args:
+        end_token: of the request.
+    """
+    if not is_sample:
+        return ((first_token, end_token),) if first_token < end_token else ()
+    ranges = -(-end_token // range_tokens)
+    found: list[Extent] = []
+    lots = min(_LOTS, ranges)
+    for lot in range(lots):
+        begins, ends = ranges * lot // lots, ranges * (lot + 1) // lots
+        taken = -(-(ends - begins) // _SHARE)
+        drawn = int.from_bytes(shake_256(repr((seed, "sample", lot)).encode()).digest(8), "little")
+        start = begins + drawn % (ends - begins - taken + 1)
+        extent = start * range_tokens, min((start + taken) * range_tokens, end_token)
+        if extent[0] >= first_token:
+            found.append(extent)
+    return joined(found)
+
+
+def joined(extents: Sequence[Extent]) -> tuple[Extent, ...]:
+    """Those that follow one another as one."""
+    found: list[Extent] = []
+    for start, end in extents:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((start, end))
+    return tuple(found)
+
+
+class Stated(NamedTuple):
+    """Digests of one block table, the tokens of its ranges, and whether these are a sample."""
+
+    range_tokens: int
+    digests: Digests
+    is_sample: bool = False
+
+
+def written(parts: Sequence[Stated]) -> bytes:
+    """What a rank says of a request: one part for each block table."""
+    told = [
+        {
+            "range": part.range_tokens,
+            "sample": part.is_sample,
+            "ranges": part.digests.ranges,
+            "cells": [
+                (layer, content.value, list(heads))
+                for (layer, content), heads in part.digests.cells.items()
+            ],
+        }
+        for part in parts
+    ]
+    head = json.dumps({"form": _FORM, "parts": told}, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % _CELL_BYTES)
+    sums = [s for part in parts for of in part.digests.cells.values() for s in of.values()]
+    raw = np.concatenate(sums).astype("<u8").tobytes() if sums else b""
+    return len(head).to_bytes(_LENGTH_BYTES, "little") + head + raw
+
+
+def read(raw: bytes, seed: bytes) -> tuple[Stated, ...]:
+    """The digests that a peer has written.
+
+    Raises:
+        DigestsRefused: they are none, or of a newer form.
+    """
+    end = _LENGTH_BYTES + int.from_bytes(raw[:_LENGTH_BYTES], "little")
+    try:
+        told = json.loads(raw[_LENGTH_BYTES:end])
+        if told["form"] != _FORM:
+            raise DigestsRefused(f"expected digests of form {_FORM}, found {told['form']!r}")
+        sums = np.frombuffer(raw[end:], "<u8").astype(np.uint64)
+        found, at = [], 0
+        for part in told["parts"]:
+            ranges = tuple((int(first), int(last)) for first, last in part["ranges"])
+            cells, at = _cells(part["cells"], len(ranges), sums, at)
+            digests = Digests(seed, ranges, cells)
+            found.append(Stated(int(part["range"]), digests, bool(part["sample"])))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise DigestsRefused(f"expected a peer's digests, found other bytes: {error!r}") from error
+    if at != sums.size or not all(part.range_tokens > 0 for part in found):
+        raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
+    for part in found:
+        _check_order(part.digests.ranges)
+    return tuple(found)
+
+
+def _check_order(ranges: Sequence[Extent]) -> None:
+    """Whether ranges follow one another: nobody is kept busy with tokens that are named twice."""
+    end = 0
+    for extent in ranges:
+        if not end <= extent[0] < extent[1]:
+            raise DigestsRefused(f"expected ranges of tokens in order, found {extent} behind {end}")
+        end = extent[1]
+
+
+def _cells(
+    told: Any, ranges: int, sums: UInt64Array, at: int
+) -> tuple[dict[Name, Mapping[int, UInt64Array]], int]:
+    """By layer and content; and how many sums have been used by now."""
+    cells: dict[Name, Mapping[int, UInt64Array]] = {}
+    for layer, content, heads in told:
+        of_heads = {}
+        for head in heads:
+            of_heads[int(head)] = sums[at : at + ranges]
+            at += ranges
+        cells[str(layer), Content(content)] = of_heads
+    if at > sums.size:
+        raise DigestsRefused(f"expected {at} sums in a peer's digests, found {sums.size}")
+    return cells, at
+
+
+def within(theirs: Stated, extent: Extent) -> tuple[Extent, ...]:
+    """Their ranges that lie in some tokens."""
+    return tuple(
+        (start, end)
+        for start, end in theirs.digests.ranges
+        if extent[0] <= start < end <= extent[1]
+    )
+
+
+def columns(digests: Digests, ranges: Sequence[Extent]) -> Digests:
+    """Digests in some of their ranges; those that they do not have are left out."""
+    at = {extent: column for column, extent in enumerate(digests.ranges)}
+    kept = tuple(extent for extent in ranges if extent in at)
+    chosen = [at[extent] for extent in kept]
+    cells = {
+        name: {head: sums[chosen] for head, sums in heads.items()}
+        for name, heads in digests.cells.items()
+    }
+    return replace(digests, ranges=kept, cells=cells)

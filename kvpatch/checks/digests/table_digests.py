@@ -16,11 +16,10 @@ import numpy as np
 from kvpatch.checks.digests.cache_digests import CacheDigests, memories_of
 from kvpatch.checks.digests.digest_weights import Weights
 from kvpatch.checks.digests.digests import Digests, Extent
-from kvpatch.geometry.memory import Memory
-from kvpatch.geometry.plane import Content, Counts, Plane, Strides
-from kvpatch.geometry.plane_heads import HeadName, planes_without
+from kvpatch.geometry.plane import Content, Counts, HeadName, Plane, Strides, planes_without
 from kvpatch.geometry.segments import BlockList
 from kvpatch.geometry.state_shares import Rank
+from kvpatch.geometry.tensor_facts import Memory
 from kvpatch.transfer.cores import use_all_cores
 from kvpatch.transfer.one_memory import Bytes, streams_of
 from kvpatch.worker.kv_cache_groups import Group

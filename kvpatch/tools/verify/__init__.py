@@ -6,12 +6,10 @@ The parts, in the order in which a run uses them:
 ``prompts``      which prompts are sent
 ``setups``       which engines a set-up is made of
 ``engine``       one server process, started, awaited and stopped
-``running``      several of them
 ``handoff``      what a proxy does between a prefill and a decode engine
 ``probe``        runs inside the engine's worker: reads the cache of each request
-``observe``      all prompts through one set-up's engines
-``fingerprint``  a cache's content as digests that do not depend on its layout
-``compare``      what differs from the reference
+``observe``      one set-up's engines, started together, and all prompts through them
+``compare``      digests of caches that do not depend on their layout, and what differs
 ``report``       table and JSON lines
 ``run``          all of the above
 

@@ -19,8 +19,7 @@ from kvpatch.tools.verify.caches import (
     read_state,
     state_caches,
 )
-from kvpatch.tools.verify.compare import NULL_BLOCK
-from kvpatch.tools.verify.fingerprint import STATE, digest_heads
+from kvpatch.tools.verify.compare import NULL_BLOCK, STATE, digest_heads
 from kvpatch.transfer.plane_bytes import plane_view
 
 PREFILLED = "prefilled"

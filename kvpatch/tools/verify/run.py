@@ -11,9 +11,8 @@ from kvpatch.core.errors import Interrupted
 from kvpatch.tools.verify.compare import Comparison, Observation, compare
 from kvpatch.tools.verify.engine import require_environment
 from kvpatch.tools.verify.model import make_tiny_llama
-from kvpatch.tools.verify.observe import Serving
+from kvpatch.tools.verify.observe import Serving, require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.prompts import Case, build_cases
-from kvpatch.tools.verify.running import require_kvpatch_as_asked, running, vocabulary
 from kvpatch.tools.verify.setups import Options, build_setups
 
 if TYPE_CHECKING:
