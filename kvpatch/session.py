@@ -50,7 +50,6 @@ class Session:
         self._rows: dict[str, PatchStatus] = {}
 
     def enable(self) -> None:
-        """See :func:`kvpatch.enable`."""
         if self._enabled:
             return
         _set_up(_LOG)
@@ -74,14 +73,13 @@ class Session:
         self._when_imported(ray_variables.MODULE, self._on_ray)
 
     def disable(self) -> None:
-        """See :func:`kvpatch.disable`."""
         for place in self._ledger.undo():
             _LOG.warning("kvpatch: %s is wrapped by something else now and was left alone", place)
         self._enabled = False
         self._rows = {}
 
     def has_applied(self, slug: str) -> bool:
-        """Whether a patch is in effect in this process."""
+        """True if a patch is in effect in this process."""
         row = self._rows.get(slug)
         return row is not None and row.outcome == "applied"
 
@@ -90,7 +88,6 @@ class Session:
         return self._build.facts if self._build else None
 
     def status(self) -> Status:
-        """See :func:`kvpatch.status`."""
         vllm = self._vllm
         return Status(
             kvpatch=__version__,

@@ -54,7 +54,6 @@ class PeerTable:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
         return int(self._bytes.ctypes.data)
 
     def take_landing(self) -> int | None:

@@ -49,12 +49,10 @@ class CrossLayerBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, all layers together."""
         return sum(self.layer_bytes)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks."""
         return self.blocks * self.block_bytes
 
 
@@ -133,7 +131,7 @@ def read_packed_groups(groups: Sequence[Mapping[str, Sequence[Plane]]]) -> Cross
 
 
 def shares_place(first: Sequence[Plane], other: Sequence[Plane], axes: Axes) -> bool:
-    """Whether a layer's blocks are the same bytes as another's, laid out alike inside.
+    """True if a layer's blocks are the same bytes as another's, laid out alike inside.
 
     Heads, tokens and channels of a block may be others, if they come to as many bytes.
     """
@@ -165,7 +163,7 @@ def layer_axes(planes: Sequence[Plane]) -> Axes:
 
 
 def _are_dense(planes: Sequence[Plane], axes: Axes, address: int) -> bool:
-    """Whether a layer's part of a block is one dense piece at an address of the first block."""
+    """True if a layer's part of a block is one dense piece at an address of the first block."""
     first = planes[0]
     if len({plane.counts for plane in planes}) > 1:  # keys and values of one width only
         return False

@@ -114,7 +114,6 @@ class _Lot(NamedTuple):
         return self.remote_address.size, self.runs.length.size
 
     def part(self, first: int, end: int) -> _Lot:
-        """Some of the addresses."""
         return _Lot(self.remote_address[first:end], self.local_address[first:end], self.runs)
 
 

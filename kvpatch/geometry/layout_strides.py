@@ -221,7 +221,7 @@ def block_bytes(planes: Sequence[Plane]) -> int:
 
 
 def are_split(planes: Sequence[Plane]) -> bool:
-    """Whether the values of all blocks lie behind the keys of all: split K/V."""
+    """True if the values of all blocks lie behind the keys of all: split K/V."""
     starts = [plane.address for plane in planes]
     first = planes[0]
     reach = first.strides_bytes.block * first.counts.blocks

@@ -56,12 +56,10 @@ class Overlap:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """All copies out of the region."""
         return tuple(copy for span in self.spans for copy in span.copies)
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether blocks of it are never cut."""
         return any(copy.local.is_whole for copy in self.copies)
 
     @property

@@ -199,12 +199,12 @@ def moved(copy: Copy, remote_bytes: int, local_bytes: int, strides: CopyStrides)
 
 
 def check_whole(remote: Plane, local: Plane) -> None:
-    """Whether a block of one plane is a block of the other, byte for byte.
+    """Refuses planes of which a block of one is not a block of the other, byte for byte.
 
     Heads that lie outside the tokens may be any bytes apart.
 
     Raises:
-        UnplannableCopy: it is not.
+        UnplannableCopy: blocks are unlike.
     """
     if (
         remote.is_whole != local.is_whole

@@ -158,7 +158,6 @@ class Segments:
         return Segments(self.remote_block, begins, self.local_block, begins, whole)
 
     def as_array(self) -> Int64Array:
-        """[segment, (remote_block, remote_offset, local_block, local_offset, tokens)]."""
         return np.stack(
             (
                 self.remote_block,

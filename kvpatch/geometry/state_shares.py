@@ -16,8 +16,6 @@ from kvpatch.core.errors import UnplannableCopy
 
 
 class Rank(NamedTuple):
-    """One of several ranks."""
-
     number: int
     ranks: int
 

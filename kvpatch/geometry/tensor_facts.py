@@ -72,7 +72,7 @@ def extent_bytes(axes: Iterable[tuple[int, int]], item_bytes: int) -> int:
 
 
 def axes_nest(axes: Iterable[tuple[int, int]], item_bytes: int) -> bool:
-    """Whether no two elements can share a byte, by strides that step over one another.
+    """True if no two elements can share a byte, by strides that step over one another.
 
     Each axis, from the smallest stride up, must step past everything that the smaller
     ones reach. Every layout that an engine makes does; a set of strides that does not

@@ -59,7 +59,6 @@ def strides_of(strides: CopyStrides, tile: CopyTile, tokens: int) -> CopyStrides
 
 
 def parts_in_tiles(segments: Segments, tile: CopyTile) -> tuple[TilePart, ...]:
-    """Every token of the segments once."""
     key = tile.tokens, tile.is_remote, tile.is_local
     found: tuple[TilePart, ...] | None = segments.kept.get(key)
     if found is None:

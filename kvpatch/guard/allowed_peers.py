@@ -43,7 +43,6 @@ class Entry:
     last_port: int
 
     def allows(self, host: str | Address, port: int) -> bool:
-        """Whether it allows a host, as :func:`_host_of` reads it."""
         if not self.first_port <= port <= self.last_port:
             return False
         if self.name == "*":
@@ -62,7 +61,6 @@ class AllowedPeers:
     entries: tuple[Entry, ...]
 
     def allows(self, host: str, port: int) -> bool:
-        """Whether D may connect there."""
         found = _host_of(host)
         return not self.entries or any(entry.allows(found, port) for entry in self.entries)
 

@@ -69,7 +69,7 @@ class RequestLimits:
 
 
 def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
-    """Whether blocks of a peer's would be loaded, by D or, of an earlier turn, by P.
+    """True if blocks of a peer's would be loaded, by D or, of an earlier turn, by P.
 
     P takes an earlier turn that is not all there for none.
     """
@@ -80,7 +80,7 @@ def is_load(params: Mapping[str, Any], facts: ReleaseFacts) -> bool:
 
 
 def loads_nothing(params: Mapping[str, Any], *, reads_back: bool) -> bool:
-    """Whether nothing comes of a load that the release announces, and waits for.
+    """True if nothing comes of a load that the release announces, and waits for.
 
     Args:
         reads_back: whether this engine loads earlier turns (and has not loaded this one).
@@ -91,7 +91,7 @@ def loads_nothing(params: Mapping[str, Any], *, reads_back: bool) -> bool:
 
 
 def _is_empty(blocks: object) -> bool:
-    """Whether a peer says that it holds nothing: an empty list, or one of empty ones."""
+    """True if a peer says that it holds nothing: an empty list, or one of empty ones."""
     return isinstance(blocks, list | tuple) and not any(
         not isinstance(group, list | tuple) or group for group in blocks
     )

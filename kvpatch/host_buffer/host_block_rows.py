@@ -45,7 +45,6 @@ class BlockTensor:
 
     @property
     def step_bytes(self) -> int:
-        """From block to block."""
         return self.strides[self.block_dimension] * self.parts * self.item_bytes
 
     def outer(self) -> tuple[int, ...]:

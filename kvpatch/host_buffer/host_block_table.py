@@ -103,7 +103,6 @@ class HostBlockTable:
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return self._size
 
     @property

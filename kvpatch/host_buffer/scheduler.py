@@ -106,7 +106,6 @@ class HostBufferScheduler:
 
     @property
     def is_linked(self) -> bool:
-        """Whether the engine's scheduler is known."""
         return self._core is not None
 
     @property
@@ -155,7 +154,7 @@ class HostBufferScheduler:
     # -- arrival -------------------------------------------------------------
 
     def admit(self, request: Any) -> bool:
-        """Whether there is room for a request that D will read; it has to wait otherwise.
+        """True if there is room for a request that D will read; it has to wait otherwise.
 
         One that never fits loses its parameters: it is then a prompt like any other, its
         answer says why, and D, which is told of nothing to read, computes it as well.
@@ -306,7 +305,6 @@ class HostBufferScheduler:
         return {"do_remote_prefill": False, "do_remote_decode": False, REFUSED: why}
 
     def release(self, request_id: str) -> None:
-        """A request's blocks are free."""
         if self._table is not None:
             self._table.release(request_id)
             self._usage.look(self._table)
@@ -323,7 +321,7 @@ def tokens_to_compute(request: Any) -> int:
 
 
 def is_complete(request: Any) -> bool:
-    """Whether earlier steps have computed all that was asked for.
+    """True if earlier steps have computed all that was asked for.
 
     <= 0.11.0 a scheduler that does not wait for a step's tokens has one more computed. The answer
     may be out before that step is over, so that it must change nothing of what is published.

@@ -44,7 +44,6 @@ class Settings:
 
 
 def kvcacheds_settings() -> Settings:
-    """As this process has them."""
     return Settings(settings.kvcached_contiguous(), settings.kvcached_page_bytes())
 
 

@@ -81,7 +81,7 @@ def note_transport(kv_caches: Mapping[str, Any]) -> None:
 
 
 def has_cuda_ipc(transports: str | None) -> bool:
-    """Whether ``UCX_TLS`` leaves the transport between GPUs of one machine in."""
+    """True if ``UCX_TLS`` leaves the transport between GPUs of one machine in."""
     names = {name for name in (transports or "").removeprefix("^").split(",") if name}
     if not names or "all" in names:
         return True

@@ -88,7 +88,6 @@ class Book:
             self.add(metric, value, label)
 
     def refuse(self, error: KvpatchError) -> None:
-        """Books what was refused."""
         self.add(REFUSALS, 1, type(error).__name__)
 
     @contextmanager

@@ -42,11 +42,10 @@ class Status:
 
     @property
     def refused(self) -> bool:
-        """Whether something that is enabled cannot be applied."""
+        """True if something that is enabled cannot be applied."""
         return bool(self.problem) or any(p.outcome == "refused" for p in self.patches)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
     def summary(self) -> str:

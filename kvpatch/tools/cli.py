@@ -344,7 +344,6 @@ def describe(
 
 
 def _write(description: Mapping[str, Any], output: Path | None) -> None:
-    """To a file, or to stdout."""
     text = json.dumps(description, indent=1)
     if output is None:
         typer.echo(text)

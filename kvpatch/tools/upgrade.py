@@ -33,7 +33,6 @@ class Upgrade:
 
     @property
     def healthy(self) -> bool:
-        """True if nothing is refused."""
         return not self.problem and all(p.outcome != "refused" for p in self.patches)
 
     @property
@@ -47,7 +46,6 @@ class Upgrade:
         return f"kvpatch works with vLLM {self.vllm}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "healthy": self.healthy, "verdict": self.verdict}
 
 

@@ -208,8 +208,6 @@ class EngineAgent(AgentProxy):
 
 
 class ProgressAgent(AgentProxy):
-    """The same agent for the progress thread."""
-
     def __init__(self, agent: Any, gate: AgentGate) -> None:
         super().__init__(agent)
         self._self_gate = gate

@@ -112,7 +112,7 @@ class Caches:
         self._place_on_device(staging.to(self.device, non_blocking=True), into)
 
     def _check_inside(self, placements: Iterable[Placement]) -> None:
-        """Whether each writes to its own layer's allocation, as it is now.
+        """Refuses what would write outside its own layer's allocation, as it is now.
 
         One range of memory bounds nothing: what lies between two layers may be anybody's.
 
@@ -147,7 +147,6 @@ class Caches:
                 zero_tokens(self._layers[plane.layer], (plane,), tail)
 
     def settle(self) -> None:
-        """Waits for every copy that has been asked for; for reads that end before they are done."""
         if self._stream is not None:
             self._stream.synchronize()
         if self.thread is not None:

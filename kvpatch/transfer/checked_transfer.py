@@ -122,7 +122,6 @@ class CheckedTransfer(OwnRead):
             self._end("ERR")
 
     def _poll(self) -> None:
-        """Asks NIXL, and then the checks."""
         if self._landed is None:
             found = str(self._nixl.check_xfer_state(self._handle))
             if found == "PROC":

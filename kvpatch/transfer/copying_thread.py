@@ -40,7 +40,6 @@ class CopyingThread:
         return getattr(self._here, "is_it", False)
 
     def copy(self, write: Callable[[], None]) -> Copy:
-        """Has something copied."""
         future = self._submitted(partial(_make, write))
         if future is None:
             future = Future()
@@ -54,7 +53,6 @@ class CopyingThread:
         return Copy(self, future)
 
     def settle(self) -> None:
-        """Waits until all that was handed over is done."""
         if self._has_begun and not self.is_current:
             last = self._submitted(_nothing)
             if last is not None:

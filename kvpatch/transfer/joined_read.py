@@ -90,7 +90,6 @@ class JoinedRead(OwnRead):
         return bool(self._given_up)
 
     def telemetry(self) -> Telemetry:
-        """The sums over all of them."""
         return sum_of(self._agent.get_xfer_telemetry(read) for read in self._reads)
 
     def release(self) -> None:

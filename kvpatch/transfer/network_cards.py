@@ -83,7 +83,7 @@ def ports_in_play(
 
 
 def has_cards_transports(transports: str | None) -> bool:
-    """Whether ``UCX_TLS`` leaves a transport in that a card has.
+    """True if ``UCX_TLS`` leaves a transport in that a card has.
 
     A list that is negated leaves out what it names. ``ib`` alone is all of them: without ``ud``
     they are still wired up through it, and others come with UCX's releases.

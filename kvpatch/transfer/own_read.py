@@ -34,7 +34,6 @@ class OwnRead:
     owner: object = None
 
     def start(self) -> str:
-        """Begins to read; ``PROC``."""
         raise NotImplementedError
 
     def state(self) -> str:

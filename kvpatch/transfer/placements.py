@@ -53,7 +53,6 @@ class Placements:
         self._after: Any = None
 
     def __len__(self) -> int:
-        """How many are not over."""
         return len(self._copies)
 
     def mark(self) -> None:
@@ -105,11 +104,9 @@ class Placements:
             self._pool.give(copy[1])
 
     def give_up(self) -> None:
-        """Has nothing more written by them."""
         if self._copies:
             self._caches.give_up(is_placed for is_placed, _ in self._copies)
 
     def settle(self) -> None:
-        """Waits for all of them."""
         if self._copies:
             self._caches.settle()

@@ -56,7 +56,7 @@ _Item = TypeVar("_Item")
 
 
 def can_read_beside(device: torch.device, caches: object = None) -> bool:
-    """Whether another thread than the engine's can place what was read.
+    """True if another thread than the engine's can place what was read.
 
     Args:
         device: that it is placed on.
@@ -117,7 +117,6 @@ class Inbox(Generic[_Item]):
             yield item
 
     def __len__(self) -> int:
-        """How many are to be taken."""
         return len(self._items)
 
 
@@ -165,7 +164,6 @@ class ProgressThread:
         self._is_stopped = self._is_ending = False
 
     def add(self, read: StagedRead) -> None:
-        """Has a read begin."""
         self._inbox.put((read, True))
         with self._start:
             if self._thread is not None or self._is_stopped:
@@ -371,7 +369,6 @@ class BackgroundRead(OwnRead):
         self._thread = thread
 
     def start(self) -> str:
-        """Hands it to the thread."""
         self._read.admit()
         self._thread.add(self._read)
         return "PROC"
@@ -390,7 +387,6 @@ class BackgroundRead(OwnRead):
             return self._read.void()
 
     def telemetry(self) -> Telemetry | None:
-        """As a staged read's."""
         return self._read.telemetry()
 
     def release(self) -> None:

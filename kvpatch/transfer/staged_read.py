@@ -101,7 +101,6 @@ class StagedRead(OwnRead):
         self._landed_at: float | None = None
 
     def start(self) -> str:
-        """Posts what there is room for."""
         self.admit()
         self.state()
         return "PROC"
@@ -126,11 +125,9 @@ class StagedRead(OwnRead):
 
     @property
     def outcome(self) -> str:
-        """``DONE``, ``PROC`` or ``ERR``."""
         return self.fate.outcome
 
     def settle(self) -> None:
-        """Waits for every copy that has been asked for."""
         self._placing.settle()
 
     @property
@@ -140,12 +137,12 @@ class StagedRead(OwnRead):
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether it is over, and nothing of it is left to be released."""
+        """True if it is over, and nothing of it is left to be released."""
         return self.outcome == "DONE" or (self.outcome == "ERR" and not self._failed_handles)
 
     @property
     def is_queued(self) -> bool:
-        """Whether it can only wait for reads of the same peer that have asked before it."""
+        """True if it can only wait for reads of the same peer that have asked before it."""
         turn = self._turn
         return turn is not None and not (turn.is_first or self._flights or self._placing)
 
@@ -250,14 +247,12 @@ class StagedRead(OwnRead):
             self.fate.outcome = "ERR"
 
     def _give_up(self) -> None:
-        """Has nothing more posted or placed."""
         if self._stage is not _Stage.FAILED:
             self._stage = _Stage.GIVEN_UP
         self._stop()
         self._placing.give_up()
 
     def _stop(self) -> None:
-        """Nothing more is posted."""
         self._pool.leave(self)
         self._turn = None
         self._unposted.clear()
@@ -302,13 +297,11 @@ class StagedRead(OwnRead):
         self.lifetime.end(self._nixl, is_well=self._goes_on)
 
     def _end_timing(self) -> None:
-        """Books how long it took to read all, once."""
         if self._began is not None and not self._is_timed:  # several are on the wire together
             self._tally.total.xferDuration = round(1e6 * (time.monotonic() - self._began))
         self._is_timed = True
 
     def _tell(self) -> None:
-        """Tells the peer that its blocks have been read."""
         try:
             if self._notification:  # else the release tells the peer itself
                 self._nixl.send_notif(self._ends.agent, notif_msg=self._notification)
@@ -410,7 +403,6 @@ class StagedRead(OwnRead):
                 has_failed = True
 
     def _post_more(self) -> bool:
-        """Whether something was posted."""
         if not self._unposted.is_any:
             return False
         try:

@@ -119,12 +119,11 @@ class Turn:
         return self._reader()
 
     def is_of(self, reader: object) -> bool:
-        """Whether it is this one's; another one can have the id of one that was dropped."""
+        """True if it is this one's; another one can have the id of one that was dropped."""
         return self._reader() is reader
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits here any more."""
         return self.has_left or self._reader() is None
 
 
@@ -183,12 +182,10 @@ class StagingPool:
 
     @property
     def is_made(self) -> bool:
-        """True if it has its memory."""
         return self._buffer is not None
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes that chunks hold at the moment."""
         return self._room.taken_bytes
 
     @property
@@ -197,7 +194,6 @@ class StagingPool:
         return sum(one.space.end - one.space.start for one in self._lost)
 
     def tell(self, book: Book, rank: str) -> None:
-        """Tells what has changed of it."""
         book.show(POOL_BYTES, self.size_bytes, rank)
         book.show(POOL_USED_BYTES, self.taken_bytes, rank)
         book.show(POOL_WAITING, self.waiting, rank)
@@ -268,7 +264,7 @@ class StagingPool:
             heappush(self._idle, (turn.number, turn))
 
     def _is_next(self, turn: Turn) -> bool:
-        """Whether nobody asked before who could take space now."""
+        """True if nobody asked before who could take space now."""
         if self._first(turn.peer) is not turn:
             return False
         while self._idle:
@@ -349,7 +345,6 @@ class StagingPool:
             self._first(turn.peer)
 
     def give(self, space: Space) -> None:
-        """Frees a chunk's space."""
         self._disown(space)
         self._room.give(space)
 
@@ -421,7 +416,7 @@ def quarantine(nixl: Any, handle: Any, pool: StagingPool, space: Space, agent: s
 
 
 class _Over:
-    """Whether a transfer that nobody waits for is over; lets go of it then.
+    """Tells when a transfer that nobody waits for is over; lets go of it then.
 
     One that has failed is taken to be over after a time, for NIXL does not tell.
     """
@@ -446,7 +441,7 @@ class _Over:
         return True
 
     def _has_ended(self) -> bool:
-        """Whether it is; from a failure on a clock runs."""
+        """True if it is; from a failure on a clock runs."""
         try:
             state = self._nixl.check_xfer_state(self._handle)
         except errors_of(self._nixl):

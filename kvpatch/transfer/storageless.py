@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes can be named."""
     try:
         address = tensor.untyped_storage().data_ptr()
     except RuntimeError:  # and NotImplementedError, which is one
@@ -124,7 +123,6 @@ class StoragelessCopies:
         self._blocks = blocks
 
     def save(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        """Copies blocks into host blocks."""
         import torch
 
         for source, target, dimension in self._pairs:
@@ -185,7 +183,6 @@ class StoragelessCaches:
 
     @property
     def device(self) -> torch.device:
-        """Where blocks are put together."""
         import torch
 
         return torch.device("cpu")

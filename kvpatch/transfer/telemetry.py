@@ -26,7 +26,7 @@ class Telemetry:
 
     @property
     def is_of_nothing(self) -> bool:
-        """Whether it is of a read of no bytes, which is none that anybody counts."""
+        """True if it is of a read of no bytes, which is none that anybody counts."""
         return not self.descCount
 
     def add(self, one: Any) -> None:

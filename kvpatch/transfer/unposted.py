@@ -37,7 +37,6 @@ class Unposted:
 
     @property
     def is_any(self) -> bool:
-        """Whether something is left."""
         return self.chunk is not None or self.runs is not None
 
     def plan(self) -> None:
@@ -46,16 +45,13 @@ class Unposted:
         self.next_chunk()
 
     def next_runs(self) -> None:
-        """Goes on to the next runs."""
         found = next((plan for plan in self._direct if len(plan)), None)
         self.runs = None if found is None else DirectRuns(found)
 
     def next_chunk(self) -> None:
-        """Goes on to the next chunk."""
         self.chunk = next(self._chunks, None)
 
     def clear(self) -> None:
-        """Nothing is left."""
         self._direct, self._chunks = iter(()), iter(())
         self.runs = self.chunk = None
 
@@ -70,7 +66,6 @@ class DirectRuns:
 
     @property
     def is_over(self) -> bool:
-        """Whether all of them have been posted."""
         return self._first >= len(self._plan)
 
     def take(

@@ -49,16 +49,13 @@ class Entry(NamedTuple):
     check: int
 
     def is_to_come(self, generation: int) -> bool:
-        """Whether the request's own may be written yet."""
         return is_still_to_come(self.word, generation)
 
     def says(self, generation: int) -> bool:
-        """Whether it says where the request's digests are."""
         inside = _RING_START <= self.start <= self.start + self.size_bytes <= _LANDING_START
         return self.word == generation and 0 < self.size_bytes <= MOST_BYTES and inside
 
     def fits(self, content: bytes) -> bool:
-        """Whether these are the digests that were written when the entry was."""
         return crc32(content) == self.check
 
 
@@ -96,27 +93,22 @@ class DigestTable(PeerTable):
     # --- the side that reads ----------------------------------------------------
 
     def entry_address(self, landing: int) -> int:
-        """Where an entry lands."""
         return self.address + _LANDING_START + landing * _LANDING_BYTES
 
     def content_address(self, landing: int) -> int:
-        """Where digests land."""
         return self.entry_address(landing) + ENTRY_BYTES
 
     def entry(self, landing: int) -> Entry:
-        """What has landed there."""
         start = _LANDING_START + landing * _LANDING_BYTES
         words = self._bytes[start : start + ENTRY_BYTES].view(np.uint64)
         return Entry(*words.tolist())
 
     def content(self, landing: int, size_bytes: int) -> bytes:
-        """What has landed there."""
         start = _LANDING_START + landing * _LANDING_BYTES + ENTRY_BYTES
         return self._bytes[start : start + size_bytes].tobytes()
 
 
 def entry_address(table: int, generation: int) -> int:
-    """Where a request's entry is in a peer's table that begins at an address."""
     return table + _slot(generation) * ENTRY_BYTES
 
 

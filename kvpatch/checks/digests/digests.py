@@ -57,7 +57,7 @@ class Comparison(NamedTuple):
 
     @property
     def proves(self) -> bool:
-        """Whether all of ours was compared, and is theirs: nothing less is a load verified."""
+        """True if all of ours was compared, and is theirs: nothing less is a load verified."""
         return self.checked > 0 and not self.wrong and not self.unchecked
 
 
@@ -152,7 +152,7 @@ def _places(cells: Iterable[tuple[Name, int, Extent]]) -> tuple[Place, ...]:
 
 
 def _check_alike(what: str, found: Sequence[object]) -> None:
-    """Whether all are the same.
+    """Refuses what is not all the same.
 
     Raises:
         DigestsRefused: they are not.
@@ -284,7 +284,7 @@ def read(raw: bytes, seed: bytes) -> tuple[Stated, ...]:
 
 
 def _check_order(ranges: Sequence[Extent]) -> None:
-    """Whether ranges follow one another: nobody is kept busy with tokens that are named twice."""
+    """Refuses ranges out of order: nobody is kept busy with tokens that are named twice."""
     end = 0
     for extent in ranges:
         if not end <= extent[0] < extent[1]:

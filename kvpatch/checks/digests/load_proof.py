@@ -69,7 +69,6 @@ class LoadProof:
         self._ended: list[Proof | None] = []
 
     def begin(self) -> None:
-        """Books a read of it."""
         with self._lock:
             self._open += 1
 

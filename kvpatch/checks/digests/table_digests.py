@@ -70,7 +70,6 @@ class TableTokens:
         return replace(self, planes=tuple(planes_without(self.planes, heads)))
 
     def without_content(self, content: Content) -> TableTokens:
-        """The same without planes of one kind."""
         planes = tuple(plane for plane in self.planes if plane.content is not content)
         return replace(self, planes=planes)
 
@@ -124,7 +123,6 @@ class DigestStream:
         self.work = RLock()
 
     def settle(self) -> None:
-        """Waits until no load is being compared."""
         try:
             self.thread.submit(int).result()
         except RuntimeError as error:  # the interpreter ends

@@ -122,12 +122,10 @@ class GrantedHolds:
 
     @property
     def is_on(self) -> bool:
-        """Whether its workers can write holds down."""
         return bool(self._tables.get(HOLD))
 
     @property
     def has_news(self) -> bool:
-        """Whether workers have to be told something."""
         return bool(self._changes or self._orders)
 
     def learn(self, metadata: Mapping[Any, Any]) -> None:

@@ -48,7 +48,7 @@ class HoldCheck(TableRead[HoldTable]):
 
     @property
     def is_due(self) -> bool:
-        """Whether the blocks may be gone for long: nothing is read of them before it is known."""
+        """True if the blocks may be gone for long: nothing is read of them before it is known."""
         return self._asked is not None or time.monotonic() - self.vouched > _ASK_AGAIN_SECONDS
 
     def ask(self, nixl: Any, *, has_begun: bool) -> CheckResult | None:
@@ -71,7 +71,7 @@ class HoldCheck(TableRead[HoldTable]):
         return None if is_held is None else CheckResult.HELD
 
     def answer(self, nixl: Any) -> bool | None:
-        """Whether the peer held the blocks when this was first called; None until it is known.
+        """True if the peer held the blocks when this was first called; None until it is known.
 
         The call after an answer asks anew.
 

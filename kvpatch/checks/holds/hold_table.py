@@ -39,7 +39,7 @@ def generation_of(start: int, count: int) -> int:
 
 
 def is_still_to_come(found: int, generation: int) -> bool:
-    """Whether a worker may not have heard of a hold yet, by what stands in its place."""
+    """True if a worker may not have heard of a hold yet, by what stands in its place."""
     if found == 0:
         return True
     is_of_this_start = found >> 32 == generation >> 32
@@ -78,7 +78,7 @@ class HoldTable(PeerTable):
                 self.end(request_id)
 
     def is_held(self, request_id: str, generation: int) -> bool:
-        """Whether a hold's word has not been taken out; for any thread."""
+        """True if a hold's word has not been taken out; for any thread."""
         return self._held.get(request_id) == generation
 
     def end(self, request_id: str) -> None:
@@ -95,11 +95,9 @@ class HoldTable(PeerTable):
     # --- the side that reads ----------------------------------------------------
 
     def address_of(self, landing: int) -> int:
-        """Where a place is."""
         return self.address + landing * WORD_BYTES
 
     def word(self, landing: int) -> int:
-        """What has landed there."""
         return int(self._words[landing])
 
 

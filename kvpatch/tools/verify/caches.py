@@ -236,7 +236,6 @@ def _only_tensor(name: str, cache: Any) -> torch.Tensor:
 
 
 def _backends(runner: Any) -> dict[str, Any]:
-    """Layer name -> attention backend class."""
     return {
         name: group.backend
         for groups in runner.attn_groups

@@ -33,7 +33,6 @@ _CONTENT_ORDER = ("key", "value", "latent", STATE)
 
 
 def head_key(content: str, head: int) -> str:
-    """The key of one head in :data:`HeadDigests`."""
     return f"{content}/{head}"
 
 
@@ -158,7 +157,7 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing that the transfer answers for differs."""
+        """True if nothing that the transfer answers for differs."""
         return not (self.tokens or self.transfer or self.prefill)
 
 
@@ -269,7 +268,7 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared, all of it is identical, and the control was noticed."""
+        """True if something was compared, all of it is identical, and the control was noticed."""
         compared = any(self.verdicts.values())
         return compared and not self.differences and not self.control_failures
 

@@ -98,7 +98,6 @@ def free_ports(count: int) -> int:
 
 
 def command(spec: EngineSpec, port: int) -> list[str]:
-    """The server's command line."""
     arguments = [
         *("--model", spec.model, "--served-model-name", spec.model),
         *("--host", HOST, "--port", str(port)),
@@ -170,7 +169,6 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Where it serves."""
         return f"http://{HOST}:{self.port}"
 
     @property
@@ -309,7 +307,7 @@ def stop_all(engines: Sequence[Engine]) -> None:
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether the group (led by ``process``) still had a member to signal."""
+    """True if the group (led by ``process``) still had a member to signal."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

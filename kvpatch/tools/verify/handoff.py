@@ -55,7 +55,6 @@ class Request:
     cache_salt: str = ""
 
     def body(self, max_tokens: int) -> dict[str, Any]:
-        """What a server is sent."""
         salted = {"cache_salt": self.cache_salt} if self.cache_salt else {}
         return {
             **salted,
@@ -76,7 +75,6 @@ async def complete(
     max_tokens: int,
     request_id: str,
 ) -> Completion:
-    """Ask one engine for a greedy completion."""
     body = Request(model, token_ids, request_id).body(max_tokens)
     return await _stream(client, url, body, request_id)
 
@@ -146,7 +144,6 @@ async def _post(
 async def _stream(
     client: httpx.AsyncClient, url: str, body: Mapping[str, Any], request_id: str
 ) -> Completion:
-    """Read an answer token by token."""
     started = time.perf_counter()
     token_ids: list[int] = []
     text = ""

@@ -37,7 +37,6 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Length of the prompt in tokens."""
         return len(self.token_ids)
 
 

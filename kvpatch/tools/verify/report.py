@@ -41,7 +41,6 @@ def json_lines(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def write_json_lines(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Write the records, one per line."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -109,7 +108,6 @@ def errors(comparison: Comparison) -> list[str]:
 
 
 def summary(comparison: Comparison) -> list[str]:
-    """What to conclude, a line each."""
     compared = sum(len(by_case) for by_case in comparison.verdicts.values())
     lines: list[str] = []
     if not compared:

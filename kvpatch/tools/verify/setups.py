@@ -55,7 +55,6 @@ class Setup:
 
     @property
     def specs(self) -> tuple[EngineSpec, ...]:
-        """The engines, prefill first."""
         return (*self.prefill, *self.decode)
 
 
@@ -82,7 +81,6 @@ def parse_setups(text: str) -> tuple[str, ...]:
 
 
 def parse_side(text: str) -> Side:
-    """One of ``both``, ``prefill``, ``decode``."""
     for side in SIDES:
         if text == side:
             return side
@@ -101,7 +99,6 @@ def require_release(expected: str) -> None:
 
 
 def parse_arguments(text: str) -> tuple[str, ...]:
-    """A shell-quoted option string -> arguments."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -111,8 +108,6 @@ def parse_arguments(text: str) -> tuple[str, ...]:
 
 
 def build_setups(options: Options, model: str) -> list[Setup]:
-    """The set-ups that ``options`` ask for."""
-
     def spec(name: str, arguments: tuple[str, ...], connector: bool, kvpatch: bool) -> EngineSpec:
         arguments = (*options.engine_arguments, *arguments)
         return small_engine(name, model, options.dtype, arguments, connector, kvpatch)
