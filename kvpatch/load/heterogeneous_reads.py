@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 import numpy as np
@@ -20,6 +20,7 @@ from kvpatch.core import settings
 from kvpatch.core.errors import AS_ANSWERED, PeerRefused, ReadRefused
 from kvpatch.geometry.cross_layer_blocks import pair_whole_blocks
 from kvpatch.geometry.direct_plan import Plan, plan_parts
+from kvpatch.geometry.memory import Memory
 from kvpatch.geometry.plane import Plane
 from kvpatch.geometry.plane_heads import HeadName
 from kvpatch.geometry.segments import Int64Array, Segments, kernel_blocks
@@ -28,12 +29,10 @@ from kvpatch.load.chosen_ways import ChosenWays
 from kvpatch.load.read_factory import Progress, ReadFactory, Wanted
 from kvpatch.load.read_request import ReadRequest
 from kvpatch.load.reader import Reader, ReadsOfOthers
-from kvpatch.load.state_runs import states_plan
-from kvpatch.load.token_pairing import shares_of, state_pairs, tails_of
-from kvpatch.load.worker_staging_pool import staging_pool
+from kvpatch.load.token_pairing import shares_of, state_pairs, states_plan, tails_of
 from kvpatch.observe.catalogue import Way
 from kvpatch.peer.agent_metadata import AgentMetadata
-from kvpatch.peer.remote_planes import peer_memory
+from kvpatch.peer.block_shapes import peer_memory
 from kvpatch.peer.remote_ranks import Peer, RemoteRank
 from kvpatch.transfer.agent_gate import AgentGate, EngineAgent, ProgressAgent
 from kvpatch.transfer.caches import Caches
@@ -43,6 +42,9 @@ from kvpatch.transfer.progress_thread import ProgressThread, can_read_beside
 from kvpatch.transfer.staging_pool import StagingPool
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.state import worker_state
+
+if TYPE_CHECKING:
+    import torch
 
 
 class HeterogeneousReads:
@@ -261,3 +263,30 @@ def _made(worker: Any, reader: Reader) -> HeterogeneousReads:
         finalize(worker.nixl_wrapper, progress.thread.stop)
         shared.__wrapped__ = EngineAgent(agent, gate)
     return made
+
+
+def staging_pool(
+    nixl: Any, memory: Memory, device: torch.device, *, copied_to: torch.device | None = None
+) -> StagingPool:
+    """The pool; it becomes memory, registered with NIXL, when the first read needs it.
+
+    Args:
+        copied_to: the cache's own device, where that copies from a pool in host memory.
+    """
+
+    def make(size_bytes: int) -> torch.Tensor:
+        import torch
+
+        pinned = (
+            copied_to is not None and copied_to.type != "cpu" and torch.accelerator.is_available()
+        )
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device=device, pin_memory=pinned)
+        if device.type != "cpu":
+            # Whoever had this memory before may have work in the queue; NIXL waits for nobody.
+            torch.get_device_module(device).synchronize(device)
+        place = (buffer.data_ptr(), size_bytes, memory.device_id, "")
+        nixl.register_memory(nixl.get_reg_descs([place], memory.kind))
+        return buffer
+
+    on_device = device.type != "cpu" or (copied_to is not None and copied_to.type != "cpu")
+    return StagingPool(settings.staging_bytes(), make, on_device)

@@ -11,7 +11,6 @@ from typing import Any
 from kvpatch.core import settings
 from kvpatch.core.errors import RegistrationRefused, UnexpectedCaches
 from kvpatch.core.releases import ReleaseFacts
-from kvpatch.load.divided_block_handles import watch_divided_blocks
 from kvpatch.load.nixl_proxy import ReadingAgent
 from kvpatch.load.prepared_transfers import CheckMakers
 from kvpatch.load.reader import Destination, Reader
@@ -20,7 +19,9 @@ from kvpatch.load.transfer_handles import (
     heterogeneous_engine_of,
     rank_like_us,
     ranks_of,
+    watch_divided_blocks,
 )
+from kvpatch.peer import other_releases
 from kvpatch.peer.cross_layer_blocks import RegisteredCrossLayerBlocks
 from kvpatch.peer.cross_layer_form import places_digest
 from kvpatch.peer.inspected_caches import (
@@ -30,13 +31,11 @@ from kvpatch.peer.inspected_caches import (
     has_blocks_of,
     is_plain,
 )
+from kvpatch.peer.remote_geometry import kv_split_of
 from kvpatch.peer.remote_states import places_of_states
-from kvpatch.peer.split_kv import kv_split_of
-from kvpatch.peer.unlike_releases import messages
 from kvpatch.transfer.agent_proxy import AgentProxy
 from kvpatch.transfer.lifetime import Leases
-from kvpatch.worker.backend_layouts import backend_layouts
-from kvpatch.worker.local_geometry import LocalGeometry, local_geometry_of
+from kvpatch.worker.local_geometry import LocalGeometry, backend_layouts, local_geometry_of
 from kvpatch.worker.recurrent_state import StatePages, states_digest
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.release_worker import ReleaseWorker
@@ -83,8 +82,8 @@ def attach_reader(
         ours = _local_geometry(release, own, own.cache, is_misread=is_misread)
         reader = _reader(worker, kv_caches, own, ours)
         reader.leases = leases_of(worker, release.facts)
-        reader.to_engine = partial(messages.to_engine, worker)
-        reader.to_agent = partial(messages.to_agent, worker)
+        reader.to_engine = partial(other_releases.to_engine, worker)
+        reader.to_agent = partial(other_releases.to_agent, worker)
         reader.book = state.book
         makers = state.of(CheckMakers).values()
         reader.check_makers = tuple(make(release, own, reader) for make in makers)

@@ -17,10 +17,10 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import one_line, shown
 from kvpatch.geometry.dimension_order import KeyOrder
-from kvpatch.load.divided_block_handles import blocks_undivided
 from kvpatch.load.reader import Reader
 from kvpatch.load.reordered_loads import note_peer
-from kvpatch.load.smaller_blocks_admission import why_misread
+from kvpatch.load.smaller_blocks import why_misread
+from kvpatch.load.transfer_handles import blocks_undivided
 from kvpatch.peer.agent_metadata import (
     AgentMetadata,
     read_agent_metadata,
@@ -34,29 +34,33 @@ from kvpatch.peer.homogeneous_view import (
     book_own_cut,
     check_descriptors,
     has_ranks_unmet,
+    heads_without_replication,
     homogeneous_layout,
     homogeneous_metadata,
     layout_called,
-)
-from kvpatch.peer.kv_head_replication import (
-    heads_without_replication,
     model_of_heads,
 )
-from kvpatch.peer.stated_words import CONTENTS, KEYS, LAYOUT, SideChannels, stated_blocks
-from kvpatch.peer.unlike_releases.peer_releases import PeerReleases, Statement
-from kvpatch.peer.unlike_releases.translation import read_statement
+from kvpatch.peer.other_releases import PeerReleases, Statement, read_statement
+from kvpatch.peer.stated_words import (
+    CONTENTS,
+    KEYS,
+    LAYOUT,
+    SideChannels,
+    check_contents,
+    contents_of,
+    stated_blocks,
+)
 from kvpatch.peer.unread_caches import UncheckedMetadata, UnreadCache
 from kvpatch.peer.unstated_blocks import declared_geometry, leaves_open
 from kvpatch.worker.cache_kinds import Kind
 from kvpatch.worker.kinds_of_layers import has_slots, kind_of
+from kvpatch.worker.kv_cache_groups import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.local_geometry import LocalGeometry, own_regions
 from kvpatch.worker.registered_caches import DeviceCaches
 from kvpatch.worker.release_worker import ReleaseWorker
 from kvpatch.worker.shared_rows import Region, regions_of, shared_rows
-from kvpatch.worker.speculative_decoding import hides_ends_of_lists, reserves_slots
 from kvpatch.worker.state import WorkerState, release_worker, worker_state
 from kvpatch.worker.state_division import divided_states
-from kvpatch.worker.whole_blocks import check_contents, contents_of
 
 if TYPE_CHECKING:
     from kvpatch.peer.remote_ranks import RemoteRank

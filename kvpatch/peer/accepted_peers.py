@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
 from kvpatch.core.releases import FACTS, CacheShape, Form, ReleaseFacts
 from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.geometry.layout_strides import LAYER_BY_LAYER
 from kvpatch.peer.agent_metadata import AgentMetadata
 from kvpatch.peer.peer_hash import Explanation
-from kvpatch.worker.cache_kinds import Holds
+from kvpatch.worker.cache_kinds import PLAIN_CACHE_DTYPES, Holds
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: What both releases must do alike for either to understand the other, and in what words.

@@ -9,11 +9,10 @@ from kvpatch.core.errors import PeerRefused
 from kvpatch.geometry.layout_strides import NAMED_LAYOUTS, inner_layout
 from kvpatch.peer.accepted_peers import refuse_other_rows
 from kvpatch.peer.agent_metadata import AgentMetadata
+from kvpatch.peer.block_shapes import split_by_nobody
 from kvpatch.peer.cpu_keys import check_key_order
-from kvpatch.peer.homogeneous_view import has_ranks_unmet
-from kvpatch.peer.kv_head_replication import has_replicated_heads
-from kvpatch.peer.split_kv import kv_split_of_peer, may_be_kvcacheds
-from kvpatch.peer.whole_blocks import split_by_nobody
+from kvpatch.peer.homogeneous_view import has_ranks_unmet, has_replicated_heads
+from kvpatch.peer.remote_geometry import kv_split_of_peer, may_be_kvcacheds
 from kvpatch.worker.local_geometry import LocalGeometry
 
 

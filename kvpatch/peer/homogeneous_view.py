@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from math import lcm
+from typing import TYPE_CHECKING, Any
 
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.layout_strides import layer_by_layer
 from kvpatch.peer.agent_metadata import AgentMetadata, restated
 from kvpatch.peer.block_shapes import heads_of
-from kvpatch.peer.kv_head_replication import has_replicated_heads
 from kvpatch.worker.local_geometry import LocalGeometry
+
+if TYPE_CHECKING:
+    from kvpatch.peer.agent_metadata import AgentMetadata
+    from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The release prepares a descriptor for each block of each region of a peer. So many are always
 #: allowed, and so many times as many as this worker has of its own.
@@ -174,3 +178,39 @@ def layout_called(worker: Any, facts: ReleaseFacts, layout: str) -> Iterator[Non
         yield
     finally:
         worker.kv_cache_layout = own
+
+
+def has_replicated_heads(ours: LocalGeometry, peer: AgentMetadata) -> bool:
+    """Whether the release refuses a peer of another TP size for the heads that some ranks share."""
+    if peer.tp_size == ours.tp_size or not ours.has_heads:
+        return False
+    least = ours.total_heads if ours.facts.counts_one_head else ours.total_heads + 1
+    if peer.tp_size > ours.tp_size:
+        return peer.tp_size >= least
+    if ours.tp_size <= ours.total_heads or ours.facts.reads_its_share:
+        return False
+    return peer.tp_size < least  # else the release takes both for holders of one head a rank
+
+
+def heads_without_replication(ours: LocalGeometry, peer: AgentMetadata) -> int | None:
+    """A number of heads of which every rank has some of its own; None where they do already."""
+    return 2 * lcm(ours.tp_size, peer.tp_size) if has_replicated_heads(ours, peer) else None
+
+
+@contextmanager
+def model_of_heads(worker: Any, facts: ReleaseFacts, heads: int | None) -> Iterator[None]:
+    """While inside, the worker takes its model for one of so many heads; None for its own."""
+    if heads is None or not facts.topology:
+        yield
+        return
+    topology = getattr(worker, facts.topology)
+    own = {"total_num_kv_heads": topology.total_num_kv_heads}
+    if facts.topology == "transfer_topo":
+        own["local_physical_heads"] = topology.local_physical_heads
+        topology.local_physical_heads = heads // worker.world_size
+    topology.total_num_kv_heads = heads
+    try:
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(topology, name, value)

@@ -18,7 +18,6 @@ from packaging.version import InvalidVersion, Version
 
 from kvpatch.core import settings
 from kvpatch.core.errors import PeerRefused
-from kvpatch.core.hash_values import BACKENDS
 from kvpatch.core.releases import FACTS, RELEASES, ReleaseFacts
 from kvpatch.core.text import shown
 
@@ -210,3 +209,28 @@ def unexplained(own: OwnFactors) -> PeerRefused:
         "compare these with P's (with VLLM_LOGGING_LEVEL=DEBUG its log has a line `NIXL "
         "compatibility hash`), and use one of each on both sides, --model letter by letter",
     )
+
+
+#: Attention backends, as their ``get_name`` has them; CUSTOM is a plugin's.
+BACKENDS = (
+    *("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION", "CPU_ATTN", "CUSTOM"),
+    *("AITER_TRITON_MLA", "AMX_MLA", "B12X", "BAILING_LINEAR_ATTN", "CACHE_ONLY_ATTN"),
+    *("CPU_MLA", "CPU_V4_INDEXER", "CPU_V4_MLA_SPARSE", "CUTLASS_MLA", "CUTLASS_MSA"),
+    *("CompressorBackend", "DEEPSEEK_SPARSE_SWA", "DEEPSEEK_V32_INDEXER"),
+    *("DEEPSEEK_V41_INDEXER", "DEEPSEEK_V41_ROCM_MXFP4_INDEXER", "DEEPSEEK_V41_SPARSE_INDEXER"),
+    *("DEEPSEEK_V4_INDEXER", "DEEPSEEK_V4_ROCM_MXFP4_INDEXER", "DOTS3_NOTE_PADDED_MLA_SPARSE"),
+    *("FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_DSV4"),
+    *("FLASHINFER_MLA_SPARSE_DSV41", "FLASHINFER_MLA_SPARSE_SM120"),
+    *("FLASHINFER_MLA_SPARSE_SM90", "FLASHMLA", "FLASHMLA_MEGA_ATTN_DSV41", "FLASHMLA_SPARSE"),
+    *("FLASHMLA_SPARSE_DSV4", "FLASHMLA_SPARSE_DSV41", "FLASH_ATTN_DIFFKV", "FLASH_ATTN_MLA"),
+    *("FLASH_ATTN_MLA_SPARSE", "FLASH_ATTN_MLA_SPARSE_FA4", "GDN_ATTN", "HPC_ATTN"),
+    *("INKLING_SCONV_SWA", "KIMI_K3_KDA", "KIMI_K3_KDA_ROCM", "KPOOL_TAIL", "LINEAR_ATTN"),
+    *("MAMBA1_ATTN", "MAMBA2_ATTN", "MINIMAX_M3_SPARSE", "MINIMAX_M3_SPARSE_INDEXER", "PALLAS"),
+    *("PLE_SHORT_CONV_ATTN", "QWEN4_EXP_EXP_QSA_STATE", "QWEN4_EXP_QSA_TRITON"),
+    *("ROCM_AITER_MLA", "ROCM_AITER_MLA_SPARSE", "ROCM_AITER_UNIFIED_ATTN", "ROCM_ATTN"),
+    *("ROCM_FLASHMLA_SPARSE_DSV4", "ROCM_FLASHMLA_SPARSE_DSV41", "ROCM_OCTAVE"),
+    *("ROCM_SEGMENTED_ATTN", "ROCM_V4_FLASHMLA_SPARSE", "SHORT_CONV_ATTN", "STEP5_CSA_SUMMARY"),
+    *("STEP5_CSA_TAIL_RING", "STEP5_DSA", "TOKENSPEED_MLA", "TREE_ATTN", "TRITON_ATTN_DIFFKV"),
+    *("TRITON_MLA", "TRITON_MSA", "TURBOQUANT", "ULTRAQUANT", "V4_FLASHMLA_SPARSE"),
+    *("XPU_MLA_SPARSE", "XPU_V4_MLA_SPARSE"),
+)

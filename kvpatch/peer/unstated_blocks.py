@@ -14,8 +14,7 @@ from kvpatch.geometry.dimension_order import KeyOrder
 from kvpatch.peer.agent_metadata import AgentMetadata, StatedBlocks
 from kvpatch.peer.block_shapes import heads_of
 from kvpatch.peer.cpu_keys import BY_WORD, is_key_order_open, with_key_order
-from kvpatch.peer.regions_by_number import tokens_in_bytes
-from kvpatch.peer.split_kv import kv_split_of_peer
+from kvpatch.peer.remote_geometry import kv_split_of_peer, tokens_in_bytes
 from kvpatch.worker.local_geometry import LocalGeometry
 
 #: The layout that 0.10.0, which states none, gives every NixlConnector unless told otherwise.

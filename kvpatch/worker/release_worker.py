@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpatch.core.hash_values import PLAIN_CACHE_DTYPES
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.geometry.dimension_order import DimensionOrder, KeyOrder
 from kvpatch.geometry.layout_strides import TILED_CHANNELS
+from kvpatch.worker.cache_kinds import PLAIN_CACHE_DTYPES
 from kvpatch.worker.kv_cache_groups import Group, planned_groups, spec_of
 
 #: The name under which a tensor of all layers together is registered (0.13 to 0.28).

@@ -16,21 +16,20 @@ from typing import Any
 from kvpatch.core.errors import PeerRefused
 from kvpatch.core.releases import ReleaseFacts
 from kvpatch.core.text import shown
-from kvpatch.peer.side_channel_key import listen_under_key
-from kvpatch.peer.unlike_releases.peer_releases import (
+from kvpatch.peer.other_releases import (
+    Address,
     Releases,
     Statement,
+    ask,
+    fields_of,
+    question_for,
     question_of,
+    rank_asked_for,
     releases_by_fields,
     speak_alike,
+    translated,
 )
-from kvpatch.peer.unlike_releases.side_channel import (
-    Address,
-    ask,
-    question_for,
-    rank_asked_for,
-)
-from kvpatch.peer.unlike_releases.translation import fields_of, translated
+from kvpatch.peer.side_channel_key import listen_under_key
 
 HOST = "127.0.0.1"
 _LOOK_MS = 50
